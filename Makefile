@@ -27,7 +27,7 @@ help:
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
 	@echo "make test-full   every row: all block sizes, long fuzz, the demo's real servers"
-	@echo "make test-033    trees on vLLM 0.33's Python tree (docs/compatibility.md, vLLM releases)"
+	@echo "make test-033    trees on vLLM 0.33's Python tree (docs/vllm_releases.md)"
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
 	@echo "make bench   servers under load, beside plain vLLM (DATA=folder with prompts)"
@@ -57,7 +57,7 @@ test-full:
 # tests those that compare engines, and what 0.33 changed below them.
 TESTS_033 := tests/unit/vllm_process/test_structured_output.py tests/unit/vllm_process/test_versions.py \
   tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_cpu_kernels.py \
-  tests/fuzz tests/e2e/test_v2.py tests/e2e/test_v2_options.py tests/e2e/test_grammar.py \
+  tests/fuzz tests/e2e/test_steps.py tests/e2e/test_options.py tests/e2e/test_grammar.py \
   tests/e2e/test_lossless.py
 
 test-033: setup

@@ -2,7 +2,7 @@
 """Trees as on CUDA, against plain vLLM, in Triton's interpreter; see test_cuda.py. On a GPU,
 see cuda_on_gpu.py.
 
-To be run with SPECPLUG_INTERPRETED_V2=1 or SPECPLUG_CHECKS_ON_GPU=1, set before vLLM is imported.
+To be run with SPECPLUG_INTERPRETED=1 or SPECPLUG_CHECKS_ON_GPU=1, set before vLLM is imported.
 """
 
 from __future__ import annotations

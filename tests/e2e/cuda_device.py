@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where checks "as on CUDA" run, and what engines need there.
 
-With SPECPLUG_INTERPRETED_V2=1 that is a CPU, with kernels in Triton's interpreter and classes of
+With SPECPLUG_INTERPRETED=1 that is a CPU, with kernels in Triton's interpreter and classes of
 `cuda_worker`. With SPECPLUG_CHECKS_ON_GPU=1 it is a GPU, and nothing stands in for anything;
 SPECPLUG_CHECKS_KERNEL and SPECPLUG_CHECKS_ATTENTION then name a `tree_kernel` and vLLM's attention
 backend. Many engines live in one process, and many processes may share the GPU.
@@ -24,10 +24,10 @@ if ON_GPU:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     # Products of float32 in full: a tree and a chain are compared within 1e-3, by other kernels.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-elif os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
-    from tests.e2e import interpreted_v2
+elif os.environ.get("SPECPLUG_INTERPRETED") == "1":
+    from tests.e2e import interpreter
 
-    interpreted_v2.install()
+    interpreter.install()
 
 # Query rows that forwards are captured for, and requests that drafts are: most batches are padded.
 CAPTURED_ROWS = [1, 2, 4, 9, 22, 28, 32]

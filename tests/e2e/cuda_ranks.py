@@ -16,6 +16,7 @@ from typing import Any
 from tests.e2e.cuda_checks import LateCopy  # isort: skip
 
 from tests.e2e import engine_process
+from tests.e2e.sabotage import is_later_rank
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.vllm_v2 import host_step
@@ -27,7 +28,7 @@ class LateOnLaterRanks(LateCopy):
 
     @property
     def has_come(self) -> bool:
-        return not engine_process.is_later_rank() or super().has_come
+        return not is_later_rank() or super().has_come
 
 
 def _choose_in_turns(self: SourceChooser, available: Any) -> str:
@@ -35,7 +36,7 @@ def _choose_in_turns(self: SourceChooser, available: Any) -> str:
     self._steps += 1
     turns = [source for other in available if other != "self" for source in (other, "self")]
     turns = [source for source in turns if source in available]
-    return turns[(self._steps + engine_process.is_later_rank()) % len(turns)]
+    return turns[(self._steps + is_later_rank()) % len(turns)]
 
 
 def _note(folder: Path) -> None:
@@ -73,7 +74,7 @@ def _note(folder: Path) -> None:
             "partial": list(partial),
             "would_fit_by_late_bounds": late <= pool.max_requests,
         }
-        rank = int(engine_process.is_later_rank())
+        rank = int(is_later_rank())
         with (folder / f"rank{rank}.jsonl").open("a") as lines:
             lines.write(json.dumps(note) + "\n")
         return trees

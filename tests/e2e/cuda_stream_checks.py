@@ -12,10 +12,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
-if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
-    from tests.e2e import interpreted_v2
+if os.environ.get("SPECPLUG_INTERPRETED") == "1":
+    from tests.e2e import interpreter
 
-    interpreted_v2.install()
+    interpreter.install()
 
 # Before vLLM's CPU worker.
 from tests.e2e import cuda_streams  # isort: skip

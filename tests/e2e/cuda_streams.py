@@ -6,7 +6,7 @@ device is "cuda", and streams, events, pinned and mapped memory are the pretende
 own functions for these, which its CPU worker replaces, stand where they stand on CUDA. Plain
 engines stay as they are.
 
-To be imported after `interpreted_v2.install` and before `cuda_worker`.
+To be imported after `interpreter.install` and before `cuda_worker`.
 """
 
 from __future__ import annotations

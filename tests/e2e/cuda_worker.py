@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CUDA worker on a CPU: its classes and its kernels, in Triton's interpreter.
 
-To be imported after `interpreted_v2.install`. vLLM's Triton attention stands where it stands on
+To be imported after `interpreter.install`. vLLM's Triton attention stands where it stands on
 CUDA, over a cache of that layout; what a CPU lacks is replaced here and nowhere else.
 """
 

@@ -3,7 +3,7 @@
 ahead of it; see test_steps.py.
 
 Without a Triton for CPUs, both engines take the kernels that stand in for vLLM's, which have tests
-of their own. With SPECPLUG_INTERPRETED_V2=1, to be set before vLLM is imported, both take vLLM's,
+of their own. With SPECPLUG_INTERPRETED=1, to be set before vLLM is imported, both take vLLM's,
 in Triton's interpreter.
 """
 
@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-if os.environ.get("SPECPLUG_INTERPRETED_V2") == "1":
-    from tests.e2e import interpreted_v2
+if os.environ.get("SPECPLUG_INTERPRETED") == "1":
+    from tests.e2e import interpreter
 
-    interpreted_v2.install()
+    interpreter.install()
 
 import pytest
 import torch

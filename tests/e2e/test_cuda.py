@@ -41,7 +41,7 @@ def failures(module: str, folder: Path, *only: str) -> dict[str, str | None]:
     result, log = folder / f"{module}.json", folder / f"{module}.log"
     folder.mkdir(exist_ok=True)
     arguments = [f"tests.e2e.{module}", str(result), *only]
-    environment = {"SPECPLUG_INTERPRETED_V2": "1"}
+    environment = {"SPECPLUG_INTERPRETED": "1"}
     run_fresh("tests.e2e.pair", arguments, log, env=environment, timeout_s=1800)
     assert result.is_file(), log.read_text()[-6000:]
     return json.loads(result.read_text())

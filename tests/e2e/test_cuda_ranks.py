@@ -44,7 +44,7 @@ def _run(folder: Path, name: str, speculative: dict[str, Any] | None) -> dict[st
     (folder / f"{name}.job").write_text(json.dumps(job))
     arguments = [str(folder / f"{name}.job"), str(result), str(notes)]
     environment = {
-        "SPECPLUG_INTERPRETED_V2": "1",
+        "SPECPLUG_INTERPRETED": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
         # vLLM compiles what ranks do with tokens of others, and the interpreter is no compiler.
         "TORCHDYNAMO_DISABLE": "1",

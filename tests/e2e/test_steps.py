@@ -23,11 +23,11 @@ def test_steps(name: str) -> None:
     assert_check("tests.e2e.step_checks", name)
 
 
-# In every run `kernels/test_v2_cpu_kernels.py` compares each kernel with vLLM's own.
+# In every run `kernels/test_cpu_kernels.py` compares each kernel with vLLM's own.
 @pytest.mark.full
 def test_steps_with_vllms_own_kernels(tmp_path: Path) -> None:
     result, log = tmp_path / "result.json", tmp_path / "log"
     arguments = ["tests.e2e.step_checks", str(result), *INTERPRETED]
-    run_fresh("tests.e2e.pair", arguments, log, env={"SPECPLUG_INTERPRETED_V2": "1"})
+    run_fresh("tests.e2e.pair", arguments, log, env={"SPECPLUG_INTERPRETED": "1"})
     assert result.is_file(), log.read_text()[-6000:]
     assert json.loads(result.read_text()) == dict.fromkeys(INTERPRETED), log.read_text()[-6000:]

@@ -127,7 +127,7 @@ def check_target_layers(
         if feature is not None:
             raise ValueError(
                 f"Speculative method {method!r} cannot verify trees in this target: attention "
-                f"layer {name!r} has {feature}. Use a target without it (docs/compatibility.md "
+                f"layer {name!r} has {feature}. Use a target without it (docs/targets.md "
                 "says what is served where), or a chain method of vLLM's own."
             )
 

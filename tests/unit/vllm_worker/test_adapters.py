@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/compatibility.md says of vLLM's LoRA layers on a CPU."""
+"""What docs/targets.md says of vLLM's LoRA layers on a CPU."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from unittest.mock import patch
 import numpy as np
 
 from tests.e2e.pair import assert_same_output, core_of, generate, make_engine, vllms_v1
-from vllm_specplug.seams import V2_CPU_KERNELS
 
 _PROMPTS = [np.random.default_rng(i).integers(6, 350, 5 + 9 * i).tolist() for i in range(4)]
 _LENGTH = {"max_tokens": 10, "ignore_eos": True}
@@ -47,6 +46,7 @@ def interpreted_kernels() -> Iterator[list[str]]:
     import importlib
 
     from tests.kernels.interpreted_vllm import PREFIX, interpreted, our_kernels
+    from vllm_specplug.seams import CPU_KERNELS
 
     launched: list[str] = []
 
