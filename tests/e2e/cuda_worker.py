@@ -105,7 +105,7 @@ class InterpretedWorker(TreeGPUWorker, CPUWorker):
     def init_device(self) -> None:
         # A CPU build has no FlashAttention.
         with (
-            patch.object(worker_gpu, "require_seams", lambda device: None),
+            patch.object(worker_gpu, "require_seams", lambda *args: None),
             patch.object(cpu_runner, "CPUModelRunner", self.runner_class),
         ):
             super().init_device()

@@ -80,7 +80,7 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     def init_device(self) -> None:
         spec: Any = self.vllm_config.speculative_config
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
-        require_seams("cpu")
+        require_seams("cpu", self.use_v2_model_runner)
         CPU_BACKENDS.apply()
         if self.model_config.use_mla:
             use_latent_seams()

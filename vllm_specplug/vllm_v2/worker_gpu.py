@@ -104,7 +104,7 @@ class TreeGPUWorker(FollowsTarget, Worker):
     model_runner: Any  # a TreeGPUModelRunner
 
     def init_device(self) -> None:
-        require_seams("cuda")
+        require_seams("cuda", self.use_v2_model_runner)
         claim_attention_backend(self.vllm_config)
         with DEVICE_SPECULATOR.applied():
             super().init_device()

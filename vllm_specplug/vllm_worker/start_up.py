@@ -47,12 +47,20 @@ class OwnKernels:
         return super().execute_model(*args, **kwargs)  # type: ignore[misc]  # vLLM's worker
 
 
-def require_seams(device: str) -> None:
+def require_seams(device: str, uses_v2: bool) -> None:
     """Checks, when a worker starts, everything of vLLM that it will call or override.
+
+    Args:
+        uses_v2: whether the worker builds vLLM's V2 model runner.
 
     Raises:
         RuntimeError: naming what is missing.
     """
+    if not uses_v2:
+        raise RuntimeError(
+            "This worker has not loaded the plugin vllm-specplug: it would build vLLM's V1 model "
+            "runner, which runs no trees. Give all processes of the server the same VLLM_PLUGINS."
+        )
     _require(
         WORKER_SEAMS[device].verify(), "what vllm-specplug builds on", "choose another speculative "
         "method",

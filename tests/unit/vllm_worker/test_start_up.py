@@ -13,7 +13,7 @@ import torch
 
 from vllm_specplug.kernels import describe, latent_spans
 from vllm_specplug.kernels.extension import choose_reference, library_error
-from vllm_specplug.vllm_worker.start_up import OwnKernels, choose_kernel
+from vllm_specplug.vllm_worker.start_up import OwnKernels, choose_kernel, require_seams
 
 pytestmark = pytest.mark.skipif(library_error() is not None, reason="the kernels are not compiled")
 
@@ -49,3 +49,10 @@ def test_each_engine_has_the_kernels_that_it_asked_for() -> None:
         assert first.execute_model() == ("reference", True)
     assert _Worker("auto").execute_model() == ("cpp", False)
     assert os.environ == environment
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_worker_that_has_not_loaded_the_plugin_starts_nothing(device: str) -> None:
+    """Its config says V1 then: the plugin's seams are not in place there."""
+    with pytest.raises(RuntimeError, match="has not loaded the plugin .*VLLM_PLUGINS"):
+        require_seams(device, uses_v2=False)
