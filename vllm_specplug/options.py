@@ -17,7 +17,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-TreeBuilderName = Literal["best_first", "accum_logp", "entropy", "hybrid"]
 KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute", "cute_ws"]
 DraftWeightsName = Literal["auto", "int8", "fp8", "full"]
 TargetProductsName = Literal["auto", "packed", "vllm"]
@@ -28,6 +27,17 @@ DEFAULT_TREE_NODES = 16
 # tiles of GPU kernels, of which 17 rows take one more.
 DEFAULT_CUDA_TREE_NODES = 15
 DEFAULT_TREE_WIDTH = 8
+
+REMOVED_OPTIONS = {
+    "tree_builder": "trees are built best-first; vllm_specplug.tree.build_tree has the builders of "
+    "the JetSpec paper",
+    "hybrid_lambda": "trees are built best-first",
+    "ngram_size": "n-grams of up to 4 tokens are looked up",
+    "unigram_smoothing": "counts are smoothed by 1",
+    "gate_table_mb": "tables of input gates take up to 64 MiB",
+    "local_candidates": "a local head scores the 128 likeliest tokens of each depth",
+}
+"""Options of earlier versions, and what holds in their place."""
 
 _MAX_CONTEXT = 2**31 - 1
 """No context is longer; a larger number would not pass from the front end to the engine."""
@@ -42,13 +52,6 @@ class TreeOptions:
     size - 1), and for n-gram branches the number of nodes."""
     tree_width: int = Field(default=DEFAULT_TREE_WIDTH, ge=1, le=64)
     """Maximum number of children per node; 1 drafts a chain."""
-    tree_builder: TreeBuilderName = "best_first"
-    """How the node budget is spent: exact best-first expansion, the JetSpec paper's
-    accum_logp, its entropy-guided order, or cumulative log-probability plus
-    `hybrid_lambda` x entropy. All but the first need a head that scores every depth at once,
-    without reading drafted tokens."""
-    hybrid_lambda: float = Field(default=0.1, ge=0.0, le=10.0)
-    """Weight of the entropy term; only read by `tree_builder` "hybrid"."""
     ngram_topk: int = Field(default=3, ge=0, le=16)
     """What followed the same tokens earlier in the request joins the tree under the same node
     budget. On a CPU every node of a head's tree is looked up, and this is the most children that
@@ -68,9 +71,6 @@ class TreeOptions:
     """Hard limit on the rows (roots and nodes of all requests) one step may verify, whatever
     `tree_budget` says. A fixed budget shrinks to equal shares of it, and drafting stops where
     fewer than two nodes per request would be left. Default: what the scheduler allows."""
-    ngram_size: int = Field(default=4, ge=2, le=8)
-    """Longest n-gram that is looked up for n-gram branches; shorter ones, down to a single token,
-    are tried as well."""
     draft_weights: DraftWeightsName = "auto"
     """Matrices of the draft head. "int8" rounds them at start, by row, and their inputs by token:
     half the bytes and nearly twice the speed on a CPU with VNNI or AMX. "fp8" does so in e4m3 on a
@@ -455,6 +455,3 @@ def check_vllm_options(options: Any, defaults: dict[str, Any], method: str) -> N
                 f"method {method!r} supports only {required!r} ({reason})",
                 f"Leave {name} out",
             )
-
-
-BUILDER_NAMES: tuple[str, ...] = get_args(TreeBuilderName)

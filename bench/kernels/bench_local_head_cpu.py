@@ -74,7 +74,7 @@ def make_drafters(
         log_probs=lambda size, _: torch.randn(size).log_softmax(-1)
     )
     options = DelsSettings(
-        "", "", 1.0, (0.0,) + (0.3,) * 15, (0.0,) + (0.3,) * 15, False, args.candidates,
+        "", "", (0.0,) + (0.3,) * 15, (0.0,) + (0.3,) * 15, False, args.candidates,
         args.gate_table_mb << 20,
     )  # fmt: skip
     drafters = []
@@ -82,7 +82,7 @@ def make_drafters(
         drafter = cls(
             DrafterOptions(
                 head_path=str(args.head), num_nodes=args.nodes, tree_depth=args.depth,
-                max_depth=args.nodes, tree_width=8, tree_builder="best_first", hybrid_lambda=0.1,
+                max_depth=args.nodes, tree_width=8,
                 ngram_topk=0, max_model_len=2048, settings=options,
             )
         )  # fmt: skip

@@ -33,9 +33,6 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "compiled_kernel": ({}, {"tree_kernel": "cpp"}, {}),
     # "auto" rounds the weights of bfloat16 heads, where the CPU has VNNI.
     "int8_head": ({}, {"draft_weights": "int8"}, {}),
-    "accum_logp": ({}, {"tree_builder": "accum_logp"}, {}),
-    "entropy": ({}, {"tree_builder": "entropy"}, {}),
-    "hybrid": ({}, {"tree_builder": "hybrid", "hybrid_lambda": 0.5}, {}),
     "chain": ({}, {"tree_width": 1}, {}),
     "bidirectional": ({}, {"causal": False}, {}),
     "one_node": ({}, {"num_speculative_tokens": 1}, {}),
@@ -44,10 +41,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}, {}),
 }
 # What unit tests of builders and local heads hold in every run.
-_FULL_TIER = {
-    "accum_logp", "entropy", "hybrid", "ddtree_chain", "dels_gru_chain", "dels_no_gate_table",
-    "dels_readable",
-}  # fmt: skip
+_FULL_TIER = {"ddtree_chain", "dels_gru_chain", "dels_readable"}
 
 
 def _by_tier(names: Iterable[str]) -> list[Any]:
@@ -67,7 +61,6 @@ FUSED: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "dels_markov_causal": ("markov", 5, {"model": "causal"}),
     "dels_markov": ("markov", 5, {"anchor_input": True}),
     "dels_lists": ("gru", 5, {"alpha": [0.2, 0.5, 0.9], "beta": [0.0, 0.1, 0.4]}),
-    "dels_no_gate_table": ("gru", 5, {"gate_table_mb": 0, "local_candidates": 8}),
     "dels_readable": ("gru", 5, {"tree_kernel": "reference"}),
 }
 

@@ -138,7 +138,7 @@ class Drafts:
         self.drafter = cls(
             DrafterOptions(
                 head_path=str(head), num_nodes=NODES, tree_depth=DEPTH, max_depth=NODES,
-                tree_width=3, tree_builder="best_first", hybrid_lambda=0.1, settings=settings,
+                tree_width=3, settings=settings,
                 ngram_topk=0, max_model_len=CONTEXT,
             )
         )  # fmt: skip

@@ -178,7 +178,7 @@ class Served:
         cls, head, settings = self.head(folder)
         options = DrafterOptions(
             head_path=str(head), num_nodes=nodes, tree_depth=4, max_depth=8,
-            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+            tree_width=4, 
             settings=settings, ngram_topk=0,
             max_model_len=CONTEXT,
         )  # fmt: skip

@@ -37,8 +37,6 @@ def test_defaults_are_legal_and_unchanged() -> None:
         ("tree_width", 0),
         ("tree_width", 65),
         ("tree_depth", 0),
-        ("tree_builder", "bfs"),
-        ("hybrid_lambda", -1.0),
         ("max_step_rows", 0),
         ("tree_budget", "many"),
         ("tree_budget", 1.5),

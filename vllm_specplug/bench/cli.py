@@ -117,7 +117,7 @@ def bench(
     servers: Annotated[
         str | None,
         typer.Option(
-            help="Servers: plain, ngram, suffix, METHOD[-NODES][-BUILDER][-auto]; default "
+            help="Servers: plain, ngram, suffix, METHOD[-NODES][-chain][-auto]; default "
             f"{','.join(DEFAULT_SERVERS)}."
         ),
     ] = None,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_specplug.options import BUILDER_NAMES, tree_option_names
+from vllm_specplug.options import tree_option_names
 from vllm_specplug.registry import default_method, get_method, method_names
 
 BASELINE = "plain"
@@ -287,11 +287,10 @@ def split_list(text: str) -> tuple[str, ...]:
 def server_entry(name: str, head: str | None) -> ServerEntry:
     """The server a short name or NAME=VALUE stands for.
 
-    Short names: "plain"; "ngram" and "suffix" (vLLM's own); METHOD[-NODES][-BUILDER][-auto] with a
+    Short names: "plain"; "ngram" and "suffix" (vLLM's own); METHOD[-NODES][-chain][-auto] with a
     method of this plugin. NODES fixes the tree's budget; with "auto" it is the most a tree may
-    have. The builder may also be "chain" (a tree of width 1). A named builder measures the head
-    alone, without n-gram branches. VALUE: a --speculative-config as JSON, or the URL of a server
-    that runs already.
+    have. "chain" is a tree of width 1 from the head only, without n-gram branches. VALUE: a
+    --speculative-config as JSON, or the URL of a server that runs already.
 
     Raises:
         ValueError: for any other name, or a method that needs a head when there is none.
@@ -329,16 +328,15 @@ def method_config(name: str, head: str | None) -> dict[str, Any] | None:
         return dict(VLLM_CONFIGS[name])
     method, *parts = name.split("-")
     nodes = [part for part in parts if part.isdigit()]
-    builders = [part for part in parts if part in (CHAIN, *BUILDER_NAMES)]
+    chain = parts.count(CHAIN)
     auto = parts.count(AUTO)
-    too_many = len(nodes) > 1 or len(builders) > 1 or auto > 1
-    known = len(nodes) + len(builders) + auto == len(parts)
+    too_many = len(nodes) > 1 or chain > 1 or auto > 1
+    known = len(nodes) + chain + auto == len(parts)
     if method not in method_names() or too_many or not known:
         raise ValueError(
             f"server {name!r} is unknown. Use {BASELINE}, {', '.join(VLLM_CONFIGS)}, "
-            f"METHOD[-NODES][-BUILDER][-auto] with METHOD one of {', '.join(method_names())} and "
-            f"BUILDER one of {', '.join((*BUILDER_NAMES, CHAIN))} (for example "
-            f"{default_method().name}-16-accum_logp), or NAME=JSON with any --speculative-config"
+            f"METHOD[-NODES][-{CHAIN}][-auto] with METHOD one of {', '.join(method_names())} (for "
+            f"example {default_method().name}-16), or NAME=JSON with any --speculative-config"
         )
     config: dict[str, Any] = {"method": method}
     if nodes:
@@ -352,10 +350,8 @@ def method_config(name: str, head: str | None) -> dict[str, Any] | None:
         if head is None:
             raise ValueError(f"server {name!r} needs a draft head: add --head")
         config["model"] = head
-        if builders:
+        if chain:
             config["ngram_topk"] = 0
-    if builders == [CHAIN]:
+    if chain:
         config["tree_width"] = 1
-    elif builders:
-        config["tree_builder"] = builders[0]
     return config

@@ -26,7 +26,6 @@ from vllm_specplug.drafting.caches import DraftCache, DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.target_head import TargetHead
-from vllm_specplug.options import TreeBuilderName
 from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -55,15 +54,11 @@ class DrafterOptions:
     max_depth: int
     """Deepest node of a tree, from whatever source."""
     tree_width: int
-    tree_builder: TreeBuilderName
-    hybrid_lambda: float
     ngram_topk: int
     """Most n-gram branches of a tree, or children of a node that the text proposes; 0: none."""
     max_model_len: int
     settings: Any = None
     """The method's own options, as its `DraftPlan` has them."""
-    ngram_size: int = 4
-    """Longest suffix that n-gram branches look up."""
     vocab_size: int = 1 << 31
     """Tokens of the target. Prompts may hold others, which are no drafts."""
 

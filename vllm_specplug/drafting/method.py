@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from vllm_specplug.options import TreeBuilderName, is_number, option_error, value_error
+from vllm_specplug.options import is_number, option_error, value_error
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -62,7 +62,6 @@ class SharedOptions(Protocol):
     num_speculative_tokens: int
     tree_depth: int | None
     tree_width: int
-    tree_builder: TreeBuilderName
     ngram_topk: int
 
 

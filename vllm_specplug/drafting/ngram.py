@@ -214,6 +214,4 @@ def ngram_branches(options: DrafterOptions) -> NgramBranches | None:
     """The branches a drafter adds to its own trees; None where it adds none."""
     if not options.ngram_topk:
         return None
-    return NgramBranches(
-        options.ngram_topk, options.max_depth, options.ngram_size, options.vocab_size
-    )
+    return NgramBranches(options.ngram_topk, options.max_depth, vocab_size=options.vocab_size)

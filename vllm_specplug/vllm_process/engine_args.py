@@ -10,7 +10,7 @@ from typing import Any
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
-from vllm_specplug.options import tree_option_names
+from vllm_specplug.options import REMOVED_OPTIONS, tree_option_names
 from vllm_specplug.registry import find_method, get_method, owners_of
 from vllm_specplug.vllm_process.cpu_memory import fit_to_free_memory
 from vllm_specplug.vllm_process.refusal import refused
@@ -42,6 +42,11 @@ def check_option_names(
     legal = option_names(method)
     for key, value in options.items():
         name = key.replace("-", "_")
+        if name in REMOVED_OPTIONS:
+            raise ValueError(
+                f"speculative_config.{name} (given {value!r}) is no option any more: "
+                f"{REMOVED_OPTIONS[name]}. Leave it out."
+            )
         # Another method's option is refused with its owners' names when the config is built.
         if name not in legal and not owners_of(name):
             near = difflib.get_close_matches(name, sorted(legal), n=1)

@@ -263,7 +263,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             f"SpeculativeConfig(method={self.plugin_method!r}, head={head!r}, "
             f"nodes={self.num_speculative_tokens}, budget={self.tree_budget!r}, "
             f"depth={self.draft_depth}, "
-            f"width={self.tree_width}, builder={self.tree_builder!r})"
+            f"width={self.tree_width})"
         )
 
 

@@ -85,8 +85,7 @@ class DeviceSpeculator(TreeSpeculator):
         options = self.proposer.options
         takes_branches = options.tree_width > 1 or options.head_path is None
         is_late = self.spec.tree_budget != "auto" or self.schedules_ahead
-        is_exact = options.tree_builder == "best_first"
-        return bool(options.ngram_topk) and takes_branches and is_late and is_exact
+        return bool(options.ngram_topk) and takes_branches and is_late
 
     def warm_up(self) -> None:
         """Compiles what tables and lookups launch. Call once the drafter is loaded."""

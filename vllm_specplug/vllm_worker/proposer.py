@@ -44,12 +44,9 @@ class DrafterHost:
             tree_depth=spec.draft_depth,
             max_depth=spec.tree_depth or spec.num_speculative_tokens,
             tree_width=spec.tree_width,
-            tree_builder=spec.tree_builder,
-            hybrid_lambda=spec.hybrid_lambda,
             ngram_topk=spec.ngram_topk,
             max_model_len=vllm_config.model_config.max_model_len,
             settings=spec.plan.settings,
-            ngram_size=spec.ngram_size,
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
         self.drafter: Drafter = get_method(str(spec.plugin_method)).load_drafter()(self.options)

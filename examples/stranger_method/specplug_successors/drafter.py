@@ -7,7 +7,6 @@ import numpy as np
 
 from vllm_specplug.api import (
     CommittedTokens,
-    DraftCacheSpec,
     Drafter,
     DraftRequests,
     DraftTree,
@@ -21,9 +20,6 @@ class SuccessorDrafter(Drafter):
 
     def load(self, target: TargetWeights) -> None:
         pass
-
-    def cache_specs(self) -> list[DraftCacheSpec]:
-        return []
 
     def observe(self, committed: CommittedTokens) -> None:
         pass

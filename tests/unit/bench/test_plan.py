@@ -39,11 +39,6 @@ def budget_option(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureReques
         ("jetspec-16", {"num_speculative_tokens": 16}, 16),
         ("jetspec-64-auto", {"num_speculative_tokens": 64}, "auto"),
         ("jetspec-auto", {}, "auto"),
-        (
-            "jetspec-8-entropy",
-            {"num_speculative_tokens": 8, "tree_builder": "entropy", "ngram_topk": 0},
-            8,
-        ),
         ("jetspec-7-chain", {"num_speculative_tokens": 7, "tree_width": 1, "ngram_topk": 0}, 7),
     ],
 )
@@ -67,7 +62,7 @@ def test_servers_without_head() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle-4", "jetspec-x", "jetspec-8-best", "jetspec-8-16", "jetspec-chain-entropy", ""]
+    "name", ["eagle-4", "jetspec-x", "jetspec-8-best", "jetspec-8-16", "jetspec-8-entropy", ""]
 )
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"is unknown\. Use plain, ngram, suffix, METHOD"):

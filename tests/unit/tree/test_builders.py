@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.tree.candidates import Case, cases
-from vllm_specplug.options import BUILDER_NAMES
 from vllm_specplug.tree import BUILDERS, ROOT, DraftTree, build_tree, build_trees
 
 
@@ -251,10 +250,6 @@ def test_batched_trees_equal_single_ones_with_their_own_budget_and_depth(builder
         assert same_tree(tree, single)
     shared = build_trees(builder, token_ids, log_probs, budgets, tree_width=3, tree_depth=2)
     assert [t.max_depth for t in shared] == [0, 1, 2, 2, 2]
-
-
-def test_builders_are_the_legal_values_of_the_option():
-    assert set(BUILDERS) == set(BUILDER_NAMES)
 
 
 def test_unknown_builder_names_the_known_ones():

@@ -48,10 +48,10 @@ def _refusal(target: Path, spec: dict[str, Any]) -> str:
         ),
         ({"tree_budget": True}, "speculative_config.tree_budget=True is not usable: legal: int"),
         (
-            {"tree_builder": "best_frist"},
-            "speculative_config.tree_builder='best_frist' is not usable: legal: one of "
-            '"best_first", "accum_logp", "entropy", "hybrid". Did you mean "best_first"? Correct '
-            'it, or leave it out for its default, "best_first".',
+            {"tree_kernel": "refrence"},
+            "speculative_config.tree_kernel='refrence' is not usable: legal: one of "
+            '"auto", "cpp", "reference", "triton", "flash", "cute", "cute_ws". Did you mean '
+            '"reference"? Correct it, or leave it out for its default, "auto".',
         ),
         (
             {"tree_width": 0},
@@ -59,7 +59,13 @@ def _refusal(target: Path, spec: dict[str, Any]) -> str:
             "it out for its default, 8.",
         ),
         ({"tree_depth": "deep"}, "speculative_config.tree_depth='deep' is not usable: legal: int"),
-        ({"hybrid_lambda": False}, "speculative_config.hybrid_lambda=False is not usable"),
+        (
+            {"tree_builder": "entropy"},
+            "speculative_config.tree_builder (given 'entropy') is no option any more: trees are "
+            "built best-first; vllm_specplug.tree.build_tree has the builders of the JetSpec "
+            "paper. Leave it out.",
+        ),
+        ({"ngram-size": 3}, "speculative_config.ngram_size (given 3) is no option any more: n-"),
         (
             {"rejection_sample_method": "best"},
             "speculative_config.rejection_sample_method='best' is not usable: input should be",
@@ -76,11 +82,10 @@ def test_wrong_values_of_shared_options(
     ("options", "message"),
     [
         (
-            {"local_candidates": "few"},
-            "speculative_config.local_candidates='few' is not usable: legal: int 1..4096. Correct "
-            "it, or leave it out for its default, 128.",
+            {"unigram": 3},
+            "speculative_config.unigram=3 is not usable: legal: a path. Correct it, or leave it",
         ),
-        ({"local_candidates": True}, "speculative_config.local_candidates=True is not usable"),
+        ({"alpha": True}, "speculative_config.alpha=True is not usable"),
         (
             {"causal": "maybe"},
             "speculative_config.causal='maybe' is not usable: legal: one of true, false. Correct "
@@ -140,7 +145,7 @@ def start():
     if sys.argv[2] == "refused":
         EngineArgs(
             model=sys.argv[1], skip_tokenizer_init=True,
-            speculative_config={"method": "ngram_tree", "tree_builder": "greedy"},
+            speculative_config={"method": "ngram_tree", "tree_kernel": "greedy"},
         ).create_engine_config()
     raise RuntimeError("another")
 
@@ -165,7 +170,7 @@ def test_a_refusal_is_printed_without_frames_of_vllm(
     if what == "another":
         assert lines[-1] == "RuntimeError: another" and "Traceback" in done.stderr
         return
-    message = "speculative_config.tree_builder='greedy' is not usable: legal: one of"
+    message = "speculative_config.tree_kernel='greedy' is not usable: legal: one of"
     assert lines[-1].startswith(f"ValueError: {message}")
     frames = [line for line in lines if line.startswith("  File ")]
     assert len(frames) == 2 and all(str(script) in frame for frame in frames)

@@ -106,7 +106,6 @@ def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
     [
         ({"tree_widht": 3}, r"no option 'tree_widht' \(given 3\).*Did you mean 'tree_width'"),
         ({"tree_width": 0}, "tree_width"),
-        ({"tree_builder": "greedy"}, "tree_builder"),
         ({"num_speculative_tokens": 300}, r"num_speculative_tokens=300 .*1\.\.256"),
         ({"num_speculative_tokens": 2, "tree_depth": 3}, "at least tree_depth=3"),
         ({"tree_depth": 9, "num_speculative_tokens": 16}, r"tree_depth=9 .*1\.\.4"),

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +99,7 @@ def on_the_device(
     made = cls(
         DrafterOptions(
             head_path=str(head), num_nodes=N, tree_depth=4,
-            max_depth=N, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+            max_depth=N, tree_width=4, 
             settings=settings, ngram_topk=0, max_model_len=256,
         )
     )  # fmt: skip
@@ -434,18 +433,14 @@ def test_the_defaults_from_graphs(
     assert 0 < recorder.operations + len(replayed) <= most, recorder.operations
 
 
-@pytest.mark.parametrize("reason", ["a scheduler that waits", "a builder of the host"])
 def test_what_the_host_decides_reads_a_step_once(
-    reason: str, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: trees of the host, for which it waits."""
     step = Step()
     made = speculator(step, drafter, monkeypatch)
     defaults(made, drafter)
-    if reason == "a builder of the host":
-        drafter.options = replace(drafter.options, tree_builder="entropy")
-    else:
-        made.schedules_ahead = False
+    made.schedules_ahead = False
     read: list[Any] = []
 
     def reads(self: HostCopy) -> Any:

@@ -96,7 +96,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
     options = DrafterOptions(
         head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=NODES, tree_depth=DEPTH,
-        max_depth=NODES, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+        max_depth=NODES, tree_width=4, 
         settings=BlockSettings(None),
         ngram_topk=0, max_model_len=64,
     )  # fmt: skip

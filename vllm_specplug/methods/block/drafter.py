@@ -109,11 +109,11 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
 
     @property
     def drafts_on_device(self) -> bool:
-        return self.options.tree_builder == "best_first"
+        return True
 
     @property
     def drafts_from_graphs(self) -> bool:
-        return self.drafts_on_device
+        return True
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         return self._build_on_device(requests)
@@ -133,10 +133,10 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
 
     def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
         """The head's own trees."""
-        widths, budgets, options = requests.widths, requests.budgets, self.options
+        widths, budgets = requests.widths, requests.budgets
         token_ids, log_probs = self.candidates(requests, max(depths), max(widths))
         compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
-        if options.tree_builder == "best_first" and compiled:
+        if compiled:
             built = build_best_first(
                 token_ids, log_probs, torch.tensor(budgets, dtype=torch.int32),
                 torch.tensor(depths, dtype=torch.int32), widths[0],
@@ -145,13 +145,12 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
         return [
             build_tree(
-                options.tree_builder,
+                "best_first",
                 ids[r],
                 logps[r],
                 budgets[r],
                 tree_width=widths[r],
                 tree_depth=depth,
-                hybrid_lambda=options.hybrid_lambda,
             )
             for r, depth in enumerate(depths)
         ]

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
 from vllm_specplug.methods.block.options import BlockOptions
 from vllm_specplug.methods.dels.settings import DelsSettings
@@ -25,9 +23,6 @@ class DelsOptions(BlockOptions):
     unigram: str | None = None
     """Token counts behind the unigram prior. Default: `unigram.safetensors` or
     `loss_mask_unigram.pt` beside the local head."""
-    unigram_smoothing: float = Field(default=1.0, ge=0.0, le=1000.0)
-    """Added to every count of the unigram prior. With 0, tokens that were never seen get the
-    smallest nonzero probability."""
     alpha: float | list[float] = 0.3
     """Weight of the local score at depths 1, 2, ..."""
     beta: float | list[float] = 0.3
@@ -35,12 +30,6 @@ class DelsOptions(BlockOptions):
     anchor_input: bool | None = None
     """Whether the local head reads the last committed token before the drafted ones and therefore
     corrects depth 1 too. Default: what its checkpoint says; false for a released file."""
-    local_candidates: int = Field(default=128, ge=1, le=4096)
-    """Number of tokens per depth, the likeliest ones of the block head, that the local head scores;
-    never fewer than `tree_width`."""
-    gate_table_mb: int = Field(default=64, ge=0, le=65536)
-    """Memory limit in MiB for the precomputed input gates of a GRU local head; if they do not fit,
-    they are computed in each step."""
 
     def settings(  # type: ignore[override]
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
@@ -54,12 +43,5 @@ class DelsOptions(BlockOptions):
                 f"method {method!r} fuses a block head with a local head",
                 'Give its folder, e.g. "local_head": "/path/to/local-head"; without one use '
                 "method ddtree, or jetspec for a causal head",
-            )
-        if shared.tree_builder != "best_first":
-            raise option_error(
-                "tree_builder",
-                shared.tree_builder,
-                f"method {method!r} scores every branch by itself, so only best_first",
-                "Leave tree_builder out, or use method ddtree",
             )
         return resolve_settings(self, shared.tree_width, head.num_draft_tokens, target.model_config)

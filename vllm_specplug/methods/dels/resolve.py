@@ -12,13 +12,18 @@ from vllm_specplug.methods.dels.settings import DelsSettings, depth_weights
 from vllm_specplug.methods.dels.unigram import (
     RELEASED_UNIGRAM_NAME,
     UNIGRAM_NAME,
+    UNIGRAM_SMOOTHING,
     load_unigram,
     tokenizer_fingerprint,
 )
+from vllm_specplug.methods.local import LOCAL_CANDIDATES
 from vllm_specplug.options import option_error
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.dels.options import DelsOptions
+
+# Most memory of a GRU head's table of input gates; larger ones are computed in each step.
+_GATE_TABLE_BYTES = 64 << 20
 
 logger = logging.getLogger("vllm.specplug.config")
 
@@ -49,12 +54,11 @@ def resolve_settings(
     return DelsSettings(
         path=str(file),
         unigram_path=_unigram_path(options, file, model_config) if any(beta) else None,
-        unigram_smoothing=options.unigram_smoothing,
         alpha=alpha,
         beta=beta,
         anchor_input=anchor,
-        num_candidates=max(options.local_candidates, tree_width),
-        gate_table_bytes=options.gate_table_mb << 20,
+        num_candidates=max(LOCAL_CANDIDATES, tree_width),
+        gate_table_bytes=_GATE_TABLE_BYTES,
         causal=options.causal,
     )
 
@@ -78,7 +82,7 @@ def _unigram_path(options: DelsOptions, local_head: Path, model_config: Any) -> 
     if recorded.tokenizer is not None:
         recorded = load_unigram(path, tokenizer=_target_tokenizer(model_config))
     # Counts of a larger vocabulary are refused here already.
-    recorded.log_probs(int(model_config.hf_text_config.vocab_size), options.unigram_smoothing)
+    recorded.log_probs(int(model_config.hf_text_config.vocab_size), UNIGRAM_SMOOTHING)
     return str(path.resolve())
 
 

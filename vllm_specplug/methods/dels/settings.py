@@ -16,7 +16,6 @@ class DelsSettings:
     path: str
     unigram_path: str | None
     """None where every beta is 0."""
-    unigram_smoothing: float
     alpha: tuple[float, ...]
     """Weight of the local score at depths 1, 2, ..."""
     beta: tuple[float, ...]

@@ -24,6 +24,8 @@ from vllm_specplug.methods.dels.released import MAX_COUNTS_BYTES, load_counts_ar
 logger = logging.getLogger(__name__)
 
 UNIGRAM_NAME = "unigram.safetensors"
+# Added to every count: a token that was never seen has a probability.
+UNIGRAM_SMOOTHING = 1.0
 RELEASED_UNIGRAM_NAME = "loss_mask_unigram.pt"
 
 

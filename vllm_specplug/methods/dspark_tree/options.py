@@ -10,7 +10,7 @@ from pydantic import Field
 
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
 from vllm_specplug.methods.block.options import BlockOptions
-from vllm_specplug.options import option_error
+from vllm_specplug.methods.local import LOCAL_CANDIDATES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,9 +38,6 @@ class DSparkSettings:
 class DSparkOptions(BlockOptions):
     """A block head with its own Markov head."""
 
-    local_candidates: int = Field(default=128, ge=1, le=4096)
-    """Number of tokens per depth, the likeliest ones of the block head, that the local head scores;
-    never fewer than `tree_width`."""
     confidence_weight: float = Field(default=0.5, ge=0, le=4)
     """Weight of the confidence head, where the checkpoint has one: the probabilities of a node's
     children are multiplied with its confidence in them to this power. 0 leaves it out."""
@@ -53,16 +50,9 @@ class DSparkOptions(BlockOptions):
     def settings(  # type: ignore[override]
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
     ) -> DSparkSettings:
-        if shared.tree_builder != "best_first":
-            raise option_error(
-                "tree_builder",
-                shared.tree_builder,
-                f"method {method!r} scores every branch by itself, so only best_first",
-                "Leave tree_builder out",
-            )
         depths = head.num_draft_tokens
         return DSparkSettings(
-            num_candidates=max(self.local_candidates, shared.tree_width),
+            num_candidates=max(LOCAL_CANDIDATES, shared.tree_width),
             alpha=(1.0,) * depths,
             beta=(0.0,) * depths,
             causal=self.causal,

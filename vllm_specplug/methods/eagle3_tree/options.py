@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import DraftPlan, MethodOptions, SharedOptions, TargetInfo
-from vllm_specplug.options import MAX_TREE_NODES, option_error
+from vllm_specplug.options import MAX_TREE_NODES
 
 DEFAULT_LEVELS = 5
 DEFAULT_FRONTIER = 16
@@ -40,13 +40,6 @@ class Eagle3Options(MethodOptions):
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 
-        if shared.tree_builder != "best_first":
-            raise option_error(
-                "tree_builder",
-                shared.tree_builder,
-                f"method {method!r} drafts level by level, best-first or with expand_width",
-                "Leave tree_builder out",
-            )
         path = resolve_head_path(shared.model, method)
         head = inspect_eagle3_head(path, target.text_config, target_layers=self.aux_layers)
         return DraftPlan(

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from vllm_specplug.drafting.caches import (
     DeviceTargetCache,
     DeviceWindow,
-    DraftCacheSpec,
     DraftWindow,
     TargetCache,
     WindowSpec,
@@ -154,9 +153,6 @@ class LongSpecDrafter(HeadDrafter):
         self.lm_head = target.make_lm_head(self.target_ids)
         self.head = FusedLongSpecHead(head, self.options.max_model_len, target.make_linear)
         self.ngrams = ngram_branches(self.options)
-
-    def cache_specs(self) -> list[DraftCacheSpec]:
-        return []
 
     def window_spec(self) -> WindowSpec:
         size = self.options.settings.window_size

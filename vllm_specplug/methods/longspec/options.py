@@ -56,13 +56,6 @@ class LongSpecOptions(MethodOptions):
         )
 
     def _check_levels(self, method: str, shared: SharedOptions) -> None:
-        if shared.tree_builder != "best_first":
-            raise option_error(
-                "tree_builder",
-                shared.tree_builder,
-                f"method {method!r} drafts level by level, best-first or by beam_widths",
-                "Leave tree_builder out",
-            )
         widths = self.beam_widths
         if widths is None:
             return

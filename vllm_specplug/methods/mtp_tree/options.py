@@ -9,7 +9,7 @@ from pydantic import Field
 
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import DraftPlan, MethodOptions, SharedOptions, TargetInfo
-from vllm_specplug.options import MAX_TREE_NODES, option_error
+from vllm_specplug.options import MAX_TREE_NODES
 
 DEFAULT_LEVELS = 4
 DEFAULT_FRONTIER = 16
@@ -33,13 +33,6 @@ class MtpOptions(MethodOptions):
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module
 
-        if shared.tree_builder != "best_first":
-            raise option_error(
-                "tree_builder",
-                shared.tree_builder,
-                f"method {method!r} drafts level by level, best-first or with expand_width",
-                "Leave tree_builder out",
-            )
         path = resolve_head_path(shared.model or str(target.model_config.model), method)
         inspect_mtp_module(path, target.text_config)
         return DraftPlan(

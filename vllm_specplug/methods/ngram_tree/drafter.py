@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from vllm_specplug.drafting.caches import DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter, TargetWeights
@@ -20,15 +19,10 @@ class NgramTreeDrafter(Drafter):
     reads_target_weights = False
 
     def load(self, target: TargetWeights) -> None:
+        options = self.options
         self.ngrams = NgramBranches(
-            self.options.ngram_topk,
-            self.options.max_depth,
-            self.options.ngram_size,
-            self.options.vocab_size,
+            options.ngram_topk, options.max_depth, vocab_size=options.vocab_size
         )
-
-    def cache_specs(self) -> list[DraftCacheSpec]:
-        return []
 
     def observe(self, committed: CommittedTokens) -> None:
         pass

@@ -11,15 +11,13 @@ class NgramTreeOptions(MethodOptions):
     """No options beside the shared ones."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
-        for name, legal in (("model", None), ("tree_builder", "best_first")):
-            value = getattr(shared, name)
-            if value != legal:
-                raise option_error(
-                    name,
-                    value,
-                    f"method {method!r} has no draft head",
-                    f"Leave {name} out, or choose a method with a head",
-                )
+        if shared.model is not None:
+            raise option_error(
+                "model",
+                shared.model,
+                f"method {method!r} has no draft head",
+                "Leave model out, or choose a method with a head",
+            )
         if not shared.ngram_topk:
             raise option_error(
                 "ngram_topk",

@@ -25,7 +25,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import DraftCacheSpec, PartialCacheSpec
+from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import MOST_LOGITS, static_levels
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
@@ -83,9 +83,6 @@ class TokenSwiftDrafter(Drafter):
         sources = [HEADS] if self.settings.gamma > 1 else []
         return [*sources, SELF, *([NGRAMS] if self.ngrams is not None else [])]
 
-    def cache_specs(self) -> list[DraftCacheSpec]:
-        return []
-
     def partial_cache_spec(self) -> PartialCacheSpec | None:
         if SELF not in self.chooser.sources:
             return None
@@ -136,7 +133,7 @@ class TokenSwiftDrafter(Drafter):
 
     @property
     def drafts_on_device(self) -> bool:
-        return self.options.tree_builder == "best_first"
+        return True
 
     @property
     def device_branches(self) -> NgramBranches | None:
@@ -281,13 +278,12 @@ class TokenSwiftDrafter(Drafter):
                 continue
             trees.append(
                 build_tree(
-                    self.options.tree_builder,
+                    "best_first",
                     ids,
                     logps,
                     requests.budgets[r],
                     tree_width=requests.widths[r],
                     tree_depth=deepest,
-                    hybrid_lambda=self.options.hybrid_lambda,
                 )
             )
         return trees

@@ -28,7 +28,7 @@ class Shared:
 
     def __init__(self, model: Path, nodes: int, width: int) -> None:
         self.model, self.num_speculative_tokens, self.tree_width = str(model), nodes, width
-        self.tree_depth, self.tree_builder, self.ngram_topk = None, "best_first", 0
+        self.tree_depth, self.ngram_topk = None, 0
 
 
 class PublishedHead:
@@ -119,7 +119,7 @@ class PublishedHead:
         drafter = method.load_drafter()(
             DrafterOptions(
                 head_path=plan.head_path, num_nodes=24, tree_depth=plan.depth, max_depth=24,
-                tree_width=4, tree_builder="best_first", hybrid_lambda=0.1, ngram_topk=0,
+                tree_width=4, ngram_topk=0,
                 max_model_len=64, settings=plan.settings,
             )
         )  # fmt: skip

@@ -56,7 +56,7 @@ def test_a_step_of_drafting_never_waits_for_the_device(tmp_path: Path) -> None:
     drafter = JetSpecDrafter(
         DrafterOptions(
             head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=12, tree_depth=4,
-            max_depth=12, tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+            max_depth=12, tree_width=4, 
             settings=BlockSettings(None), ngram_topk=0, max_model_len=64,
         )
     )  # fmt: skip

@@ -22,14 +22,14 @@ def load_drafter(
         **{
             "path": str(folder / "local" / "model.safetensors"),
             "unigram_path": str(folder / "local" / "unigram.safetensors"),
-            "unigram_smoothing": 1.0, "alpha": weights, "beta": weights, "anchor_input": False,
+            "alpha": weights, "beta": weights, "anchor_input": False,
             "num_candidates": VOCAB, "gate_table_bytes": 1 << 20, **options,
         }
     )  # fmt: skip
     drafter = cls(
         DrafterOptions(
             head_path=str(folder / "head"), num_nodes=12, tree_depth=4, max_depth=12,
-            tree_width=4, tree_builder="best_first", hybrid_lambda=0.1,
+            tree_width=4, 
             ngram_topk=0, max_model_len=64, settings=local,
         )
     )  # fmt: skip

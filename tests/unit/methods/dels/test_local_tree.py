@@ -23,7 +23,7 @@ ALPHA, BETA = (0.2, 0.4, 0.3, 0.5), (0.1, 0.2, 0.3, 0.4)
 def options(**changes: Any) -> DelsSettings:
     return DelsSettings(
         **{
-            "path": "", "unigram_path": "", "unigram_smoothing": 1.0, "alpha": ALPHA,
+            "path": "", "unigram_path": "", "alpha": ALPHA,
             "beta": BETA, "anchor_input": True, "num_candidates": V, "gate_table_bytes": 1 << 20,
             **changes,
         }

@@ -74,11 +74,7 @@ def test_ddtree_needs_a_head_and_nothing_else(target: Path, spec: dict[str, Any]
         ({"alpha": -0.3}, "alpha=-0.3 .*at least 0"),
         ({"beta": float("nan")}, "beta=nan .*finite"),
         ({"alpha": "much"}, "alpha"),
-        ({"local_candidates": 0}, "local_candidates"),
-        ({"unigram_smoothing": -1}, "unigram_smoothing"),
-        ({"gate_table_mb": -1}, "gate_table_mb"),
         ({"unigram": "/nowhere"}, "unigram counts '/nowhere'.*no such file"),
-        ({"tree_builder": "accum_logp"}, "tree_builder='accum_logp' .*only best_first"),
     ],
 )
 def test_bad_options_are_refused(

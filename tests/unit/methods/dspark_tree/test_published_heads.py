@@ -157,9 +157,12 @@ def test_speculators_heads_that_do_not_say_fill_their_slots_in(tmp_path: Path) -
     assert requests.depths == [4] and drafter.config.first_slot == 1
 
 
-def test_few_candidates_keep_the_likeliest_of_the_block(tmp_path: Path) -> None:
+def test_few_candidates_keep_the_likeliest_of_the_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
-    drafter, requests = head.drafter(get_method("dspark_tree"), local_candidates=1)
+    monkeypatch.setattr("vllm_specplug.methods.dspark_tree.options.LOCAL_CANDIDATES", 1)
+    drafter, requests = head.drafter(get_method("dspark_tree"))
     assert drafter.options.settings.num_candidates == 4  # never fewer than tree_width
     (tree,) = drafter.propose(requests)
     likeliest = head.logits(first=0, causal=False).topk(4).indices

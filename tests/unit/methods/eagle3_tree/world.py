@@ -97,7 +97,7 @@ class World:
             DrafterOptions(
                 **{
                     "head_path": str(folder), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
-                    "tree_width": 8, "tree_builder": "best_first", "hybrid_lambda": 0.1,
+                    "tree_width": 8, 
                     "ngram_topk": 0, "max_model_len": 64,
                     "settings": Eagle3Settings(expand, LAYERS), **options,
                 }

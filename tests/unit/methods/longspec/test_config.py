@@ -59,7 +59,6 @@ def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None
         ({"beam_widths": [4, 0]}, "list of level widths"),
         ({"beam_widths": [4, 4], "tree_depth": 3}, "beam_widths has 2 levels"),
         ({"causal": True}, "causal=True is not usable: method 'longspec' does not have it"),
-        ({"tree_builder": "accum_logp"}, "tree_builder='accum_logp' is not usable"),
         ({"alpha": 0.5}, "alpha=0.5 is not usable: method 'longspec' does not have it, only dels"),
         ({"tree_depth": 17, "num_speculative_tokens": 16}, "at least tree_depth=17"),
     ],

@@ -122,7 +122,7 @@ def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
         DrafterOptions(
             **{
                 "head_path": str(head), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
-                "tree_width": 8, "tree_builder": "best_first", "hybrid_lambda": 0.1,
+                "tree_width": 8, 
                 "ngram_topk": 0, "max_model_len": MAX_LEN,
                 "settings": LongSpecSettings(WINDOW, None), **options,
             }

@@ -185,7 +185,7 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
     embed, lm_head = torch.randn(VOCAB, HIDDEN), 1.5 * torch.randn(VOCAB, HIDDEN)
     options: dict[str, Any] = {
         "head_path": str(tmp_path), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
-        "tree_width": 8, "tree_builder": "best_first", "hybrid_lambda": 0.1, "ngram_topk": 0,
+        "tree_width": 8, "ngram_topk": 0,
         "max_model_len": 64, "settings": MtpSettings(16),
     }  # fmt: skip
     drafter = MtpDrafter(DrafterOptions(**options))
