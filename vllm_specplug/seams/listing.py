@@ -129,7 +129,6 @@ PROCESS_SEAMS = SeamSet(
             for owner, name, ours in (
                 (_SCHEDULER, "update_draft_token_ids", "update_draft_token_ids"),
                 (_SCHEDULER, "update_draft_token_ids_in_output", "update_draft_token_ids"),
-                (_SCHEDULER, "schedule", "schedule"),
                 (_GRAMMARS, "validate_tokens", "validate_tokens"),
                 (_GRAMMARS, "grammar_bitmask", "grammar_bitmask"),
             )

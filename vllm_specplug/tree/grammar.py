@@ -13,13 +13,8 @@ from typing import Protocol
 
 from vllm_specplug.tree.draft_tree import ROOT
 
-# The runner's drafts carry {request id: parent indices} of constrained requests under the first
-# name; the scheduler's output carries {request id: drafted nodes it scheduled} under the second.
+# The runner's drafts carry {request id: parent indices} of constrained requests under this name.
 PARENTS_ATTRIBUTE = "specplug_parents"
-KEPT_NODES_ATTRIBUTE = "specplug_kept_nodes"
-# On drafts: whether their tokens stay where they are, in the device's memory, so that no node may
-# be dropped.
-STAYS_ATTRIBUTE = "specplug_stays"
 
 
 class Cursor(Protocol):
@@ -63,25 +58,3 @@ def visit_tree(
             enter(node)
             pending.append(None)
             pending.extend(reversed(children[node + 1]))
-
-
-def reachable_nodes(
-    token_ids: Sequence[int], parent_indices: Sequence[int], cursor: Cursor
-) -> list[int]:
-    """Indices of the nodes the cursor can reach, ascending: again a tree."""
-    nodes: list[int] = []
-    visit_tree(token_ids, parent_indices, cursor, nodes.append)
-    return sorted(node for node in nodes if node != ROOT)
-
-
-def renumbered_parents(parent_indices: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """[len(kept)] parents of the kept nodes, numbered among them.
-
-    `kept` ascends and is closed under ancestors.
-    """
-    number = {ROOT: ROOT}
-    parents = []
-    for new, old in enumerate(kept):
-        parents.append(number[int(parent_indices[old])])
-        number[old] = new
-    return parents

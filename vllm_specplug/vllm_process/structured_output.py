@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grammars on draft trees: pruning before verification, one mask per node.
+"""Grammars on draft trees: one mask per node.
 
 Seam: structured_output.
 
@@ -10,16 +10,16 @@ own `accept_tokens` and `rollback`:
 
 1. `Scheduler.update_draft_token_ids`, or `update_draft_token_ids_in_output` where steps are
    scheduled ahead, hands the parents to the structured output manager;
-2. `StructuredOutputManager.validate_tokens` keeps the nodes whose path the grammar allows;
-3. `Scheduler.schedule` passes the kept nodes to the runner (tokens alone would be ambiguous);
-4. `StructuredOutputManager.grammar_bitmask` fills one row for the root and one for each kept node.
+2. `StructuredOutputManager.validate_tokens` keeps them with the request;
+3. `StructuredOutputManager.grammar_bitmask` fills one row for the root and one for each node that
+   the grammar can reach.
 
-The V2 runner keeps its drafts on the device, and the scheduler's list only counts them. There no
-node is dropped: one that the grammar forbids cannot be reached, as the row above masks its token.
+Drafts stay where they are, on the device, so no node is dropped: one that the grammar forbids
+cannot be reached, as the row above masks its token.
 
 Reasoning ends where vLLM says it does for the path to a node taken as a chain, so a grammar may
 start in the middle of a tree. Without parents, or when anything does not match, vLLM's own code
-runs and the runner takes the rows for a chain.
+runs.
 """
 
 from __future__ import annotations
@@ -31,34 +31,23 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplug.tree.grammar import (
-    KEPT_NODES_ATTRIBUTE,
-    PARENTS_ATTRIBUTE,
-    STAYS_ATTRIBUTE,
-    reachable_nodes,
-    renumbered_parents,
-    visit_tree,
-)
+from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, visit_tree
 
-# On the manager, while drafts are validated: their parents, by request id; whether all stay.
+# On the manager, while drafts are validated: their parents, by request id.
 _DRAFTED = "specplug_parents"
-_STAYS = "specplug_stays"
 # On the manager: whether a constrained request ever drafted a tree. It stays set: the scheduler
 # keeps a request's drafts over steps that leave it out.
 _HAS_TREES = "specplug_has_trees"
-# On a request's structured output state: its last validated tree.
-_VALIDATED = "specplug_tree"
+# On a request's structured output state: its last tree.
+_TREE = "specplug_tree"
 
 
 @dataclass(frozen=True)
-class ValidatedTree:
-    """What the grammar left of a drafted tree."""
+class ConstrainedTree:
+    """The drafted tree of a request with a grammar."""
 
-    kept: list[int]
-    """Indices of its nodes in the drafted tree."""
     token_ids: list[int]
     parents: list[int]
-    """Numbered among the kept nodes."""
 
     def matches(self, scheduled: Sequence[int]) -> bool:
         """Whether `scheduled` are the first of these nodes, padding left out."""
@@ -111,10 +100,10 @@ class RequestCursor:
         return not self.is_reasoning and not self.grammar.is_terminated()
 
 
-def _validated_tree(request: Any, scheduled: Sequence[int]) -> ValidatedTree | None:
+def _tree_of(request: Any, scheduled: Sequence[int]) -> ConstrainedTree | None:
     """The tree behind a constrained request's scheduled drafts; None where there is none."""
     state = request.structured_output_request
-    tree = None if state is None else getattr(state, _VALIDATED, None)
+    tree = None if state is None else getattr(state, _TREE, None)
     return tree if tree is not None and tree.matches(scheduled) else None
 
 
@@ -125,7 +114,6 @@ def update_draft_token_ids(original: Any) -> Any:
         parents = getattr(draft_token_ids, PARENTS_ATTRIBUTE, None)
         manager = self.structured_output_manager
         setattr(manager, _DRAFTED, parents)
-        setattr(manager, _STAYS, getattr(draft_token_ids, STAYS_ATTRIBUTE, False))
         try:
             original(self, draft_token_ids, *args)
         finally:
@@ -145,44 +133,18 @@ def validate_tokens(original: Any) -> Any:
             return original(self, request, spec_tokens)
         state = request.structured_output_request
         # Also without parents: a chain may have the tokens of the tree before it.
-        setattr(state, _VALIDATED, None)
+        setattr(state, _TREE, None)
         if drafted is None:
             return original(self, request, spec_tokens)
         parents = drafted.get(request.request_id)
         if parents is None:
             return original(self, request, spec_tokens)
-        if getattr(self, _STAYS, False):
-            # Perhaps fewer are scheduled than were drafted.
-            drawn = parents[: len(spec_tokens)]
-            if len(drawn) == len(spec_tokens) and min(spec_tokens, default=0) >= 0:
-                tree = ValidatedTree(list(range(len(drawn))), list(spec_tokens), drawn)
-                setattr(state, _VALIDATED, tree)
-                return spec_tokens
+        # Perhaps fewer are scheduled than were drafted.
+        parents = parents[: len(spec_tokens)]
+        if len(parents) != len(spec_tokens) or min(spec_tokens, default=0) < 0:
             return original(self, request, spec_tokens)
-        if len(parents) != len(spec_tokens):
-            return original(self, request, spec_tokens)
-        kept = reachable_nodes(spec_tokens, parents, RequestCursor(self, request))
-        tokens = [spec_tokens[node] for node in kept]
-        tree = ValidatedTree(kept, tokens, renumbered_parents(parents, kept))
-        setattr(state, _VALIDATED, tree)
-        return tokens
-
-    return wrapped
-
-
-def schedule(original: Any) -> Any:
-    """The method of that name with trees, see above."""
-
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = original(self, *args, **kwargs)
-        if getattr(self.structured_output_manager, _HAS_TREES, False):
-            kept = {}
-            for req_id, scheduled in output.scheduled_spec_decode_tokens.items():
-                tree = _validated_tree(self.requests[req_id], scheduled)
-                if tree is not None:
-                    kept[req_id] = tree.kept[: len(scheduled)]
-            setattr(output, KEPT_NODES_ATTRIBUTE, kept)
-        return output
+        setattr(state, _TREE, ConstrainedTree(list(spec_tokens), parents))
+        return spec_tokens
 
     return wrapped
 
@@ -200,7 +162,7 @@ def grammar_bitmask(original: Any) -> Any:
         if getattr(self, _HAS_TREES, False):
             for req_id in structured_output_request_ids:
                 scheduled = scheduled_spec_decode_tokens.get(req_id, ())
-                tree = _validated_tree(requests[req_id], scheduled)
+                tree = _tree_of(requests[req_id], scheduled)
                 if tree is not None:
                     trees[req_id], num_nodes[req_id] = tree, _num_nodes(scheduled)
         if trees:
@@ -240,7 +202,7 @@ def mask_rows(num_rows: Sequence[int], mask_size: int) -> list[int]:
 
 
 def _fill_tree_rows(
-    manager: Any, request: Any, tree: ValidatedTree, num_nodes: int, first_row: int
+    manager: Any, request: Any, tree: ConstrainedTree, num_nodes: int, first_row: int
 ) -> None:
     """One row of the manager's mask for the root and for each of the first `num_nodes` nodes.
 

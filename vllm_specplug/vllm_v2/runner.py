@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
-from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
+from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.device_trees import (
@@ -285,5 +285,4 @@ class TreeRunnerMixin(_Runner):
                     parents[req_id] = tree.parent_indices.tolist()
             if parents:
                 setattr(drafts, PARENTS_ATTRIBUTE, parents)
-                setattr(drafts, STAYS_ATTRIBUTE, True)
         return drafts

@@ -21,7 +21,6 @@ from tests.unit.tree.candidates import (
 )
 from vllm_specplug.tree import BUILDERS, DraftTree, merge_trees
 from vllm_specplug.tree.beam import Frontier, draft_level_by_level
-from vllm_specplug.tree.grammar import reachable_nodes
 from vllm_specplug.tree.static_tree import build_static
 
 
@@ -96,32 +95,3 @@ def test_merged_trees(cases: list[tuple[Case, str]], budget: int) -> None:
     merged = paths_of(merge_trees(trees, budget))
     assert len(merged) == min(budget, len(union))
     assert all(union[path] == score for path, score in merged.items())
-
-
-class _Allowing:
-    """Lets a fixed set of tokens pass."""
-
-    def __init__(self, allowed: set[int]) -> None:
-        self.allowed = allowed
-
-    def advance(self, token_id: int) -> bool:
-        return token_id in self.allowed
-
-    def retreat(self) -> None: ...
-
-
-@given(
-    case=hard_cases(),
-    builder=st.sampled_from(BUILDERS),
-    allowed=st.sets(st.integers(0, 4)),
-    share=st.floats(0, 1),
-)
-def test_what_grammars_and_the_scheduler_leave(
-    case: Case, builder: str, allowed: set[int], share: float
-) -> None:
-    tree = case.build(builder)
-    cut = tree.prefix(int(share * tree.num_nodes))
-    paths_of(cut)
-    kept = reachable_nodes(cut.token_ids.tolist(), cut.parent_indices.tolist(), _Allowing(allowed))
-    kept = kept[: 1 + int(share * len(kept))]
-    assert all(set(path) <= allowed for path in paths_of(cut.subset(kept)))

@@ -15,8 +15,8 @@ from packaging import version
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
-from vllm_specplug.tree.grammar import KEPT_NODES_ATTRIBUTE, PARENTS_ATTRIBUTE, STAYS_ATTRIBUTE
-from vllm_specplug.vllm_process import install, structured_output
+from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
+from vllm_specplug.vllm_process import install
 
 VOCABULARY = 12
 MAX_SUM = 14
@@ -158,7 +158,7 @@ def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
     share=st.floats(0, 1),
     reasons=st.booleans(),
 )
-def test_kept_nodes_and_masks_are_those_of_each_path_alone(tree, committed, share, reasons) -> None:
+def test_masks_are_those_of_each_path_by_itself(tree, committed, share, reasons) -> None:
     tokens, parents = tree
     request = make_request("reasons" if reasons else "tree", committed)
     name, grammar = request.request_id, request.structured_output_request.grammar
@@ -179,17 +179,19 @@ def test_kept_nodes_and_masks_are_those_of_each_path_alone(tree, committed, shar
         return part is None or grammar.validate_tokens(part) == part
 
     paths = [path_to(tokens, parents, node) for node in range(len(tokens))]
-    kept = [node for node, path in enumerate(paths) if allowed(path)]
-    assert request.spec_token_ids == [tokens[node] for node in kept]
+    assert request.spec_token_ids == tokens
     assert grammar.text == committed
 
     # The scheduler may cut the drafts.
-    scheduled = request.spec_token_ids[: round(share * len(kept))]
+    scheduled = request.spec_token_ids[: round(share * len(tokens))]
     mask = manager.grammar_bitmask(
         scheduler.requests, [name], {name: scheduled} if scheduled else {}
     )
     rows = rows_as_read(mask, [1 + len(scheduled)])
-    for row, path in enumerate([[], *(paths[node] for node in kept[: len(scheduled)])]):
+    for row, path in enumerate([[], *paths[: len(scheduled)]]):
+        if not allowed(path):
+            # Nothing reaches it: the row above masks its token.
+            continue
         alone = ToyGrammar()
         part = constrained(path)
         expected = torch.tensor([-1], dtype=torch.int32)
@@ -230,23 +232,6 @@ def test_a_tree_between_lines_keeps_its_own_rows() -> None:
     ]  # fmt: skip
 
 
-def test_the_runner_learns_which_of_two_equal_tokens_was_kept(monkeypatch) -> None:
-    request = make_request("tree", [])
-    scheduler = make_scheduler(make_manager(), [request])
-    # 10 below 3 fits the bound, 10 below 5 does not; tokens alone cannot tell.
-    drafts = SimpleNamespace(req_ids=["tree"], draft_token_ids=[[5, 3, 10, 10]])
-    setattr(drafts, PARENTS_ATTRIBUTE, {"tree": [-1, -1, 0, 1]})
-    scheduler.update_draft_token_ids(drafts)
-    assert request.spec_token_ids == [5, 3, 10]
-
-    output = SimpleNamespace(scheduled_spec_decode_tokens={"tree": [5, 3, 10]})
-    schedule = structured_output.schedule(lambda self: output)
-    assert getattr(schedule(scheduler), KEPT_NODES_ATTRIBUTE) == {"tree": [0, 1, 3]}
-    # Drafts that are not the validated ones, as after a preemption.
-    output.scheduled_spec_decode_tokens = {"tree": [-1, -1, -1]}
-    assert getattr(schedule(scheduler), KEPT_NODES_ATTRIBUTE) == {}
-
-
 def test_without_parents_vllms_own_code_runs() -> None:
     request = make_request("line", [])
     scheduler = make_scheduler(make_manager(), [request])
@@ -269,7 +254,6 @@ def masks_on_the_device(
     drafts = SimpleNamespace(req_ids=["tree"], draft_token_ids=[list(tokens)])
     if parents is not None:
         setattr(drafts, PARENTS_ATTRIBUTE, {"tree": parents})
-        setattr(drafts, STAYS_ATTRIBUTE, True)
     if ahead:
         output = SimpleNamespace(scheduled_spec_decode_tokens={"tree": [-1] * slots})
         scheduler.update_draft_token_ids_in_output(drafts, output)
@@ -334,8 +318,7 @@ def test_without_parents_the_masks_of_such_drafts_are_others() -> None:
         assert with_tree != as_chain
 
 
-@pytest.mark.parametrize("stays", [False, True])
-def test_a_tree_outlives_steps_that_leave_its_request_out(stays: bool) -> None:
+def test_a_tree_outlives_steps_that_leave_its_request_out() -> None:
     """Its drafts wait in the scheduler while others, drafted without parents, take the budget."""
     waits, runs = make_request("waits", []), make_request("runs", [])
     manager = make_manager()
@@ -343,7 +326,6 @@ def test_a_tree_outlives_steps_that_leave_its_request_out(stays: bool) -> None:
     tokens, parents = [5, 6, 8, 8], [-1, -1, 0, 1]
     drafts = SimpleNamespace(req_ids=["waits"], draft_token_ids=[list(tokens)])
     setattr(drafts, PARENTS_ATTRIBUTE, {"waits": parents})
-    setattr(drafts, STAYS_ATTRIBUTE, stays)
     scheduler.update_draft_token_ids(drafts)
     at_once = manager.grammar_bitmask(scheduler.requests, ["waits"], {"waits": tokens}).tolist()
 
@@ -352,9 +334,6 @@ def test_a_tree_outlives_steps_that_leave_its_request_out(stays: bool) -> None:
     assert waits.spec_token_ids == tokens
     later = manager.grammar_bitmask(scheduler.requests, ["waits"], {"waits": tokens}).tolist()
     assert later == at_once
-    output = SimpleNamespace(scheduled_spec_decode_tokens={"waits": tokens})
-    schedule = structured_output.schedule(lambda self: output)
-    assert getattr(schedule(scheduler), KEPT_NODES_ATTRIBUTE) == {"waits": [0, 1, 2, 3]}
 
 
 def test_a_chain_of_the_same_tokens_is_not_taken_for_the_tree_before_it() -> None:
