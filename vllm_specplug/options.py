@@ -227,7 +227,7 @@ def value_error(
     quoted = words if kind == "bool" else [json.dumps(word) for word in words]
     near = difflib.get_close_matches(str(value), words, n=1)
     if kind in ("bool", "string"):
-        legal = f"one of {', '.join(quoted)}" if words else "a text"
+        legal = f"one of {', '.join(quoted)}" if words else "a string"
     else:
         kind = kind.removesuffix(" or string")
         legal = ", or ".join([f"{kind} {bounds(metadata) or span}".rstrip(), *quoted])

@@ -31,7 +31,7 @@ def with_body_check(
 
 def check_body(body: Any) -> None:
     """Refuses parameters of the plugin at the top level of a request, and those whose value is
-    neither a number nor a text.
+    neither a number nor a string.
 
     Raises:
         VLLMValidationError: naming the parameter; the server answers 400.
@@ -54,7 +54,7 @@ def check_body(body: Any) -> None:
         if isinstance(value, bool | dict) or value is None:
             given = json.dumps(value) if not isinstance(value, dict) else shown(value)
             raise VLLMValidationError(
-                f"{name}={given} is not usable: neither a number nor a text. Give one, or leave "
+                f"{name}={given} is not usable: neither a number nor a string. Give one, or leave "
                 "it out.",
                 parameter=name,
             )

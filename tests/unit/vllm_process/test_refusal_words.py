@@ -83,7 +83,7 @@ def test_wrong_values_of_shared_options(
     [
         (
             {"unigram": 3},
-            "speculative_config.unigram=3 is not usable: legal: a path. Correct it, or leave it",
+            "speculative_config.unigram=3 is not usable: legal: a string. Correct it, or leave",
         ),
         ({"alpha": True}, "speculative_config.alpha=True is not usable"),
         (
