@@ -44,6 +44,7 @@ from tests.e2e.tiny import make_eagle3_head, make_head
 from tests.e2e.vision_checks import TEXTS, VOCAB, compare_answers
 from tests.e2e.wrapper_checks import mistral3_target
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.vllm_v2 import model_state
 from vllm_specplug.vllm_v2 import runner as runner_module
 
 cuda_states.use_device_core()
@@ -86,7 +87,7 @@ def check_images_and_positions_on_three_axes() -> None:
 
 
 def check_positions_on_wrong_axes_differ() -> None:
-    made, stock = engines(ahead=True), runner_module.set_axes
+    made, stock = engines(ahead=True), model_state.set_axes
     for wrong in (
         # Linear, as vLLM gives them.
         lambda trees, positions: None,
@@ -94,7 +95,7 @@ def check_positions_on_wrong_axes_differ() -> None:
         lambda trees, positions: stock(trees, positions[:1]),
     ):
         with (
-            patch.object(runner_module, "set_axes", wrong),
+            patch.object(model_state, "set_axes", wrong),
             pytest.raises(AssertionError, match="request"),
         ):
             compare(made, prompts(), True)
@@ -146,7 +147,7 @@ def check_images_before_recurrent_states() -> None:
         hits.clear()
         compare(made, prompts(), True)
         assert max(hits.values()) == hit, hits
-    linear = patch.object(runner_module, "set_axes", lambda trees, positions: None)
+    linear = patch.object(model_state, "set_axes", lambda trees, positions: None)
     with linear, pytest.raises(AssertionError, match="request"):
         compare(made, prompts(), True)
 

@@ -41,7 +41,7 @@ def check_text_and_images() -> None:
         with changed(name, change), pytest.raises(AssertionError, match="differs"):
             compare(made, prompts())
     # A tree's rows keep, on every axis, the positions that vLLM gives a chain.
-    linear = patch("vllm_specplug.vllm_v2.runner.set_axes", lambda trees, positions: None)
+    linear = patch("vllm_specplug.vllm_v2.model_state.set_axes", lambda trees, positions: None)
     with linear, pytest.raises(AssertionError, match="differs"):
         compare(made, prompts())
     # Nothing of it is left behind.

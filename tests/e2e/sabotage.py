@@ -80,7 +80,7 @@ def _paths() -> None:
         return torch.tensor(shares)
 
     def per_path(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        trees, sample = self.trees(), self.sampler.sample
+        trees, sample = self.step.trees, self.sampler.sample
         token_ids = input_batch.input_ids[input_batch.logits_indices]
 
         def draw(logits: Any, *rest: Any, **more: Any) -> Any:

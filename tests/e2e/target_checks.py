@@ -312,7 +312,7 @@ def check_draft_layers_beside_windows() -> None:
     drafts: list[list[Any]] = []
     for tree in ({}, {"disable_hybrid_kv_cache_manager": True}):
         made = pair("jetspec", **engine, speculative={"model": str(head)}, tree=tree)
-        assert (num_groups(made) > 1) == (made.runner.draft_group > 0) == (not tree)
+        assert (num_groups(made) > 1) == (made.runner.step.draft_group > 0) == (not tree)
         drafts.append(_watch_drafts(made))
         params = greedy(max_tokens=40, detokenize=False)
         made.compare(WINDOW_PROMPTS, params, least_accepted=0)

@@ -217,9 +217,9 @@ def check_images_and_positions_on_three_axes() -> None:
 
 
 def check_positions_on_wrong_axes_differ() -> None:
-    from vllm_specplug.vllm_v2 import runner
+    from vllm_specplug.vllm_v2 import model_state
 
-    made, stock = vision_engines(tree={"async_scheduling": False}), runner.set_axes
+    made, stock = vision_engines(tree={"async_scheduling": False}), model_state.set_axes
     for wrong in (
         # Linear, as vLLM gives them.
         lambda trees, positions: None,
@@ -227,7 +227,7 @@ def check_positions_on_wrong_axes_differ() -> None:
         lambda trees, positions: stock(trees, positions[:1]),
     ):
         with (
-            patch.object(runner, "set_axes", wrong),
+            patch.object(model_state, "set_axes", wrong),
             pytest.raises(AssertionError, match="differs"),
         ):
             compare(made, prompts())

@@ -286,7 +286,7 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
         {"_draft_inputs_kernel"},
     ),
     "compaction": (
-        lambda patch: step.test_compaction_moves_every_layer_as_ordered_moves_would(BF16),
+        lambda patch: step.test_compaction_gathers_every_layers_paths(BF16),
         {"_compact_paths_kernel"},
     ),
     "n-gram branches": (

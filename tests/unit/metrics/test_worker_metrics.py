@@ -100,7 +100,7 @@ def test_format_interval():
         "| by depth 0.71 0.38 0.15 0.07 "
         "| budget now 16, nodes per step 31.0, accepted / predicted 1.31 "
         "| draft 3.1 ms verify 31 ms compact 0.20 ms "
-        "| plain steps 12 (batch 10, grammar 2)"
+        "| plain steps 12 (batch 10, context 2)"
     )
 
 
