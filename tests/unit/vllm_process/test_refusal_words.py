@@ -62,8 +62,7 @@ def _refusal(target: Path, spec: dict[str, Any]) -> str:
         (
             {"tree_builder": "entropy"},
             "speculative_config.tree_builder (given 'entropy') is no option any more: trees are "
-            "built best-first; vllm_specplug.tree.build_tree has the builders of the JetSpec "
-            "paper. Leave it out.",
+            "built best-first; vllm_specplug.tree.build_tree has the others. Leave it out.",
         ),
         ({"ngram-size": 3}, "speculative_config.ngram_size (given 3) is no option any more: n-"),
         (
