@@ -54,7 +54,7 @@ def builder(
     weights = (0.5, 0.4, 0.3, 0.6, 0.2) if anchor else (0.0, 0.4, 0.3, 0.6, 0.2)
     return LocalTreeBuilder(
         head.requires_grad_(False), None, draft_ids, torch.randn(V).log_softmax(-1),
-        DelsSettings("", "", 1.0, weights, weights, anchor, 64, gate_table_bytes),
+        DelsSettings("", "", weights, weights, anchor, 64, gate_table_bytes),
         embed_tokens=torch.randn(V, H).to(dtype), lm_head=torch.randn(V, H).to(dtype), dtype=dtype,
         confidence=confidence,
     )  # fmt: skip

@@ -92,7 +92,7 @@ def markov_head(folder: Path) -> Made:
 def local_head(folder: Path) -> Made:
     local, weights = make_local_head(folder / "local", VOCAB), (0.0, 0.5, 0.5, 0.5)
     settings = DelsSettings(
-        str(local / "model.safetensors"), str(local / "unigram.safetensors"), 1.0, weights, weights,
+        str(local / "model.safetensors"), str(local / "unigram.safetensors"), weights, weights,
         anchor_input=False, num_candidates=16, gate_table_bytes=0,
     )  # fmt: skip
     return DelsDrafter, make_head(folder / "head", VOCAB, causal=False), settings

@@ -50,7 +50,7 @@ FAULTS = {
 # Goes wrong in the middle of what is changed: an object that cannot be wrapped.
 HALFWAY = (
     "import vllm_specplug.vllm_process.structured_output as ours; "
-    "ours.schedule = lambda original: 1 / 0; "
+    "ours.grammar_bitmask = lambda original: 1 / 0; "
     "import vllm.engine.arg_utils as arg_utils; stock = arg_utils.SpeculativeConfig; "
     "from vllm.v1.core.sched.scheduler import Scheduler; before = dict(vars(Scheduler))"
 )
@@ -58,7 +58,10 @@ UNTOUCHED = (
     "assert arg_utils.SpeculativeConfig is stock; "
     "assert all(vars(Scheduler)[k] is v for k, v in before.items()); "
 )
-FAULTS["halfway"] = (HALFWAY, "Scheduler.schedule could not be changed: division by zero")
+FAULTS["halfway"] = (
+    HALFWAY,
+    "StructuredOutputManager.grammar_bitmask could not be changed: division by zero",
+)
 
 
 @pytest.mark.xdist_group("version_drills")

@@ -256,7 +256,7 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
     local = make_local_head(folder / "local", VOCAB)
     weights = (0.0, 0.5, 0.5, 0.5)
     settings = DelsSettings(
-        str(local / "model.safetensors"), str(local / "unigram.safetensors"), 1.0, weights, weights,
+        str(local / "model.safetensors"), str(local / "unigram.safetensors"), weights, weights,
         anchor_input=False, num_candidates=32, gate_table_bytes=0,
     )  # fmt: skip
     head = make_head(folder / "head", VOCAB, causal=False)
