@@ -182,13 +182,17 @@ class TreeSpeculator(BaseSpeculator):
         most: int,
     ) -> torch.Tensor:
         req_ids = list(input_batch.req_ids)
-        self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states, num_sampled)
+        batch = None
+        if self.spec.reads_next_tokens:
+            batch = host_requests(self.req_states, input_batch, num_sampled)
+        self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states, batch)
         # The ranks of a group wait for the first one's trees.
         may_rest = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
         may_rest = may_rest and bool((num_sampled > 0).all())
         if may_rest and self.planner.rests(req_ids):
             return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
-        batch = host_requests(self.req_states, input_batch, num_sampled)
+        if batch is None:
+            batch = host_requests(self.req_states, input_batch, num_sampled)
         return self._draft(input_batch, batch, most, req_ids if may_rest else ())
 
     def _observe(
@@ -197,9 +201,13 @@ class TreeSpeculator(BaseSpeculator):
         req_ids: list[str],
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
+        batch: list[HostRequest] | None,
     ) -> None:
-        """Shows the drafter what the step committed, now or once it needs to know."""
+        """Shows the drafter what the step committed, now or once it needs to know.
+
+        Args:
+            batch: the requests with the step's tokens, for a drafter that reads the next tokens.
+        """
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
         if self.committed_steps.is_late:
@@ -213,13 +221,14 @@ class TreeSpeculator(BaseSpeculator):
             aux_hidden_states,
             self.step.walk is None,
         )
-        following = None
-        if self.spec.reads_next_tokens:
-            batch = host_requests(self.req_states, input_batch, num_sampled)
-            following = torch.from_numpy(next_tokens(make().positions.numpy(), batch))
-        self.committed_steps.add(
-            lambda: replace(make(), next_token_ids=following, output_states=last_hidden_states)
-        )
+        if batch is None:
+            self.committed_steps.add(lambda: replace(make(), output_states=last_hidden_states))
+        else:
+            # Now: `batch` has views of tokens that the next step adds to.
+            known = make()
+            following = torch.from_numpy(next_tokens(known.positions.numpy(), batch))
+            known = replace(known, next_token_ids=following, output_states=last_hidden_states)
+            self.committed_steps.add(lambda: known)
         new = [i for i, req_id in enumerate(req_ids) if req_id not in self.begun]
         if new:
             self.committed_steps.flush()
