@@ -176,6 +176,7 @@ class Engine:
         accepted = after["accepted"] - before["accepted"]
         result = {
             **cell, **summary(arrivals), "drafts": drafts, "accepted": accepted,
+            "drafted": after["drafted"] - before["drafted"],
             "mean_acceptance": 1 + accepted / drafts if drafts else 1.0,
             "is_chain": None if self.job["stock"] else self._is_chain(prompts, arrivals),
         }  # fmt: skip
@@ -219,8 +220,11 @@ class Engine:
         return True
 
     def _counters(self) -> dict[str, float]:
-        names = {"vllm:spec_decode_num_drafts": "drafts",
-                 "vllm:spec_decode_num_accepted_tokens": "accepted"}  # fmt: skip
+        names = {
+            "vllm:spec_decode_num_drafts": "drafts",
+            "vllm:spec_decode_num_draft_tokens": "drafted",
+            "vllm:spec_decode_num_accepted_tokens": "accepted",
+        }
         found = dict.fromkeys(names.values(), 0.0)
         for metric in self.llm.get_metrics():
             if metric.name in names:
