@@ -32,7 +32,7 @@ GOLDEN = 0.6180339887498949
 
 
 class ImposedDrafts:
-    """Overwrites the candidates of block heads.
+    """Overwrites the candidates of block heads, or the drafts of vLLM's own chain.
 
     Args:
         depth, width: largest depth and rank of a candidate.
@@ -51,6 +51,32 @@ class ImposedDrafts:
             return self.overwrite(*stock(drafter, requests, depth, width), requests.anchors)
 
         BlockHeadDrafter.candidates = candidates  # type: ignore[method-assign]
+
+    def install_in_chains(self) -> None:
+        """Drafts of vLLM's chains become the target's own tokens: which of them are accepted is
+        drawn by vLLM. Drafts of random weights are one token over and over, whose products take a
+        device less power, and so less time."""
+        from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+        stock = DFlashSpeculator.propose
+
+        def propose(
+            speculator: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any,
+            last_hidden_states: Any, aux_hidden_states: Any, num_sampled: Any, num_rejected: Any,
+            last_sampled: Any, *args: Any, **kwargs: Any,
+        ) -> Any:  # fmt: skip
+            drafts = stock(
+                speculator, input_batch, attn_metadata, slot_mappings, last_hidden_states,
+                aux_hidden_states, num_sampled, num_rejected, last_sampled, *args, **kwargs,
+            )  # fmt: skip
+            if kwargs.get("dummy_run"):
+                return drafts
+            self.prepare(drafts.device)
+            anchors = last_sampled[input_batch.idx_mapping[: len(drafts)].long()].view(-1).long()
+            drafts.copy_(self.successors[anchors][:, : drafts.shape[1]])
+            return drafts
+
+        DFlashSpeculator.propose = propose  # type: ignore[method-assign]
 
     def prepare(self, device: Any) -> None:
         """Puts the tables on the device. Captured graphs read them, so they are made once."""
@@ -125,9 +151,12 @@ class Engine:
         options: dict[str, Any] = {}
         if speculative is not None:
             options = {"speculative_config": speculative}
-            if not job["stock"]:
-                self.drafts = ImposedDrafts(job["vocab_size"], job["depth"], job["width"])
-                self.drafts.install()
+            drafts = ImposedDrafts(job["vocab_size"], job["depth"], job["width"])
+            if job["stock"]:
+                drafts.install_in_chains()
+            else:
+                self.drafts = drafts
+                drafts.install()
         start = time.perf_counter()
         self.llm = LLM(disable_log_stats=False, seed=0, **job["engine"], **options)
         self.start_s = time.perf_counter() - start
@@ -178,7 +207,7 @@ class Engine:
             **cell, **summary(arrivals), "drafts": drafts, "accepted": accepted,
             "drafted": after["drafted"] - before["drafted"],
             "mean_acceptance": 1 + accepted / drafts if drafts else 1.0,
-            "is_chain": None if self.job["stock"] else self._is_chain(prompts, arrivals),
+            "is_chain": self._is_chain(prompts, arrivals),
         }  # fmt: skip
         if cell.get("profile"):
             result["kernels"] = profile.result()
