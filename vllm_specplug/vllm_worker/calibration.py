@@ -52,9 +52,9 @@ _MAX_FALL = 1.05
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
 # Of a device, where more rows are still worth their time.
 _DEVICE_ROWS = (*_ROWS, 512, 1024, 384, 192, 768)
-# Calls that are timed together on a device, which hides the host's part of all but the first, as
-# in steps that are scheduled ahead.
-_DEVICE_CALLS = 4
+# Calls that are timed together on a device, where the host's part of all but the first is hidden,
+# as in steps that are scheduled ahead.
+_DEVICE_CALLS = 2
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
 # Whether rows are timed as those of trees, whose context is read once.
@@ -212,22 +212,34 @@ class Calibrator:
         self._times.setdefault((part, rows), []).append(elapsed_ms)
 
     def together(self, call: Callable[[], object], calls: int = 1) -> float:
-        """Milliseconds that a `call` took here; the workers part only once it succeeded on all."""
-        start = time.perf_counter()
+        """Milliseconds that a `call` took here; the workers part only once it succeeded on all.
+
+        Args:
+            calls: to time one after the other, behind one more that is not timed where there are
+                several.
+        """
+        elapsed_ms = 0.0
         failure: Exception | None = None
         try:
-            for _ in range(calls):
-                call()
-            self.state.wait_for_device()
+            # A device waits for the host's part of the first call only.
+            alone = self._timed(call, 1) if calls > 1 else 0.0
+            elapsed_ms = max(self._timed(call, calls + (calls > 1)) - alone, 1e-4) / calls
         except Exception as error:
             failure = error
-        elapsed_ms = 1e3 * (time.perf_counter() - start) / calls
         if self.any_failed(failure):
             reason = "another worker failed"
             if failure is not None:
                 reason = f"{type(failure).__name__}: {failure}"
             raise CalibrationError(reason) from failure
         return elapsed_ms
+
+    def _timed(self, call: Callable[[], object], calls: int) -> float:
+        """Milliseconds of some calls in a row."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        self.state.wait_for_device()
+        return 1e3 * (time.perf_counter() - start)
 
     def _together_on_target(self, call: Callable[[], object]) -> float:
         """`together`, of what the engine cannot serve without."""

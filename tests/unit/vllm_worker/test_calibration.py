@@ -261,7 +261,7 @@ def test_on_a_device_nodes_do_not_read_the_context_again(
     assert measured.attention_ms == pytest.approx(2e-5, rel=0.01)
     # No step has more rows with logits.
     assert measured.rows[-1] == most
-    assert calls[1:5] == [(1, False)] * module._DEVICE_CALLS
+    assert calls[1:5] == [(1, False)] * (module._DEVICE_CALLS + 2)
 
 
 def test_layers_with_a_state_get_no_rows_of_trees_without_their_states(
