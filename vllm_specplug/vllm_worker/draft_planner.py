@@ -414,7 +414,7 @@ class DraftPlanner:
 
     def begin_step(self) -> None:
         """Call when a step starts."""
-        began = self.clock.mark()
+        began = self.clock.begin_step()
         if self._now is not None:
             self.clock.measure(self._now.began, began, partial(self._learn_whole, self._now))
         self._begun += 1
