@@ -124,6 +124,10 @@ class Plan:
     depths: Ints
     found: _Nodes
     is_plain_trial: bool = False
+    is_trial: bool = False
+    """Whether it only measures: a plain step, another size, or what a forward would find."""
+    ratio: float = 1.0
+    """Milliseconds of the step over those of a plain one, once its trees are decided on."""
 
     def leave_out(self, request: int) -> None:
         """Of a request that ended meanwhile nothing is learnt; its slot may be another's."""
@@ -179,7 +183,7 @@ class AdaptiveBudget:
         self.worth = None
         if self._rests(step, nodes):
             return plan.depths.tolist()
-        plan.is_plain_trial = self._may_try_plain(step)
+        plan.is_plain_trial = plan.is_trial = self._may_try_plain(step)
         if self.gate is not None and len(step.req_ids) and not plan.is_plain_trial:
             limits = np.asarray(step.forward_limits, np.int64)
             fixed = np.asarray(step.fixed, np.bool_)
@@ -200,6 +204,7 @@ class AdaptiveBudget:
                 np.asarray(step.debts, np.float64) if len(step.debts) else None,
             )
             plan.depths = np.where(fixed, limits, decision.depths)
+            plan.is_trial = decision.is_probe
             if not (decision.depths.any() or len(nodes.scores) or forced):
                 self._rest_steps, self._rest_ids = _REST_STEPS - 1, list(step.req_ids)
                 self._resting = plan
@@ -274,6 +279,10 @@ class AdaptiveBudget:
         counts: list[int] = nodes.counts_of(self._pays(plan, nodes))
         return counts
 
+    def repeat(self, plan: Plan) -> None:
+        """A step goes by for which an earlier plan holds, and for which nothing is decided."""
+        self.fairness.step(plan.slots, plan.step.num_roots, plan.ratio)
+
     def _pays(self, plan: Plan, nodes: _Nodes) -> npt.NDArray[np.bool_]:
         """[N] the nodes that pay for their rows."""
         step = plan.step
@@ -306,13 +315,15 @@ class AdaptiveBudget:
         self._gain = max(1.0, allocation.rate * plain_ms / step.num_roots)
         self.saved_ms = plain_ms * (self._gain - 1.0)
         if not any(step.fixed):
-            rows = step.num_roots + step.other_rows
+            rows, best = step.num_roots + step.other_rows, allocation
             allocation = self._trial(
-                rows, allocation, lambda ms: allocate(probabilities[free], ms, base_tokens, own_ms),
+                rows, best, lambda ms: allocate(probabilities[free], ms, base_tokens, own_ms),
                 step_ms,
             )  # fmt: skip
+            plan.is_trial |= allocation is not best
         kept[free] = allocation.kept
-        self.fairness.step(plan.slots, step.num_roots, allocation.milliseconds / plain_ms)
+        plan.ratio = allocation.milliseconds / plain_ms
+        self.fairness.step(plan.slots, step.num_roots, plan.ratio)
         return kept
 
     def observe(

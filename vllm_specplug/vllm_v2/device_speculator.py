@@ -52,6 +52,10 @@ from vllm_specplug.vllm_worker.draft_planner import Batch
 from vllm_specplug.vllm_worker.late_budget import LateBudget
 from vllm_specplug.vllm_worker.ranks import first_rank_tensor
 
+_HELD_STEPS = 3
+"""Steps after a decision of an adaptive budget for which it holds while the batch stays the same. A
+decision takes the host a millisecond, and the rows that it reserves are filled two steps later."""
+
 
 class DeviceSpeculator(TreeSpeculator):
     """Drafts one tree per request of a batch whose state the host has to copy."""
@@ -72,6 +76,9 @@ class DeviceSpeculator(TreeSpeculator):
         # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
         self._ngrams: DeviceNgrams | None = None
         self._late_budget: LateBudget | None = None
+        # What was planned last, and for how many more steps it holds.
+        self._held: _PendingDraft | None = None
+        self._held_steps = 0
         # The rows that the scheduler was asked for with the last output. What is decided between
         # two drafts is asked for with the next one.
         self._asked: ReservedRows | None = None
@@ -250,6 +257,8 @@ class DeviceSpeculator(TreeSpeculator):
         trees, found = ([some[row] for row in rows] for some in (copy.merged, copy.lookup_only))
         room = [late.room[row] for row in rows]
         wanted = self._late_budget.wanted(late.plan, trees, found, room)
+        if late.plan.is_trial:
+            self._held_steps = 0
         self._ask_for({**dict.fromkeys(late.decoding, 0), **wanted})
 
     def _ask_for(self, nodes: dict[str, int]) -> None:
@@ -295,7 +304,8 @@ class DeviceSpeculator(TreeSpeculator):
             if (ngrams := self.ngrams) is not None:
                 history = states.all_token_ids.gpu
                 found = ngrams.lookup(history, slots, inputs.lengths, requests)
-                trees, *others = ngrams.merged(trees, found, requests, alone=late is not None)
+                decides = late is not None and not late.is_held
+                trees, *others = ngrams.merged(trees, found, requests, alone=decides)
                 alone = others[0] if others else None
         if trees is None:
             trees = DeviceTrees.none(len(requests), self.store.num_nodes, self.device)
@@ -316,7 +326,8 @@ class DeviceSpeculator(TreeSpeculator):
             depth = float(asked.mean()) if len(asked) else 0.0
             self.planner.drafted_on_device(start, (len(asked), depth))
             if late.rows:
-                self._late.append(replace(late, _copy=copy))
+                if not late.is_held:
+                    self._late.append(replace(late, _copy=copy))
             else:
                 self._ask_for(dict.fromkeys(late.decoding, 0))
         return self.store.put(
@@ -405,22 +416,30 @@ class DeviceSpeculator(TreeSpeculator):
         planner = self.planner
         if planner.adaptive is None:
             return None
+        req_ids = list(input_batch.req_ids)
+        held = self._held
+        if held is not None and self._held_steps and held.is_for(req_ids, budgets):
+            self._held_steps -= 1
+            planner.adaptive.repeat(held.plan)
+            self.stats.observe_plain("budget", int(np.count_nonzero(room[held.rows] == 0)))
+            return replace(held, room=room.tolist(), is_held=True)
+        self._held = None
         deepest = self.proposer.drafter.forward_depth
         if self._late_budget is None:
             self._late_budget = LateBudget(planner, deepest)
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         prompts = self.req_states.prefill_len.np[input_batch.idx_mapping_np]
         is_decoding = ends >= prompts
-        # How many of its drafts a request took is not known.
-        drafts = np.diff(input_batch.cu_num_logits_np[: len(ends) + 1]) - 1
-        tokens = np.where(is_decoding, ends - drafts + 1, ends)
+        # Of requests that decode the least: those of the steps that the host has looked at. An
+        # upper bound has every draft of two steps, and would end drafting that much too early.
+        least = [self.len_lower_bound[req_id] for req_id in req_ids]
+        tokens = np.where(is_decoding, least, ends)
         batch = Batch(int(is_decoding.sum()), int(tokens[is_decoding].sum()))
         for start, prompt in zip(ends[~is_decoding], prompts[~is_decoding], strict=True):
             rows = max(0, min(int(prompt - start), self.max_num_tokens - batch.num_roots))
             batch.other_rows += rows
             batch.other_context += rows * (int(start) + rows // 2)
         rows = np.flatnonzero(budgets).tolist()
-        req_ids = input_batch.req_ids
         plan = None
         if rows:
             plan = self._late_budget.plan(
@@ -431,7 +450,10 @@ class DeviceSpeculator(TreeSpeculator):
                 batch,
             )
         decoding = [req_ids[row] for row in np.flatnonzero(is_decoding)]
-        return _PendingDraft(plan, rows, decoding, room.tolist())
+        late = _PendingDraft(plan, rows, decoding, room.tolist(), req_ids, budgets)
+        if plan is not None and is_decoding.all() and plan.depths.any() and not plan.is_trial:
+            self._held, self._held_steps = late, _HELD_STEPS
+        return late
 
     def _budgets(self, input_batch: Any, most: int) -> np.ndarray:
         """Most nodes of each request's next tree, int32 [R], as far as the host knows."""
@@ -522,7 +544,12 @@ class _PendingDraft:
     decoding: list[str]
     # [R] nodes of each that the next step has rows for
     room: list[int]
+    # all requests of the batch, and [R] most nodes of each
+    req_ids: list[str]
+    budgets: np.ndarray
     _copy: TreesCopy | None = None
+    # Whether the plan is an earlier step's, and decided on with that one's trees.
+    is_held: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -537,6 +564,10 @@ class _PendingDraft:
     @property
     def has_come(self) -> bool:
         return self.copy.copy.has_come
+
+    def is_for(self, req_ids: list[str], budgets: np.ndarray) -> bool:
+        """Whether the plan fits this batch."""
+        return req_ids == self.req_ids and np.array_equal(budgets, self.budgets)
 
     def forward_depths(self, count: int) -> np.ndarray:
         """Depth of the draft forward for each request of the batch, int32 [count]; 0 for none."""

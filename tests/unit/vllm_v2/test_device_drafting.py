@@ -207,7 +207,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         reserved=None, _asked=None,
         schedules_ahead=True, each_rank_schedules=False,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
-        _late=device_speculator.deque(),
+        _late=device_speculator.deque(), _held=None, _held_steps=0,
         draft_graphs=None,
         step=SimpleNamespace(
             walk=step.walk,
@@ -216,6 +216,8 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         ),
         learn=lambda batch, walk, seq_lens, trees: seq_lens.tolist(),
     )  # fmt: skip
+    # Every step is planned; a test of its own looks at held plans.
+    monkeypatch.setattr(device_speculator, "_HELD_STEPS", 0)
     # Copies that have not come are not looked at.
     monkeypatch.setattr(HostCopy, "has_come", False)
     monkeypatch.setattr(device_speculator, "get_tensor_model_parallel_world_size", lambda: 1)
