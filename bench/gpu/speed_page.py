@@ -21,15 +21,16 @@ that of its published JetSpec head. Their weights are random, in bfloat16, and t
 so that its next token is known. The head runs as it is. Its candidates are then overwritten on the
 device: the target's token gets the rank that an acceptance model draws. The model is fitted to
 JetSpec's published acceptance length with 16 draft tokens (GSM8K 6.00, MT-Bench 3.98). vLLM's own
-chain drafts with a head of the same shape and accepts each token with the model's probability.
-The page says nothing about a head's quality. Every answer with trees was checked to be the
+chain drafts with a head of the same shape. Its drafts are overwritten with the target's tokens, and
+vLLM accepts each with the model's probability. The adaptive budget served each load once before it
+was measured. The page says nothing about a head's quality. Every answer was checked to be the
 target's."""
 STEPS = """Milliseconds per step over those of plain decoding, with 1,024 tokens of context: means
 over all rounds and both tasks. A step with trees verifies one per request and drafts the next."""
 SPEEDS = """Imposed acceptance length over the step's length in plain steps; for the adaptive
 budget, which chooses the trees, tokens per second over those of plain decoding."""
-LENGTHS = """Measured mean acceptance length / imposed one. vLLM's chain draws every token by
-itself, so that its lengths scatter."""
+LENGTHS = """Measured mean acceptance length / imposed one, for the adaptive budget that of its
+largest tree. vLLM's chain draws every token by itself, so that its lengths scatter."""
 KERNELS = "Milliseconds of kernels per step, and their launches, by torch's profiler."
 PRODUCTS = "All matrix products of the 36 layers and the LM head by rows, replayed from a graph."
 

@@ -77,20 +77,29 @@ def test_gpu_numbers_of_the_readme_are_those_measured() -> None:
     page = (ROOT / "bench" / "results" / "gpu_speed.md").read_text()
 
     def rows(text: str) -> list[list[str]]:
-        lines = [line for line in text.splitlines() if line.startswith("|")][2:]
+        lines = [line for line in text.splitlines() if line.startswith("|")]
         return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
     plain = page.partition("## Plain decoding, compiled")[2].partition("##")[0]
     speeds = page.partition("## Speed-up over plain decoding, compiled")[2].partition("##")[0]
-    rates = {batch: f"{rate} tokens/s" for batch, rate, _ in rows(plain)}
+    header, _, *cells = rows(speeds)
+    (_, _, *shown_arms), _, *shown = rows(
+        README.partition("<!-- GPU numbers -->")[2].partition("<!-- /GPU numbers -->")[0]
+    )
+    rates = {batch: f"{rate} tokens/s" for batch, rate, _ in rows(plain)[2:]}
+    names = {"adaptive (default)": "auto", "vLLM's chain of 15": "vLLM chain of 15"}
+    columns = [
+        header.index(
+            names.get(arm, f"{re.sub(r'(trees )?of ', '', arm).removesuffix(' nodes')} nodes")
+        )
+        for arm in shown_arms
+    ]
     measured = {
-        batch: [rates[batch], chain, small, large, adaptive]
-        for batch, task, small, large, adaptive, chain in rows(speeds)
-        if task == "GSM8K"
+        line[0]: [rates[line[0]], *(line[column] for column in columns)]
+        for line in cells
+        if line[1] == "GSM8K"
     }
-    section = README.partition("<!-- GPU numbers -->")[2].partition("<!-- /GPU numbers -->")[0]
-    shown = rows(section)
-    assert len(shown) == 3 and all(measured[batch] == cells for batch, *cells in shown)
+    assert len(shown) == 3 and all(measured[batch] == row for batch, *row in shown)
 
 
 def test_make_targets_and_commands_exist() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -467,6 +468,65 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
     assert isinstance(made._late[-1], device_speculator._PendingDraft)
     assert made._late[-1].room == [5, 0, 3]
     assert made._late[-1].rows == [0, 1, 2] and made._late[-1].decoding == ["a", "b", "c"]
+
+
+def test_a_decision_holds_while_the_batch_stays_the_same(
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Step()
+    made = speculator(step, drafter, monkeypatch)
+    budget = defaults(made, drafter)
+    monkeypatch.setattr(device_speculator, "_HELD_STEPS", 3)
+    plans: list[Plan] = []
+    planned = LateBudget.plan
+
+    def plan(*args: Any) -> Plan:
+        plans.append(planned(*args))
+        plans[-1].depths = np.full(len(args[1]), 4)
+        return plans[-1]
+
+    monkeypatch.setattr(LateBudget, "plan", plan)
+    counts = []
+    for _ in range(5):
+        propose(made, step)
+        counts.append(len(plans))
+    assert counts == [1, 1, 1, 1, 2]
+    # Only trees of a plan of their own are decided on.
+    drafts = [late for late in made._late if isinstance(late, device_speculator._PendingDraft)]
+    assert [late.plan for late in drafts] == plans
+    # Held steps count for fairness as those that were decided.
+    assert budget.fairness._emitted[plans[0].slots].tolist() == [3.0] * 3
+    # Another batch, or other room in it, is planned anew.
+    made.plain["a"] = "opted_out"
+    propose(made, step)
+    assert len(plans) == 3
+    # So is the step behind one that only measured.
+    made._held, made._held_steps = replace(drafts[0], budgets=np.zeros(3, np.int32)), 3
+    plans[0].is_trial = True
+    monkeypatch.setattr(LateBudget, "wanted", lambda *_: {})
+    copy = SimpleNamespace(merged=[None] * 3, lookup_only=[None] * 3)
+    made._decide(replace(drafts[0], _copy=copy))
+    assert made._held_steps == 0
+
+
+def test_requests_are_drafted_for_up_to_their_end(
+    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host does not take drafts for accepted, of which it has not heard."""
+    step = Step()
+    made = speculator(step, drafter, monkeypatch)
+    defaults(made, drafter)
+    made.len_lower_bound = {"a": 190, "b": 197, "c": 199}
+    limits: list[Any] = []
+    planned = LateBudget.plan
+
+    def plan(*args: Any) -> Plan:
+        limits.append(list(args[4]))
+        return planned(*args)
+
+    monkeypatch.setattr(LateBudget, "plan", plan)
+    propose(made, step)
+    assert limits == [[9, 2, 0]]
 
 
 def test_schedulers_of_all_ranks_are_asked_for_what_the_first_rank_wants(

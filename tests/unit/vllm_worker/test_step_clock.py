@@ -86,6 +86,27 @@ def test_a_device_far_behind_does_not_pile_up_events() -> None:
     assert times and not clock._pending
 
 
+def test_later_only_every_fourth_step_is_timed_and_whole() -> None:
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    whole: list[float] = []
+    parts: list[tuple[int, float]] = []
+    before = clock.begin_step()
+    for step in range(1, 101):
+        device.now += 1.0
+        clock.measure(before, clock.mark(), lambda ms, step=step: parts.append((step, ms)))
+        device.now += 2.0
+        began = clock.begin_step()
+        clock.measure(before, began, whole.append)
+        before = began
+        device.catch_up()
+        clock.poll()
+    later = list(range(68, 101, 4))
+    assert parts == [(step, 1000.0) for step in (*range(1, 65), *later)]
+    # And the step before each, which ends where it begins.
+    assert whole[64:] == [3000.0] * len(whole[64:]) and len(whole) >= 64 + len(later)
+
+
 def test_a_pretended_device_notices_a_host_that_waits() -> None:
     device = Device()
     clock = DeviceClock(device.make_event)
