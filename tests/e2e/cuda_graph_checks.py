@@ -30,6 +30,7 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels
 from vllm_specplug.vllm_v2 import graph_trees
+from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 
@@ -174,23 +175,26 @@ def _falling(log_probs: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def draft_replays() -> Iterator[list[Any]]:
-    """Yields what is replayed of drafts."""
-    replay, replayed = DraftGraphs.run_fullgraph, []
+def draft_replays(kind: type = DraftGraphs) -> Iterator[list[Any]]:
+    """Yields what is replayed of drafts, or of another kind of graphs."""
+    # The methods of vLLM's class are shared.
+    replay, replayed = kind.run_fullgraph, []  # type: ignore[attr-defined]
 
     def run_fullgraph(self: Any, desc: Any) -> None:
         replayed.append(desc)
         replay(self, desc)
 
-    with patch.object(DraftGraphs, "run_fullgraph", run_fullgraph):
+    with patch.object(kind, "run_fullgraph", run_fullgraph):
         yield replayed
 
 
 def check_block_heads_from_graphs() -> None:
     for method in ("jetspec", "ddtree"):
-        with full_graphs(), known_on_the_device():
+        with full_graphs(), known_on_the_device(), draft_replays(ContextGraphs) as contexts:
             made = _compare_graphs(method, True, ngram_topk=0, nodes=10)
         assert len(made.runner.speculator.draft_graphs.graphs) == 3
+        # As the forwards of decoding requests.
+        assert len({desc.num_tokens for desc in contexts}) > 1 and len(contexts) > 4, contexts
 
 
 def check_draft_layers_from_graphs() -> None:

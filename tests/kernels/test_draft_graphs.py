@@ -38,6 +38,7 @@ from tests.pretended_graph import PretendedGraph, pretended_graphs
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
@@ -55,6 +56,7 @@ from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.methods.mtp_tree.options import MtpSettings
+from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
@@ -118,6 +120,12 @@ HEADS: list[Callable[[Path], Made]] = [
 ]
 
 
+def store(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """As vLLM's kernel, but for slots of -1: those go to page 0, which nobody reads."""
+    slots = slots.clamp_min(0)
+    cache[slots // PAGE, :, slots % PAGE] = torch.cat((key, value), dim=-1)
+
+
 class Drafts:
     """A head over pages, with its graphs."""
 
@@ -130,7 +138,7 @@ class Drafts:
         *,
         is_adaptive: bool = True,
     ) -> None:
-        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: store)
         kernel = ChosenKernel("triton", load_kernel("triton"), "")
         monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
         torch.manual_seed(1)
@@ -161,6 +169,7 @@ class Drafts:
         self.pages = 1 + torch.randperm(pages - 1).view(REQUESTS, BLOCKS).int()
         backend = CudaTreeBackend("auto", 4, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
         backend.block_size = PAGE
+        self.caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
         cache = backend.draft_cache(layers, lambda: self.table, specs[0].head_dim ** -0.5)
         self.drafter.bind_cache(cache)
         assert self.drafter.drafts_on_device and self.drafter.drafts_from_graphs
@@ -373,3 +382,65 @@ def test_what_a_draft_does_not_see_is_noticed(
     chosen = np.array([1, 2])
     trees = drafts.graphs(requests, chosen)
     assert trees is not None and not same_trees(trees, drafts.eager(requests, chosen))
+
+
+@pytest.mark.parametrize("make", [causal_head, bidirectional_head, markov_head, local_head])
+def test_contexts_of_every_number_of_rows(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, sizes = Drafts(make, tmp_path, monkeypatch), [1, 2, 5, 8]
+    drafter, rng = drafts.drafter, np.random.default_rng(0)
+    assert drafter.observes_from_graphs
+    states = [torch.randn(8, HIDDEN) for _ in drafter.config.target_layer_ids]
+    graphs = ContextGraphs(config(sizes), CPU, drafter)
+    num_slots = PAGE * (len(drafts.caches[0]) - 1)
+
+    def after(observe: Callable[[], Any]) -> tuple[Any, list[torch.Tensor]]:
+        """What it returned, and the pages; they are as before then."""
+        before = [cache.clone() for cache in drafts.caches]
+        result = observe()
+        drafter.flush_context()
+        # Without that of slots that are none.
+        found = [cache[1:].clone() for cache in drafts.caches]
+        for cache, old in zip(drafts.caches, before, strict=True):
+            cache.copy_(old)
+        return result, found
+
+    _, untouched = after(lambda: graphs.capture_contexts(states))
+    assert all(torch.equal(a, c[1:]) for a, c in zip(untouched, drafts.caches, strict=True))
+    assert sorted(desc.num_tokens for desc in graphs.graphs) == sizes
+    for number in range(16):
+        count = 1 + number % 8
+        garbage(*states)
+        # What earlier steps left.
+        for column, most in enumerate((8, CONTEXT, num_slots)):
+            graphs.columns[:, column] = torch.from_numpy(rng.integers(0, most, 8))
+        slots = torch.from_numpy(PAGE + rng.permutation(num_slots)[:count])
+        slots[rng.random(count) < 0.3] = -1
+        committed = CommittedTokens(
+            # What the target's graph returns has its rows of padding.
+            aux_hidden_states=[state[: min(8, count + 1)] for state in states],
+            rows=torch.from_numpy(rng.permutation(count)),
+            positions=torch.from_numpy(rng.integers(0, CONTEXT, count)),
+            slots=slots,
+        )
+        was_served, found = after(lambda: graphs(committed))  # noqa: B023
+        _, wanted = after(lambda: drafter.observe(committed))  # noqa: B023
+        assert was_served
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted, strict=True))
+        # A forward of no graph.
+        elsewhere = replace(committed, aux_hidden_states=[s.clone() for s in states])
+        was_served, found = after(lambda: graphs(elsewhere))  # noqa: B023
+        assert not was_served
+        assert all(torch.equal(a, c[1:]) for a, c in zip(found, drafts.caches, strict=True))
+
+
+def test_contexts_need_graphs_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = Drafts(causal_head, tmp_path, monkeypatch)
+    graphs = ContextGraphs(config(SIZES), CPU, drafts.drafter)
+    graphs.capture_contexts([])
+    assert not graphs.graphs
+    one = torch.zeros(1, dtype=torch.int64)
+    assert not graphs(CommittedTokens([torch.zeros(1, HIDDEN)], one, one, one))

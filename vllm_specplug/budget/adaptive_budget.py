@@ -337,8 +337,7 @@ class AdaptiveBudget:
         nodes = _Nodes.of(trees)
         if not len(nodes.scores):
             return 0.0
-        slots = self._slots_of(req_ids)
-        self.fairness.accepted(slots, np.array([len(path) for path in paths], np.int64))
+        slots = self.note_accepted(req_ids, paths)
         expected = self.acceptance.observe(
             nodes.scores,
             nodes.depths,
@@ -346,6 +345,13 @@ class AdaptiveBudget:
             chosen_nodes(paths, nodes.counts.tolist()),
         )
         return float(expected.sum())
+
+    def note_accepted(self, req_ids: Sequence[str], paths: Sequence[Sequence[int]]) -> Ints:
+        """Counts accepted nodes of a step that nothing else is learnt from; returns the requests'
+        slots, int64 [R]."""
+        slots = self._slots_of(req_ids)
+        self.fairness.accepted(slots, np.array([len(path) for path in paths], np.int64))
+        return slots
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that ended."""

@@ -164,13 +164,20 @@ class OnDeviceDrafting:
 
 
 class GraphCapture:
-    """`propose_on_device` in CUDA graphs."""
+    """`propose_on_device`, and `observe`, in CUDA graphs."""
 
     @property
     def drafts_from_graphs(self) -> bool:
         """Whether `propose_on_device` may be captured: it makes trees of its own, what it launches
         depends on the number of requests and `deepest` alone, and what it reads beside its
         arguments and `request_states` stays where it is."""
+        return False
+
+    @property
+    def observes_from_graphs(self) -> bool:
+        """Whether `observe` with `flush_context` may be captured on a device: it needs no more than
+        states, rows, positions and slots, stores nothing where a slot is -1, and what it launches
+        depends on the number of tokens only."""
         return False
 
     @property

@@ -247,6 +247,12 @@ GPU_RUNNER_USES: tuple[Seam, ...] = (
         )
         for name in ("_candidates", "_capture_descs")
     ),
+    InstanceAttribute(
+        "graphs_of_trees",
+        f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager.aux_hidden_states",
+        "what a draft head keeps of a step's tokens is a graph that reads the target's",
+        HAS_REGISTRY,
+    ),
     *uses(
         "gpu_worker",
         "drafts and the logits of all rows are memory that the KV cache must not get",

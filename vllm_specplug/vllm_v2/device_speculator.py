@@ -35,6 +35,7 @@ from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2 import draft_inputs, host_step
+from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.device_trees import Committed
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
@@ -71,6 +72,7 @@ class DeviceSpeculator(TreeSpeculator):
         # Trees built on the device and their rows, by running request.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
         self.draft_graphs: DraftGraphs | None = None
+        self.context_graphs: ContextGraphs | None = None
         # Steps and drafts that the host has not looked at yet, in their order.
         self._late: deque[_PendingStep | _PendingDraft] = deque()
         # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
@@ -135,13 +137,15 @@ class DeviceSpeculator(TreeSpeculator):
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # vLLM drops the graphs it measured memory with, and comes here again.
-        self.draft_graphs = None
+        self.draft_graphs = self.context_graphs = None
         drafter = self.proposer.drafter
         if (
             not wants_full_graphs(self.vllm_config)
             or cudagraph_mode.decode_mode() != CUDAGraphMode.FULL
         ):
             return
+        if drafter.observes_from_graphs:
+            self.context_graphs = ContextGraphs(self.vllm_config, self.device, drafter)
         # Where the scheduler waits for an adaptive budget's trees, the host makes them.
         is_late = self.schedules_ahead or not self.planner.is_adaptive
         if drafter.drafts_from_graphs and is_late:
@@ -158,6 +162,8 @@ class DeviceSpeculator(TreeSpeculator):
             )
 
     def capture(self) -> None:
+        if self.context_graphs is not None:
+            self.context_graphs.capture_contexts(self.target_graphs().aux_hidden_states)
         if self.draft_graphs is not None:
             self.draft_graphs.capture_drafts()
 
@@ -198,7 +204,9 @@ class DeviceSpeculator(TreeSpeculator):
         if self.spec.reads_next_tokens:
             following = self._next_tokens(input_batch, final)
             committed = replace(committed, next_token_ids=following)
-        self.proposer.drafter.observe(replace(committed, output_states=last_hidden_states))
+        if self.context_graphs is None or not self.context_graphs(committed):
+            committed = replace(committed, output_states=last_hidden_states)
+            self.proposer.drafter.observe(committed)
         if self._reads_nothing:
             # The next step was scheduled before what comes now.
             self._drain_completed()
@@ -242,7 +250,8 @@ class DeviceSpeculator(TreeSpeculator):
         if late.source is not None and late.milliseconds:
             tokens = sum(sampled) / len(sampled)
             self.proposer.drafter.learn(late.source, tokens, late.milliseconds)
-        if self._ngrams is None:
+        # Scores of branches are averages: steps that are timed are enough.
+        if self._ngrams is None or late.record.walked is None:
             return
         latest = read.latest
         for i, req_id in enumerate(late.input_batch.req_ids):

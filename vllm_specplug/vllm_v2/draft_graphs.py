@@ -2,11 +2,10 @@
 """Drafts on the device as CUDA graphs, one for each captured number of requests and depth.
 
 A graph holds a draft from its anchors to its trees. What differs from step to step lies in memory
-that all graphs share: the batch goes in there, with the lines of the requests that are drafted for,
-and trees come out, again one for each request of the batch. Who gets a draft and how deep, and how
-many nodes, is decided on the host before the replay: it is lines, depths and budgets, which a graph
-reads. Requests that fill a graph up are drafted for as nobody, with a budget of 0: no row of theirs
-is attended, and their trees end where nobody looks.
+that all graphs share: the batch and the lines of the requests that are drafted for go in, and one
+tree for each request of the batch comes out. Before the replay the host decides which requests get
+a draft, how deep, and of how many nodes. These are lines, depths and budgets, which a graph reads.
+Padding requests have budget 0. Their rows are masked, and their trees go to a line of their own.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from vllm_specplug.kernels import pinned, to_device
 def graph_depths(deepest: int, is_adaptive: bool) -> list[int]:
     """Depths that drafts are captured for, ascending.
 
-    A fixed budget asks for the deepest alone. An adaptive one asks for many: half and a quarter of
-    it as well bound what is drafted in vain, at three times the graphs.
+    A fixed budget only asks for the deepest. An adaptive one asks for many: half and a quarter of
+    it bound what is drafted in vain, at three times the graphs.
     """
     if not is_adaptive:
         return [deepest]
@@ -75,9 +74,9 @@ class DraftGraphs(CudaGraphManager):
         self._width, self._num_nodes, self._deepest = width, num_nodes, depths[-1]
         # Bounds the contexts of every step that a graph will serve.
         self._max_context: int = vllm_config.model_config.max_model_len
-        # Behind the batch's lines that of nobody.
+        # Behind the batch's lines that of padding requests.
         most = self.max_num_reqs
-        self._nobody = most
+        self._padding = most
         # [B + 1, 4]: anchors, contexts, budgets and depths
         self.batch = torch.zeros((most + 1, 4), dtype=torch.int64, device=device)
         # [R] lines of those that are drafted for, and the same as the host knows them
@@ -108,7 +107,7 @@ class DraftGraphs(CudaGraphManager):
         def forward_of(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
-            # Nothing is attended: pages of dummies may be anybody's.
+            # Nothing is attended: the pages of dummies may be a request's.
             self.batch.zero_()
             assert desc.max_query_len is not None
             depth = desc.max_query_len
@@ -164,7 +163,7 @@ class DraftGraphs(CudaGraphManager):
         count = len(requests)
         columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
         torch.stack(columns, dim=1, out=self.batch[:count])
-        lines = np.full(places, self._nobody)
+        lines = np.full(places, self._padding)
         lines[: len(chosen)] = chosen
         # The same from step to step while no request comes or goes.
         if not np.array_equal(lines, self._lines[:places]):
@@ -190,8 +189,8 @@ class DraftGraphs(CudaGraphManager):
             width=self._width,
             num_nodes=self._num_nodes,
             max_context=self._max_context,
-            # Nobody has no block table; any will do for rows that are not computed.
-            rows=lines.clamp_max(self._nobody - 1).int(),
+            # Padding requests have no block table; any will do for rows that are not computed.
+            rows=lines.clamp_max(self._padding - 1).int(),
             deepest=depth,
             states=self.states,
         )

@@ -93,7 +93,9 @@ class TreeRunnerMixin(_Runner):
         )
         # Shared with the model state, the sampler and the speculator.
         self.step = StepContext()
-        self.speculator.start(self.planner, self.tree_metrics.stats, self.step)
+        self.speculator.start(
+            self.planner, self.tree_metrics.stats, self.step, lambda: self.cudagraph_manager
+        )
         self.stop_tokens = StopTokens(self.max_num_reqs, device)
         # Running requests with a grammar.
         self.tree_constrained = ConstrainedRequests()

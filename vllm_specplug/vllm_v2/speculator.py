@@ -7,7 +7,7 @@ device's memory is the host's, so they read what they need of it and nothing has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -89,10 +89,17 @@ class TreeSpeculator(BaseSpeculator):
         self.step: StepContext
         self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def start(self, planner: DraftPlanner, stats: StepStats, step: StepContext) -> None:
-        """Gives what only a whole runner has: the planner, where decisions are counted, and the
-        running step."""
+    def start(
+        self,
+        planner: DraftPlanner,
+        stats: StepStats,
+        step: StepContext,
+        target_graphs: Callable[[], Any],
+    ) -> None:
+        """Gives what only a whole runner has: the planner, where decisions are counted, the running
+        step, and the manager of the target's graphs."""
         self.planner, self.stats, self.step = planner, stats, step
+        self.target_graphs = target_graphs
 
     @cached_property
     def committed_steps(self) -> CommittedSteps:

@@ -434,9 +434,11 @@ class DraftPlanner:
         walked: Any,
         running: tuple[_Step | None, _Step | None] | None = None,
     ) -> None:
-        """Call once a step's trees are walked, at `walked`, a mark of the clock.
+        """Call once a step's trees are walked.
 
         Args:
+            walked: a mark of the clock; None for a step that was not timed. Nothing is learnt of
+                how probable its nodes were either: as many requests take the host a millisecond.
             running: as it was in that step, where it is over.
         """
         now, before = self.running if running is None else running
@@ -467,6 +469,9 @@ class DraftPlanner:
         ]
         if verified:
             ids, trees, paths = zip(*verified, strict=True)
+            if walked is None:
+                budget.note_accepted(ids, paths)
+                return
             expected = budget.observe(ids, trees, paths)
             self.stats.observe_prediction(expected, sum(len(path) for path in paths))
 

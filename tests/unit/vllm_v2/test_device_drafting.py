@@ -49,6 +49,7 @@ from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.vllm_v2 import device_speculator
+from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.device_trees import committed_rows
@@ -209,7 +210,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         schedules_ahead=True, each_rank_schedules=False,
         max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
         _late=device_speculator.deque(), _held=None, _held_steps=0,
-        draft_graphs=None,
+        draft_graphs=None, context_graphs=None,
         step=SimpleNamespace(
             walk=step.walk,
             committed=lambda batch: committed_rows(step.trees, step.walk, step.slots, step.slots),
@@ -376,15 +377,23 @@ def from_graphs(
     graphs._graphs_captured = True
     monkeypatch.setattr(graphs, "run_fullgraph", replayed.append)
     made.draft_graphs = graphs
+    if drafter.observes_from_graphs:
+        config.compilation_config.cudagraph_capture_sizes = [64]
+        with pretended_graphs(distributed=False):
+            contexts = made.context_graphs = ContextGraphs(config, META, drafter)
+        contexts._states = [numbers(64, HIDDEN)]
+        contexts._graphs_captured = True
+        monkeypatch.setattr(contexts, "run_fullgraph", lambda desc: None)
     return replayed
 
 
 # The same where the draft and its trees are one graph, however many layers or levels there
-# are; its replay among them.
+# are, and with a block head what it keeps of a step's tokens another one; the draft's replay
+# among them.
 LAUNCHES_WITH_A_GRAPH = {
-    with_causal_head: 22,
-    with_markov_head: 22,
-    with_local_head: 22,
+    with_causal_head: 9,
+    with_markov_head: 9,
+    with_local_head: 9,
     with_draft_layer: 41,
 }
 

@@ -253,6 +253,7 @@ def test_drafts_that_become_graphs(
     speculator.proposer = SimpleNamespace(
         drafter=SimpleNamespace(
             drafts_from_graphs=from_graphs,
+            observes_from_graphs=False,
             forward_depth=0 if budget == "adaptive, one depth" else 8,
             warmup_depth=5,
         ),

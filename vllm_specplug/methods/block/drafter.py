@@ -115,6 +115,10 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     def drafts_from_graphs(self) -> bool:
         return True
 
+    @property
+    def observes_from_graphs(self) -> bool:
+        return True
+
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         return self._build_on_device(requests)
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Drafter.observe` as CUDA graphs, one for each captured number of rows.
+
+Launched one by one, the operations that compute a draft head's context take the host longer than
+the rest of a draft. A graph reads the target's hidden states where the target's own graphs leave
+them. Rows, positions and slots of a step are copied into memory that all graphs share. Padding rows
+have slot -1, and caches store nothing for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.drafter import Drafter
+
+
+# vLLM drops the manager that it measured memory with where a speculator's attribute is one.
+class ContextGraphs(CudaGraphManager):
+    """Runs `Drafter.observe` from graphs, in vLLM's capture sizes.
+
+    Args:
+        drafter: one that `observes_from_graphs`.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, drafter: Drafter) -> None:
+        most = max(vllm_config.compilation_config.cudagraph_capture_sizes)
+        # Any number of requests may share a step's rows.
+        super().__init__(
+            vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, most, varlen_decode=True
+        )
+        self._drafter = drafter
+        # [T, 3]: rows of the forward, positions and slots
+        self.columns = torch.zeros((most, 3), dtype=torch.int64, device=device)
+        # Of each auxiliary layer [T, H]; empty before the capture.
+        self._states: list[torch.Tensor] = []
+
+    def capture_contexts(self, states: list[torch.Tensor]) -> None:
+        """Captures `observe` for every number of rows.
+
+        Args:
+            states: [T, H] of each auxiliary layer, where the target's graphs leave its outputs;
+                empty where nothing is captured.
+        """
+        if not states:
+            return
+        self._states = states
+        self._drafter.flush_context()
+        self.columns[:, 2] = -1
+
+        def forward_of(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> Callable[[CUDAGraphMode], None]:
+            return lambda mode: self._observe(desc.num_tokens)
+
+        self.capture(forward_of, "Capturing context graphs")
+
+    def __call__(self, committed: CommittedTokens) -> bool:
+        """Shows the drafter a step's tokens; False where no graph serves, and nothing was done."""
+        aux, count = committed.aux_hidden_states, len(committed.rows)
+        # Forwards without a graph leave their outputs elsewhere.
+        if not self._states or aux[0].data_ptr() != self._states[0].data_ptr():
+            return False
+        desc = self.dispatch(1, count, None, num_active_loras=0, max_query_len=1)
+        if desc.cg_mode != CUDAGraphMode.FULL:
+            return False
+        self._drafter.flush_context()
+        columns = committed.rows, committed.positions, committed.slots
+        torch.stack(columns, dim=1, out=self.columns[:count])
+        if count < desc.num_tokens:
+            self.columns[count : desc.num_tokens, 2] = -1
+        self.run_fullgraph(desc)
+        return True
+
+    def _observe(self, count: int) -> None:
+        rows, positions, slots = self.columns[:count].t().contiguous()
+        self._drafter.observe(
+            CommittedTokens(
+                aux_hidden_states=self._states, rows=rows, positions=positions, slots=slots
+            )
+        )
+        self._drafter.flush_context()
