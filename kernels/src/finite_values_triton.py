@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`finite_values` on a device, without waiting for it: before keys and values are stored, or, where
-vLLM quantises each token with a scale of its own as it stores it, thereafter."""
+"""`finite_values` on a device, without waiting for it: while keys and values are stored, before
+vLLM stores them as e4m3, or after it has quantised each token with a scale of its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,80 @@ import triton.language as tl
 
 # Rows of a program.
 _ROWS = 16
+
+
+@triton.jit
+def _nonfinite(v):
+    """Which numbers of a head's values [rows, D] are not finite, and which rows have any."""
+    # NaN compares as false.
+    bad = (tl.abs(v.to(tl.float32)) < float("inf")) == 0
+    return bad, tl.max(bad.to(tl.int32), 1)[:, None] > 0
+
+
+@triton.jit(
+    do_not_specialize=["num_rows", "key_row", "value_row"],
+    do_not_specialize_on_alignment=["key", "value", "slots"],
+)
+def _store_isolated_kernel(
+    # [T, H, D] each
+    key,
+    value,
+    # pages, written
+    keys,
+    values,
+    # [T] int64
+    slots,
+    num_rows,
+    key_row,
+    value_row,
+    block,
+    token,
+    head,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+    dims = tl.arange(0, PADDED_DIM)
+    inside = (slot >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+    in_head = tl.program_id(1) * HEAD_DIM + dims[None, :]
+    k = tl.load(key + row[:, None] * key_row + in_head, mask=inside, other=0.0)
+    v = tl.load(value + row[:, None] * value_row + in_head, mask=inside, other=0.0)
+    bad, in_bad_row = _nonfinite(v)
+    nan = tl.full(k.shape, float("nan"), tl.float32).to(k.dtype)
+    at = slot // PAGE * block + slot % PAGE * token + tl.program_id(1).to(tl.int64) * head
+    tl.store(keys + at[:, None] + dims[None, :], tl.where(in_bad_row, nan, k), mask=inside)
+    v = tl.where(bad, tl.zeros_like(v), v)
+    tl.store(values + at[:, None] + dims[None, :], v, mask=inside)
+
+
+def store_isolated_triton(
+    # [T, H, D] each, heads of a row side by side
+    key: torch.Tensor,
+    value: torch.Tensor,
+    # [num_blocks, block_size, H, D] of equal strides and of their dtype, written in place
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    # int64 [S], S <= T; negative for rows that are not stored
+    slots: torch.Tensor,
+) -> None:
+    """Stores the first S rows as `finite_values.isolate_nonfinite` leaves them. No host
+    synchronisation, graph safe."""
+    assert len(slots) <= len(key), (slots.shape, key.shape)
+    _, page, heads, head_dim = values.shape
+    assert keys.stride() == values.stride() and values.stride(3) == 1, values.stride()
+    for tensor in (key, value):
+        assert tensor.dtype == values.dtype and tensor.shape[1:] == values.shape[2:], tensor.shape
+        assert tensor.stride(2) == 1 and tensor.stride(1) == head_dim, tensor.stride()
+    rows = len(slots)
+    if rows:
+        _store_isolated_kernel[(triton.cdiv(rows, _ROWS), heads)](
+            key, value, keys, values, slots, rows, key.stride(0), value.stride(0),
+            *values.stride()[:3], PAGE=page, HEAD_DIM=head_dim,
+            PADDED_DIM=triton.next_power_of_2(head_dim), ROWS=_ROWS, num_warps=4,
+        )  # fmt: skip
 
 
 @triton.jit(
@@ -32,11 +106,9 @@ def _isolate_nonfinite_kernel(
     inside = (row < num_rows)[:, None] & (dims < HEAD_DIM)[None, :]
     in_head = tl.program_id(1) * HEAD_DIM + dims[None, :]
     value_at = value + row[:, None] * value_row + in_head
-    # NaN compares as false.
-    v = tl.load(value_at, mask=inside, other=0.0).to(tl.float32)
-    bad = (tl.abs(v) < float("inf")) == 0
-    in_bad_row = tl.max(bad.to(tl.int32), 1)[:, None] > 0
-    tl.store(value_at, tl.zeros_like(v).to(value.dtype.element_ty), mask=inside & bad)
+    v = tl.load(value_at, mask=inside, other=0.0)
+    bad, in_bad_row = _nonfinite(v)
+    tl.store(value_at, tl.zeros_like(v), mask=inside & bad)
     nan = tl.full(v.shape, float("nan"), tl.float32)
     key_at = key + row[:, None] * key_row + in_head
     tl.store(key_at, nan.to(key.dtype.element_ty), mask=inside & in_bad_row)

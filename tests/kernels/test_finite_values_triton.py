@@ -11,7 +11,10 @@ pytest.importorskip("triton")
 from tests.kernels.device_trees import FP16, FP32, DeviceTrees
 from tests.kernels.spoilt_rows import as_it_is, check_device, device_trees
 from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite
-from vllm_specplug.kernels.finite_values_triton import isolate_nonfinite_triton
+from vllm_specplug.kernels.finite_values_triton import (
+    isolate_nonfinite_triton,
+    store_isolated_triton,
+)
 from vllm_specplug.kernels.tree_attn_triton import tree_attn_triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -62,3 +65,31 @@ def test_the_devices_kernel_stores_what_the_hosts_does(dtype: torch.dtype, numbe
         for stored, wanted in zip((key, value), expected, strict=True):
             assert torch.equal(stored.nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert torch.equal(joint.view(37, 3, -1)[:, 0], before.view(37, 3, -1)[:, 0])
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+@pytest.mark.parametrize("number", [None, NAN, INF, -INF])
+@pytest.mark.parametrize(("heads", "head_dim"), [(2, 16), (1, 24), (3, 128)])
+def test_stored_at_once_as_by_two_kernels(
+    dtype: torch.dtype, number: float | None, heads: int, head_dim: int
+) -> None:
+    draw, page = torch.Generator().manual_seed(0), 8
+    # Rows of a joint product, and more of them than are stored.
+    joint = torch.randn(40, 3 * heads * head_dim, generator=draw).to(dtype)
+    _, key, value = joint.view(40, 3, heads, head_dim).unbind(1)
+    if number is not None:
+        value[[0, 20], 0, 5] = number
+        value[36, -1] = number
+    slots = torch.randperm(6 * page, generator=draw)[:37]
+    slots[[3, 20]] = -1
+    cache = torch.randn(6, heads, page, 2 * head_dim, generator=draw).to(dtype)
+    wanted, before = cache.clone(), joint.clone()
+    keys, values = cache.transpose(1, 2).chunk(2, dim=-1)
+    store_isolated_triton(key, value, keys, values, slots)
+    assert torch.equal(joint.nan_to_num(7.0), before.nan_to_num(7.0))
+    is_stored = slots >= 0
+    at = slots[is_stored]
+    k, v = (t[:37][is_stored] for t in isolate_nonfinite(key.clone(), value.clone()))
+    wanted[at // page, :, at % page] = torch.cat((k, v), dim=-1)
+    assert torch.equal(cache.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert values.isfinite().all() and keys.isnan().any() == (number is not None)

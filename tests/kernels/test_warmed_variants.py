@@ -42,6 +42,7 @@ from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values_triton import (
     isolate_nonfinite_triton,
     isolate_token_scales_triton,
+    store_isolated_triton,
 )
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.vllm_v2 import device_trees, draft_inputs, host_step
@@ -84,7 +85,7 @@ TREE_KERNELS = {
 TABLE_KERNELS = {"_step_table_kernel", "_trees_table_kernel", "_draft_inputs_kernel"}
 LOOKUP_KERNELS = {"_scan_kernel", "_branches_kernel", "_merge_kernel"}
 STEP_KERNELS = {
-    *ATTENTION, "_isolate_nonfinite_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
+    *ATTENTION, "_store_isolated_kernel", "_compact_paths_kernel", "_build_best_first_kernel"
 }  # fmt: skip
 
 
@@ -236,13 +237,17 @@ class Served:
         joint = torch.zeros(row, width, dtype=torch.bfloat16)
         query = joint[:, : self.heads * self.head_dim].view(row, self.heads, self.head_dim)
         key, value = joint[:, query[0].numel() :].view(row, 2, -1, self.head_dim).unbind(1)
-        isolate_nonfinite_triton(key, value)
-        if self.features[1].token_scales:
-            (_, values), of = self.backend.views(self.caches[1]), self.features[1]
-            slots = torch.zeros(3 * row, dtype=torch.int64)[row % 5 : row % 5 + row]
-            isolate_token_scales_triton(
-                values, of.key_scales, of.value_scales, slots, floats=not of.int8_cache
-            )
+        slots = torch.zeros(3 * row, dtype=torch.int64)[row % 5 : row % 5 + row]
+        for cache, of in zip(self.caches, self.features, strict=True):
+            keys, values = self.backend.views(cache)
+            if of.token_scales:
+                isolate_token_scales_triton(
+                    values, of.key_scales, of.value_scales, slots, floats=not of.int8_cache
+                )
+            elif values.dtype != value.dtype:
+                isolate_nonfinite_triton(key, value)
+            else:
+                store_isolated_triton(key, value, keys, values, slots)
         for cache, features in zip(self.caches, self.features, strict=True):
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             asked = query
@@ -293,8 +298,13 @@ def test_steps_launch_what_was_warmed_up(
 ) -> None:  # fmt: skip
     shape = (nodes, heads, kv_heads, head_dim)
     served = Served(monkeypatch, tmp_path / "head", *shape, name, features)
-    stored = {"_isolate_token_scales_kernel"} if features.token_scales else set()
-    _take_steps(served, launches, STEP_KERNELS | stored)
+    kernels = {*STEP_KERNELS}
+    # The other layers have plain caches.
+    if features.token_scales:
+        kernels.add("_isolate_token_scales_kernel")
+    elif features.key_scales is not None:
+        kernels.add("_isolate_nonfinite_kernel")
+    _take_steps(served, launches, kernels)
 
 
 @pytest.mark.parametrize("nodes", [7, 40])

@@ -354,6 +354,10 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
         ),
         {"_isolate_nonfinite_kernel"},
     ),
+    "what is stored": (
+        lambda patch: finite.test_stored_at_once_as_by_two_kernels(BF16, float("nan"), 3, 128),
+        {"_store_isolated_kernel"},
+    ),
     "the convolution": (
         lambda patch: delta.test_convolution_follows_ancestors(BF16, 37, 4, True),
         {"_tree_conv_kernel"},

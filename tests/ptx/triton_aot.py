@@ -145,6 +145,7 @@ def small_kernels(arch: int) -> list[Compiled]:
         _ROWS,
         _isolate_nonfinite_kernel,
         _isolate_token_scales_kernel,
+        _store_isolated_kernel,
     )
     from vllm_specplug.kernels.gru_step_triton import _gru_step_kernel
     from vllm_specplug.kernels.kv_compact_triton import _compact_paths_kernel
@@ -193,7 +194,13 @@ def small_kernels(arch: int) -> list[Compiled]:
             {"HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": _ROWS},
         ),
         compile_kernel(
-            "contain_token_scales", _isolate_token_scales_kernel, arch,
+            "store_isolated", _store_isolated_kernel, arch,
+            {**pointers("bf16", "key", "value", "keys", "values"), "slots": "*i64",
+             **ints("num_rows", "key_row", "value_row", "block", "token", "head")},
+            {"PAGE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": _ROWS},
+        ),
+        compile_kernel(
+            "isolate_token_scales", _isolate_token_scales_kernel, arch,
             {"values": "*u8", **pointers("fp32", "key_scales", "value_scales"), "slots": "*i64",
              **ints("num_rows", "value_block", "value_token", "value_head", "scale_block",
                     "scale_token", "scale_head")},

@@ -60,7 +60,8 @@ def without_scales(
 
 
 def warm_up_store(
-    # [num_blocks, block_size, Hkv, Dh]
+    # [num_blocks, block_size, Hkv, Dh] each
+    keys: torch.Tensor,
     values: torch.Tensor,
     dtype: torch.dtype,
     features: AttnFeatures,
@@ -69,14 +70,18 @@ def warm_up_store(
     from vllm_specplug.kernels.finite_values_triton import (
         isolate_nonfinite_triton,
         isolate_token_scales_triton,
+        store_isolated_triton,
     )
 
+    no_slot = torch.full((1,), -1, dtype=torch.int64, device=values.device)
     if not features.token_scales:
         stored = torch.zeros(2, 1, *values.shape[2:], dtype=dtype, device=values.device)
-        isolate_nonfinite_triton(*stored)
+        if values.dtype == dtype:
+            store_isolated_triton(*stored, keys, values, no_slot)
+        else:
+            isolate_nonfinite_triton(*stored)
         return
     assert features.key_scales is not None and features.value_scales is not None
-    no_slot = torch.full((1,), -1, dtype=torch.int64, device=values.device)
     isolate_token_scales_triton(
         values, features.key_scales, features.value_scales, no_slot, floats=not features.int8_cache
     )
@@ -100,6 +105,22 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
         # In place: nothing else reads them, and whether there is any is not known on the host.
         isolate_nonfinite_triton(key, value)
         return key, value
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        if kv_cache.dtype != key.dtype:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+            return
+        from vllm_specplug.kernels.finite_values_triton import store_isolated_triton
+
+        # One launch of a layer instead of two.
+        store_isolated_triton(key, value, *gpu_cache_views(kv_cache), slot_mapping)
 
 
 class _GraphSupport:

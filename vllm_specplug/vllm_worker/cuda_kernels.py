@@ -306,9 +306,10 @@ class CudaKernels:
             # No moves.
             compact_paths_triton(layers, zero[None], zero, zero, zero, blocks)
         warm_up_builder(self.limits.tree_rows - 1, self.device)
-        # By those that make a variant: of each shape, those that quantise as they are stored apart.
-        for sample in {(s.shape, s.features.token_scales): s for s in self.samples}.values():
-            warm_up_store(sample.values, self.dtype, sample.features)
+        # By what makes a variant.
+        kinds = {(s.shape, s.values.dtype, s.features.token_scales): s for s in self.samples}
+        for sample in kinds.values():
+            warm_up_store(sample.keys, sample.values, self.dtype, sample.features)
         if not self.kernel.reads_words:
             return
         one_tree = replace(self.limits, num_requests=1, num_rows=self.limits.tree_rows)

@@ -137,7 +137,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
         lambda *args: built.append(places(args[-1])),
     )
     monkeypatch.setattr(
-        finite_values_triton, "isolate_nonfinite_triton", lambda *kv: stored.append(kv[0].shape[1:])
+        finite_values_triton, "store_isolated_triton", lambda *kv: stored.append(kv[0].shape[1:])
     )
     waits = []
     backend.run_every_variant(lambda: waits.append(0))
