@@ -23,6 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = ROOT / "heads"
+CUBINS = ROOT / "kernels" / "src" / "cute" / "cubins"
 
 
 def download_target(folder: Path) -> None:
@@ -43,7 +44,7 @@ def collect(args: argparse.Namespace, downloads: Path) -> dict[str, Path]:
     """Name in the stage -> file, in the order they should travel."""
     files: dict[str, Path] = {}
     archives: list[Path] = []
-    for path in sorted((ROOT / "kernels" / "src" / "cute" / "cubins").glob("*")):
+    for path in sorted(args.cubins.glob("*")):
         files[f"kernels/cute/cubins/{path.name}"] = path
     if args.vllm is not None:
         archives = sorted(args.vllm.glob("vllm-*.tar.xz"))
@@ -108,6 +109,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--heads", type=Path, nargs="*", default=sorted(HEADS.iterdir()), help="folders of heads"
+    )
+    parser.add_argument(
+        "--cubins", type=Path, default=CUBINS, help="folder of those CuTe kernels that are needed"
     )
     parser.add_argument("--no-target", action="store_true", help="leave the demo target out")
     parser.add_argument(
