@@ -320,6 +320,15 @@ def vllms_v1() -> Iterator[None]:
         yield
 
 
+def _share_expert_group() -> None:
+    """vLLM makes a process's groups with its first engine, and one of experts only where that
+    engine's target has some. All groups here are of one rank."""
+    from vllm.distributed import parallel_state
+
+    if parallel_state._EP is None:
+        parallel_state._EP = parallel_state._DP
+
+
 def make_engine(method: str | None, **engine: Any) -> Any:
     """One in-process engine; plain when `method` is None.
 
@@ -330,6 +339,7 @@ def make_engine(method: str | None, **engine: Any) -> Any:
     from tests.e2e.hard_heads import hard_heads
     from tests.e2e.oracle import oracle_drafts
 
+    _share_expert_group()
     arguments = {**ENGINE, "model": str(target()), **engine}
     if method is None:
         return LLM(**arguments)
