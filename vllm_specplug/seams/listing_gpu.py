@@ -48,6 +48,7 @@ GPU_USES: tuple[Seam, ...] = (
         f"{_TRITON_IMPL}._ensure_scale_caches",
         _GPU_WORKER,
         "vllm.v1.attention.backend:AttentionCGSupport",
+        "vllm.v1.attention.backend:AttentionType",
         f"{_BACKENDS}.flash_attn:FlashAttentionBackend",
         f"{_BACKENDS}.flash_attn:FlashAttentionImpl",
         f"{_BACKENDS}.flash_attn:FlashAttentionMetadataBuilder",

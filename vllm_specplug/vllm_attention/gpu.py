@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -88,6 +88,7 @@ def warm_up_store(
 
 
 class _DeviceAttentionMixin(TreeAttentionMixin):
+    attn_type: Any
     serves = SERVED
     cache_dtypes = E4M3_CACHES
 
@@ -114,7 +115,8 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        if kv_cache.dtype != key.dtype:
+        # Encoders have no cache, and what a decoder reads of one has slots of its own.
+        if kv_cache.dtype != key.dtype or self.attn_type != AttentionType.DECODER:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         from vllm_specplug.kernels.finite_values_triton import store_isolated_triton
