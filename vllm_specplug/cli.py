@@ -84,7 +84,7 @@ def doctor(
     """Check versions, device, kernels and compatibility, and run a short self-test."""
     if fix:
         _mend_environment()
-    # vLLM logs to stdout, which carries the answer alone.
+    # vLLM logs to stdout, which only carries the answer.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm_specplug.vllm_process.doctor import collect
 
@@ -173,7 +173,7 @@ def inspect_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a draft head is, what it needs, and whether it would be served here."""
-    # vLLM logs to stdout, which carries the answer alone.
+    # vLLM logs to stdout, which only carries the answer.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # The report says what an engine would be refused for.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
@@ -300,7 +300,7 @@ def demo(
         str | None,
         typer.Option(
             help="Who is compared with plain vLLM: a method that `specplug options` lists, vLLM's "
-            "ngram, or none for plain vLLM alone. Default: the one with the best shipped head."
+            "ngram, or none for plain vLLM only. Default: the one with the best shipped head."
         ),
     ] = None,
     model: Annotated[

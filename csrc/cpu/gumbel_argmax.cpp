@@ -132,7 +132,7 @@ CLONED int64_t sample_row(const float* row, int64_t n, float divisor, int64_t se
   }
   for (int i = 0; i < kLanes; ++i)
     if (nan[i]) return kUndecided;
-  // Rows of -inf alone: the first token, as nothing beats it.
+  // Rows of only -inf: the first token, as nothing beats it.
   const bool is_empty = std::isinf(best.value) && best.value < 0;
   if (is_empty || (std::isinf(best.value) && best.second < best.value)) return best.token;
   return best.value - best.second > close_to(best.value) ? best.token : kUndecided;

@@ -30,7 +30,7 @@ struct KvGroup {
   const char* v;    // panel 0: words of token 0, 16 head dims
   int64_t v_panel;  // to the next 16 head dims
   int64_t v_row;    // to the next word of tokens
-  int valid;        // slots that exist; read by `vec_values` alone
+  int valid;        // slots that exist; only read by `vec_values`
 };
 
 // 16 slots to be copied into a packed group.

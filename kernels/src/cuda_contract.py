@@ -44,7 +44,7 @@ What a kernel promises:
   - a slot that no row attends may hold anything, NaN too, but the pages named for slots
     [0, context_lens + row_count) must exist, except that entries of `block_table` past the last
     slot used, and those of pages wholly before the root's window, are never followed;
-  - float32 accumulation; the result differs from exact attention by rounding alone, for any
+  - float32 accumulation; the result differs from exact attention by rounding only, for any
     number of splits;
   - parent_rows is not trusted to be a tree: an entry that does not precede its row ends the walk
     (the result is then unspecified, but the kernel returns).

@@ -123,7 +123,7 @@ def _tree_inputs_kernel(
     q = tl.load(from_row + own_key, mask=is_key, other=0.0).to(tl.float32)
     x = tl.load(from_row + key_heads * KEY_SIZE + own_key, mask=is_key, other=0.0).to(tl.float32)
     to_row = row * key_heads * KEY_SIZE + own_key
-    # A query reaches its own row alone, whatever it holds.
+    # A query only reaches its own row, whatever it holds.
     tl.store(query + to_row, q / tl.sqrt(tl.sum(q * q) + eps), mask=is_key)
     x = x / tl.sqrt(tl.sum(x * x) + eps)
     # NaN compares as false.

@@ -42,7 +42,7 @@ class AttnFeatures:
 
     window: int = 0
     """Positions that a row attends, its own included; 0 for all before it. May be shorter than a
-    branch: a row then attends its nearest ancestors alone."""
+    branch: a row then only attends its nearest ancestors."""
     soft_cap: float = 0.0
     """Scaled scores s become soft_cap * tanh(s / soft_cap); 0 leaves them."""
     # [Hq], any float dtype: a score of each head without a key and a value, added to the softmax

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values as they may be stored: what is not finite reaches those who attend it alone.
+"""Keys and values as they may be stored: what is not finite only reaches rows that attend it.
 
 A column that a row does not attend has weight 0, and 0 x NaN is NaN. Attention kernels, vLLM's
 among them, multiply such columns: of siblings in a tree, of later rows of a chain, and of slots

@@ -25,7 +25,7 @@ def ancestor_words(parents: Sequence[_Ints]) -> torch.Tensor:
 
     Args:
         parents: one int32 array [N] a tree, `DraftTree.parent_indices` (-1 is the root); an empty
-            array is a tree of the root alone.
+            array is a tree of only the root.
 
     Returns:
         int64 [M, W] with M the sum of N + 1: row 0 of a tree is its root, and every row attends

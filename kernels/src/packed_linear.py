@@ -83,7 +83,7 @@ def packed_linear(
 ) -> torch.Tensor:
     """x [..., K] times a weight [N, K] that `pack_linear` packed, plus bias [N]: [..., N].
 
-    Sums are float32 and rounded once, in an order that depends on K alone: a row's result is the
+    Sums are float32 and rounded once, in an order that only depends on K: a row's result is the
     same whatever other rows are computed with it.
 
     Args:

@@ -139,7 +139,7 @@ def _pack_tree(out, token_ids, parents, depths, scores, count, num_nodes, BLOCK:
 
 @triton.jit(
     do_not_specialize=[
-        "num_nodes", "token_stride", "parent_stride", "depth_stride", "score_stride", "num_alone",
+        "num_nodes", "token_stride", "parent_stride", "depth_stride", "score_stride", "num_lookup",
         "num_branches", "num_tokens",
     ],
     do_not_specialize_on_alignment=[
@@ -156,7 +156,7 @@ def _trees_table_kernel(
     depths,
     scores,
     counts,
-    # [R, num_alone] each, and [R]; not looked at where `num_alone` is 0
+    # [R, num_lookup] each, and [R]; not looked at where `num_lookup` is 0
     alone_ids,
     alone_parents,
     alone_depths,
@@ -165,7 +165,7 @@ def _trees_table_kernel(
     # [R, num_branches], and [R, num_tokens]
     sizes,
     branches,
-    # int32 [R, 2 + 4 * num_nodes], 1 + 4 * num_alone more with trees of branches alone, and
+    # int32 [R, 2 + 4 * num_nodes], 1 + 4 * num_lookup more with trees of branches only, and
     # num_branches + num_tokens more; written
     table,
     num_nodes,
@@ -173,14 +173,14 @@ def _trees_table_kernel(
     parent_stride,
     depth_stride,
     score_stride,
-    num_alone,
+    num_lookup,
     num_branches,
     num_tokens,
     BLOCK: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     of_trees = 1 + 4 * num_nodes
-    of_alone = tl.minimum(num_alone, 1) + 4 * num_alone
+    of_alone = tl.minimum(num_lookup, 1) + 4 * num_lookup
     out = table + request * (1 + of_trees + of_alone + num_branches + num_tokens)
     tl.store(out, tl.load(room + request).to(tl.int32))
     _pack_tree(
@@ -189,11 +189,11 @@ def _trees_table_kernel(
         tl.load(counts + request), num_nodes, BLOCK,
     )  # fmt: skip
     out += 1 + of_trees
-    if num_alone > 0:
-        at = request * num_alone
+    if num_lookup > 0:
+        at = request * num_lookup
         _pack_tree(
             out, alone_ids + at, alone_parents + at, alone_depths + at, alone_scores + at,
-            tl.load(alone_counts + request), num_alone, BLOCK,
+            tl.load(alone_counts + request), num_lookup, BLOCK,
         )  # fmt: skip
     out += of_alone
     sizes += request * num_branches
@@ -215,18 +215,18 @@ def trees_table_triton(
     trees: Trees,
     # [R]
     room: torch.Tensor,
-    alone: Trees | None,
+    lookup_only: Trees | None,
     # [R, C], and [R, C, L]
     found: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
     """`host_step.trees_table`. No host synchronisation.
 
     Args:
-        trees: with rows of any stride; those of branches alone lie one after the other.
+        trees: with rows of any stride; those of branches only lie one after the other.
     """
     num_reqs, num_nodes = trees[0].shape
     *matrices, counts = trees
-    num_alone = 0 if alone is None else alone[0].shape[1]
+    num_lookup = 0 if lookup_only is None else lookup_only[0].shape[1]
     # Where there are none: pointers of the same types, or there would be variants.
     sizes = branches = trees[1]
     num_branches, num_tokens = 0, 0
@@ -234,19 +234,19 @@ def trees_table_triton(
         sizes, branches = found
         _, num_branches, length = branches.shape
         num_tokens = num_branches * length
-    columns = 2 + 4 * num_nodes + (1 + 4 * num_alone) * (alone is not None)
+    columns = 2 + 4 * num_nodes + (1 + 4 * num_lookup) * (lookup_only is not None)
     columns += num_branches + num_tokens
     table = torch.empty((num_reqs, columns), dtype=torch.int32, device=counts.device)
     if num_reqs:
         for matrix in matrices:
             # The stride of a single column says nothing.
             assert num_nodes == 1 or matrix.stride(1) == 1, matrix.stride()
-        for part in (*(alone or ()), *(found or ())):
+        for part in (*(lookup_only or ()), *(found or ())):
             assert part.is_contiguous(), part.stride()
         _trees_table_kernel[(num_reqs,)](
-            room.contiguous(), *matrices, counts.contiguous(), *(alone or trees), sizes, branches,
-            table, num_nodes, *(matrix.stride(0) for matrix in matrices), num_alone, num_branches,
-            num_tokens, BLOCK=_COLUMNS, num_warps=4,
+            room.contiguous(), *matrices, counts.contiguous(), *(lookup_only or trees), sizes,
+            branches, table, num_nodes, *(matrix.stride(0) for matrix in matrices), num_lookup,
+            num_branches, num_tokens, BLOCK=_COLUMNS, num_warps=4,
         )  # fmt: skip
     return table
 

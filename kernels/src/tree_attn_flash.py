@@ -13,7 +13,7 @@ no buffer besides the context's output.
 
 Soft caps are FlashAttention's own, and sinks a column more of the tail. Layers with a window or
 slopes go to the Triton kernel whole: rows of unequal depth look back from positions of their own,
-and FlashAttention knows a row's position by its number alone. So do layers with a quantised cache,
+and FlashAttention only knows a row's position by its number. So do layers with a quantised cache,
 whose queries FlashAttention would want quantised.
 """
 
@@ -134,7 +134,7 @@ def tree_attn_flash(
 ) -> None:
     """Tree attention as `cuda_contract` states it; trees that lie apart (beside chunks of
     prompts, and draft blocks) go to the Triton kernel whole. `context_splits` overrides what
-    FlashAttention chooses, for measurements; FA2 takes 1 alone."""
+    FlashAttention chooses, for measurements; FA2 only takes 1."""
     prefix = None
     if meta.query_starts is not None and meta.max_rows > 0 and reads_context(features.kind):
         capped = bool(features.soft_cap)

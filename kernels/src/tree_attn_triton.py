@@ -183,7 +183,7 @@ def tree_attn_triton(
         lse: takes the natural logarithm of each row's softmax sum, when given.
         splits: forces the parts of even trees.
         prefix: attention over the context and its log-sum-exp, when another kernel has computed
-            them; this one then reads the tree's own columns alone. Rows without a context may hold
+            them; this one then only reads the tree's own columns. Rows without a context may hold
             anything. It knows nothing of sinks, which are added here; a window, slopes or scales
             cannot come with it.
     """

@@ -263,7 +263,7 @@ def _tree_attn_kernel(
             row_max = tl.load(prefix_lse + head * prefix_lse_head + row_start + row) / LN_2
             row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
     if sinks is not None:
-        # A column of the first part alone, or merging would count it again.
+        # A column of only the first part, or merging would count it again.
         sink = tl.load(sinks + head).to(tl.float32) / LN_2
         if SPLIT:
             sink = tl.where(part == 0, sink, float("-inf"))

@@ -61,7 +61,7 @@ def _merge_kernel(
     NODES: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    # The second tree of a request is one of branches alone.
+    # The second tree of a request only has branches.
     tree = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + request
     node = tl.arange(0, NODES)
     never = float("-inf")
@@ -139,22 +139,22 @@ def merge_branches(
     budgets: torch.Tensor,
     num_nodes: int,
     *,
-    alone: bool = False,
+    lookup_only: bool = False,
 ) -> Sequence[Trees]:
     """The union of each head's tree and its request's branches, cut to the best nodes, in one
     launch; no host synchronisation.
 
     Args:
-        head: None for branches alone.
+        head: None for branches only.
         num_nodes: N, at least the largest budget.
-        alone: whether to give the trees of branches alone as well.
+        lookup_only: whether to give the trees of branches only as well.
 
     Returns:
-        The merged trees and, where asked for, those of branches alone.
+        The merged trees and, where asked for, those of branches only.
     """
     num_reqs, num_branches, length = branches.shape
     device = branches.device
-    count = 1 + alone
+    count = 1 + lookup_only
     shape = (count, num_reqs, num_nodes)
     token_ids = torch.empty(shape, dtype=torch.int64, device=device)
     parents, depths = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))

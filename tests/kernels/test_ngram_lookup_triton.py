@@ -136,7 +136,7 @@ def test_merged_trees_are_those_of_the_host(has_head: bool, nodes: int, count: i
         b, d = (torch.tensor(v, dtype=torch.int32) for v in (budgets, depths))
         head = build_best_first_triton(ids, logps, b, d, width, nodes) if has_head else None
         table = torch.from_numpy(statistics.table(size, length))
-        built = merge_branches(head, sizes, branches, table, b, nodes, alone=True)
+        built = merge_branches(head, sizes, branches, table, b, nodes, lookup_only=True)
         together, alone = [], []
         for r, (history, depth, budget) in enumerate(zip(histories, depths, budgets, strict=True)):
             chains = [

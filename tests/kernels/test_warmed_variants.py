@@ -348,9 +348,9 @@ def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
         for alone in (False, True):
             head = None
             for _ in range(2):
-                head, *_ = ngrams.merged(head, found, requests, alone=alone)
+                head, *_ = ngrams.merged(head, found, requests, lookup_only=alone)
         part = head.spread(torch.arange(count), REQUESTS)
-        ngrams.merged(part, found, requests, alone=True)
+        ngrams.merged(part, found, requests, lookup_only=True)
         launched = launches.taken()
         assert launched == warmed, _difference(launched - warmed, warmed)
 

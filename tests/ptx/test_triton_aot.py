@@ -24,7 +24,7 @@ STEP_ARGUMENTS = {
     "budgets", "depths", "context_lens", "req_indices", "prefix_lse_head", "num_rows", "stride",
     "num_pieces", "count", "longest", "num_branches", "length", "num_ranks",
     "num_trees", "row_stride_a", "row_stride_b", "key_row", "value_row",
-    "columns", "columns_stride", "lens", "part_chunks", "num_parts", "num_paths", "num_alone",
+    "columns", "columns_stride", "lens", "part_chunks", "num_parts", "num_paths", "num_lookup",
     "num_tokens", "room", "num_reqs", "last_stride", "limits",
 }  # fmt: skip
 # Addresses of results, kept from before the loop over the context to behind that over the tree.

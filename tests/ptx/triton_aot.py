@@ -314,7 +314,7 @@ def small_kernels(arch: int) -> list[Compiled]:
                         "alone_depths", "alone_counts", "sizes", "branches", "table"),
              **pointers("fp32", "scores", "alone_scores"),
              **ints("num_nodes", "token_stride", "parent_stride", "depth_stride", "score_stride",
-                    "num_alone", "num_branches", "num_tokens")},
+                    "num_lookup", "num_branches", "num_tokens")},
             {"BLOCK": _COLUMNS},
         ),
         compile_kernel(

@@ -210,7 +210,7 @@ def _line_chart(
             for p in other.points
             if p["prompts"] == MIX and (x := position(p)) is not None
         }
-        # A line joins neighbours alone: it ends at a load where this server has no value, and
+        # A line only joins neighbours: it ends at a load where this server has no value, and
         # before all requests at once, which is no rate.
         xy = [(x, math.nan if (y := found.get(x)) is None else y) for x in sorted(measured)]
         if rates and burst in measured:

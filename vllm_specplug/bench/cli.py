@@ -147,7 +147,7 @@ def bench(
     min_requests: Annotated[int | None, typer.Option(help="Minimum requests per run.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Maximum requests per run.")] = None,
     dataset_requests: Annotated[
-        int | None, typer.Option(help="Requests to measure each data set alone. Default 0: none.")
+        int | None, typer.Option(help="Requests to measure each data set on its own. Default: 0.")
     ] = None,
     repeats: Annotated[int | None, typer.Option(help="Runs per load. Default 1.")] = None,
     goodput: Annotated[

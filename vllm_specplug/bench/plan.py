@@ -42,7 +42,7 @@ class ServerEntry(BaseModel):
     speculative_config: dict[str, Any] | None = None
     """vLLM's --speculative-config; none for no speculation."""
     serve_args: tuple[str, ...] = ()
-    """More arguments of `vllm serve`, for this server alone."""
+    """More arguments of `vllm serve`, for this server only."""
     url: str | None = Field(default=None, pattern=r"^https?://")
     """A server that runs already, instead of one started here."""
 
@@ -102,7 +102,7 @@ class BenchPlan(BaseModel):
     """Service level objectives as `vllm bench serve --goodput` has them, e.g. "tpot:50"
     (milliseconds); a request is good when it meets all of them."""
     dataset_requests: int = Field(default=0, ge=0)
-    """Requests of each data set alone, for its acceptance; 0: none."""
+    """Requests of each data set by itself, for its acceptance; 0: none."""
     dataset_concurrency: int = Field(default=4, ge=1)
 
     repeats: int = Field(default=1, ge=1)

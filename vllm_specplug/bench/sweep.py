@@ -2,7 +2,7 @@
 """Servers one after another on the same traffic, from idle to past saturation.
 
 vLLM's own `bench sweep serve_workload` has the idea (the two ends of the range are measured, and
-the loads between interpolated), and finds a range for each server alone, in whole requests per
+the loads between interpolated), and finds a range for each server, in whole requests per
 second. A comparison needs the same rates for all servers, and small machines serve less than one
 request per second; so the range is found on plain vLLM here, and each point is one run of
 `vllm bench serve`.
@@ -313,7 +313,7 @@ class Sweep:
         return VllmServer(spec, self.log_folder / f"bench-{entry.name}.log", plan.port)
 
     def _warm_up(self, server: VllmServer) -> None:
-        """Uncounted requests: first alone, then together."""
+        """Uncounted requests: first one by one, then together."""
         count = self.plan.warmup
         prompts = mixed_prompts([prompt_set.prompts for prompt_set in self.sets], 0, count)
         if prompts:

@@ -272,7 +272,7 @@ class AdaptiveBudget:
         made before its lookups were known.
 
         Args:
-            found: trees of lookups alone, as `plan` is given them.
+            found: trees of lookups only, as `plan` is given them.
         """
         plan.found = self._nodes(found, plan.slots)
         nodes = self._nodes(trees, plan.slots)

@@ -41,7 +41,7 @@ class DeferredContext:
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
         """A request starts, or comes back after preemption, on `num_cached` tokens that the cache
-        has from others. Called on a host's own memory alone, after the `observe` of its first
+        has from others. Only called where memory is the host's, after the `observe` of its first
         step; nothing by default.
 
         Args:
@@ -50,7 +50,7 @@ class DeferredContext:
 
     def set_deferred(self, is_deferring: bool) -> None:
         """From here on no drafts are expected of most requests, or they are again. What is needed
-        for drafts alone may then wait until `materialize_context`; nothing by default."""
+        for drafts only may then wait until `materialize_context`; nothing by default."""
 
     def pending_context_ms(self, req_ids: Sequence[str]) -> list[float]:
         """[R] milliseconds of work that a draft forward for each request must wait for, beside that
@@ -137,7 +137,7 @@ class OnDeviceDrafting:
     @property
     def drafts_on_device(self) -> bool:
         """Whether `propose_on_device` and `device_branches` stand for `propose`: without branches
-        they give the same trees; on a device branches are looked up after the anchor alone."""
+        they give the same trees; on a device branches are only looked up after the anchor."""
         return False
 
     @property
@@ -169,7 +169,7 @@ class GraphCapture:
     @property
     def drafts_from_graphs(self) -> bool:
         """Whether `propose_on_device` may be captured: it makes trees of its own, what it launches
-        depends on the number of requests and `deepest` alone, and what it reads beside its
+        only depends on the number of requests and `deepest`, and what it reads beside its
         arguments and `request_states` stays where it is."""
         return False
 

@@ -41,7 +41,7 @@ class Capability(StrEnum):
     CONTEXT_CACHE = "context_cache"
     """Keys and values of draft layers in vLLM's pages (`Drafter.cache_specs`)."""
     CONTEXT_WINDOW = "context_window"
-    """Draft layers that see the last tokens of that context alone (`DraftCacheSpec.window`)."""
+    """Draft layers that only see the last tokens of that context (`DraftCacheSpec.window`)."""
     WINDOW = "window"
     """Keys and values of each request's last tokens, in memory of constant size
     (`Drafter.window_spec`)."""
@@ -131,7 +131,7 @@ class Method:
     """Whether `model` must name a draft checkpoint."""
     recognises: str | None = None
     """Path of a function that takes `HeadFiles` and says whether the checkpoint is a head of this
-    method, for users who name the head alone. It need not say whether the head can be served:
+    method, for users who only name the head. It need not say whether the head can be served:
     `resolve` does. None: a head is never taken for one of this method's."""
     train_commands: tuple[str, ...] = ()
     """Modules with `register(train_app, data_app)`, which add commands to `specplug train` and
@@ -152,7 +152,7 @@ class Method:
         return _load(self.drafter)
 
     def recognises_head(self, head: HeadFiles) -> bool:
-        """Whether a checkpoint is a head of this method, by its files alone."""
+        """Whether a checkpoint is a head of this method, judged by its files."""
         return self.recognises is not None and bool(_load(self.recognises)(head))
 
     def option_names(self) -> tuple[str, ...]:

@@ -162,7 +162,7 @@ class NgramBranches:
         return chains
 
     def lookup(self, requests: DraftRequests) -> list[DraftTree]:
-        """One tree per request, of branches alone; empty where only a chain is wanted."""
+        """One tree per request, of branches only; empty where only a chain is wanted."""
         trees = []
         for r, req_id in enumerate(requests.req_ids):
             branches = []

@@ -14,7 +14,7 @@ HAS_CPU_KERNELS = (
     "(https://github.com/vllm-project/vllm/pull/55847)"
 )
 WHY_CONTAINED = (
-    "a drafted token's NaN is stored so that it reaches the rows that attend it alone; kernels "
+    "a drafted token's NaN is stored so that it only reaches the rows that attend it; kernels "
     "multiply the values of others by 0"
 )
 CONTAINED = "kernels leave out the values of columns that a row does not attend"

@@ -17,7 +17,7 @@ def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
     any tree gave it; all trees must measure scores alike (cumulative log-probabilities that do not
     grow along a path). The cut keeps a node only with its ancestors, which never score less.
 
-    A tree that breaks these rules is returned alone, for `DraftTree.is_valid` to find.
+    A tree that breaks these rules is returned unmerged, for `DraftTree.is_valid` to find.
     """
     if len(trees) == 1 and trees[0].num_nodes <= budget:
         return trees[0]

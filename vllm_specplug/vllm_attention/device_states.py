@@ -52,7 +52,7 @@ class DeviceLinearRows(LinearRows):
         )
 
     def metadata(self, stock: Any) -> Any:
-        """vLLM's metadata of a step that has these rows alone."""
+        """vLLM's metadata of a step that only has these rows."""
         metadata = super().metadata(stock)
         if not metadata.num_prefills:
             # As vLLM has it: a step of single rows reads states, whatever they are.

@@ -72,7 +72,7 @@ class TreeCPUMLAImpl(CPUMLAImpl):
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
     ) -> None:
-        # A latent row is keys and values in one; its rotary key alone is no value.
+        # A latent row is keys and values in one; its rotary key is the only part that is no value.
         k_pe, latents = isolate_nonfinite(k_pe, kv_c_normed.unsqueeze(1))
         super().do_kv_cache_update(
             latents.squeeze(1), k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale

@@ -3,7 +3,7 @@
 
 vLLM keeps one state per draft token and picks the last accepted one a step later. Here a sequence
 has one committed state: all rows of a tree are computed from it, what they would do to it is kept
-until the walk has chosen a path, and then the path alone is applied. Between steps nothing of a
+until the walk has chosen a path, and then only the path is applied. Between steps nothing of a
 draft exists, so vLLM's own code takes every other row as if there were no speculation.
 
 Seam: state_rows.
@@ -140,7 +140,7 @@ class LinearRows:
         )
 
     def metadata(self, stock: Any) -> Any:
-        """vLLM's metadata of a step that has these rows alone, as its CPU kernels read it."""
+        """vLLM's metadata of a step that only has these rows, as its CPU kernels read it."""
         num_rows, decodes = len(self.rows), self.num_decodes
         return replace(
             stock,

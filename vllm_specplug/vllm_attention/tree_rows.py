@@ -144,7 +144,7 @@ class TreeAttentionMixin:
     """Values of `kv_cache_dtype` beside the model's dtype that the tree kernel reads."""
 
     def tree_features(self, layer: Any = None) -> AttnFeatures:
-        """What tree rows must reproduce; of attributes in `serves` alone. Sinks are as loaded.
+        """What tree rows must reproduce; only of attributes in `serves`. Sinks are as loaded.
 
         Args:
             layer: vLLM's layer of this implementation, for the scales of a quantised cache.

@@ -76,7 +76,7 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(
             method,
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
-            "vLLM drafts on the last rank alone, while every rank's layers need the tree's parents "
+            "vLLM only drafts on the last rank, while every rank's layers need the tree's parents "
             "and the accepted path: use pipeline_parallel_size=1 (tensor parallelism works)",
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -189,7 +189,7 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         _refuse(
             method,
             f"dtype={dtype} on a target with Gated DeltaNet layers ({model.architectures[0]})",
-            'vLLM\'s CPU kernels for them take bfloat16 alone: set dtype="bfloat16"',
+            'vLLM\'s CPU kernels for them only take bfloat16: set dtype="bfloat16"',
         )
     option = spec.plan.target_forward_option if spec.plan else None
     if option:
@@ -210,14 +210,14 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         _refuse(
             method,
             f"{target} on {device!r}",
-            "Trees over latent caches are computed on CPUs alone; use a target with MHA or GQA, or "
+            "Trees over latent caches are only computed on CPUs; use a target with MHA or GQA, or "
             "a chain method of vLLM's own",
         )
     if spec.tree_kernel not in ("auto", "reference"):
         _refuse(
             method,
             f"tree_kernel={spec.tree_kernel!r} on {target}",
-            'Latent caches are read with torch alone: use tree_kernel="auto" or "reference"',
+            'Latent caches are only read with torch: use tree_kernel="auto" or "reference"',
         )
     wanted = vllm_config.cache_config.cache_dtype
     dtype = str(model.dtype).removeprefix("torch.")

@@ -56,7 +56,7 @@ def device_problem(device: str) -> str | None:
     if device in devices:
         return None
     return (
-        f"vllm-specplug supports vLLM {version} on {', '.join(devices)} alone, and the device is "
+        f"vllm-specplug supports vLLM {version} only on {', '.join(devices)}, and the device is "
         f"{device}"
     )
 

@@ -9,7 +9,7 @@ shapes say that new pages need to be zeroed, as vLLM's own do for several precis
 Why: a draft whose values are not finite has NaN for keys (`kernels.finite_values`), harmless to
 whoever does not attend it while the page is read as it was written. Read by a group of other heads,
 keys lie where values do, and attention multiplies those behind a request's last token by 0. The
-layers of drafts write finite numbers alone.
+layers of drafts only write finite numbers.
 
 Remove when: kernels leave out the values of columns that a row does not attend.
 """

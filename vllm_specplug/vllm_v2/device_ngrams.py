@@ -79,15 +79,25 @@ class DeviceNgrams:
         return self._lookup(history, slots, lengths, requests.depths, requests.max_context + 1)
 
     def merged(
-        self, trees: DeviceTrees | None, found: Found, requests: DeviceRequests, *, alone: bool
+        self,
+        trees: DeviceTrees | None,
+        found: Found,
+        requests: DeviceRequests,
+        *,
+        lookup_only: bool,
     ) -> list[DeviceTrees]:
         """The trees with the branches merged in, within budget, and where asked for those of
-        branches alone."""
+        branches only."""
         from vllm_specplug.kernels.tree_merge_triton import merge_branches
 
         head = None if trees is None else trees.fields
         merged = merge_branches(
-            head, *found, self.table(), requests.budgets, requests.num_nodes, alone=alone
+            head,
+            *found,
+            self.table(),
+            requests.budgets,
+            requests.num_nodes,
+            lookup_only=lookup_only,
         )
         return [DeviceTrees(*fields) for fields in merged]
 
@@ -110,5 +120,5 @@ class DeviceNgrams:
         slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         requests = DeviceRequests(slot, one, one, one, 1, num_nodes, 2)
         found = self.lookup(history, slot, one, requests)
-        alone = self.merged(None, found, requests, alone=True)[1]
-        self.merged(alone, found, requests, alone=False)
+        lookup_only = self.merged(None, found, requests, lookup_only=True)[1]
+        self.merged(lookup_only, found, requests, lookup_only=False)

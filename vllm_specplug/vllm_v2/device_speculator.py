@@ -306,7 +306,7 @@ class DeviceSpeculator(TreeSpeculator):
         )
         found: Found | None = None
         trees: DeviceTrees | None = None
-        alone: DeviceTrees | None = None
+        lookup_only: DeviceTrees | None = None
         if budgets.any():
             depths = inputs.forward_depths
             trees = self._own_trees(requests, None if late is None else forward, depths)
@@ -314,15 +314,15 @@ class DeviceSpeculator(TreeSpeculator):
                 history = states.all_token_ids.gpu
                 found = ngrams.lookup(history, slots, inputs.lengths, requests)
                 decides = late is not None and not late.is_held
-                trees, *others = ngrams.merged(trees, found, requests, alone=decides)
-                alone = others[0] if others else None
+                trees, *others = ngrams.merged(trees, found, requests, lookup_only=decides)
+                lookup_only = others[0] if others else None
         if trees is None:
             trees = DeviceTrees.none(len(requests), self.store.num_nodes, self.device)
         # Ranks may differ in what they decided, and none in whether it drafts at all.
         fits = limits[2]
         if budgets.any():
             trees, fits = _first_rank(trees, fits)
-        copy = TreesCopy(trees, fits, alone, found)
+        copy = TreesCopy(trees, fits, lookup_only, found)
         for row, req_id in enumerate(input_batch.req_ids):
             self.copies[req_id] = copy, row
         if late is None:

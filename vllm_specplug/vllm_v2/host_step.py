@@ -138,19 +138,19 @@ class StepCopy:
 def trees_table(
     trees: DeviceTrees,
     room: torch.Tensor,
-    alone: DeviceTrees | None = None,
+    lookup_only: DeviceTrees | None = None,
     found: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """int32 [R, columns]: `room`, the trees, those of branches alone, then the branches' suffix
+    """int32 [R, columns]: `room`, the trees, those of branches only, then the branches' suffix
     lengths and tokens; see `TreesCopy`."""
     if device_trees.has_kernels(room.device):
         from vllm_specplug.kernels.step_tables_triton import trees_table_triton
 
-        others = None if alone is None else alone.fields
+        others = None if lookup_only is None else lookup_only.fields
         return trees_table_triton(trees.fields, room, others, found)
     parts = [room[:, None], packed_trees(trees)]
-    if alone is not None:
-        parts.append(packed_trees(alone))
+    if lookup_only is not None:
+        parts.append(packed_trees(lookup_only))
     if found is not None:
         sizes, tokens = found
         parts += [sizes, tokens.flatten(1)]
@@ -163,7 +163,7 @@ class TreesCopy:
     Args:
         trees: as they were drafted.
         room: int32 [R], the nodes of each that the next step has rows for.
-        alone: those of n-gram branches alone, where they are of interest.
+        lookup_only: those of n-gram branches only, where they are of interest.
         found: the branches themselves, see `device_ngrams.Found`.
     """
 
@@ -171,16 +171,16 @@ class TreesCopy:
         self,
         trees: DeviceTrees,
         room: torch.Tensor,
-        alone: DeviceTrees | None = None,
+        lookup_only: DeviceTrees | None = None,
         found: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        # Columns of the trees and of those of branches alone, and of branches and their tokens.
+        # Columns of the trees and of those of branches only, and of branches and their tokens.
         self._trees = 1, 2 + 4 * trees.token_ids.shape[1]
-        self._alone = self._trees[1], self._trees[1]
-        if alone is not None:
-            self._alone = self._trees[1], self._trees[1] + 1 + 4 * alone.token_ids.shape[1]
+        self._branches = self._trees[1], self._trees[1]
+        if lookup_only is not None:
+            self._branches = self._trees[1], self._trees[1] + 1 + 4 * lookup_only.token_ids.shape[1]
         self._count, self._length = (0, 0) if found is None else found[1].shape[1:]
-        self.copy = HostCopy(trees_table(trees, room, alone, found))
+        self.copy = HostCopy(trees_table(trees, room, lookup_only, found))
 
     def read(self, row: int) -> DraftTree:
         """The tree of one request, cut to its rows; waits for it."""
@@ -193,8 +193,8 @@ class TreesCopy:
 
     @cached_property
     def lookup_only(self) -> list[DraftTree]:
-        """[R] those of branches alone; empty where they were not asked for."""
-        return self._split(*self._alone)
+        """[R] those of branches only; empty where they were not asked for."""
+        return self._split(*self._branches)
 
     @cached_property
     def _room(self) -> list[int]:
@@ -211,7 +211,7 @@ class TreesCopy:
 
     def branches(self, row: int) -> list[tuple[int, list[int]]]:
         """Matched suffix lengths and tokens of the branches."""
-        line = self.copy.read()[row, self._alone[1] :]
+        line = self.copy.read()[row, self._branches[1] :]
         sizes, tokens = line[: self._count], line[self._count :]
         branches = tokens.reshape(self._count, self._length)
         return [

@@ -222,8 +222,8 @@ class Calibrator:
         failure: Exception | None = None
         try:
             # A device waits for the host's part of the first call only.
-            alone = self._timed(call, 1) if calls > 1 else 0.0
-            elapsed_ms = max(self._timed(call, calls + (calls > 1)) - alone, 1e-4) / calls
+            first_ms = self._timed(call, 1) if calls > 1 else 0.0
+            elapsed_ms = max(self._timed(call, calls + (calls > 1)) - first_ms, 1e-4) / calls
         except Exception as error:
             failure = error
         if self.any_failed(failure):
@@ -466,7 +466,7 @@ def _write(path: Path, calibration: Calibration) -> None:
 
 
 def _flat(calibration: Calibration) -> list[float]:
-    """The calibration as numbers alone, for a broadcast."""
+    """The calibration as a list of numbers, for a broadcast."""
     c = calibration
     counts = (float(len(c.rows)), float(len(c.draft_rows)))
     return [

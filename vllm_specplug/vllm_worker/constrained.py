@@ -11,7 +11,7 @@ class ConstrainedRequests:
 
     A session whose input goes on after an answer keeps the grammar of its first turn, whatever the
     sampling parameters of a later turn say; so a name leaves when its request has ended, and not
-    when it comes again. One whose later turn alone asks for a grammar gets none from vLLM: its
+    when it comes again. One that asks for a grammar in a later turn only gets none from vLLM: its
     parents are sent for nothing.
     """
 

@@ -49,7 +49,7 @@ class DevicePartialAttention(DraftAttention):
         self.regions, self.due = self.moves.regions, self.moves.due
         count, device = len(contexts.req_ids), contexts.lens.device
         plan = np.zeros((5, count), np.int64)
-        # Whoever gets no draft attends itself alone.
+        # A request without a draft only attends itself.
         plan[0] = list(contexts.rows)
         plan[1] = 1
         plan[1, self.partial] = 0

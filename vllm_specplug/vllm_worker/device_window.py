@@ -163,8 +163,10 @@ class PagedDeviceTargetCache(CudaDraftRows):
             count = len(before)
             rows = len(query) // count
             if rows not in made:
-                alone = torch.full((count, rows), -1, dtype=torch.int32, device=device)
-                made[rows] = self.attention_of(self.metadata_of(requests, before, alone, tables))
+                no_parents = torch.full((count, rows), -1, dtype=torch.int32, device=device)
+                made[rows] = self.attention_of(
+                    self.metadata_of(requests, before, no_parents, tables)
+                )
             key, value = (x.repeat_interleave(rows, 0) for x in last)
             mixed = made[rows](0, query, key, value).unflatten(0, (count, rows))
             return mixed.masked_fill(is_empty, 0.0).flatten(0, 1)

@@ -60,7 +60,7 @@ class _Step:
     """A mark of the clock."""
     verify_ms: float | None = None
     draft_ms: float = 0.0
-    """Of the draft forward and what followed from it; lookups alone belong to the rest."""
+    """Of the draft forward and what followed from it; lookups belong to the rest."""
     whole_ms: float | None = None
     req_ids: set[str] = field(default_factory=set)
     # Rows, the tokens that roots attended, and those that nodes did; None where there were others.

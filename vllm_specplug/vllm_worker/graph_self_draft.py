@@ -38,7 +38,7 @@ class GraphPartialAttention(DraftAttention):
         assert requests.rows is not None
         self.draft = draft
         pool, tables = draft.pool, requests.rows
-        # Requests without a budget attend themselves alone.
+        # Requests without a budget only attend themselves.
         is_drafted = requests.budgets > 0
         own = regions[tables.long()]
         is_partial = (own >= 0) & is_drafted

@@ -73,7 +73,7 @@ class LateBudget:
         plan: Plan,
         # [R] whole, as if there was room for all
         trees: Sequence[DraftTree],
-        # [R] the same of lookups alone
+        # [R] trees of lookups only
         found: Sequence[DraftTree],
         # [R] nodes of each that had a row
         room: Sequence[int],

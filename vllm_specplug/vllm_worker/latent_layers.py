@@ -48,7 +48,7 @@ def check_latent_rotary(model: torch.nn.Module, method: str) -> None:
                 f"Speculative method {method!r} cannot verify trees in this target: the rotary "
                 f"embedding of layer {name!r} ({type(rotary).__name__}) is run by vLLM's CPU "
                 "operator, which turns the queries of latent attention by their place in the "
-                "batch, so that plain answers differ between a batch and a request alone. Switch "
+                "batch, so that plain answers differ between a batch and a single request. Switch "
                 'vLLM\'s operators off: compilation_config={"custom_ops": ["none"]}.'
             )
 
@@ -78,7 +78,7 @@ def check_compiled_routing(model: torch.nn.Module, method: str) -> None:
 
 @torch.inference_mode()
 def _turns_rows_alone(rotary: Any, module: Any) -> bool:
-    """Whether queries and keys, as the layer hands them over, are turned as each row alone is."""
+    """Whether queries and keys, as the layer hands them over, are turned alike in any batch."""
     count, heads = len(_POSITIONS), module.num_heads
     dtype = rotary.cos_sin_cache.dtype
     generator = torch.Generator().manual_seed(0)
@@ -91,5 +91,5 @@ def _turns_rows_alone(rotary: Any, module: Any) -> bool:
         part = query[rows].clone()[..., module.qk_nope_head_dim :]
         return torch.cat(rotary(positions[rows], part, key[rows].clone()), dim=1).float()
 
-    alone = torch.cat([turned(slice(i, i + 1)) for i in range(count)])
-    return bool((turned(slice(None)) - alone).abs().max() < _MOST_DIFFERENCE)
+    one_by_one = torch.cat([turned(slice(i, i + 1)) for i in range(count)])
+    return bool((turned(slice(None)) - one_by_one).abs().max() < _MOST_DIFFERENCE)

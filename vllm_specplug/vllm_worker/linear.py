@@ -188,7 +188,7 @@ def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
 
 def repack_tables(model: torch.nn.Module) -> None:
     """Packs the embedding and the LM head from the weights that they hold. vLLM reloads a weight
-    that two layers share for the first of them alone, and leaves the other's packed copy stale."""
+    that two layers share for the first of them only, and leaves the other's packed copy stale."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedEmbeddingMethod):

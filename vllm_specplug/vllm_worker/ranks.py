@@ -160,7 +160,7 @@ def _from_first(tensor: torch.Tensor, group: Any) -> torch.Tensor:
 def _packed(trees: Sequence[DraftTree], budgets: Sequence[int]) -> np.ndarray:
     """int32 [R + 4 * sum(budgets)]: node counts, then the four fields of all nodes.
 
-    The size depends on the budgets alone, so every rank knows it.
+    The size only depends on the budgets, so every rank knows it.
     """
     most = sum(budgets)
     message = np.zeros(len(budgets) + _FIELDS * most, np.int32)

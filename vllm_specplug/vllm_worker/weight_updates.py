@@ -14,7 +14,7 @@ from vllm_specplug.vllm_worker.linear import repack_tables, target_products
 
 def kept_asleep(model_config: Any) -> AbstractContextManager[None]:
     """While entered, device memory comes from the pool that vLLM restores after sleep of any level.
-    At level 2 it drops the weights' pool, and a reload brings back the target alone.
+    At level 2 it drops the weights' pool, and a reload only brings back the target.
 
     Seam: draft_memory.
     """

@@ -30,7 +30,7 @@ _MAX_VALUES = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids":
 
 _CONTAINERS = ("jetspec_config", "dflash_config", "dspark_config")
 _UNSUPPORTED_FLAGS = {
-    "markov_rank": "scores are those of the block alone; method dspark_tree adds a Markov head's",
+    "markov_rank": "scores only come from the block; method dspark_tree adds a Markov head's",
     "enable_confidence_head": "heads with a confidence head are those of method dspark_tree",
     "final_logit_softcapping": "logits are those of the LM head as they are",
     "attention_sink_bias": "attention sinks are not implemented",
@@ -481,7 +481,7 @@ def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadC
     _check_architecture(raw, SPECULATORS_ARCHITECTURES)
     shape = _layer_shape(_need(raw, "transformer_layer_config"), {})
     _refuse_unsupported(raw)
-    # `sliding_window_non_causal`, false by default, is about sliding-window layers alone: the
+    # `sliding_window_non_causal`, false by default, is only about sliding-window layers: the
     # library trains full attention bidirectionally whatever it says.
     if "windows" in shape:
         stated = raw.get("sliding_window_non_causal") is not True

@@ -162,7 +162,7 @@ class BlockHead(nn.Module):
         """Every layer's K (normed, rotated) and V of committed positions.
 
         [T, H], [T] -> two tensors [num_layers, T, Hkv, Dh]. Rows are independent of each other, so
-        new positions are computed alone and old ones never again.
+        only new positions are computed.
         """
         cos, sin = self.rotary(positions)
         pairs = [layer.self_attn.key_value(features, cos, sin) for layer in self.layers]

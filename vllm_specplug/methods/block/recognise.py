@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are block heads, and of which kind, by their files alone.
+"""Which checkpoints are block heads, and of which kind, judged by their files.
 
 Kinds that a reader refuses later are recognised too, so that the refusal can say why.
 """

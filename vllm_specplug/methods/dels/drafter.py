@@ -18,7 +18,7 @@ from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 
 class DelsDrafter(LocalHeadDrafter):
-    """Block head and local head; without weights it is the block head alone."""
+    """Block head and local head; without weights it is the block head."""
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:

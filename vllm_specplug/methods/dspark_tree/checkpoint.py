@@ -54,7 +54,7 @@ class ConfidenceHead:
     # [H] and [] float32
     weight: torch.Tensor
     bias: torch.Tensor
-    # [V] float32 logits by target token; zeros for a head that reads states alone
+    # [V] float32 logits by target token; zeros for a head that only reads states
     of_token: torch.Tensor
 
     def of_slots(self, hidden: torch.Tensor) -> torch.Tensor:

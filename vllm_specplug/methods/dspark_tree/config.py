@@ -108,7 +108,7 @@ def _confidence_inputs(own: Mapping[str, Any], hidden: int, rank: int) -> int:
 
 
 def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the block head alone, as its own method would find it."""
+    """The config of the block head without it, as its own method would find it."""
     part = {key: value for key, value in raw.items() if key not in MARKOV_KEYS}
     for name in MARKOV_CONTAINERS:
         inner = raw.get(name)

@@ -27,7 +27,7 @@ from vllm_specplug.methods.local.tree import BranchConfidence, LocalTreeBuilder
 
 
 class DSparkDrafter(LocalHeadDrafter):
-    """Block head and Markov head of one checkpoint; without the latter, the block head alone."""
+    """Block head and Markov head of one checkpoint; without the latter, the block head."""
 
     markov: LocalHead | None = None
     confidence: ConfidenceHead | None = None
@@ -71,7 +71,7 @@ class DSparkDrafter(LocalHeadDrafter):
     def candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Heads without a Markov head alone come here: nothing depends on the branch.
+        # Only heads without a Markov head come here: nothing depends on the branch.
         ids, log_probs, hidden = self.draft_candidates(requests, depth, width)
         if self.confidence is not None:
             trust = F.logsigmoid(self.confidence.of_slots(hidden))

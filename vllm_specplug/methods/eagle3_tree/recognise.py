@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are EAGLE-3 heads, by their files alone.
+"""Which checkpoints are EAGLE-3 heads, judged by their files.
 
 Kinds that the reader refuses later are recognised too, so that the refusal can say why.
 """

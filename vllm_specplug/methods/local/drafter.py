@@ -14,7 +14,7 @@ from vllm_specplug.tree import DraftTree
 
 
 class LocalHeadDrafter(BlockHeadDrafter):
-    """Block head and local head; without weights it is the block head alone.
+    """Block head and local head; without weights it is the block head.
 
     Subclasses set `local_tree` in `load`.
     """

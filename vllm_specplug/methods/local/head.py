@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short-context head of DeLS-Spec: token scores from the drafted tokens alone.
+"""The short-context head of DeLS-Spec: token scores from the drafted tokens.
 
 Shapes: B sequences, L tokens, F nodes of a frontier, V target vocabulary, V' rows of the output
 table (the draft vocabulary where it is reduced), H target hidden size, I input width, S state size,

@@ -67,7 +67,7 @@ def load_longspec_head(
 
 
 def inspect_longspec_head(directory: str | Path, target_config: Any) -> LongSpecConfig:
-    """Checks a head from its config and tensor headers alone; raises as `load_longspec_head`."""
+    """Checks a head from its config and tensor headers; raises as `load_longspec_head`."""
     return _inspect(Path(directory), target_config, headers_only=True)[0]
 
 

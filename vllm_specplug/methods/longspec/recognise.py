@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are LongSpec layers, by their files alone."""
+"""Which checkpoints are LongSpec layers, judged by their files."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class MtpConfig:
             "model_type",
             kind,
             f"{', '.join(MODEL_TYPES)} (modules of other targets are mixtures of experts, MLA, "
-            "linear or sliding-window layers, and run in vLLM's own method mtp alone)",
+            "linear or sliding-window layers, and only run in vLLM's own method mtp)",
         )
         require(count > 0, name, stated, "1 or more (the target ships no module)")
         is_qwen = kind in _QWEN

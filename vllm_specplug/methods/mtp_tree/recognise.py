@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are targets that ship a multi-token-prediction module, by their files alone.
+"""Which checkpoints are targets that ship a multi-token-prediction module, judged by their files.
 
 Kinds that the reader refuses later are recognised too, so that the refusal can say why.
 """
@@ -16,7 +16,7 @@ COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_laye
 
 
 def ships_mtp_module(head: HeadFiles) -> bool:
-    """By the config of a whole model, or of a module alone in speculators' format; drafts of other
+    """By the config of a whole model, or of a single module in speculators' format; drafts of other
     kinds do not count modules."""
     return head.speculators_type in (None, "mtp") and module_count(head.config)[1] > 0
 

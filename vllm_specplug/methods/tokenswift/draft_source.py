@@ -55,7 +55,7 @@ class SourceRate:
 class SourceChooser:
     """Chooses among `sources`, the first one until another has proved better.
 
-    Decisions follow from the arguments alone: given the same ones, ranks decide alike.
+    Decisions only depend on the arguments: given the same ones, ranks decide alike.
     """
 
     def __init__(self, sources: Sequence[str]) -> None:

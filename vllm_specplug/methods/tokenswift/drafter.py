@@ -5,7 +5,7 @@ Three sources of drafts, each cheaper than the one before:
 
 self    the target runs the anchor over a partial cache; its base prediction and the chained heads
         on its last layer give depths 1, 2, ...
-heads   the heads alone, on the last verified position, whose base prediction the anchor already
+heads   only the heads, on the last verified position, whose base prediction the anchor already
         answered: head i gives depth i. No draft forward at all.
 ngrams  what followed the same tokens earlier.
 

@@ -95,7 +95,7 @@ class TokenSwiftConfig:
         return config
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json of a checkpoint of heads alone."""
+        """config.json of a checkpoint that only has heads."""
         return {"architectures": ["TokenSwiftHeads"], "model_type": "tokenswift", **asdict(self)}
 
 

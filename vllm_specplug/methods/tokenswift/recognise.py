@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints hold TokenSwift heads, by their files alone."""
+"""Which checkpoints hold TokenSwift heads, judged by their files."""
 
 from __future__ import annotations
 
