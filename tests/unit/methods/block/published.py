@@ -9,37 +9,18 @@ from typing import Any
 # sgl-project/SpecForge b3d2401 configs/qwen3-8b-dflash.json, whose fields are those of z-lab's
 # Qwen3-8B head; `dflash_config` is that of its sibling configs/qwen3-8b-domino.json at 70e241a.
 ZLAB_QWEN3_8B: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoModel": "modeling_dflash.DFlashDraftModel"},
-    "block_size": 16,
+    "architectures": ["DFlashDraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "modeling_dflash.DFlashDraftModel"}, "block_size": 16,
     "bos_token_id": 151643,
     "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "dtype": "bfloat16",
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "layer_types": ["full_attention"] * 5,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 5,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 8,
-    "num_target_layers": 36,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+    "dtype": "bfloat16", "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5, "max_position_embeddings": 40960, "max_window_layers": 5,
+    "model_type": "qwen3", "num_attention_heads": 32, "num_hidden_layers": 5,
+    "num_key_value_heads": 8, "num_target_layers": 36, "rms_norm_eps": 1e-06, "rope_scaling": None,
+    "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False, "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 
 
 def changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -57,228 +38,134 @@ def changed(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
 # the tokens 1..block_size after the anchor (modeling.py), so slot k predicts token k + 1.
 DEEPSPEC_DFLASH_QWEN3_4B = changed(
     ZLAB_QWEN3_8B,
-    architectures=["Qwen3DSparkModel"],
-    hidden_size=2560,
-    intermediate_size=9728,
-    block_size=7,
-    mask_token_id=151669,
-    target_layer_ids=[1, 9, 17, 25, 33],
-    num_anchors=512,
-    enable_confidence_head=False,
-    markov_rank=0,
-    dflash_config=None,
-    auto_map=None,
-)
+    architectures=["Qwen3DSparkModel"], hidden_size=2560, intermediate_size=9728, block_size=7,
+    mask_token_id=151669, target_layer_ids=[1, 9, 17, 25, 33], num_anchors=512,
+    enable_confidence_head=False, markov_rank=0, dflash_config=None, auto_map=None,
+)  # fmt: skip
 # The same with the values of config/dspark/dspark_qwen3_4b.py: deepseek-ai's dspark_*_block7.
 DEEPSPEC_DSPARK_QWEN3_4B = changed(
     DEEPSPEC_DFLASH_QWEN3_4B,
-    enable_confidence_head=True,
-    confidence_head_with_markov=True,
-    markov_rank=256,
+    enable_confidence_head=True, confidence_head_with_markov=True, markov_rank=256,
     markov_head_type="vanilla",
-)
+)  # fmt: skip
 # sgl-project/SpecForge 832263f configs/qwen3-4b-dspark.json
 SPECFORGE_DSPARK_QWEN3_4B = changed(
-    ZLAB_QWEN3_8B,
-    hidden_size=2560,
-    intermediate_size=9728,
-    block_size=7,
+    ZLAB_QWEN3_8B, hidden_size=2560, intermediate_size=9728, block_size=7,
     dflash_config={
-        "projector_type": "dspark",
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-        "confidence_head_alpha": 1.0,
-        "enable_confidence_head": True,
+        "projector_type": "dspark", "markov_rank": 256, "markov_head_type": "vanilla",
+        "confidence_head_alpha": 1.0, "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     },
-)
+)  # fmt: skip
 # sgl-project/SpecForge 4e3f455 configs/qwen3-8b-dspark.json
 SPECFORGE_DSPARK_QWEN3_8B = changed(
     ZLAB_QWEN3_8B,
-    architectures=["DSparkDraftModel"],
-    auto_map={"AutoModel": "dspark.DSparkDraftModel"},
+    architectures=["DSparkDraftModel"], auto_map={"AutoModel": "dspark.DSparkDraftModel"},
     dflash_config={
-        "projector_type": "dspark",
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
-        "confidence_head_alpha": 1.0,
-        "enable_confidence_head": True,
+        "projector_type": "dspark", "markov_rank": 256, "markov_head_type": "vanilla",
+        "confidence_head_alpha": 1.0, "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     },
-)
+)  # fmt: skip
 # sgl-project/SpecForge 925f116 configs/qwen3-8b-dspark-causal-noconf-b16.json
 SPECFORGE_DSPARK_CAUSAL = changed(
-    SPECFORGE_DSPARK_QWEN3_8B,
-    is_causal=True,
+    SPECFORGE_DSPARK_QWEN3_8B, is_causal=True,
     dflash_config={
-        "attention_mode": "gqa",
-        "confidence_head_alpha": 0.0,
-        "enable_confidence_head": False,
+        "attention_mode": "gqa", "confidence_head_alpha": 0.0, "enable_confidence_head": False,
         "confidence_head_with_markov": False,
     },
-)
+)  # fmt: skip
 # sgl-project/SpecForge 74716df configs/qwen3.6-27b-dspark.json: the Markov head's part has a
 # container of its own.
 SPECFORGE_DSPARK_QWEN36_27B = changed(
     ZLAB_QWEN3_8B,
-    architectures=["DSparkDraftModel"],
-    auto_map={"AutoModel": "dspark.DSparkDraftModel"},
+    architectures=["DSparkDraftModel"], auto_map={"AutoModel": "dspark.DSparkDraftModel"},
     dflash_config={
-        "attention_mode": "gqa",
-        "mask_token_id": 248070,
-        "projector_type": "dspark",
+        "attention_mode": "gqa", "mask_token_id": 248070, "projector_type": "dspark",
         "target_layer_ids": [2, 17, 32, 47, 62],
     },
     dspark_config={
-        "confidence_head_with_markov": True,
-        "enable_confidence_head": True,
-        "markov_head_type": "vanilla",
-        "markov_rank": 256,
+        "confidence_head_with_markov": True, "enable_confidence_head": True,
+        "markov_head_type": "vanilla", "markov_rank": 256,
     },
-    target_hidden_size=None,
-    bos_token_id=None,
-    eos_token_id=248044,
-    hidden_size=5120,
-    intermediate_size=17408,
-    max_position_embeddings=262144,
-    max_window_layers=28,
-    num_target_layers=64,
-    pad_token_id=248044,
-    rope_theta=10000000,
-    vocab_size=248320,
-)
+    target_hidden_size=None, bos_token_id=None, eos_token_id=248044, hidden_size=5120,
+    intermediate_size=17408, max_position_embeddings=262144, max_window_layers=28,
+    num_target_layers=64, pad_token_id=248044, rope_theta=10000000, vocab_size=248320,
+)  # fmt: skip
 # sgl-project/SpecForge 134669b configs/qwen3-8b-dspark-draftvocab32k.json
 SPECFORGE_DSPARK_DRAFT_VOCAB = changed(
     SPECFORGE_DSPARK_QWEN3_8B,
-    block_size=7,
-    draft_vocab_size=32000,
-    dflash_config={"attention_mode": "gqa"},
-)
+    block_size=7, draft_vocab_size=32000, dflash_config={"attention_mode": "gqa"},
+)  # fmt: skip
 # sgl-project/SpecForge 70e241a configs/qwen3-8b-domino.json
 SPECFORGE_DOMINO_QWEN3_8B = changed(
-    ZLAB_QWEN3_8B,
-    emb_dim=256,
+    ZLAB_QWEN3_8B, emb_dim=256,
     dflash_config={
-        "projector_type": "domino",
-        "pure_draft_prefix_len": 1,
-        "emb_dim": 256,
-        "gru_hidden_dim": 1024,
-        "shift_label": True,
+        "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 256,
+        "gru_hidden_dim": 1024, "shift_label": True,
     },
-)
+)  # fmt: skip
 # sgl-project/SpecForge 211b87f configs/qwen3-8b-dspine.json
 SPECFORGE_DSPINE_QWEN3_8B = changed(
-    ZLAB_QWEN3_8B,
-    architectures=["DSpineDraftModel"],
-    is_causal=True,
+    ZLAB_QWEN3_8B, architectures=["DSpineDraftModel"], is_causal=True,
     dspine_config={"transfer_rank": 1024, "message_size": 512, "top_k": 16},
-)
+)  # fmt: skip
 # sgl-project/SpecForge 47344ea configs/kimi-k2.7-code-dflash.json
 SPECFORGE_DFLASH_KIMI = changed(
-    ZLAB_QWEN3_8B,
-    auto_map={"AutoModel": "dflash.DFlashDraftModel"},
-    block_size=8,
+    ZLAB_QWEN3_8B, auto_map={"AutoModel": "dflash.DFlashDraftModel"}, block_size=8,
     dflash_config={"mask_token_id": 163838, "target_layer_ids": [1, 12, 24, 35, 47, 58]},
-    hidden_size=7168,
-    intermediate_size=18432,
-    layer_types=["full_attention"] * 6,
-    mask_token_id=163838,
-    max_position_embeddings=262144,
-    max_window_layers=6,
-    num_attention_heads=64,
-    num_hidden_layers=6,
-    num_target_layers=61,
-    rms_norm_eps=1e-05,
+    hidden_size=7168, intermediate_size=18432, layer_types=["full_attention"] * 6,
+    mask_token_id=163838, max_position_embeddings=262144, max_window_layers=6,
+    num_attention_heads=64, num_hidden_layers=6, num_target_layers=61, rms_norm_eps=1e-05,
     rope_scaling={
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 64.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "type": "yarn",
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "rope_type": "yarn", "type": "yarn",
     },
-    rope_theta=50000.0,
-    vocab_size=163840,
-)
+    rope_theta=50000.0, vocab_size=163840,
+)  # fmt: skip
 # Layers as vLLM 0.32 describes z-lab's gemma-4-31B head (model_executor/models/qwen3_dflash.py):
 # sliding ones, causal in the block, before one that sees all; the window is that of SpecForge's
 # configs/qwen3.6-27b-dflash2.json at 5943b2f.
 ZLAB_MIXED = changed(
     ZLAB_QWEN3_8B,
-    layer_types=["sliding_attention"] * 4 + ["full_attention"],
-    sliding_window=2048,
+    layer_types=["sliding_attention"] * 4 + ["full_attention"], sliding_window=2048,
     use_sliding_window=True,
-)
+)  # fmt: skip
 # sgl-project/SpecForge 5943b2f configs/qwen3.6-27b-dflash2.json
 SPECFORGE_DFLASH2_QWEN36_27B = changed(
-    ZLAB_MIXED,
-    architectures=["DFlash2DraftModel"],
-    block_size=None,
+    ZLAB_MIXED, architectures=["DFlash2DraftModel"], block_size=None,
     dflash_config={
-        "block_size": 8,
-        "conv_group_size": 16,
-        "conv_kernel_size": 2,
-        "selector_rank": 256,
+        "block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256,
         "selector_top_k": 16,
     },
-)
+)  # fmt: skip
 # Written by NVIDIA/Model-Optimizer 0371364 modelopt/torch/export/plugins/hf_spec_export.py, with
 # the sizes of modelopt_recipes/general/speculative_decoding/lilicorr.yaml at d3f4928.
 MODELOPT_LILICORR_QWEN3_8B = changed(
-    ZLAB_QWEN3_8B,
-    architectures=["LiLiCorrDraftModel"],
-    auto_map=None,
+    ZLAB_QWEN3_8B, architectures=["LiLiCorrDraftModel"], auto_map=None,
     dflash_config={
-        "causal": False,
-        "projector_type": "lilicorr",
-        "lilicorr_enabled": True,
-        "lilicorr_candidate_topk": 8,
-        "lilicorr_hidden_size": 1024,
-        "lilicorr_num_layers": 2,
-        "lilicorr_num_heads": 8,
-        "lilicorr_mlp_ratio": 2.0,
-        "lilicorr_factor_dim": 1024,
-        "lilicorr_vector_eps": 1e-4,
-        "lilicorr_logit_scale": 8.0,
+        "causal": False, "projector_type": "lilicorr", "lilicorr_enabled": True,
+        "lilicorr_candidate_topk": 8, "lilicorr_hidden_size": 1024, "lilicorr_num_layers": 2,
+        "lilicorr_num_heads": 8, "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 1024,
+        "lilicorr_vector_eps": 0.0001, "lilicorr_logit_scale": 8.0,
     },
-)
+)  # fmt: skip
 # Written by NVIDIA/Model-Optimizer a2fbac7 modelopt/torch/export/plugins/hf_spec_export.py
 # (DSparkExporter) with the sizes of modelopt_recipes/general/speculative_decoding/dspark.yaml.
 MODELOPT_DSPARK_QWEN3_8B: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "model_type": "qwen3",
-    "block_size": 16,
+    "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 16,
     "dflash_config": {
-        "mask_token_id": 151669,
-        "target_layer_ids": [1, 9, 17, 25, 33],
-        "projector_type": "dspark",
-        "shift_label": True,
-        "markov_rank": 256,
-        "markov_head_type": "vanilla",
+        "mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33], "projector_type": "dspark",
+        "shift_label": True, "markov_rank": 256, "markov_head_type": "vanilla",
         "use_confidence_head": True,
     },
-    "hidden_size": 4096,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-06,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-    "initializer_range": 0.02,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "rope_theta": 1000000,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "num_target_layers": 36,
-    "layer_types": ["full_attention"] * 5,
-}
+    "hidden_size": 4096, "num_hidden_layers": 5, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "hidden_act": "silu",
+    "rms_norm_eps": 1e-06, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "initializer_range": 0.02, "attention_bias": False, "attention_dropout": 0.0,
+    "rope_theta": 1000000, "rope_scaling": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "num_target_layers": 36, "layer_types": ["full_attention"] * 5,
+}  # fmt: skip
 # Its module (modelopt/torch/speculative/plugins/modeling_dspark.py) has the two heads' tensors
 # beside the block's own. By the names that all others write.
 MODELOPT_NAMES = {
@@ -291,120 +178,75 @@ MODELOPT_NAMES = {
 # (angelslim/compressor/speculative/train/models/draft/qwen_dflash.py) has z-lab's tensors.
 ANGELSLIM_DFLASH_QWEN3_4B = changed(
     ZLAB_QWEN3_8B,
-    architectures=["QwenDFlashDraftModel"],
-    auto_map=None,
-    hidden_size=2560,
-    intermediate_size=9728,
-    num_anchors=512,
-    loss_decay_gamma=7.0,
-    attention_backend="flex_attention",
-    tie_word_embeddings=True,
-    torch_dtype="bfloat16",
-)
+    architectures=["QwenDFlashDraftModel"], auto_map=None, hidden_size=2560, intermediate_size=9728,
+    num_anchors=512, loss_decay_gamma=7.0, attention_backend="flex_attention",
+    tie_word_embeddings=True, torch_dtype="bfloat16",
+)  # fmt: skip
 # Tencent/AngelSlim 67394ce configs/qwen3_dflare.json
 ANGELSLIM_DFLARE_QWEN3_4B = changed(
-    ANGELSLIM_DFLASH_QWEN3_4B,
-    architectures=["QwenDFlareDraftModel"],
+    ANGELSLIM_DFLASH_QWEN3_4B, architectures=["QwenDFlareDraftModel"],
     dflash_config={"target_layer_ids": [1, 5, 9, 13, 17, 21, 25, 29, 33]},
-    layer_types=["full_attention"] * 7,
-    max_window_layers=7,
-    num_hidden_layers=7,
-)
+    layer_types=["full_attention"] * 7, max_window_layers=7, num_hidden_layers=7,
+)  # fmt: skip
 # sgl-project/SpecForge e5cec93 configs/qwen3.5-4b-domino.json: an architecture of its own.
 SPECFORGE_DOMINO_QWEN35_4B = changed(
     ZLAB_QWEN3_8B,
-    architectures=["DominoDraftModel"],
-    auto_map={"AutoModel": "domino.DominoDraftModel"},
+    architectures=["DominoDraftModel"], auto_map={"AutoModel": "domino.DominoDraftModel"},
     dflash_config={
-        "mask_token_id": 248070,
-        "target_layer_ids": [3, 11, 19, 27, 31],
+        "mask_token_id": 248070, "target_layer_ids": [3, 11, 19, 27, 31],
         "projector_type": "domino",
     },
     domino_config={
-        "pure_draft_prefix_len": 1,
-        "emb_dim": 256,
-        "gru_hidden_dim": 1024,
-        "shift_label": True,
+        "pure_draft_prefix_len": 1, "emb_dim": 256, "gru_hidden_dim": 1024, "shift_label": True,
     },
-    hidden_size=2560,
-    intermediate_size=9216,
-    num_target_layers=32,
-    rope_theta=10000000,
+    hidden_size=2560, intermediate_size=9216, num_target_layers=32, rope_theta=10000000,
     vocab_size=248320,
-)
+)  # fmt: skip
 # vllm-project/speculators c05b95b: fields and defaults of src/speculators/models/dflash/config.py,
 # the layer config of scripts/train.py. attention.py masks full attention bidirectionally whatever
 # `sliding_window_non_causal` says.
 SPECULATORS_QWEN3_8B: dict[str, Any] = {
-    "architectures": ["DFlashSpeculator"],
-    "aux_hidden_state_layer_ids": [2, 18, 33],
-    "block_size": 8,
-    "draft_vocab_size": 32000,
-    "mask_token_id": 151669,
-    "sample_from_anchor": False,
-    "sliding_window_non_causal": False,
+    "architectures": ["DFlashSpeculator"], "aux_hidden_state_layer_ids": [2, 18, 33],
+    "block_size": 8, "draft_vocab_size": 32000, "mask_token_id": 151669,
+    "sample_from_anchor": False, "sliding_window_non_causal": False,
     "speculators_config": {
-        "algorithm": "dflash",
-        "default_proposal_method": "greedy",
+        "algorithm": "dflash", "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
-        "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
+        "verifier": {
+            "architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B",
+        },
     },
-    "speculators_model_type": "dflash",
-    "target_hidden_size": None,
-    "tie_word_embeddings": False,
+    "speculators_model_type": "dflash", "target_hidden_size": None, "tie_word_embeddings": False,
     "transformer_layer_config": {
-        "attention_bias": False,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "layer_types": ["full_attention"] * 5,
-        "max_position_embeddings": 40960,
-        "model_type": "qwen3",
-        "num_attention_heads": 32,
-        "num_hidden_layers": 5,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
-        "sliding_window": None,
-        "tie_word_embeddings": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
+        "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 12288, "layer_types": ["full_attention"] * 5,
+        "max_position_embeddings": 40960, "model_type": "qwen3", "num_attention_heads": 32,
+        "num_hidden_layers": 5, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "sliding_window": None,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
     },
-}
+}  # fmt: skip
 # vllm-project/speculators 3b731f0 src/speculators/models/jetspec: its blocks read the true tokens,
 # and every slot, the anchor's too, predicts the next one.
 SPECULATORS_JETSPEC = changed(
     SPECULATORS_QWEN3_8B,
-    architectures=["JetSpecSpeculator"],
-    speculators_model_type="jetspec",
-    block_size=16,
-    kd_temperature=1.0,
-    mask_token_id=None,
-)
+    architectures=["JetSpecSpeculator"], speculators_model_type="jetspec", block_size=16,
+    kd_temperature=1.0, mask_token_id=None,
+)  # fmt: skip
 # vllm-project/speculators 961aeaa src/speculators/models/dflash2/config.py, with its defaults.
 SPECULATORS_DFLASH2 = changed(
-    SPECULATORS_QWEN3_8B,
-    architectures=["DFlash2DraftModel"],
-    speculators_model_type="dflash2",
-    sliding_window_non_causal=True,
-    conv_kernel_size=2,
-    conv_group_size=16,
-    selector_rank=256,
+    SPECULATORS_QWEN3_8B, architectures=["DFlash2DraftModel"], speculators_model_type="dflash2",
+    sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16, selector_rank=256,
     selector_top_k=16,
-)
+)  # fmt: skip
 # vllm-project/speculators c05b95b src/speculators/models/dspark: sample_from_anchor by default, and
 # the values of its training arguments for the two heads.
 SPECULATORS_DSPARK = changed(
     SPECULATORS_QWEN3_8B,
-    architectures=["DSparkSpeculator"],
-    speculators_model_type="dspark",
-    sample_from_anchor=True,
-    markov_rank=256,
-    markov_head_type="vanilla",
-    enable_confidence_head=True,
+    architectures=["DSparkSpeculator"], speculators_model_type="dspark", sample_from_anchor=True,
+    markov_rank=256, markov_head_type="vanilla", enable_confidence_head=True,
     confidence_head_with_markov=True,
-)
+)  # fmt: skip
 
 # Sizes of a target and a head that tests can compute, for any of the configs above.
 TINY_TARGET = {"hidden_size": 16, "vocab_size": 30, "num_hidden_layers": 4}
