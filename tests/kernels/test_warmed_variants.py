@@ -15,6 +15,7 @@ import torch
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
 from tests.kernels.step_trees import Drafted, request_states
+from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import input_batch, stored
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
@@ -216,11 +217,7 @@ class Served:
         """Verifies trees of `sizes` nodes, beside a prompt chunk or not, moves accepted paths,
         drafts."""
         count = len(sizes)
-        trees = [
-            DraftTree(np.arange(n), random_parents(n, self.rng), np.ones(n, np.int32),
-                      np.zeros(n, np.float32))
-            for n in sizes
-        ]  # fmt: skip
+        trees = [tree_of(range(n), random_parents(n, self.rng)) for n in sizes]
         rows_before = [0] * count
         if beside_chunk:
             trees.append(DraftTree.empty())

@@ -153,12 +153,50 @@ def checked_paths(
     return dict(zip(paths, scores, strict=True))
 
 
+def tree_of(
+    token_ids: Sequence[int], parents: Sequence[int], scores: Sequence[float] | float = 0.0
+) -> DraftTree:
+    """The tree with these columns; depths follow from parents."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    scores = np.full(len(depths), scores) if isinstance(scores, float) else scores
+    types = (np.int64, np.int32, np.int32, np.float32)
+    columns = zip((token_ids, parents, depths, scores), types, strict=True)
+    return DraftTree(*(np.array(values, dtype) for values, dtype in columns))
+
+
+@st.composite
+def trees(
+    draw: st.DrawFn, most: int, vocab: int, drops: Sequence[float] = (0.0,), near: int = 1 << 30
+) -> DraftTree:
+    """Random trees without repeated siblings. A node scores one of `drops` less than its parent,
+    which is one of the `near` last nodes, so that small numbers make deep trees."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    scores: list[float] = []
+    for _ in range(draw(st.integers(0, most))):
+        parent = draw(st.integers(max(-1, len(tokens) - near), len(tokens) - 1))
+        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
+        if free := [t for t in range(vocab) if t not in taken]:
+            tokens.append(draw(st.sampled_from(free)))
+            parents.append(parent)
+            above = scores[parent] if parent >= 0 else 0.0
+            scores.append(above - (draw(st.sampled_from(drops)) if len(drops) > 1 else drops[0]))
+    return tree_of(tokens, parents, scores)
+
+
 def columns_of(tree: DraftTree) -> tuple[list, list, list, list]:
     """What `checked_paths` takes."""
     return (
         tree.token_ids.tolist(), tree.parent_indices.tolist(), tree.depths.tolist(),
         tree.scores.tolist(),
     )  # fmt: skip
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """The tokens that lead to each node, and its score."""
+    return checked_paths(*columns_of(tree))
 
 
 def assert_best(

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.tree import ROOT, DraftTree, build_tree
+from tests.unit.tree.candidates import paths_of
+from vllm_specplug.tree import ROOT
 from vllm_specplug.tree.beam import (
     BEAM_PRESETS,
     BranchRows,
-    Expand,
     Frontier,
     default_beam_widths,
     draft_level_by_level,
@@ -74,22 +74,9 @@ class BranchModel:
         return {path: scored[path] for path in kept}
 
 
-def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parent_indices.tolist(), strict=True):
-        paths.append((() if parent == ROOT else paths[parent]) + (token,))
-    assert len(set(paths)) == len(paths)
-    return dict(zip(paths, tree.scores.tolist(), strict=True))
-
-
-def best_first(expand: Expand, budget: int, width: int, depth: int) -> DraftTree:
-    """The exact tree of one request."""
-    return draft_level_by_level([0], [budget], [depth], [width], expand, frontier_width=None)[0]
-
-
 @given(
     seed=st.integers(0, 10_000),
-    budgets=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    budgets=st.lists(st.integers(1, 20) | st.just(84), min_size=1, max_size=3),
     depth=st.integers(1, 4),
 )
 def test_best_first_is_exact_for_every_request(seed: int, budgets: list[int], depth: int) -> None:
@@ -99,6 +86,8 @@ def test_best_first_is_exact_for_every_request(seed: int, budgets: list[int], de
         [7] * count, budgets, [depth] * count, [VOCAB] * count, model.expand, frontier_width=None
     )
     assert len(model.calls) <= depth
+    for r, budget in enumerate(budgets):
+        assert all((call.requests == r).sum() <= budget for call in model.calls)
     for r, (tree, budget) in enumerate(zip(trees, budgets, strict=True)):
         tree.validate()
         expected = model.best_paths(r, budget, depth)
@@ -106,59 +95,6 @@ def test_best_first_is_exact_for_every_request(seed: int, budgets: list[int], de
         assert list(paths_of(tree)) == list(expected)
         for path, score in paths_of(tree).items():
             assert score == pytest.approx(expected[path], abs=1e-4)
-
-
-@pytest.mark.parametrize("budget", [1, 2, 7, 20, 84])
-@pytest.mark.parametrize("seed", range(3))
-def test_no_more_than_the_budget_is_ever_expanded(budget: int, seed: int) -> None:
-    model = BranchModel(seed, 1)
-    tree = best_first(model.expand, budget, VOCAB, 3)
-    assert list(paths_of(tree)) == list(model.best_paths(0, budget, 3))
-    assert tree.num_nodes == min(budget, 4 + 16 + 64)
-    assert max(len(call) for call in model.calls) <= budget
-
-
-def test_equal_branches_give_the_marginal_builders_tree() -> None:
-    rng = np.random.default_rng(3)
-    rows = -np.sort(rng.gumbel(size=(6, 9)).astype(np.float32) * 2, axis=1)[:, ::-1]
-    rows = -np.sort(-(rows - np.log(np.exp(rows).sum(1, keepdims=True))), axis=1)
-    ids = np.tile(np.arange(9), (6, 1))
-
-    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-        size, depth = (len(frontier), 1), frontier.depth
-        return np.tile(ids[depth], size), np.tile(rows[depth], size)
-
-    for budget, width, depth in itertools.product((1, 5, 40), (1, 3, 9), (1, 4, 6)):
-        tree = best_first(expand, budget, width, depth)
-        oracle = build_tree("best_first", ids, rows, budget, tree_width=width, tree_depth=depth)
-        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
-        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
-
-
-def test_a_row_ends_at_its_first_score_that_is_not_finite() -> None:
-    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-        row = np.array([-1.0, -np.inf, -2.0], np.float32)
-        return np.tile(np.arange(3), (len(frontier), 1)), np.tile(row, (len(frontier), 1))
-
-    assert best_first(expand, 9, 3, 4).token_ids.tolist() == [0, 0, 0, 0]
-
-    def nothing(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-        return np.zeros((1, 2), np.int64), np.full((1, 2), -np.inf, np.float32)
-
-    assert best_first(nothing, 3, 2, 3).num_nodes == 0
-
-
-def test_equal_scores_go_to_the_node_drafted_first() -> None:
-    """Certain tokens score 0, as their ancestors do: parents must still stand before children."""
-
-    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-        return np.tile([1, 2], (len(frontier), 1)), np.zeros((len(frontier), 2), np.float32)
-
-    for budget in range(1, 9):
-        tree = best_first(expand, budget, 2, 3)
-        tree.validate()
-        assert tree.num_nodes == budget
-        assert (np.diff(tree.depths) >= 0).all()
 
 
 def test_beam_keeps_the_best_of_each_level_and_leaves_the_rest() -> None:

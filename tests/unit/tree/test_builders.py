@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tree.candidates import Case, cases
-from vllm_specplug.tree import BUILDERS, ROOT, DraftTree, build_tree, build_trees
+from tests.unit.tree.candidates import Case, cases, columns_of
+from vllm_specplug.tree import BUILDERS, DraftTree, build_tree, build_trees
 
 
 def path_scores(case: Case) -> dict[tuple[int, ...], float]:
@@ -28,17 +28,8 @@ def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
     return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(tree.num_nodes)]
 
 
-def expected_accepted(scores) -> float:
-    return math.fsum(math.exp(score) for score in scores)
-
-
 def same_tree(a: DraftTree, b: DraftTree) -> bool:
-    return (
-        np.array_equal(a.token_ids, b.token_ids)
-        and np.array_equal(a.parent_indices, b.parent_indices)
-        and np.array_equal(a.depths, b.depths)
-        and np.array_equal(a.scores, b.scores)
-    )
+    return columns_of(a) == columns_of(b)
 
 
 @given(cases(), st.sampled_from(BUILDERS))
@@ -67,37 +58,11 @@ def test_best_first_takes_the_most_probable_paths(case):
     assert all(a >= b for a, b in itertools.pairwise(tree.scores.tolist()))
 
 
-@settings(max_examples=30)
-@given(cases(max_depth=3, max_k=2, max_budget=7))
-def test_best_first_beats_every_tree_of_its_size(case):
-    """Against all sets of paths that are closed under taking the parent (at most 2^14)."""
-    scores = path_scores(case)
-    index = {path: i for i, path in enumerate(scores)}
-    parent_bits = [1 << index[path[:-1]] if len(path) > 1 else 0 for path in scores]
-    sums = {0: 0.0}  # closed set as bits -> sum of path probabilities
-    for i, score in enumerate(scores.values()):  # a parent is listed before its children
-        grown = {
-            bits | 1 << i: total + math.exp(score)
-            for bits, total in sums.items()
-            if bits & parent_bits[i] == parent_bits[i] and bits.bit_count() < case.budget
-        }
-        sums.update(grown)
-    tree = case.build("best_first")
-    chosen = expected_accepted(scores[path] for path in paths_of(tree))
-    assert chosen == pytest.approx(max(sums.values()), rel=1e-9)
-
-
 @given(cases(), st.integers(0, 40))
 def test_a_best_first_prefix_is_the_best_first_tree_of_that_budget(case, budget):
     tree = case.build("best_first")
     shorter = case.build("best_first", budget=min(budget, case.budget))
     assert same_tree(tree.prefix(shorter.num_nodes), shorter)
-
-
-@given(cases(), st.sampled_from(["accum_logp", "entropy", "hybrid"]))
-def test_best_first_expects_no_fewer_accepted_drafts(case, other):
-    best = expected_accepted(case.build("best_first").scores.tolist())
-    assert expected_accepted(case.build(other).scores.tolist()) <= best * (1 + 1e-5)
 
 
 def slow_paper_tree(case: Case, priority) -> list[tuple[int, int, int, float]]:
@@ -153,76 +118,12 @@ def test_expansion_builders_equal_the_paper_run_slowly(builder, case):
     assert tree.scores.tolist() == pytest.approx([n[3] for n in expected], abs=1e-5)
 
 
-@given(cases())
-def test_hybrid_without_entropy_is_accum_logp(case):
-    plain = build_tree(
-        "hybrid",
-        case.token_ids,
-        case.log_probs,
-        case.budget,
-        tree_width=case.tree_width,
-        tree_depth=case.tree_depth,
-        hybrid_lambda=0.0,
-    )
-    assert same_tree(plain, case.build("accum_logp"))
-
-
-def test_accum_logp_by_hand():
-    """Two depths, two candidates. The first expansion takes both children of the root; the second
-    expands the better of them, and the budget cuts the third after one child."""
-    token_ids = np.array([[10, 11], [20, 21]])
-    log_probs = np.log(np.array([[0.6, 0.4], [0.7, 0.3]], dtype=np.float32))
-    tree = build_tree("accum_logp", token_ids, log_probs, 5, tree_width=7, tree_depth=7)
-    assert tree.token_ids.tolist() == [10, 11, 20, 21, 20]
-    assert tree.parent_indices.tolist() == [ROOT, ROOT, 0, 0, 1]
-    assert np.exp(tree.scores) == pytest.approx([0.6, 0.4, 0.42, 0.18, 0.28])
-
-
-def test_best_first_by_hand():
-    token_ids = np.array([[10, 11], [20, 21]])
-    log_probs = np.log(np.array([[0.6, 0.4], [0.7, 0.3]], dtype=np.float32))
-    tree = build_tree("best_first", token_ids, log_probs, 5, tree_width=7, tree_depth=7)
-    # 10 (.6), 10-20 (.42), 11 (.4), 11-20 (.28), 10-21 (.18)
-    assert tree.token_ids.tolist() == [10, 20, 11, 20, 21]
-    assert tree.parent_indices.tolist() == [ROOT, 0, ROOT, 2, 0]
-    assert np.exp(tree.scores) == pytest.approx([0.6, 0.42, 0.4, 0.28, 0.18])
-
-
 def test_best_first_breaks_ties_by_order_of_entry():
     """With all scores equal, a sibling enters the heap before a child of the same node."""
     token_ids = np.array([[1, 2], [3, 4]])
     log_probs = np.zeros((2, 2), dtype=np.float32)
     tree = build_tree("best_first", token_ids, log_probs, 6, tree_width=2, tree_depth=2)
     assert paths_of(tree) == [(1,), (2,), (1, 3), (2, 3), (1, 4), (2, 4)]
-
-
-def test_entropy_prefers_the_depth_the_draft_is_least_sure_of():
-    token_ids = np.array([[1, 2], [3, 4], [5, 6]])
-    # Depth 1 is sure, depth 2 is not, depth 3 is sure: nodes of depth 1 have the unsure children.
-    probs = np.array([[0.98, 0.01], [0.4, 0.35], [0.97, 0.01]], dtype=np.float32)
-    tree = build_tree("entropy", token_ids, np.log(probs), 8, tree_width=2, tree_depth=3)
-    assert tree.depths.tolist() == [1, 1, 2, 2, 2, 2, 3, 3]
-    # The same candidates by score spend the budget below the sure first token.
-    tree = build_tree("accum_logp", token_ids, np.log(probs), 8, tree_width=2, tree_depth=3)
-    assert tree.parent_indices.tolist() == [ROOT, ROOT, 0, 0, 2, 2, 3, 3]
-
-
-@pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("bad", [-np.inf, np.nan])
-def test_candidates_without_probability_are_never_drafted(builder, bad):
-    token_ids = np.array([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
-    log_probs = np.array([[-0.1, -3, bad], [-0.7, bad, bad], [bad, bad, bad]], dtype=np.float32)
-    tree = build_tree(builder, token_ids, log_probs, 20, tree_width=7, tree_depth=7)
-    tree.validate()
-    assert sorted(paths_of(tree)) == [(1,), (1, 4), (2,), (2, 4)]
-    log_probs[0] = bad
-    assert build_tree(builder, token_ids, log_probs, 20, tree_width=7, tree_depth=7).num_nodes == 0
-
-
-@pytest.mark.parametrize("builder", BUILDERS)
-@given(case=cases())
-def test_building_twice_gives_the_same_tree(builder, case):
-    assert same_tree(case.build(builder), case.build(builder))
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
@@ -239,14 +140,9 @@ def test_batched_trees_equal_single_ones_with_their_own_budget_and_depth(builder
     for i, tree in enumerate(trees):
         tree.validate()
         single = build_tree(
-            builder,
-            token_ids[i],
-            log_probs[i],
-            int(budgets[i]),
-            tree_width=3,
-            tree_depth=depths[i],
-            hybrid_lambda=0.3,
-        )
+            builder, token_ids[i], log_probs[i], int(budgets[i]), tree_width=3,
+            tree_depth=depths[i], hybrid_lambda=0.3,
+        )  # fmt: skip
         assert same_tree(tree, single)
     shared = build_trees(builder, token_ids, log_probs, budgets, tree_width=3, tree_depth=2)
     assert [t.max_depth for t in shared] == [0, 1, 2, 2, 2]

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.tree import ROOT, DraftTree
+from tests.unit.tree.candidates import trees
+from vllm_specplug.tree import ROOT
 from vllm_specplug.tree.grammar import visit_tree
 
 
@@ -34,27 +34,7 @@ def reachable_nodes(tokens: list[int], parents: list[int], cursor: PathCursor) -
     return sorted(node for node in nodes if node != ROOT)
 
 
-@st.composite
-def trees(draw):
-    tokens, parents = [], []
-    for node in range(draw(st.integers(0, 24))):
-        parent = draw(st.integers(-1, node - 1))
-        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
-        token = draw(st.integers(0, 30).filter(lambda t, taken=taken: t not in taken))
-        tokens.append(token)
-        parents.append(parent)
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent == ROOT else depths[parent] + 1)
-    return DraftTree(
-        np.array(tokens, np.int64),
-        np.array(parents, np.int32),
-        np.array(depths, np.int32),
-        np.zeros(len(tokens), np.float32),
-    )
-
-
-@given(trees(), st.integers(0, 30), st.integers(0, 60))
+@given(trees(24, 31), st.integers(0, 30), st.integers(0, 60))
 def test_reachable_nodes_are_those_whose_whole_path_is_allowed(tree, banned, most) -> None:
     def allows(path: list[int]) -> bool:
         return path[-1] != banned and sum(path) <= most
@@ -70,7 +50,7 @@ def test_reachable_nodes_are_those_whose_whole_path_is_allowed(tree, banned, mos
     assert kept == [node for node in range(tree.num_nodes) if path_allowed(node)]
 
 
-@given(trees())
+@given(trees(24, 31))
 def test_every_node_is_entered_once_on_its_own_path(tree) -> None:
     cursor = PathCursor(lambda path: True)
     seen: dict[int, list[int]] = {}

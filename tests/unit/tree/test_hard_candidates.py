@@ -14,20 +14,19 @@ from tests.unit.tree.candidates import (
     Case,
     all_paths,
     assert_best,
-    checked_paths,
-    columns_of,
     hard_cases,
+    paths_of,
     usable,
 )
-from vllm_specplug.tree import BUILDERS, DraftTree, merge_trees
+from vllm_specplug.tree import BUILDERS, DraftTree
 from vllm_specplug.tree.beam import Frontier, draft_level_by_level
 from vllm_specplug.tree.static_tree import build_static
 
 
-def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+def valid_paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     assert tree.is_valid(vocab_size=10)
     tree.validate(vocab_size=10)
-    return checked_paths(*columns_of(tree))
+    return paths_of(tree)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,7 @@ def _warnings_are_errors():
 @given(case=hard_cases())
 def test_marginal_builders(builder: str, case: Case) -> None:
     every = all_paths(usable(case))
-    paths = paths_of(case.build(builder))
+    paths = valid_paths_of(case.build(builder))
     assert len(paths) == min(case.budget, len(every)) and set(paths) <= set(every)
     if builder == "best_first":
         assert_best(paths, every, case.budget)
@@ -49,7 +48,7 @@ def test_marginal_builders(builder: str, case: Case) -> None:
 
 @given(case=hard_cases(), widths=st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_static_trees(case: Case, widths: list[int]) -> None:
-    paths = paths_of(build_static(case.token_ids, case.log_probs, widths))
+    paths = valid_paths_of(build_static(case.token_ids, case.log_probs, widths))
     finite = np.isfinite(case.log_probs)
     count, expected = 1, 0
     for width, row in zip(widths, finite, strict=False):
@@ -76,22 +75,7 @@ def test_level_by_level(
         frontier_width=frontier_width, beam_widths=beam_widths,
     )  # fmt: skip
     every = all_paths(usable(case))
-    paths = paths_of(tree)
+    paths = valid_paths_of(tree)
     assert set(paths) <= set(every)
     if frontier_width is None and beam_widths is None:
         assert_best(paths, every, case.budget)
-
-
-@given(
-    cases=st.lists(st.tuples(hard_cases(), st.sampled_from(BUILDERS)), min_size=1, max_size=3),
-    budget=st.sampled_from([1, 2, 9, 500]),
-)
-def test_merged_trees(cases: list[tuple[Case, str]], budget: int) -> None:
-    trees = [case.build(builder) for case, builder in cases]
-    union: dict[tuple[int, ...], float] = {}
-    for tree in trees:
-        for path, score in paths_of(tree).items():
-            union[path] = max(union.get(path, -np.inf), score)
-    merged = paths_of(merge_trees(trees, budget))
-    assert len(merged) == min(budget, len(union))
-    assert all(union[path] == score for path, score in merged.items())

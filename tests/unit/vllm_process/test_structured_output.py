@@ -15,6 +15,7 @@ from packaging import version
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.structured_output import StructuredOutputManager
 
+from tests.unit.tree.candidates import paths_of, trees
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_process import install
 
@@ -121,6 +122,15 @@ def rows_as_read(mask: Any, num_rows: list[int]) -> list[int]:
     return [row for i, n in enumerate(num_rows) for row in mask[i * stride :, 0].tolist()[:n]]
 
 
+def drafts_of(drafted: dict[str, list[int]], **parents: list[int]) -> Any:
+    """What a runner hands over: tokens of each request, and the parents of those with trees."""
+    tokens = [list(ids) for ids in drafted.values()]
+    drafts = SimpleNamespace(req_ids=list(drafted), draft_token_ids=tokens)
+    if parents:
+        setattr(drafts, PARENTS_ATTRIBUTE, parents)
+    return drafts
+
+
 def make_scheduler(manager: Any, requests: list[Any]) -> Any:
     scheduler = object.__new__(Scheduler)
     scheduler.structured_output_manager = manager
@@ -128,45 +138,20 @@ def make_scheduler(manager: Any, requests: list[Any]) -> Any:
     return scheduler
 
 
-@st.composite
-def trees(draw):
-    tokens, parents = [], []
-    for node in range(draw(st.integers(1, 20))):
-        parent = draw(st.integers(-1, node - 1))
-        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
-        free = [t for t in range(VOCABULARY) if t not in taken]
-        if free:
-            tokens.append(draw(st.sampled_from(free)))
-            parents.append(parent)
-        else:
-            break
-    return tokens, parents
-
-
-def path_to(tokens: list[int], parents: list[int], node: int) -> list[int]:
-    path = []
-    while node >= 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]
-
-
 @settings(max_examples=150)
 @given(
-    tree=trees(),
+    tree=trees(20, VOCABULARY),
     committed=st.lists(st.integers(0, 3), max_size=3),
     share=st.floats(0, 1),
     reasons=st.booleans(),
 )
 def test_masks_are_those_of_each_path_by_itself(tree, committed, share, reasons) -> None:
-    tokens, parents = tree
+    tokens, parents = tree.token_ids.tolist(), tree.parent_indices.tolist()
     request = make_request("reasons" if reasons else "tree", committed)
     name, grammar = request.request_id, request.structured_output_request.grammar
     manager = make_manager(reasons)
     scheduler = make_scheduler(manager, [request])
-    drafts = SimpleNamespace(req_ids=[name], draft_token_ids=[list(tokens)])
-    setattr(drafts, PARENTS_ATTRIBUTE, {name: parents})
-    scheduler.update_draft_token_ids(drafts)
+    scheduler.update_draft_token_ids(drafts_of({name: tokens}, **{name: parents}))
 
     def constrained(path: list[int]) -> list[int] | None:
         """The part of a path that the grammar reads; None before it reads anything."""
@@ -178,7 +163,7 @@ def test_masks_are_those_of_each_path_by_itself(tree, committed, share, reasons)
         part = constrained(path)
         return part is None or grammar.validate_tokens(part) == part
 
-    paths = [path_to(tokens, parents, node) for node in range(len(tokens))]
+    paths = list(paths_of(tree))
     assert request.spec_token_ids == tokens
     assert grammar.text == committed
 
@@ -210,13 +195,9 @@ def test_a_tree_between_lines_keeps_its_own_rows() -> None:
     manager = make_manager()
     scheduler = make_scheduler(manager, [first, middle, last])
     # Siblings 5 and 6, then 8 below 5 and below 6.
-    drafts = SimpleNamespace(
-        req_ids=["first", "middle", "last"], draft_token_ids=[[3, 4], [5, 6, 8, 8], [7]]
-    )
-    setattr(drafts, PARENTS_ATTRIBUTE, {"middle": [-1, -1, 0, 1]})
-    scheduler.update_draft_token_ids(drafts)
-    assert middle.spec_token_ids == [5, 6, 8, 8]
     scheduled = {"first": [3, 4], "middle": [5, 6, 8, 8], "last": [7]}
+    scheduler.update_draft_token_ids(drafts_of(scheduled, middle=[-1, -1, 0, 1]))
+    assert middle.spec_token_ids == [5, 6, 8, 8]
     mask = manager.grammar_bitmask(scheduler.requests, ["first", "middle", "last"], scheduled)
 
     def row(*text: int) -> int:
@@ -235,8 +216,7 @@ def test_a_tree_between_lines_keeps_its_own_rows() -> None:
 def test_without_parents_vllms_own_code_runs() -> None:
     request = make_request("line", [])
     scheduler = make_scheduler(make_manager(), [request])
-    drafts = SimpleNamespace(req_ids=["line"], draft_token_ids=[[5, 6, 8, 1]])
-    scheduler.update_draft_token_ids(drafts)
+    scheduler.update_draft_token_ids(drafts_of({"line": [5, 6, 8, 1]}))
     assert request.spec_token_ids == [5, 6]  # a line: 5 + 6 + 8 is too much
     assert request.structured_output_request.specplug_tree is None
 
@@ -251,9 +231,7 @@ def masks_on_the_device(
     request = make_request("tree", committed)
     manager = make_manager()
     scheduler = make_scheduler(manager, [request])
-    drafts = SimpleNamespace(req_ids=["tree"], draft_token_ids=[list(tokens)])
-    if parents is not None:
-        setattr(drafts, PARENTS_ATTRIBUTE, {"tree": parents})
+    drafts = drafts_of({"tree": tokens}, **({} if parents is None else {"tree": parents}))
     if ahead:
         output = SimpleNamespace(scheduled_spec_decode_tokens={"tree": [-1] * slots})
         scheduler.update_draft_token_ids_in_output(drafts, output)
@@ -270,7 +248,7 @@ def masks_on_the_device(
 
 @settings(max_examples=150)
 @given(
-    tree=trees(),
+    tree=trees(20, VOCABULARY),
     committed=st.lists(st.integers(0, 3), max_size=3),
     slots=st.integers(1, 24),
     ahead=st.booleans(),
@@ -279,9 +257,10 @@ def masks_on_the_device(
 def test_drafts_on_the_device_stay_and_forbidden_ones_cannot_be_reached(
     tree, committed, slots, ahead, unused
 ) -> None:
-    tokens, parents = tree
+    tokens, parents = tree.token_ids.tolist(), tree.parent_indices.tolist()
     # Nodes that the device gave up; what hangs below them is lost.
     parents = [-2 if node in unused else parent for node, parent in enumerate(parents)]
+    paths = list(map(list, paths_of(tree)))
     mask, scheduled = masks_on_the_device(tokens, parents, committed, slots, ahead)
     nodes = min(len(tokens), slots)
     assert scheduled == tokens[:nodes] + [-1] * (slots - nodes if ahead else 0)
@@ -298,7 +277,7 @@ def test_drafts_on_the_device_stay_and_forbidden_ones_cannot_be_reached(
     for node in range(nodes):
         if parents[node] not in reachable:
             continue
-        above = [] if parents[node] < 0 else path_to(tokens, parents, parents[node])
+        above = paths[node][:-1]
         alone = ToyGrammar()
         alone.text = [*committed, *above]
         if alone.validate_tokens([tokens[node]]):
@@ -324,13 +303,10 @@ def test_a_tree_outlives_steps_that_leave_its_request_out() -> None:
     manager = make_manager()
     scheduler = make_scheduler(manager, [waits, runs])
     tokens, parents = [5, 6, 8, 8], [-1, -1, 0, 1]
-    drafts = SimpleNamespace(req_ids=["waits"], draft_token_ids=[list(tokens)])
-    setattr(drafts, PARENTS_ATTRIBUTE, {"waits": parents})
-    scheduler.update_draft_token_ids(drafts)
+    scheduler.update_draft_token_ids(drafts_of({"waits": tokens}, waits=parents))
     at_once = manager.grammar_bitmask(scheduler.requests, ["waits"], {"waits": tokens}).tolist()
 
-    others = SimpleNamespace(req_ids=["runs"], draft_token_ids=[[3]])
-    scheduler.update_draft_token_ids(others)
+    scheduler.update_draft_token_ids(drafts_of({"runs": [3]}))
     assert waits.spec_token_ids == tokens
     later = manager.grammar_bitmask(scheduler.requests, ["waits"], {"waits": tokens}).tolist()
     assert later == at_once
@@ -340,13 +316,10 @@ def test_a_chain_of_the_same_tokens_is_not_taken_for_the_tree_before_it() -> Non
     request = make_request("both", [])
     manager = make_manager()
     scheduler = make_scheduler(manager, [request])
-    drafts = SimpleNamespace(req_ids=["both"], draft_token_ids=[[5, 6]])
-    scheduler.update_draft_token_ids(drafts)
-    as_chain = manager.grammar_bitmask(scheduler.requests, ["both"], {"both": [5, 6]}).tolist()
-    setattr(drafts, PARENTS_ATTRIBUTE, {"both": [-1, -1]})
-    scheduler.update_draft_token_ids(drafts)
-    as_tree = manager.grammar_bitmask(scheduler.requests, ["both"], {"both": [5, 6]}).tolist()
-    delattr(drafts, PARENTS_ATTRIBUTE)
-    scheduler.update_draft_token_ids(drafts)
-    again = manager.grammar_bitmask(scheduler.requests, ["both"], {"both": [5, 6]}).tolist()
+    masks = []
+    for parents in ({}, {"both": [-1, -1]}, {}):
+        scheduler.update_draft_token_ids(drafts_of({"both": [5, 6]}, **parents))
+        mask = manager.grammar_bitmask(scheduler.requests, ["both"], {"both": [5, 6]})
+        masks.append(mask.tolist())
+    as_chain, as_tree, again = masks
     assert again == as_chain != as_tree

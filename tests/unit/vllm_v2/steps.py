@@ -3,43 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
+from tests.unit.tree.candidates import trees as random_trees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees
 from vllm_specplug.vllm_v2.step_input import step_rows
 
 VOCAB = 6
 SLOTS = 7
-
-
-@st.composite
-def trees(draw: st.DrawFn, most: int = 12) -> DraftTree:
-    """Random trees without repeated siblings."""
-    tokens: list[int] = []
-    parents: list[int] = []
-    depths: list[int] = []
-    for _ in range(draw(st.integers(0, most))):
-        # Near parents make deep trees.
-        parent = draw(st.integers(max(-1, len(tokens) - 3), len(tokens) - 1))
-        taken = {t for t, p in zip(tokens, parents, strict=True) if p == parent}
-        free = [t for t in range(VOCAB) if t not in taken]
-        if free:
-            tokens.append(draw(st.sampled_from(free)))
-            parents.append(parent)
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-    return DraftTree(
-        np.array(tokens, dtype=np.int64),
-        np.array(parents, dtype=np.int32),
-        np.array(depths, dtype=np.int32),
-        np.zeros(len(tokens), dtype=np.float32),
-    )
+# Near parents make deep trees.
+trees = functools.partial(random_trees, 12, VOCAB, near=3)
 
 
 def stored(

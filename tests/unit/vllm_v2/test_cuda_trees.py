@@ -6,10 +6,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
+from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, input_batch, stored
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
@@ -26,12 +26,7 @@ from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 CPU = torch.device("cpu")
 LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)
 # A fork of two, one of them with two children.
-BUSHY = DraftTree(
-    np.array([5, 4, 3, 2]),
-    np.array([-1, -1, 0, 0], np.int32),
-    np.array([1, 1, 2, 2], np.int32),
-    np.zeros(4, np.float32),
-)
+BUSHY = tree_of([5, 4, 3, 2], [-1, -1, 0, 0])
 
 
 @pytest.fixture

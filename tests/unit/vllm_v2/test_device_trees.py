@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, input_batch, stored, trees
 from tests.unit.vllm_v2.walk_oracle import walk_on_host
 from vllm_specplug.kernels import ancestor_words as words_on_host
@@ -66,7 +67,7 @@ def test_words_of_trees_wider_than_a_word() -> None:
     tokens = np.zeros(150, np.int64)
     tokens[60:] = np.arange(90) % VOCAB
     parents = np.arange(-1, 149, dtype=np.int32)
-    chain = DraftTree(tokens, parents, np.arange(1, 151, dtype=np.int32), np.zeros(150, np.float32))
+    chain = tree_of(tokens.tolist(), parents.tolist())
     step, _, _ = attached([chain, chain.prefix(70)], num_nodes=150)
     padded = np.concatenate([parents[:70], np.full(80, -1, np.int32)])
     assert torch.equal(ancestor_words(step), words_on_host([parents, padded]))
@@ -117,12 +118,7 @@ def test_two_tokens_have_the_targets_joint_distribution(biased: bool) -> None:
     trials, draws = 20_000, np.random.default_rng(0)
     target = np.random.default_rng(1)
     first, second = target.dirichlet(np.ones(4)), target.dirichlet(np.ones(4), size=4)
-    tree = DraftTree(
-        np.array([2, 0, 2, 1]),
-        np.array([-1, -1, 0, 0], np.int32),
-        np.array([1, 1, 2, 2], np.int32),
-        np.zeros(4, np.float32),
-    )
+    tree = tree_of([2, 0, 2, 1], [-1, -1, 0, 0])
     # Requests that are walked together.
     together = 100
     slots, contexts = list(range(together)), [5] * together

@@ -126,8 +126,20 @@ def test_graphs_of_small_trees_and_few_requests_come_first() -> None:
     assert narrower(pieces) == [pieces]
 
 
-def step_limit(rows: int) -> Any:
-    return SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=rows))
+def wrapped(captures: Any, candidates: Any, rows: int, requests: int, limit: int) -> Any:
+    """Our manager of graphs over one of vLLM's that captures these."""
+
+    def stock(**asked: Any) -> Any:
+        made: Any = object.__new__(CudaGraphManager)
+        made._capture_descs = captures
+        made._candidates = {(n, 0): descs for n, descs in candidates.items()}
+        made._lora_dispatch_map, made._graphs_captured = {}, True
+        made.decode_query_len, made.max_num_reqs, made.lora_capture_cases = rows, requests, [0]
+        scheduler = SimpleNamespace(max_num_batched_tokens=limit)
+        made.vllm_config = SimpleNamespace(scheduler_config=scheduler)
+        return made
+
+    return wrap_graph_manager(stock)()
 
 
 @pytest.mark.parametrize(
@@ -149,16 +161,8 @@ def test_larger_steps_of_trees_have_graphs(
     full = [BatchExecutionDescriptor(CUDAGraphMode.FULL, 512, requests, max_query_len=rows)]
     piece = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 512, None)
 
-    def stock(**asked: Any) -> Any:
-        made: Any = object.__new__(CudaGraphManager)
-        made._capture_descs = {CUDAGraphMode.FULL: [*full], CUDAGraphMode.PIECEWISE: [piece]}
-        made._candidates = {(n, 0): [*full, piece] for n in range(513)}
-        made._lora_dispatch_map, made._graphs_captured = {}, True
-        made.decode_query_len, made.max_num_reqs, made.lora_capture_cases = rows, requests, [0]
-        made.vllm_config = step_limit(limit)
-        return made
-
-    manager = wrap_graph_manager(stock)()
+    captures = {CUDAGraphMode.FULL: [*full], CUDAGraphMode.PIECEWISE: [piece]}
+    manager = wrapped(captures, {n: [*full, piece] for n in range(513)}, rows, requests, limit)
     # In vLLM's order. Its buffers for outputs are as large as the first one's.
     modes = (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL)
     captured = [desc for mode in modes for desc in manager._capture_descs[mode]]
@@ -182,16 +186,8 @@ def test_vllm_takes_the_fewest_places_that_do() -> None:
         for rows in (1, 16, 64)
     ]
 
-    def stock(**asked: Any) -> Any:
-        made: Any = object.__new__(CudaGraphManager)
-        made._capture_descs = {CUDAGraphMode.FULL: descs[::-1]}
-        made._candidates = {(n, 0): [d for d in descs if d.num_tokens >= n] for n in range(65)}
-        made._lora_dispatch_map, made._graphs_captured = {}, True
-        made.decode_query_len, made.max_num_reqs, made.lora_capture_cases = 17, 32, [0]
-        made.vllm_config = step_limit(64)
-        return made
-
-    manager = wrap_graph_manager(stock)()
+    candidates = {n: [d for d in descs if d.num_tokens >= n] for n in range(65)}
+    manager = wrapped({CUDAGraphMode.FULL: descs[::-1]}, candidates, 17, 32, 64)
     captured = manager._capture_descs[CUDAGraphMode.FULL]
     assert [(d.num_tokens, d.max_query_len, d.num_reqs) for d in captured] == [
         (64, 17, 32), (64, 17, 4), (64, 16, 32), (64, 16, 4), (16, 16, 16), (16, 16, 1), (1, 16, 1),

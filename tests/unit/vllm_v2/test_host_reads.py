@@ -280,23 +280,3 @@ def test_parameters_that_follow_a_path_read_nothing(name: str) -> None:
     with Recorder() as recorder:
         processor.apply(logits, context)
     assert 0 < recorder.operations <= LAUNCHES_OF_PARAMS[name], recorder.operations
-
-
-def test_each_kv_cache_group_is_compacted_by_its_own_block_table(
-    moved: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = Step()
-    runner = _runner(step)
-    # Layers of one group and of another; the one between is the drafter's.
-    first, other = object(), object()
-    runner.tree_backend.groups = [(0, first), (2, other)]
-    tables = tuple(_numbers(3, blocks, dtype=torch.int32) for blocks in (9, 4, 5))
-    slots = _numbers(3, step.batch.num_tokens)
-    monkeypatch.setattr(_Stock, "prepare_attn", lambda self, batch: (tables, slots))
-    runner.prepare_attn(step.batch)
-    runner.tree_backend.tree_rows(runner.step.trees, tables)
-    assert reads_the_device(lambda: _sample(runner, step.batch)) is None
-    (layers, *paths, table), (others, *again, another) = moved[-2:]
-    assert layers is first and table is tables[0]
-    assert others is other and another is tables[2]
-    assert all(a is b for a, b in zip(paths, again, strict=True))

@@ -6,17 +6,17 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from tests.unit.tree.candidates import columns_of, tree_of
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.host_step import TreesCopy
 
 N = 5
 TREES = [
-    DraftTree(np.array([7, 8, 9]), np.array([-1, -1, 0]), np.array([1, 1, 2]),
-              np.array([-0.1, -0.5, -0.75], np.float32)),
+    tree_of([7, 8, 9], [-1, -1, 0], [-0.1, -0.5, -0.75]),
     DraftTree.empty(),
     DraftTree.chain([4, 5, 6, 7, 1 << 20], -0.3 * np.arange(1, 6)),
-]  # fmt: skip
+]
 
 
 def on_device(trees: list[DraftTree]) -> DeviceTrees:
@@ -34,8 +34,7 @@ def on_device(trees: list[DraftTree]) -> DeviceTrees:
 
 
 def same(a: DraftTree, b: DraftTree) -> bool:
-    names = ("token_ids", "parent_indices", "depths", "scores")
-    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in names)
+    return columns_of(a) == columns_of(b)
 
 
 def test_trees_arrive_whole_and_cut_to_their_rows() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch, stored
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.device_trees import TreeStore, attach_trees, walk_trees
@@ -41,10 +42,7 @@ def _batch(prompt_rows: list[int]) -> Any:
 
 
 def test_a_verified_step_is_what_was_scheduled_and_what_was_accepted() -> None:
-    tree = DraftTree(
-        np.array([5, 3, 4, 2]), np.array([-1, -1, 0, 2], np.int32),
-        np.array([1, 1, 2, 3], np.int32), np.zeros(4, np.float32),
-    )  # fmt: skip
+    tree = tree_of([5, 3, 4, 2], [-1, -1, 0, 2])
     batch = _batch([0, 0, 0])
     store = TreeStore(SLOTS, 4, VOCAB, torch.device("cpu"))
     tokens = stored(store, [tree, DraftTree.empty(), DraftTree.empty()], [1, 4, 2], [40, 60, 80])

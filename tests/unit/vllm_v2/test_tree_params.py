@@ -159,10 +159,15 @@ def all_rows(requests: list[Request]) -> list[list[int]]:
     return [list(range(request.rows)) for request in requests]
 
 
+def drawn(sampler: Any, requests: list[Request], logits: torch.Tensor) -> Any:
+    """Of all rows of requests that the sampler takes up now."""
+    return sample(sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone())
+
+
 def as_trees(requests: list[Request], logits: torch.Tensor, longest: int = NODES) -> Any:
     sampler = make_sampler(requests)
     put_on_trees(sampler, SimpleNamespace(trees=step_parents(requests)), longest)
-    return sample(sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone())
+    return drawn(sampler, requests, logits)
 
 
 def as_chains(requests: list[Request], logits: torch.Tensor) -> Any:
@@ -174,9 +179,9 @@ def as_chains(requests: list[Request], logits: torch.Tensor) -> Any:
         first += request.rows
     taken = [begins + row for _, _, rows, begins in branches for row in rows]
     of_slots, of_requests, rows, _ = map(list, zip(*branches, strict=True))
-    drawn, processed = sample(sampler, of_slots, of_requests, rows, logits[taken])
+    tokens, processed = sample(sampler, of_slots, of_requests, rows, logits[taken])
     last = torch.tensor([len(one) for one in rows]).cumsum(0) - 1
-    return drawn[last], processed[last]
+    return tokens[last], processed[last]
 
 
 def batch(seed: int, **options: Any) -> tuple[list[Request], torch.Tensor]:
@@ -241,9 +246,7 @@ def test_vllms_own_rows_differ(name: str) -> None:
     differ = 0
     for seed in range(16):
         requests, logits = batch(seed, **OPTIONS[name])
-        sampler = make_sampler(requests)
-        slots = begin(sampler, requests)
-        _, processed = sample(sampler, slots, requests, all_rows(requests), logits.clone())
+        _, processed = drawn(make_sampler(requests), requests, logits)
         differ += not torch.equal(processed, as_chains(requests, logits)[1])
     assert differ >= 2
 
@@ -262,8 +265,7 @@ def test_another_parent_changes_what_a_row_sees(name: str) -> None:
             if above >= 0 and parents.parent_rows[above] >= 0:
                 parents.parent_rows[row] = parents.parent_rows[above]
         put_on_trees(sampler, SimpleNamespace(trees=parents), NODES)
-        slots = begin(sampler, requests)
-        _, processed = sample(sampler, slots, requests, all_rows(requests), logits.clone())
+        _, processed = drawn(sampler, requests, logits)
         differ += not torch.equal(processed, as_chains(requests, logits)[1])
     assert differ >= 2
 
@@ -277,9 +279,8 @@ def test_a_step_without_drafts_is_vllms(seed: int) -> None:
     logits = torch.randn(len(requests), VOCAB)
     sampler = make_sampler(requests)
     put_on_trees(sampler, SimpleNamespace(trees=None), NODES)
-    drawn = sample(sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone())
-    expected = as_chains(requests, logits)
-    assert torch.equal(drawn[0], expected[0]) and torch.equal(drawn[1], expected[1])
+    found, expected = drawn(sampler, requests, logits), as_chains(requests, logits)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
 @some
@@ -296,11 +297,9 @@ def test_rows_that_are_no_nodes_harm_no_others(seed: int) -> None:
     parents.depths[leaves] = 77
     sampler = make_sampler(requests)
     put_on_trees(sampler, SimpleNamespace(trees=parents), NODES)
-    drawn, _ = sample(
-        sampler, begin(sampler, requests), requests, all_rows(requests), logits.clone()
-    )
-    others = [row for row in range(len(drawn)) if row not in leaves]
-    assert torch.equal(drawn[others], expected[others])
+    found, _ = drawn(sampler, requests, logits)
+    others = [row for row in range(len(found)) if row not in leaves]
+    assert torch.equal(found[others], expected[others])
 
 
 def test_paths_are_in_the_order_of_depth() -> None:
@@ -380,8 +379,7 @@ def read_in_trees(requests: list[Request], logits: torch.Tensor, read: Any) -> A
     sampler = make_sampler(requests, (reader,))
     reader.states = sampler.req_states
     put_on_trees(sampler, SimpleNamespace(trees=step_parents(requests)), NODES)
-    slots = begin(sampler, requests)
-    return sample(sampler, slots, requests, all_rows(requests), logits.clone()), reader.states
+    return drawn(sampler, requests, logits), reader.states
 
 
 def read_plainly(requests: list[Request], logits: torch.Tensor, read: Any) -> torch.Tensor:
@@ -424,8 +422,7 @@ def test_processors_of_others_shown_wrong_paths_are_noticed(name: str) -> None:
         reader = Reader(READERS[name])
         sampler = make_sampler(requests, (reader,))
         reader.states = sampler.req_states
-        slots = begin(sampler, requests)
-        _, processed = sample(sampler, slots, requests, all_rows(requests), logits.clone())
+        _, processed = drawn(sampler, requests, logits)
         differ += not torch.equal(processed, read_plainly(requests, logits, READERS[name]))
     assert differ >= (0 if name in ("input", "position") else 1)
 
@@ -462,8 +459,7 @@ def penalised(requests: list[Request], logits: torch.Tensor, in_trees: bool = Tr
     sampler.logits_processors.append(ContextualPenalty(None, sampler.req_states))
     if in_trees:
         put_on_trees(sampler, SimpleNamespace(trees=step_parents(requests)), NODES)
-    slots = begin(sampler, requests)
-    return sample(sampler, slots, requests, all_rows(requests), logits.clone())[1]
+    return drawn(sampler, requests, logits)[1]
 
 
 def expected_penalised(requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
