@@ -34,16 +34,15 @@ from tests.kernels.graph_memory import (
     garbage,
 )
 from tests.pretended_graph import PretendedGraph, pretended_graphs
+from tests.unit.drafters import load_drafter
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
@@ -143,19 +142,9 @@ class Drafts:
         monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
         torch.manual_seed(1)
         cls, head, settings = make(folder / "head")
-        self.drafter = cls(
-            DrafterOptions(
-                head_path=str(head), num_nodes=NODES, tree_depth=DEPTH, max_depth=NODES,
-                tree_width=3, settings=settings,
-                ngram_topk=0, max_model_len=CONTEXT,
-            )
-        )  # fmt: skip
-        embeddings = torch.randn(VOCAB, HIDDEN)
-        self.drafter.load(
-            TargetWeights(
-                embed_tokens=embeddings, lm_head=embeddings, dtype=torch.float32, device=CPU,
-                make_linear=plain_linear, text_config=TARGET,
-            )
+        self.drafter = load_drafter(
+            cls, head, settings, torch.randn(VOCAB, HIDDEN), text_config=TARGET, num_nodes=NODES,
+            max_depth=NODES, tree_width=3, max_model_len=CONTEXT,
         )  # fmt: skip
         specs = self.drafter.cache_specs()
         pages = 1 + REQUESTS * BLOCKS

@@ -28,6 +28,7 @@ from tests.kernels.graph_memory import (
     garbage,
 )
 from tests.pretended_graph import CaptureError, PretendedGraph, pretended_graphs
+from tests.unit.drafters import load_drafter
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
@@ -39,9 +40,7 @@ from vllm_specplug.drafting.device_requests import (
     DeviceTrees,
     TokenHistory,
 )
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -133,19 +132,9 @@ class Drafts:
         if not folder.exists():
             make_tokenswift_heads(folder, VOCAB)
         settings = TokenSwiftSettings("self", BUDGET, SINK, REFRESH, 3, DEPTH, None)
-        self.drafter = TokenSwiftDrafter(
-            DrafterOptions(
-                head_path=str(folder), num_nodes=NODES, tree_depth=DEPTH, max_depth=NODES,
-                tree_width=3, settings=settings,
-                ngram_topk=0, max_model_len=CONTEXT,
-            )
-        )  # fmt: skip
-        self.drafter.load(
-            TargetWeights(
-                embed_tokens=self.target.embeddings, lm_head=self.target.embeddings,
-                dtype=torch.float32, device=CPU, make_linear=plain_linear,
-                text_config=SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB),
-            )
+        self.drafter = load_drafter(
+            TokenSwiftDrafter, folder, settings, self.target.embeddings, num_nodes=NODES,
+            tree_depth=DEPTH, max_depth=NODES, tree_width=3, max_model_len=CONTEXT,
         )  # fmt: skip
         self.graphs = DraftGraphs(config(SIZES), CPU, self.drafter, 3, NODES, [DEPTH])
         # Before caches are bound there is nothing to capture.

@@ -15,14 +15,13 @@ import torch
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
 from tests.kernels.paged import random_parents
 from tests.kernels.step_trees import Drafted, request_states
+from tests.unit.drafters import load_drafter
 from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import input_batch, stored
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
@@ -178,21 +177,9 @@ class Served:
         self.backend.bind(groups)
         self.table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
         cls, head, settings = self.head(folder)
-        options = DrafterOptions(
-            head_path=str(head), num_nodes=nodes, tree_depth=4, max_depth=8,
-            tree_width=4, 
-            settings=settings, ngram_topk=0,
+        self.drafter = load_drafter(
+            cls, head, settings, torch.zeros(VOCAB, HIDDEN), num_nodes=nodes, max_depth=8,
             max_model_len=CONTEXT,
-        )  # fmt: skip
-        self.drafter = cls(options)
-        self.drafter.load(
-            TargetWeights(
-                embed_tokens=torch.zeros(VOCAB, HIDDEN), lm_head=torch.zeros(VOCAB, HIDDEN),
-                dtype=torch.float32, device=CPU, make_linear=plain_linear,
-                text_config=SimpleNamespace(
-                    hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
-                ),
-            )
         )  # fmt: skip
         (spec, *_) = specs = self.drafter.cache_specs()
         draft_layers = [
@@ -201,7 +188,7 @@ class Served:
         ]
         self.drafter.bind_cache(self.backend.draft_cache(draft_layers, lambda: self.table, 1.0))
         self.runner = SimpleNamespace(
-            drafter=SimpleNamespace(drafter=self.drafter, options=options),
+            drafter=SimpleNamespace(drafter=self.drafter, options=self.drafter.options),
             max_model_len=CONTEXT, device=CPU, speculator=None,
         )  # fmt: skip
 

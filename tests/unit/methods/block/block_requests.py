@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 
+from tests.unit.drafters import requests_of
 from vllm_specplug.drafting.requests import DraftRequests
 
 VOCAB = 20
@@ -39,12 +39,4 @@ class NoContext:
 
 
 def draft_requests() -> DraftRequests:
-    return DraftRequests(
-        req_ids=["a", "b", "c"],
-        token_ids=[np.array([1, 2, 3]), np.array([4]), np.array([5, 6, 5, 6])],
-        context_lens=[2, 0, 3],
-        req_indices=[0, 1, 2],
-        budgets=[12, 5, 9],
-        widths=[4, 4, 4],
-        depths=[4, 1, 3],
-    )
+    return requests_of([[1, 2, 3], [4], [5, 6, 5, 6]], [12, 5, 9], 4, [4, 1, 3])

@@ -7,17 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.block.dense_cache import DenseCache, committed
 from tests.unit.methods.block.published import MODELOPT_NAMES, TINY_TARGET
 from tests.unit.methods.block.reference import block_hidden, layer_config
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.method import Method, TargetInfo
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.methods.block.fused_head import plain_linear
 
 CONTEXT = 9
 ANCHOR = 7
@@ -116,27 +114,10 @@ class PublishedHead:
             method.name, shared, TargetInfo(TINY_TARGET, 64, None)
         )
         assert len(plan.hidden_layers) == self.layers
-        drafter = method.load_drafter()(
-            DrafterOptions(
-                head_path=plan.head_path, num_nodes=24, tree_depth=plan.depth, max_depth=24,
-                tree_width=4, ngram_topk=0,
-                max_model_len=64, settings=plan.settings,
-            )
-        )  # fmt: skip
-        drafter.load(
-            TargetWeights(
-                embed_tokens=self.embed, lm_head=self.lm_head, dtype=torch.float32,
-                device=torch.device("cpu"), text_config=TINY_TARGET, make_linear=plain_linear,
-            )
+        drafter = load_drafter(
+            method.load_drafter(), plan.head_path, plan.settings, self.lm_head, self.embed,
+            TINY_TARGET, num_nodes=24, tree_depth=plan.depth, max_depth=24,
         )  # fmt: skip
         drafter.bind_cache(DenseCache([spec.window for spec in drafter.cache_specs()]))
         drafter.observe(committed(self.context, self.layers))
-        return drafter, DraftRequests(
-            req_ids=["a"],
-            token_ids=[np.array([1] * CONTEXT + [ANCHOR])],
-            context_lens=[CONTEXT],
-            req_indices=[0],
-            budgets=[24],
-            widths=[4],
-            depths=[plan.depth],
-        )
+        return drafter, requests_of([[1] * CONTEXT + [ANCHOR]], 24, 4, plan.depth)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,10 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.e2e.tiny import HIDDEN, make_head
+from tests.unit.drafters import load_drafter
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 
@@ -53,23 +51,9 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pinned")
 def test_a_step_of_drafting_never_waits_for_the_device(tmp_path: Path) -> None:
-    drafter = JetSpecDrafter(
-        DrafterOptions(
-            head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=12, tree_depth=4,
-            max_depth=12, tree_width=4, 
-            settings=BlockSettings(None), ngram_topk=0, max_model_len=64,
-        )
-    )  # fmt: skip
-    drafter.load(
-        TargetWeights(
-            embed_tokens=torch.empty(VOCAB, HIDDEN, device=DEVICE),
-            lm_head=torch.empty(VOCAB, HIDDEN, device=DEVICE),
-            dtype=torch.float32,
-            device=DEVICE,
-            make_linear=plain_linear,
-            text_config=SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2),
-        )
-    )
+    table = torch.empty(VOCAB, HIDDEN, device=DEVICE)
+    head = make_head(tmp_path / "head", VOCAB)
+    drafter = load_drafter(JetSpecDrafter, head, BlockSettings(None), table)
     drafter.bind_cache(_Cache())
     requests = DraftRequests(
         token_ids=[np.array([1, 2, 3]), np.array([4])], context_lens=[2, 0], req_indices=[0, 1],

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from tests.e2e.tiny import HIDDEN
+from tests.unit import drafters
 from tests.unit.methods.block.block_requests import VOCAB, NoContext
-from vllm_specplug.drafting.drafter import Drafter, DrafterOptions, TargetWeights
-from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.methods.dels.settings import DelsSettings
 
 
@@ -26,23 +26,8 @@ def load_drafter(
             "num_candidates": VOCAB, "gate_table_bytes": 1 << 20, **options,
         }
     )  # fmt: skip
-    drafter = cls(
-        DrafterOptions(
-            head_path=str(folder / "head"), num_nodes=12, tree_depth=4, max_depth=12,
-            tree_width=4, 
-            ngram_topk=0, max_model_len=64, settings=local,
-        )
-    )  # fmt: skip
     torch.manual_seed(0)
-    drafter.load(
-        TargetWeights(
-            embed_tokens=torch.randn(VOCAB, HIDDEN),
-            lm_head=torch.randn(VOCAB, HIDDEN),
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            make_linear=plain_linear,
-            text_config={"hidden_size": HIDDEN, "vocab_size": VOCAB, "num_hidden_layers": 2},
-        )
-    )
+    embed, lm_head = torch.randn(2, VOCAB, HIDDEN)
+    drafter = drafters.load_drafter(cls, folder / "head", local, lm_head, embed)
     drafter.bind_cache(NoContext())
     return drafter

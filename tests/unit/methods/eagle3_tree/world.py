@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.eagle3_tree.heads import write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.reference import ReferenceHead
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
@@ -93,22 +93,10 @@ class World:
         self.lm_head = 1.5 * tensors["lm_head.weight"]
         torch.manual_seed(3)
         self.embed = torch.randn(VOCAB, HIDDEN)
-        self.drafter = Eagle3Drafter(
-            DrafterOptions(
-                **{
-                    "head_path": str(folder), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
-                    "tree_width": 8, 
-                    "ngram_topk": 0, "max_model_len": 64,
-                    "settings": Eagle3Settings(expand, LAYERS), **options,
-                }
-            )
-        )  # fmt: skip
-        self.drafter.load(
-            TargetWeights(
-                embed_tokens=self.embed, lm_head=torch.zeros(VOCAB, HIDDEN), dtype=torch.float32,
-                device=torch.device("cpu"), make_linear=plain_linear,
-                text_config=SimpleNamespace(**SMALL),
-            )
+        tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
+        self.drafter = load_drafter(
+            Eagle3Drafter, folder, Eagle3Settings(expand, LAYERS), torch.zeros(VOCAB, HIDDEN),
+            self.embed, SimpleNamespace(**SMALL), **tree,
         )  # fmt: skip
         self.drafter.lm_head = plain_linear(self.lm_head, None)
         self.cache = DenseDeviceCache() if device_cache else DenseCache()
@@ -135,15 +123,7 @@ class World:
         self.commit([(r, 0, n - 1) for r, n in enumerate(LENGTHS)])
 
     def requests(self, budgets: list[int], widths: list[int]) -> DraftRequests:
-        return DraftRequests(
-            req_ids=[f"r{i}" for i in range(len(LENGTHS))],
-            token_ids=[t.numpy() for t in self.tokens],
-            context_lens=[n - 1 for n in LENGTHS],
-            req_indices=list(range(len(LENGTHS))),
-            budgets=budgets,
-            widths=widths,
-            depths=[16] * len(LENGTHS),
-        )
+        return requests_of(self.tokens, budgets, widths)
 
     def scores_along(self, r: int, branch: list[int]) -> torch.Tensor:
         """Log-probabilities [V'] after the tokens of a branch, from the equations alone."""

@@ -4,39 +4,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head
+from tests.unit.drafters import load_drafter
 from tests.unit.methods.block.block_requests import VOCAB, NoContext, draft_requests
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.tree import build_tree
 
 
 def _drafter(head: Path, ngram_topk: int = 0) -> JetSpecDrafter:
-    drafter = JetSpecDrafter(
-        DrafterOptions(
-            head_path=str(head), num_nodes=12, tree_depth=4, max_depth=12, tree_width=4,
-            settings=BlockSettings(None),
-            ngram_topk=ngram_topk, max_model_len=64,
-        )
-    )  # fmt: skip
     torch.manual_seed(0)
-    drafter.load(
-        TargetWeights(
-            embed_tokens=torch.randn(VOCAB, HIDDEN), lm_head=torch.randn(VOCAB, HIDDEN),
-            dtype=torch.float32, device=torch.device("cpu"), make_linear=plain_linear,
-            text_config=SimpleNamespace(
-                hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
-            ),
-        )
-    )  # fmt: skip
+    embed, lm_head = torch.randn(2, VOCAB, HIDDEN)
+    settings = BlockSettings(None)
+    drafter = load_drafter(JetSpecDrafter, head, settings, lm_head, embed, ngram_topk=ngram_topk)
     drafter.bind_cache(NoContext())
     return drafter
 
@@ -51,13 +36,9 @@ def test_trees_respect_every_limit_and_equal_the_oracle(tmp_path: Path) -> None:
         assert 0 < tree.num_nodes <= requests.budgets[r]
         assert tree.max_depth <= requests.depths[r]
         oracle = build_tree(
-            "best_first",
-            ids[r].numpy(),
-            log_probs[r].numpy(),
-            requests.budgets[r],
-            tree_width=4,
+            "best_first", ids[r].numpy(), log_probs[r].numpy(), requests.budgets[r], tree_width=4,
             tree_depth=requests.depths[r],
-        )
+        )  # fmt: skip
         assert tree.token_ids.tolist() == oracle.token_ids.tolist()
         assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
+from tests.unit.drafters import load_drafter, requests_of
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
 from vllm_specplug.methods.longspec.options import LongSpecSettings
@@ -118,23 +117,11 @@ def tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
     embed, lm_head = tables()
-    drafter = LongSpecDrafter(
-        DrafterOptions(
-            **{
-                "head_path": str(head), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
-                "tree_width": 8, 
-                "ngram_topk": 0, "max_model_len": MAX_LEN,
-                "settings": LongSpecSettings(WINDOW, None), **options,
-            }
-        )
-    )  # fmt: skip
-    drafter.load(
-        TargetWeights(
-            embed_tokens=embed, lm_head=lm_head, dtype=torch.float32,
-            device=torch.device("cpu"), make_linear=plain_linear, text_config=TARGET,
-        )
-    )  # fmt: skip
-    return drafter
+    given = {"settings": LongSpecSettings(WINDOW, None), "num_nodes": 16, "max_depth": 16,
+             "tree_width": 8, "max_model_len": MAX_LEN, **options}  # fmt: skip
+    return load_drafter(
+        LongSpecDrafter, head, lm_head=lm_head, embed=embed, text_config=TARGET, **given
+    )
 
 
 LENGTHS = [0, 5, 16, 40, 100]
@@ -157,15 +144,8 @@ def sequences() -> list[KVSequence]:
 
 
 def requests_for(texts: list[KVSequence], budgets: list[int], widths: list[int]) -> DraftRequests:
-    return DraftRequests(
-        req_ids=[f"r{i}" for i in range(len(texts))],
-        token_ids=[t.tokens[: n + 1].numpy() for t, n in zip(texts, LENGTHS, strict=True)],
-        context_lens=list(LENGTHS),
-        req_indices=list(range(len(texts))),
-        budgets=budgets,
-        widths=widths,
-        depths=[16] * len(texts),
-    )
+    tokens = [t.tokens[: n + 1] for t, n in zip(texts, LENGTHS, strict=True)]
+    return requests_of(tokens, budgets, widths)
 
 
 @pytest.mark.parametrize("beam", [None, (2, 4, 3)])

@@ -16,13 +16,11 @@ from safetensors.torch import save_file
 
 from tests.e2e import qwen3_5_module
 from tests.e2e.mimo import PREFIX, module_tensors
+from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.eagle3_tree.reference import rms, rotate
 from tests.unit.methods.eagle3_tree.world import HIDDEN, LENGTHS, VOCAB, DenseCache
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
-from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.reference import dense_attention
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.methods.mtp_tree.head import FusedMtpModule
@@ -183,17 +181,9 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
     assert recognise_head(tmp_path).name == "mtp_tree"
     torch.manual_seed(4)
     embed, lm_head = torch.randn(VOCAB, HIDDEN), 1.5 * torch.randn(VOCAB, HIDDEN)
-    options: dict[str, Any] = {
-        "head_path": str(tmp_path), "num_nodes": 16, "tree_depth": 4, "max_depth": 16,
-        "tree_width": 8, "ngram_topk": 0,
-        "max_model_len": 64, "settings": MtpSettings(16),
-    }  # fmt: skip
-    drafter = MtpDrafter(DrafterOptions(**options))
-    drafter.load(
-        TargetWeights(
-            embed_tokens=embed, lm_head=lm_head, dtype=torch.float32, device=torch.device("cpu"),
-            make_linear=plain_linear, text_config=TARGET,
-        )
+    drafter = load_drafter(
+        MtpDrafter, tmp_path, MtpSettings(16), lm_head, embed, TARGET, num_nodes=16, max_depth=16,
+        tree_width=8,
     )  # fmt: skip
     (spec,) = drafter.cache_specs()
     assert (spec.num_kv_heads, spec.head_dim) == (2, 8)
@@ -212,18 +202,7 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
             output_states=torch.cat([s[:-1] for s in states]),
         )
     )
-    count = len(LENGTHS)
-    trees = drafter.propose(
-        DraftRequests(
-            req_ids=[f"r{i}" for i in range(count)],
-            token_ids=[t.numpy() for t in tokens],
-            context_lens=[n - 1 for n in LENGTHS],
-            req_indices=list(range(count)),
-            budgets=[16, 9, 16, 12],
-            widths=[8, 8, 1, 3],
-            depths=[16] * count,
-        )
-    )
+    trees = drafter.propose(requests_of(tokens, [16, 9, 16, 12], [8, 8, 1, 3]))
     assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12]
     assert max(tree.max_depth for tree in trees) > 2
     for r, tree in enumerate(trees):

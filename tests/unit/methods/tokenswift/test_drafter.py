@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
+from tests.unit.drafters import load_drafter, requests_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftPenalty, DraftRequests
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
@@ -46,57 +43,23 @@ def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False,
         TokenSwiftConfig(HIDDEN, VOCAB, len(DRAFT_IDS) if reduced else VOCAB, medusa_heads=3)
     )
     save_heads(folder, heads, dtype=torch.float32, target_ids=DRAFT_IDS if reduced else None)
-    drafter = TokenSwiftDrafter(
-        DrafterOptions(
-            head_path=str(folder),
-            num_nodes=12,
-            tree_depth=4,
-            max_depth=12,
-            tree_width=3,
-            ngram_topk=ngram_topk,
-            max_model_len=100,
-            settings=TokenSwiftSettings(source, 64, 4, 60, 2, 4, widths),
-        )
-    )
     lm_head = torch.randn(VOCAB, HIDDEN)
-    drafter.load(
-        TargetWeights(
-            embed_tokens=lm_head,
-            lm_head=lm_head,
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            text_config=SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB),
-            make_linear=plain_linear,
-        )
-    )
+    settings = TokenSwiftSettings(source, 64, 4, 60, 2, 4, widths)
+    drafter = load_drafter(
+        TokenSwiftDrafter, folder, settings, lm_head, tree_width=3, ngram_topk=ngram_topk,
+        max_model_len=100,
+    )  # fmt: skip
     drafter.bind_target_forward(FakeForward(torch.randn(VOCAB, HIDDEN)), lambda values: values)
     return drafter, heads.eval(), lm_head
 
 
 def _requests(*texts, widths: int = 3, budget: int = 12, penalties=()):
-    texts = [np.array(t) for t in texts]
-    return DraftRequests(
-        req_ids=[f"r{i}" for i in range(len(texts))],
-        token_ids=texts,
-        context_lens=[len(t) - 1 for t in texts],
-        req_indices=list(range(len(texts))),
-        budgets=[budget] * len(texts),
-        widths=[widths] * len(texts),
-        depths=[8] * len(texts),
-        penalties=list(penalties),
-    )
+    return requests_of(texts, budget, widths, 8, penalties=list(penalties))
 
 
 def _observe(drafter, hidden, last_rows):
-    drafter.observe(
-        CommittedTokens(
-            aux_hidden_states=[hidden],
-            rows=torch.arange(len(hidden)),
-            positions=torch.arange(len(hidden)),
-            slots=torch.arange(len(hidden)),
-            last_rows=torch.tensor(last_rows),
-        )
-    )
+    at = torch.arange(len(hidden))
+    drafter.observe(CommittedTokens([hidden], at, at, at, last_rows=torch.tensor(last_rows)))
 
 
 def _best(states, lm_head):
