@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.device_levels import read_trees, static_levels
 from vllm_specplug.drafting.device_requests import DevicePenalties
 from vllm_specplug.drafting.requests import DraftPenalty
@@ -21,14 +22,7 @@ WIDTHS = [1, 3, 2]
 
 def _nodes(tree: DraftTree) -> set[tuple[tuple[int, ...], float]]:
     """Each node by its branch, with its score."""
-    paths: list[tuple[int, ...]] = []
-    found = set()
-    for token, parent, score in zip(
-        tree.token_ids.tolist(), tree.parent_indices.tolist(), tree.scores.tolist(), strict=True
-    ):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-        found.add((paths[-1], round(score, 4)))
-    return found
+    return {(path, round(score, 4)) for path, score in paths_of(tree).items()}
 
 
 def _drawn(seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tree.candidates import Case, cases, columns_of
+from tests.unit.tree.candidates import Case, cases, columns_of, paths_of
 from vllm_specplug.tree import BUILDERS, DraftTree, build_tree, build_trees
 
 
@@ -21,11 +21,6 @@ def path_scores(case: Case) -> dict[tuple[int, ...], float]:
             tokens = tuple(int(case.token_ids[d, r]) for d, r in enumerate(ranks))
             scores[tokens] = sum(float(case.log_probs[d, r]) for d, r in enumerate(ranks))
     return scores
-
-
-def paths_of(tree: DraftTree) -> list[tuple[int, ...]]:
-    """Token path of every node, in node order."""
-    return [tuple(tree.token_ids[tree.path_to(node)].tolist()) for node in range(tree.num_nodes)]
 
 
 def same_tree(a: DraftTree, b: DraftTree) -> bool:
@@ -43,7 +38,7 @@ def test_trees_are_valid_and_stay_within_their_limits(case, builder):
     children = np.bincount(tree.parent_indices + 1, minlength=1)
     assert children.max(initial=0) <= case.width
     scores = path_scores(case)
-    for path, score in zip(paths_of(tree), tree.scores.tolist(), strict=True):
+    for path, score in paths_of(tree).items():
         assert score == pytest.approx(scores[path], abs=1e-5)
 
 
@@ -123,7 +118,7 @@ def test_best_first_breaks_ties_by_order_of_entry():
     token_ids = np.array([[1, 2], [3, 4]])
     log_probs = np.zeros((2, 2), dtype=np.float32)
     tree = build_tree("best_first", token_ids, log_probs, 6, tree_width=2, tree_depth=2)
-    assert paths_of(tree) == [(1,), (2,), (1, 3), (2, 3), (1, 4), (2, 4)]
+    assert list(paths_of(tree)) == [(1,), (2,), (1, 3), (2, 3), (1, 4), (2, 4)]
 
 
 @pytest.mark.parametrize("builder", BUILDERS)

@@ -185,19 +185,6 @@ def test_saved_head_reads_back_unchanged(tmp_path):
     ]
 
 
-def test_wrong_tensors_are_listed_together_with_both_shapes(tmp_path, tensors):
-    tensors["fc.weight"] = torch.zeros(32, 32)
-    tensors["extra.weight"] = torch.zeros(3)
-    del tensors["norm.weight"]
-    folder = write(tmp_path / "h", zlab_config(), tensors)
-    with pytest.raises(ValueError, match="does not fit") as error:
-        load_block_head(folder, TARGET)
-    message = str(error.value)
-    assert "missing norm.weight [32]" in message
-    assert "unexpected extra.weight [3]" in message
-    assert "misshapen fc.weight: config says [32, 64], checkpoint has [32, 32]" in message
-
-
 @pytest.mark.parametrize(
     ("changes", "target", "words"),
     [
@@ -255,15 +242,6 @@ def test_unsupported_configs_are_refused_by_name(changes, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_pickled_weights_are_refused_with_the_remedy(tmp_path, tensors):
-    folder = tmp_path / "h"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(zlab_config()))
-    torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*safetensors"):
-        load_block_head(folder, TARGET)
-
-
 @pytest.mark.parametrize("missing", ["folder", "config.json", "model.safetensors"])
 def test_missing_files_are_named(tmp_path, tensors, missing):
     folder = write(tmp_path / "h", zlab_config(), tensors)
@@ -272,14 +250,6 @@ def test_missing_files_are_named(tmp_path, tensors, missing):
     else:
         (folder / missing).unlink()
     with pytest.raises(ValueError, match=missing.replace(".", r"\.")):
-        load_block_head(folder, TARGET)
-
-
-def test_truncated_weights_are_a_value_error(tmp_path, tensors):
-    folder = write(tmp_path / "h", zlab_config(), tensors)
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(ValueError, match="safetensors"):
         load_block_head(folder, TARGET)
 
 

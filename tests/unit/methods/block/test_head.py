@@ -14,18 +14,10 @@ CONTEXT = 11
 
 def tiny_config(**changes) -> BlockHeadConfig:
     values = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=50,
-        draft_vocab_size=50,
-        target_hidden_size=32,
-        target_layer_ids=(0, 2),
-        block_size=5,
-    )
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, vocab_size=50, draft_vocab_size=50,
+        target_hidden_size=32, target_layer_ids=(0, 2), block_size=5,
+    )  # fmt: skip
     return BlockHeadConfig(**{**values, **changes})
 
 
@@ -39,26 +31,20 @@ def head() -> BlockHead:
     return head.eval()
 
 
-def draft(head: BlockHead, aux: torch.Tensor, anchor: torch.Tensor, causal: bool = True):
-    """Hidden states [block, H] of one block whose context is all of `aux`."""
+def draft(head: BlockHead, aux: torch.Tensor, anchor: torch.Tensor, causal=True, shift: int = 0):
+    """Hidden states [block, H] of one block whose context is all of `aux`, from position `shift`."""
     size, context = head.config.block_size, aux.shape[0]
-    keys, values = head.context_kv(head.context_features(aux), torch.arange(context))
+    positions = torch.arange(context + size) + shift
+    keys, values = head.context_kv(head.context_features(aux), positions[:context])
 
     def attend(layer, q, k, v):
         return block_attention(
-            q,
-            k,
-            v,
-            keys[layer],
-            values[layer],
-            torch.zeros(1, context),
-            block_size=size,
-            scale=head.config.attention_scale,
-            causal=causal,
-        )
+            q, k, v, keys[layer], values[layer], torch.zeros(1, context), block_size=size,
+            scale=head.config.attention_scale, causal=causal,
+        )  # fmt: skip
 
     embeds = anchor if anchor.ndim == 2 else head.block_embeds(anchor[None], size)[0]
-    return head(embeds, torch.arange(context, context + size), attend)
+    return head(embeds, positions[context:], attend)
 
 
 @torch.no_grad()
@@ -105,26 +91,7 @@ def test_context_kv_in_pieces_equals_one_shot(head):
 def test_only_relative_positions_matter(head):
     """Rotary positions: shifting context and block together leaves the draft unchanged."""
     aux, anchor = torch.randn(CONTEXT, 64), torch.randn(32)
-    features = head.context_features(aux)
-    outputs = []
-    for shift in (0, 100):
-        keys, values = head.context_kv(features, torch.arange(CONTEXT) + shift)
-
-        def attend(layer, q, k, v, keys=keys, values=values):
-            return block_attention(
-                q,
-                k,
-                v,
-                keys[layer],
-                values[layer],
-                torch.zeros(1, CONTEXT),
-                block_size=5,
-                scale=head.config.attention_scale,
-                causal=True,
-            )
-
-        embeds = head.block_embeds(anchor[None], 5)[0]
-        outputs.append(head(embeds, torch.arange(5) + CONTEXT + shift, attend))
+    outputs = [draft(head, aux, anchor, shift=shift) for shift in (0, 100)]
     torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-4, atol=1e-4)
 
 

@@ -55,12 +55,6 @@ def test_sliding_layers_of_speculators_heads_are_causal_unless_they_say_otherwis
     [
         ("DEEPSPEC_DSPARK_QWEN3_4B", ["markov_rank", "256", "method dspark_tree"]),
         ("SPECFORGE_DSPARK_QWEN3_4B", ["projector_type", "dspark"]),
-        ("SPECFORGE_DOMINO_QWEN3_8B", ["projector_type", "domino"]),
-        ("SPECFORGE_DFLASH2_QWEN36_27B", ["architectures", "DFlash2DraftModel"]),
-        ("SPECFORGE_DSPINE_QWEN3_8B", ["architectures", "DSpineDraftModel"]),
-        ("SPECFORGE_DOMINO_QWEN35_4B", ["architectures", "DominoDraftModel", "recurrent"]),
-        ("MODELOPT_LILICORR_QWEN3_8B", ["architectures", "LiLiCorrDraftModel", "transformer"]),
-        ("SPECULATORS_DFLASH2", ["speculators_model_type", "dflash2", "selector"]),
         ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'"]),
         ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
     ],

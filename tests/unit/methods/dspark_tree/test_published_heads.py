@@ -14,6 +14,7 @@ from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
 from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
 from tests.unit.methods.block.reference import log_confidence, markov_log_probs
+from tests.unit.tree.candidates import paths_of
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.registry import get_method, recognise_head
 
@@ -48,23 +49,17 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(
     logits = head.logits(first=first, causal=causal)
     assert len(logits) == requests.depths[0] == 5 - first
     draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
-    children: dict[int, list[int]] = {}
-    for node in range(tree.num_nodes):
-        path, at = [], node
-        while at >= 0:
-            path.append(int(tree.token_ids[at]))
-            at = int(tree.parent_indices[at])
-        path = [ANCHOR, *reversed(path)]
+    for node, branch in enumerate(paths_of(tree)):
+        path = [ANCHOR, *branch]
         score = sum(
             markov_log_probs(logits, head.tensors, path[:i])[draft_of[path[i]]]
             + weight * log_confidence(hidden, head.tensors, path[:i])
             for i in range(1, len(path))
         )
         assert tree.scores[node] == pytest.approx(float(score), abs=1e-4), path
-        children.setdefault(int(tree.parent_indices[node]), []).append(path[-1])
     # The likeliest child of the root comes first.
     best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR]).argmax()]
-    assert children[-1][0] == int(best)
+    assert next(token for token, *below in paths_of(tree) if not below) == int(best)
 
 
 def test_model_optimizers_names_are_those_of_its_module(tmp_path: Path) -> None:

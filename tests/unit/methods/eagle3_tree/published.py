@@ -47,14 +47,6 @@ SPECFORGE_QWEN3_30B_EAGLE31 = SPECFORGE_QWEN3_4B | {
     "transformers_version": "4.53.2",
 }  # fmt: skip
 
-# sgl-project/SpecForge (Apache-2.0), configs/qwen3-8b-peagle.json,
-# a6a07bc47470fcee6441562726b0576cf10b8fe1
-SPECFORGE_QWEN3_8B_PEAGLE = SPECFORGE_QWEN3_4B | {
-    "architectures": ["PEagleDraftModel"], "head_dim": 128, "hidden_size": 4096,
-    "intermediate_size": 12288, "num_hidden_layers": 4, "tie_word_embeddings": False,
-    "draft_vocab_size": 151936,
-}  # fmt: skip
-
 # In the form of RedHatAI/gemma-4-31B-it-speculator.eagle3, the fields a public reader's test quotes
 # of it. Not the whole file.
 SPECULATORS_GEMMA4_31B: dict[str, Any] = {

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.unit.methods.eagle3_tree.world import LENGTHS, VOCAB, World
+from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.tree import DraftTree
 
 
 @pytest.mark.parametrize("layout", ["specforge", "specforge_eagle31", "speculators", "yuhuili"])
@@ -105,13 +105,6 @@ def _exact(world: World, r: int, budget: int, depth: int, beam: int | None = Non
     return sorted(everything, reverse=True)[:budget]
 
 
-def _branches(tree: DraftTree) -> list[tuple[int, ...]]:
-    made: list[tuple[int, ...]] = []
-    for token, parent in zip(tree.token_ids.tolist(), tree.parent_indices.tolist(), strict=True):
-        made.append((*(made[parent] if parent >= 0 else ()), token))
-    return made
-
-
 @pytest.mark.parametrize("beam", [None, 3])
 def test_trees_are_the_published_search(beam: int | None, tmp_path: Path) -> None:
     """`expand_width` and `tree_width` k with a node budget are the dynamic beam of k per level and
@@ -121,7 +114,7 @@ def test_trees_are_the_published_search(beam: int | None, tmp_path: Path) -> Non
     trees = world.drafter.propose(world.requests([10] * 4, [beam or 12] * 4))
     for r, tree in enumerate(trees):
         expected = {branch for _, branch in _exact(world, r, 10, 3, beam)}
-        assert set(_branches(tree)) == expected
+        assert set(paths_of(tree)) == expected
 
 
 def test_chunks_leave_the_context_of_one_pass(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.eagle3_tree.heads import write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.reference import ReferenceHead
+from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
@@ -132,12 +134,16 @@ class World:
 
     def check(self, r: int, tree: DraftTree) -> None:
         """Every node has the score that its branch has when it is drafted as a chain."""
-        branches: list[list[int]] = []
-        for i, token in enumerate(tree.token_ids.tolist()):
-            parent = int(tree.parent_indices[i])
-            before = [] if parent < 0 else branches[parent]
-            branches.append([*before, token])
-            draft_id = int((self.ids == token).nonzero()[0, 0])
-            expected = float(self.scores_along(r, before)[draft_id])
-            above = 0.0 if parent < 0 else float(tree.scores[parent])
-            assert tree.scores[i] - above == pytest.approx(expected, abs=2e-4)
+        check_branches(tree, lambda branch: self.scores_along(r, branch), self.ids.tolist(), 2e-4)
+
+
+def check_branches(
+    tree: DraftTree, scores_along: Callable[[list[int]], torch.Tensor], ids: list[int], near: float
+) -> None:
+    """Raises unless each node scores less than its parent by what `scores_along` says of its token
+    after the tokens before it; of target tokens `ids` by draft id."""
+    for i, (*before, token) in enumerate(paths_of(tree)):
+        parent = int(tree.parent_indices[i])
+        above = 0.0 if parent < 0 else float(tree.scores[parent])
+        expected = float(scores_along(before)[ids.index(token)])
+        assert tree.scores[i] - above == pytest.approx(expected, abs=near)

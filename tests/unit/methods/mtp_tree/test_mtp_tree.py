@@ -18,7 +18,13 @@ from tests.e2e import qwen3_5_module
 from tests.e2e.mimo import PREFIX, module_tensors
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.eagle3_tree.reference import rms, rotate
-from tests.unit.methods.eagle3_tree.world import HIDDEN, LENGTHS, VOCAB, DenseCache
+from tests.unit.methods.eagle3_tree.world import (
+    HIDDEN,
+    LENGTHS,
+    VOCAB,
+    DenseCache,
+    check_branches,
+)
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module
@@ -207,15 +213,12 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
     assert max(tree.max_depth for tree in trees) > 2
     for r, tree in enumerate(trees):
         tree.validate(VOCAB)
-        branches: list[list[int]] = []
-        for i, token in enumerate(tree.token_ids.tolist()):
-            parent = int(tree.parent_indices[i])
-            before = [] if parent < 0 else branches[parent]
-            branches.append([*before, token])
-            out = reference.along(tokens[r], before, states[r][:-1], embed)
-            expected = float((out @ lm_head.T).log_softmax(-1)[token])
-            above = 0.0 if parent < 0 else float(tree.scores[parent])
-            assert tree.scores[i] - above == pytest.approx(expected, abs=5e-4)
+
+        def scores_along(branch: list[int], r: int = r) -> torch.Tensor:
+            out = reference.along(tokens[r], branch, states[r][:-1], embed)
+            return (out @ lm_head.T).log_softmax(-1)
+
+        check_branches(tree, scores_along, list(range(VOCAB)), 5e-4)
 
 
 def test_qwen3_5s_layer_is_that_of_transformers(tmp_path: Path) -> None:
