@@ -6,27 +6,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.paged import layout_of
 from vllm_specplug.kernels import gather_kv, key_scores
-from vllm_specplug.kernels.cpu_layout import make_layout, standard_tables
 from vllm_specplug.kernels.kv_gather import gather_kv_reference
 
 LAYERS, BLOCKS, HEADS, BLOCK, DIM = 3, 5, 2, 32, 32
 
 
-def _layout(kind, dtype):
-    tables = standard_tables("vec" if kind == "table" else kind, BLOCK, DIM)
-    if kind == "table":
-        generator = torch.Generator().manual_seed(1)
-        flat = [torch.randperm(BLOCK * DIM, generator=generator) for _ in range(2)]
-        tables = torch.stack(flat).view(2, BLOCK, DIM).to(torch.int32)
-    layout = make_layout(tables, "test", dtype)
-    assert layout.kind == kind
-    return layout
-
-
 @pytest.fixture(params=[("vec", torch.float32), ("vnni", torch.bfloat16), ("table", torch.float32)])
 def layout(request):
-    return _layout(*request.param)
+    return layout_of(*request.param, BLOCK, DIM)
 
 
 def _caches(layout, blocks, seed):
@@ -66,7 +55,7 @@ def test_tokens_arrive_where_they_were_sent(layout, shared) -> None:
 
 
 def test_refuses_slots_outside() -> None:
-    layout = _layout("vec", torch.float32)
+    layout = layout_of("vec", torch.float32, BLOCK, DIM)
     src, dst = _caches(layout, BLOCKS, 0), _caches(layout, 2, 2)
     inside, outside = torch.zeros(1, 1, 1, dtype=torch.int64), torch.tensor([2 * BLOCK])
     with pytest.raises(RuntimeError, match="destination slot 64"):

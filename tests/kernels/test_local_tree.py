@@ -15,12 +15,23 @@ from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.local_tree import pack_rows
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
+from vllm_specplug.tree import DraftTree
+
+ANCHORS = [5, 7, 11, 250, 299, 0]
+
+
+def same_trees(trees: list[DraftTree], oracles: list[DraftTree]) -> None:
+    for tree, oracle in zip(trees, oracles, strict=True):
+        tree.validate()
+        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
+        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
+        assert tree.depths.tolist() == oracle.depths.tolist()
+        assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
 
 
 def build_both(b: LocalTreeBuilder, count: int) -> Any:
     ids, log_probs = candidates(6, count)
-    anchors = [5, 7, 11, 250, 299, 0]
-    args = (ids, log_probs, anchors, *LIMITS.values())
+    args = (ids, log_probs, ANCHORS, *LIMITS.values())
     assert b.weights is not None
     return b.build(*args), b.build(*args, compiled=False)
 
@@ -31,17 +42,11 @@ def build_both(b: LocalTreeBuilder, count: int) -> Any:
 def test_float32_trees_equal_the_readable_ones(
     isa: str, name: str, anchor: bool, gate_table_bytes: int
 ) -> None:
-    del isa
     b = builder(name, torch.float32, anchor=anchor, gate_table_bytes=gate_table_bytes)
     trees, oracles = build_both(b, 64)
     assert max(tree.max_depth for tree in oracles) >= 4
-    for r, (tree, oracle) in enumerate(zip(trees, oracles, strict=True)):
-        tree.validate()
-        assert tree.num_nodes <= LIMITS["budgets"][r]
-        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
-        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
-        assert tree.depths.tolist() == oracle.depths.tolist()
-        assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
+    same_trees(trees, oracles)
+    assert all(t.num_nodes <= most for t, most in zip(trees, LIMITS["budgets"], strict=True))
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -49,14 +54,8 @@ def test_float32_trees_equal_the_readable_ones(
 def test_trees_of_a_device_equal_the_readable_ones(name: str, anchor: bool) -> None:
     """One read of all requests, whose budgets, depths and widths differ."""
     b = builder(name, torch.float32, anchor=anchor)
-    args = (*candidates(6, 64), [5, 7, 11, 250, 299, 0], *LIMITS.values())
-    made = read_trees(b._build_for_host(*args))
-    for tree, oracle in zip(made, b.build(*args, compiled=False), strict=True):
-        tree.validate()
-        assert tree.token_ids.tolist() == oracle.token_ids.tolist()
-        assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
-        assert tree.depths.tolist() == oracle.depths.tolist()
-        assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
+    args = (*candidates(6, 64), ANCHORS, *LIMITS.values())
+    same_trees(read_trees(b._build_for_host(*args)), b.build(*args, compiled=False))
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
@@ -68,19 +67,15 @@ def test_a_confidence_lowers_all_children_of_a_node_alike(
     ids, log_probs = candidates(6, 64)
     slots = 2 * torch.randn(6, DEPTH, generator=torch.Generator().manual_seed(9))
     # The second of these anchors is no draft id.
-    args = (ids, log_probs, [5, 7, 11, 250, 299, 0], *LIMITS.values())
+    args = (ids, log_probs, ANCHORS, *LIMITS.values())
     trees, oracles = b.build(*args, slots), b.build(*args, slots, compiled=False)
     devices = read_trees(b._build_for_host(*args, slots=slots))
     without = b.build(*args)
     assert any(
         a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(trees, without, strict=True)
     )
-    for made in (trees, devices):
-        for tree, oracle in zip(made, oracles, strict=True):
-            tree.validate()
-            assert tree.token_ids.tolist() == oracle.token_ids.tolist()
-            assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
-            assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
+    same_trees(trees, oracles)
+    same_trees(devices, oracles)
     # A chain of one node: its parent is the anchor.
     assert b.confidence is not None
     of_anchor = torch.nn.functional.logsigmoid(slots[1, 0] + b.confidence.of_token[7])
@@ -94,7 +89,6 @@ def test_scores_of_sixteen_bits_are_near_the_readable_ones(
     isa: str, name: str, dtype: torch.dtype
 ) -> None:
     """The kernel keeps states in float32: it is no further from float32 than torch's 16 bits."""
-    del isa
     trees, rounded = build_both(builder(name, dtype, anchor=True), 61)
     _, exact = build_both(builder(name, torch.float32, anchor=True), 61)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.unit.tree.candidates import tree_of, trees
 from vllm_specplug.kernels.extension import has_cpu_extension
 from vllm_specplug.kernels.ngram_index import (
     MIN_SUFFIX,
@@ -18,10 +19,12 @@ from vllm_specplug.kernels.ngram_index import (
     TreeArrays,
     make_ngram_index,
 )
+from vllm_specplug.tree import DraftTree
 
 KINDS = [NgramIndexReference]
 if has_cpu_extension():
     KINDS.append(CompiledNgramIndex)
+needs_kernels = pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
@@ -31,29 +34,16 @@ def _tokens(values: list[int]) -> np.ndarray:
     return np.array(values, dtype=np.int32)
 
 
+def _arrays(tree: DraftTree) -> TreeArrays:
+    return tree.token_ids, tree.parent_indices, tree.depths, tree.scores
+
+
 def _tree(nodes: list[tuple[int, int, float]]) -> TreeArrays:
     """From (token, parent, score) of each node."""
-    depths: list[int] = []
-    for _, parent, _ in nodes:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    tokens, parents, scores = zip(*nodes, strict=True) if nodes else ((), (), ())
-    return (
-        np.array(tokens, np.int64),
-        np.array(parents, np.int32),
-        np.array(depths, np.int32),
-        np.array(scores, np.float32),
-    )
+    return _arrays(tree_of(*zip(*nodes, strict=True)) if nodes else tree_of((), ()))
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> TreeArrays:
-    nodes: list[tuple[int, int, float]] = []
-    for _ in range(draw(st.integers(0, 10))):
-        parent, token = draw(st.integers(-1, len(nodes) - 1)), draw(st.integers(0, 4))
-        if all((token, parent) != (other, at) for other, at, _ in nodes):
-            drop = draw(st.sampled_from([0.0, 0.25, 0.5, 2.0, 1000.0, np.inf]))
-            nodes.append((token, parent, (nodes[parent][2] if parent >= 0 else 0.0) - drop))
-    return _tree(nodes)
+TREES = trees(10, 5, (0.0, 0.25, 0.5, 2.0, 1000.0, np.inf)).map(_arrays)
 
 
 def _graft(
@@ -79,7 +69,7 @@ def _graft(
 
 
 @each_kind
-@given(TOKENS, trees(), st.integers(1, 5), st.integers(0, 20), st.integers(1, 4))
+@given(TOKENS, TREES, st.integers(1, 5), st.integers(0, 20), st.integers(1, 4))
 def test_a_grafted_tree_is_best_first(
     kind: type[NgramIndex],
     tokens: list[int],
@@ -202,7 +192,7 @@ def test_whatever_occurred_before_is_found(kind: type[NgramIndex], tokens: list[
     assert bool(kind(4).lookup(_tokens(tokens), 1, 1)) == before
 
 
-@pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
+@needs_kernels
 @given(
     st.lists(st.lists(st.integers(0, 3), max_size=30), max_size=6),
     st.integers(2, 8),
@@ -231,13 +221,7 @@ def test_a_repeated_passage_is_found_whole(kind: type[NgramIndex]) -> None:
     assert found == [(4, passage[5:13])]
 
 
-@each_kind
-def test_periodic_text_goes_on(kind: type[NgramIndex]) -> None:
-    found = kind(4).lookup(_tokens([9, 1, 2, 3, 1, 2, 3, 1]), 3, 8)
-    assert found == [(4, [2, 3, 1, 2, 3, 1, 2, 3])]
-
-
-@pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
+@needs_kernels
 def test_a_long_text_is_indexed_as_it_grows_and_memory_follows_its_length() -> None:
     rng = np.random.default_rng(0)
     # Few distinct tokens, so that suffixes of every length recur; ids of any size.
@@ -264,7 +248,7 @@ def _crowded_text(count: int, bits: int) -> list[int]:
     return grams[buckets == buckets[0]][:count].flatten().tolist()
 
 
-@pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
+@needs_kernels
 @pytest.mark.parametrize("text", ["crowded", "random", "one token"])
 def test_no_text_makes_a_lookup_long(text: str) -> None:
     rng = np.random.default_rng(1)
@@ -290,18 +274,13 @@ def test_no_text_makes_a_lookup_long(text: str) -> None:
         assert max(len(run) for run in taken.split()) < 200, size
 
 
-@pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
+@needs_kernels
 def test_the_operator_refuses_what_does_not_fit() -> None:
     def call(tokens: int = 4, links: int = 8, heads: int = 16, indexed: int = 0) -> int:
         return torch.ops.specplug.ngram_lookup.default(
-            torch.zeros(tokens, dtype=torch.int32),
-            torch.zeros((3, links), dtype=torch.int32),
-            torch.zeros((3, heads), dtype=torch.int32),
-            indexed,
-            4,
-            torch.zeros(2, dtype=torch.int32),
-            torch.zeros((2, 5), dtype=torch.int32),
-        )
+            torch.zeros(tokens).int(), torch.zeros(3, links).int(), torch.zeros(3, heads).int(),
+            indexed, 4, torch.zeros(2).int(), torch.zeros(2, 5).int(),
+        )  # fmt: skip
 
     assert call() == 1
     for wrong in ({"links": 3}, {"heads": 8}, {"heads": 24}, {"indexed": 5}, {"indexed": -1}):
@@ -309,28 +288,15 @@ def test_the_operator_refuses_what_does_not_fit() -> None:
             call(**wrong)
 
 
-@pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
+@needs_kernels
 def test_the_graft_operator_refuses_what_does_not_fit() -> None:
-    def call(
-        tokens: int = 4, heads: int = 16, shares: int = 5, nodes: int = 2, out: int = 3
-    ) -> int:
+    def call(tokens=4, heads=16, shares=5, nodes=2, out=3) -> int:
         return torch.ops.specplug.ngram_graft.default(
-            torch.zeros(tokens, dtype=torch.int32),
-            torch.zeros((3, 8), dtype=torch.int32),
-            torch.zeros((3, heads), dtype=torch.int32),
-            4,
-            torch.zeros(shares),
-            3,
-            4,
-            100,
-            torch.arange(2),
-            torch.full((nodes,), -1, dtype=torch.int32),
-            torch.zeros(2),
-            torch.zeros(3, dtype=torch.int64),
-            torch.zeros(out, dtype=torch.int32),
-            torch.zeros(3, dtype=torch.int32),
+            torch.zeros(tokens).int(), torch.zeros(3, 8).int(), torch.zeros(3, heads).int(), 4,
+            torch.zeros(shares), 3, 4, 100, torch.arange(2), torch.full((nodes,), -1).int(),
+            torch.zeros(2), torch.zeros(3).long(), torch.zeros(out).int(), torch.zeros(3).int(),
             torch.zeros(3),
-        )
+        )  # fmt: skip
 
     assert call() == 2
     for wrong in ({"tokens": 9}, {"heads": 24}, {"shares": 4}, {"nodes": 1}, {"out": 2}):

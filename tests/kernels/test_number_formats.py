@@ -54,13 +54,11 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_every_float16_comes_back(isa: str) -> None:
     """Also denormals; infinities and NaN last, where they spoil no other row."""
-    del isa
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.uint16).view(FP16).view(-1, 32)
     assert same(lone_rows(bits, FP16), bits)
 
 
 def test_float16_is_rounded_as_torch_rounds(isa: str) -> None:
-    del isa
     torch.manual_seed(0)
     values = torch.randn(64, 32) * 2.0 ** torch.randint(-28, 18, (64, 32))
     values[0, :8] = torch.tensor([65519.9, 65520.0, -65504.0, 2.0**-24, 2.0**-25, 3e-8, -0.0, 1e9])
@@ -75,7 +73,6 @@ def test_float16_is_rounded_as_torch_rounds(isa: str) -> None:
 @SMALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP16])
 def test_every_number_of_eight_bits(isa: str, small: torch.dtype, dtype: torch.dtype) -> None:
-    del isa
     numbers = torch.arange(256, dtype=torch.uint8).view(small).view(8, 32)
     expected = (numbers.float() * 0.75).to(dtype)
     assert same(lone_rows(numbers, dtype, value_scale=0.75), expected)
@@ -109,7 +106,6 @@ def small_problem(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP16])
 def test_trees_over_eight_bits(isa, small, run, kind, dtype) -> None:
     """With scales, a window and a soft cap; a scale that is left out would show."""
-    del isa
     key_scale, value_scale = 0.4, 2.5
     features = AttnFeatures(window=40, soft_cap=3.0, key_scale=key_scale, value_scale=value_scale)
     problem, layout, cache = small_problem(small, dtype, kind, features)
@@ -131,7 +127,6 @@ def test_trees_over_eight_bits(isa, small, run, kind, dtype) -> None:
 
 @SMALL
 def test_eight_bits_move_as_they_are(isa: str, small: torch.dtype) -> None:
-    del isa
     from vllm_specplug.kernels import compact_kv
 
     layout = layout_of("table", small, 32, 64)

@@ -8,17 +8,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.draft_rows import CLOSE
 from vllm_specplug.kernels import add_rms_norm, gated_silu, rms_norm, rotate_heads
 from vllm_specplug.kernels.extension import has_cpu_extension
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 SIZES = pytest.mark.parametrize("size", [2, 14, 16, 34, 576])
-# Torch rounds in between, the operators once.
-CLOSE: dict[torch.dtype, dict[str, float]] = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
-    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
-}
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,16 +51,8 @@ def test_rotations_and_gates(dtype: torch.dtype, size: int) -> None:
     positions = torch.tensor([8, 0, 3, 3, 1, 5])
     # Queries and keys, without the values beside them.
     x = qkv[:, :3]
-    first, second = x.double().chunk(2, -1)
     c, s = cos.double()[positions][:, None], sin.double()[positions][:, None]
-    half = size // 2
-    expected = torch.cat(
-        (
-            first * c[..., :half] + second * s[..., :half],
-            second * c[..., half:] + first * s[..., half:],
-        ),
-        -1,
-    )
+    expected = x.double() * c + x.double().roll(size // 2, -1) * s
     found = rotate_heads(x, cos, sin, positions)
     torch.testing.assert_close(found, expected.to(dtype), **CLOSE[dtype])
     rows = torch.randn(5, 2 * size).to(dtype)

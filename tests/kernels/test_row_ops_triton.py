@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.kernels.draft_rows import attend, config
+from tests.kernels.draft_rows import CLOSE, attend, config
 from vllm_specplug.kernels import row_ops
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
@@ -18,12 +18,6 @@ pytestmark = pytest.mark.usefixtures("interpreter")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 PLACES = 9
-# Torch rounds in between, the kernels once.
-CLOSE: dict[torch.dtype, dict[str, float]] = {
-    torch.float32: {"rtol": 1e-5, "atol": 1e-5},
-    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
-    torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
-}
 
 
 @pytest.fixture(autouse=True)

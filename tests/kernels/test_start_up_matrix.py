@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
     choose_cuda_kernel,
     unsupported_by,
 )
-from vllm_specplug.kernels.cute.config import SHARED_LIMIT
+from vllm_specplug.kernels.cute.config import SHARED_LIMIT, ForwardConfig
 from vllm_specplug.kernels.cute.launch import Launch, plan_launches
 
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -132,7 +132,7 @@ def layer_of_weights(
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), RANKS)
-def test_fp8_weights(heads: int, kv_heads: int, head_dim: int) -> None:
+def test_fp8_and_int8_weights(heads: int, kv_heads: int, head_dim: int) -> None:
     """They change no kernel: queries and caches are of the model's dtype, and scales that the
     checkpoint brings for a cache are not read. With an fp8 cache beside them only Triton serves."""
     pytest.importorskip("vllm")
@@ -151,24 +151,9 @@ def test_fp8_weights(heads: int, kv_heads: int, head_dim: int) -> None:
                 hopper = {"cute", "cute_ws"} if head_dim < 256 else set()
                 plain = {"flash", "triton", *hopper}
                 assert served_by(shape) == ({"triton"} if quantised else plain)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), RANKS)
-def test_int8_weights(heads: int, kv_heads: int, head_dim: int) -> None:
-    """They change no kernel either, and go with a cache of int8 as with one of the model's
-    dtype."""
-    pytest.importorskip("vllm")
-    from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
-
-    for impl in (TreeFlashAttentionImpl, TreeTritonAttentionImpl):
-        made = object.__new__(impl)
+        # int8 goes with a cache of the model's dtype.
         made.kv_cache_dtype = "auto"
-        features = made.tree_features(layer_of_weights("int8", "auto"))
-        assert features.is_plain
-        hopper = {"cute", "cute_ws"} if head_dim < 256 else set()
-        shape = KernelShape(head_dim, BF16, 16, heads, kv_heads, (features.kind,))
-        assert served_by(shape) == {"flash", "triton", *hopper}
-        assert served_by(shape, AMPERE) == {"flash", "triton"}
+        assert made.tree_features(layer_of_weights("int8", "auto")).is_plain
 
 
 @pytest.mark.parametrize("weights", ["int8", "fp8"])
@@ -232,30 +217,6 @@ def test_drafts(heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.Mo
             assert named.name == "triton"
 
 
-def test_kv_connectors_stop_the_start() -> None:
-    """Every one that vLLM knows: they may store or send slots before an accepted path has been
-    moved together. Plain decoding keeps them."""
-    pytest.importorskip("vllm")
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from vllm_specplug.vllm_process.engine_args import _check_kv_transfer
-
-    def config(connector: str | None, offloading: float | None = None) -> Any:
-        transfer = None if connector is None else SimpleNamespace(kv_connector=connector)
-        cache = SimpleNamespace(kv_offloading_size=offloading)
-        return SimpleNamespace(kv_transfer_config=transfer, cache_config=cache)
-
-    names = set(KVConnectorFactory._registry)
-    assert {"NixlConnector", "LMCacheConnectorV1", "OffloadingConnector"} <= names
-    for name in names:
-        with pytest.raises(ValueError, match=f"kv_connector='{name}'.*Serve without"):
-            _check_kv_transfer("jetspec", config(name))
-    # vLLM makes a connector of this.
-    with pytest.raises(ValueError, match=r"kv_offloading_size=4\.0"):
-        _check_kv_transfer("jetspec", config("OffloadingConnector", 4.0))
-    _check_kv_transfer("jetspec", config(None))
-
-
 def launches(
     heads: int, kv_heads: int, head_dim: int, page: int, nodes: int, trees: int, context: int,
     specialised: bool, for_drafts: bool = False,
@@ -285,28 +246,35 @@ def launches(
     )  # fmt: skip
 
 
+def launched_within_limits(
+    heads: int, kv_heads: int, head_dim: int, page: int, nodes: int, specialised: bool, **more: bool
+) -> list[ForwardConfig]:
+    """One tree of the longest context, and the largest batch."""
+    found = []
+    for trees, context in ((1, 131_072), (256, 4096)):
+        forward, *merge = launches(
+            heads, kv_heads, head_dim, page, nodes, trees, context, specialised, **more
+        )
+        blocks, of_heads, slots = forward.grid
+        assert blocks * forward.config.tile_m >= (nodes + 1) * heads // kv_heads
+        assert of_heads == kv_heads and trees <= slots <= MOST_BLOCKS
+        assert forward.config.shared_bytes <= SHARED_LIMIT and forward.config.threads <= 1024
+        assert all(launch.grid[1] == trees for launch in merge)
+        found.append(forward.config)
+    return found
+
+
 @pytest.mark.parametrize("specialised", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [p for p in RANKS if p.values[2] < 256])
 def test_what_the_hopper_kernel_launches_is_within_limits(
     heads: int, kv_heads: int, head_dim: int, specialised: bool
 ) -> None:
     schemes = set()
-    for page in (16, 128):
-        for nodes in (0, 15, 63, 256):
-            for trees, context in ((1, 131_072), (256, 4096)):
-                forward, *merge = launches(
-                    heads, kv_heads, head_dim, page, nodes, trees, context, specialised
-                )
-                blocks, of_heads, slots = forward.grid
-                packed = (nodes + 1) * heads // kv_heads
-                assert blocks * forward.config.tile_m >= packed
-                assert of_heads == kv_heads and trees <= slots <= MOST_BLOCKS
-                assert forward.config.shared_bytes <= SHARED_LIMIT
-                assert forward.config.threads <= 1024
-                # A tree of one warpgroup has none beside it that waits.
-                schemes.add((packed <= 64, forward.config.specialised))
-                for launch in merge:
-                    assert launch.grid[1] == trees <= MOST_BLOCKS
+    for page, nodes in itertools.product((16, 128), (0, 15, 63, 256)):
+        # A tree of one warpgroup has none beside it that waits.
+        alone = (nodes + 1) * heads // kv_heads <= 64
+        for config in launched_within_limits(heads, kv_heads, head_dim, page, nodes, specialised):
+            schemes.add((alone, config.specialised))
     assert (True, True) not in schemes
     assert ((False, True) in schemes) == specialised
 
@@ -321,14 +289,6 @@ def test_what_the_hopper_kernel_launches_for_drafts_is_within_limits(
 ) -> None:
     """Blocks of 8 and 16 rows, and all that a deep tree expands."""
     for rows in (8, 16, 257):
-        for trees, context in ((1, 131_072), (256, 4096)):
-            forward, *merge = launches(
-                heads, kv_heads, head_dim, 16, rows - 1, trees, context, specialised,
-                for_drafts=True,
-            )  # fmt: skip
-            blocks, of_heads, slots = forward.grid
-            assert blocks * forward.config.tile_m >= rows * heads // kv_heads
-            assert of_heads == kv_heads and trees <= slots <= MOST_BLOCKS
-            assert forward.config.shared_bytes <= SHARED_LIMIT
-            assert forward.config.threads <= 1024
-            assert all(launch.grid[1] == trees for launch in merge)
+        launched_within_limits(
+            heads, kv_heads, head_dim, 16, rows - 1, specialised, for_drafts=True
+        )

@@ -22,7 +22,6 @@ from vllm_specplug.kernels.cuda_dispatch import (
     choose_cuda_kernel,
     load_kernel,
     self_test_error,
-    unsupported_by,
 )
 from vllm_specplug.kernels.features import FeatureKind
 from vllm_specplug.kernels.finite_values_triton import isolate_token_scales_triton
@@ -32,7 +31,6 @@ pytest.importorskip("triton")
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-BF16 = torch.bfloat16
 KINDS = pytest.mark.parametrize("kind", [torch.int8, FP8], ids=["int8", "e4m3"])
 SPECS = [(0, 0), (31, 2), (39, 9), (100, 33)]
 HEADS = torch.tensor([1.5, -2.0, 0.3, 0.8])
@@ -161,24 +159,10 @@ def test_what_stays_of_a_token_that_is_not_finite(kind: torch.dtype) -> None:
 # -- which kernel serves ---------------------------------------------------------------------
 
 
-def kind_of(int8: bool) -> FeatureKind:
-    return FeatureKind(quantised_cache=True, token_scales=True, int8_cache=int8)
-
-
-@pytest.mark.parametrize("int8", [True, False])
-def test_triton_alone_serves_them(int8: bool) -> None:
-    shape = KernelShape(64, BF16, 16, 4, 2, (kind_of(int8),))
-    for name in ("cute", "cute_ws", "flash", "reference"):
-        assert unsupported_by(name, shape, (9, 0)), name
-    assert unsupported_by("triton", shape, (9, 0)) is None
-    before = unsupported_by("triton", shape, (8, 0))
-    # Ampere has no e4m3.
-    assert before is None if int8 else "e4m3" in before
-
-
 @pytest.mark.parametrize("int8", [True, False])
 def test_the_self_test_is_of_such_a_cache(int8: bool) -> None:
-    shape = KernelShape(16, FP32, 16, 4, 2, (kind_of(int8),))
+    kind = FeatureKind(quantised_cache=True, token_scales=True, int8_cache=int8)
+    shape = KernelShape(16, FP32, 16, 4, 2, (kind,))
     device = torch.device("cpu")
     assert choose_cuda_kernel("auto", shape, device, (9, 0)).name == "triton"
 

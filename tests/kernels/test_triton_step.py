@@ -150,16 +150,3 @@ def test_ties_break_as_in_the_python_builder():
     log_probs = torch.full((2, 4, 3), -0.5)
     log_probs[1] = torch.tensor([-0.25, -0.5, -0.75])
     assert_same_trees(ids, log_probs, [20, 17], [4, 4], 3, 20)
-
-
-def test_candidates_that_are_not_finite_are_never_drafted():
-    ids, log_probs = candidates(3, 3, 4, seed=5)
-    log_probs[0, 1, 2] = float("-inf")
-    log_probs[1, 2, 0] = float("nan")
-    log_probs[2, 0, 0] = float("-inf")
-    assert_same_trees(ids, log_probs, [30, 30, 30], [3, 3, 3], 4, 30)
-
-
-def test_width_limits_the_children_of_a_node():
-    ids, log_probs = candidates(1, 4, 6, seed=6)
-    assert_same_trees(ids, log_probs, [25], [4], 2, 25)

@@ -32,7 +32,7 @@ def head() -> BlockHead:
 
 
 def draft(head: BlockHead, aux: torch.Tensor, anchor: torch.Tensor, causal=True, shift: int = 0):
-    """Hidden states [block, H] of one block whose context is all of `aux`, from position `shift`."""
+    """Hidden states [block, H] of a block whose context is all of `aux`, from position `shift`."""
     size, context = head.config.block_size, aux.shape[0]
     positions = torch.arange(context + size) + shift
     keys, values = head.context_kv(head.context_features(aux), positions[:context])
