@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from tests.conftest import use_isa
+from tests.pretended_graph import PretendedGraph, pretended_graphs
 from vllm_specplug.kernels import extension
 
 
@@ -52,6 +54,14 @@ def interpreter() -> None:
 
     if not knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is off")
+
+
+@pytest.fixture
+def pretended_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs are pretended ones, in a pool of their own."""
+    monkeypatch.setattr(PretendedGraph, "captured", [])
+    with torch.inference_mode(), pretended_graphs(distributed=False):
+        yield
 
 
 @pytest.fixture

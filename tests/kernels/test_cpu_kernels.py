@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,25 +71,67 @@ def test_every_kernel_has_the_parameters_of_vllms() -> None:
     assert CPU_KERNELS.verify() == []
 
 
-@few
-@given(seeds, st.integers(1, 3))
-def test_prompt_tokens(seed: int, lookahead: int) -> None:
-    b = Batch(seed)
-    following = b.ints(b.rng.integers(0, VOCAB, (lookahead, SLOTS)))
-    check(
-        "input_batch", "prepare_prefill_inputs", b.input_ids, following, b.idx_mapping,
-        b.query_start_loc, b.tokens, b.prefill_len, b.computed,
+def _bad_words(b: Batch) -> tuple[Any, ...]:
+    """Across committed and draft tokens."""
+    lens = b.rng.integers(1, 4, (SLOTS, 9))
+    offsets = np.concatenate([np.zeros((SLOTS, 1)), np.cumsum(lens, axis=1)], axis=1)
+    return (
+        b.logits(), b.expanded, b.ints(b.rng.integers(0, 3, (SLOTS, 40))), b.ints(offsets),
+        b.ints(b.rng.integers(0, 10, SLOTS)), b.tokens % 3, b.prompt_len, b.total_len,
+        b.row_tokens % 3, b.local_pos, 9,
     )  # fmt: skip
 
 
+def _replayed(b: Batch) -> tuple[Any, ...]:
+    b.idx_mapping[-1] = -1
+    return (
+        torch.arange(b.num_reqs), b.idx_mapping, b.tokens, b.ints(b.rng.integers(0, 12, SLOTS)),
+        b.total_len, b.prompt_len,
+    )  # fmt: skip
+
+
+# By module and function of vLLM's: its arguments.
+CALLS: dict[str, Callable[[Batch], tuple[Any, ...]]] = {
+    "input_batch prepare_prefill_inputs": lambda b: (
+        b.input_ids, b.ints(b.rng.integers(0, VOCAB, (b.rng.integers(1, 4), SLOTS))), b.idx_mapping,
+        b.query_start_loc, b.tokens, b.prefill_len, b.computed,
+    ),
+    "input_batch prepare_pos_seq_lens": lambda b: (
+        b.idx_mapping, b.query_start_loc, b.computed, torch.full((b.num_tokens + 3,), -7),
+        b.ints(np.full(SLOTS + 2, -7)),
+    ),
+    "input_batch combine_sampled_and_draft_tokens": lambda b: (
+        b.input_ids, b.idx_mapping, torch.from_numpy(b.rng.integers(0, VOCAB, (SLOTS, 1))),
+        b.query_start_loc, b.seq_lens, b.prefill_len,
+        torch.from_numpy(b.rng.integers(0, VOCAB, (SLOTS, DRAFTS))), b.cu_num_logits, b.num_logits,
+    ),
+    "input_batch get_num_sampled_and_rejected": lambda b: (
+        b.ints(b.rng.integers(1, DRAFTS + 2, b.num_reqs)), b.seq_lens, b.cu_num_logits,
+        b.idx_mapping, b.prefill_len,
+    ),
+    "input_batch post_update_num_computed_tokens": lambda b: (
+        b.idx_mapping, b.computed, b.query_start_loc,
+    ),
+    "input_batch expand_idx_mapping": lambda b: (
+        b.idx_mapping, b.num_logits, b.cu_num_logits, DRAFTS + 1,
+    ),
+    "sample.gumbel apply_temperature": lambda b: (
+        b.logits(), b.expanded, b.choice(0.0, 0.6, 1.0, 1.7),
+    ),
+    "sample.min_p apply_min_p": lambda b: (b.logits(), b.expanded, b.choice(0.0, 0.05, 0.3, 1.0)),
+    "sample.bad_words apply_bad_words": _bad_words,
+    "sample.prompt_logprob get_prompt_logprobs_token_ids": lambda b: (
+        b.num_tokens, b.query_start_loc, b.idx_mapping, b.computed, b.tokens,
+    ),
+    "sample.trace_replay apply_trace_tokens": _replayed,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
 @few
 @given(seeds)
-def test_positions_and_lengths(seed: int) -> None:
-    b = Batch(seed)
-    check(
-        "input_batch", "prepare_pos_seq_lens", b.idx_mapping, b.query_start_loc, b.computed,
-        torch.full((b.num_tokens + 3,), -7), b.ints(np.full(SLOTS + 2, -7)),
-    )  # fmt: skip
+def test_functions_of_one_call(name: str, seed: int) -> None:
+    check(*name.split(), *CALLS[name](Batch(seed)))
 
 
 @few
@@ -115,29 +158,6 @@ def test_positions_on_several_axes(seed: int) -> None:
 
 
 @few
-@given(seeds)
-def test_sampled_and_draft_tokens_become_inputs(seed: int) -> None:
-    b = Batch(seed)
-    last = torch.from_numpy(b.rng.integers(0, VOCAB, (SLOTS, 1)))
-    drafts = torch.from_numpy(b.rng.integers(0, VOCAB, (SLOTS, DRAFTS)))
-    check(
-        "input_batch", "combine_sampled_and_draft_tokens", b.input_ids, b.idx_mapping, last,
-        b.query_start_loc, b.seq_lens, b.prefill_len, drafts, b.cu_num_logits, b.num_logits,
-    )  # fmt: skip
-
-
-@few
-@given(seeds)
-def test_counts_of_sampled_and_rejected(seed: int) -> None:
-    b = Batch(seed)
-    num_sampled = b.ints(b.rng.integers(1, DRAFTS + 2, b.num_reqs))
-    check(
-        "input_batch", "get_num_sampled_and_rejected", num_sampled, b.seq_lens, b.cu_num_logits,
-        b.idx_mapping, b.prefill_len,
-    )  # fmt: skip
-
-
-@few
 @given(seeds, st.booleans(), st.booleans())
 def test_requests_after_a_step(seed: int, counts: bool, queries: bool) -> None:
     b = Batch(seed)
@@ -148,20 +168,6 @@ def test_requests_after_a_step(seed: int, counts: bool, queries: bool) -> None:
         torch.from_numpy(b.rng.integers(0, 9, (b.num_reqs, DRAFTS + 1))),
         b.ints(b.rng.integers(0, DRAFTS + 2, b.num_reqs)), b.ints(b.rng.integers(0, 3, b.num_reqs)),
         b.query_start_loc if queries else None, b.tokens, b.total_len,
-    )  # fmt: skip
-
-
-@few
-@given(seeds)
-def test_mappings_of_requests(seed: int) -> None:
-    b = Batch(seed)
-    check(
-        "input_batch", "post_update_num_computed_tokens", b.idx_mapping, b.computed,
-        b.query_start_loc,
-    )  # fmt: skip
-    check(
-        "input_batch", "expand_idx_mapping", b.idx_mapping, b.num_logits, b.cu_num_logits,
-        DRAFTS + 1,
     )  # fmt: skip
 
 
@@ -268,15 +274,6 @@ def test_ties_go_to_the_first_token() -> None:
 
 @few
 @given(seeds)
-def test_temperature_and_min_p(seed: int) -> None:
-    b = Batch(seed)
-    temperatures, shares = b.choice(0.0, 0.6, 1.0, 1.7), b.choice(0.0, 0.05, 0.3, 1.0)
-    check("sample.gumbel", "apply_temperature", b.logits(), b.expanded, temperatures)
-    check("sample.min_p", "apply_min_p", b.logits(), b.expanded, shares)
-
-
-@few
-@given(seeds)
 def test_penalties_count_the_drafts_above(seed: int) -> None:
     b = Batch(seed)
     masks, counts = b.ints(np.zeros((SLOTS, 35))), b.ints(np.zeros((SLOTS, VOCAB)))
@@ -287,21 +284,6 @@ def test_penalties_count_the_drafts_above(seed: int) -> None:
     check(
         "sample.penalties", "apply_penalties", b.logits(), b.expanded, b.row_tokens, b.local_pos,
         b.choice(1.0, 1.4, 0.8), b.choice(0.0, 0.5), b.choice(0.0, -0.3, 0.9), state[4], state[5],
-    )  # fmt: skip
-
-
-@few
-@given(seeds)
-def test_bad_words_across_committed_and_draft_tokens(seed: int) -> None:
-    b = Batch(seed)
-    words = b.rng.integers(0, 3, (SLOTS, 40))
-    lens = b.rng.integers(1, 4, (SLOTS, 9))
-    offsets = np.concatenate([np.zeros((SLOTS, 1)), np.cumsum(lens, axis=1)], axis=1)
-    count = b.ints(b.rng.integers(0, 10, SLOTS))
-    check(
-        "sample.bad_words", "apply_bad_words", b.logits(), b.expanded, b.ints(words),
-        b.ints(offsets), count, b.tokens % 3, b.prompt_len, b.total_len, b.row_tokens % 3,
-        b.local_pos, 9,
     )  # fmt: skip
 
 
@@ -404,16 +386,6 @@ def test_scores_of_chosen_tokens(seed: int, num_logprobs: int) -> None:
 
 @few
 @given(seeds)
-def test_tokens_of_prompt_logprobs(seed: int) -> None:
-    b = Batch(seed)
-    check(
-        "sample.prompt_logprob", "get_prompt_logprobs_token_ids", b.num_tokens, b.query_start_loc,
-        b.idx_mapping, b.computed, b.tokens,
-    )  # fmt: skip
-
-
-@few
-@given(seeds)
 def test_rows_of_accepted_drafts(seed: int) -> None:
     b = Batch(seed)
     rows = torch.from_numpy(b.rng.permutation(b.num_tokens)[: b.num_logits].copy())
@@ -456,17 +428,6 @@ def test_sampling_masks(seed: int, rows_per_request: int, wide: bool) -> None:
         assert torch.equal(stock.token_ids[row, : min(count, most)],
                            ours.token_ids[row, : min(count, most)])  # fmt: skip
         assert not count or torch.equal(stock.packed_mask[row], ours.packed_mask[row])
-
-
-@few
-@given(seeds)
-def test_replayed_traces(seed: int) -> None:
-    b = Batch(seed)
-    b.idx_mapping[-1] = -1
-    check(
-        "sample.trace_replay", "apply_trace_tokens", torch.arange(b.num_reqs), b.idx_mapping,
-        b.tokens, b.ints(b.rng.integers(0, 12, SLOTS)), b.total_len, b.prompt_len,
-    )  # fmt: skip
 
 
 @few

@@ -4,23 +4,16 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
+from tests.kernels.bound_backend import bound, error
 from tests.kernels.device_trees import FP8, FP16, FP32, DeviceTrees
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
-from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
-from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_worker.cache_groups import target_groups
-from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -44,29 +37,6 @@ class Layer:
         vars(self.impl).update(scale=made.scale, kv_cache_dtype=cache_dtype)
 
 
-def attend(made: DeviceTrees, layer: Layer, backend: CudaTreeBackend) -> float:
-    """How far the tree rows are from the oracle."""
-    output = torch.full(made.query.shape, float("nan"), dtype=made.dtype)
-    metadata = SimpleNamespace(block_table=made.block_table)
-    rows = DeviceTreeRows(made.metadata(), backend.kernel.run, backend.views, True)
-    attach_tree_rows(metadata, rows)
-    none: Any = None
-    layer.impl.forward(layer, made.asked, none, none, layer.kv_cache, metadata, output)
-    return max(
-        (output[start : start + n].double() - expected).abs().max().item()
-        for start, n, expected in zip(made.starts, made.rows, made.expected(), strict=True)
-    )
-
-
-def bound(layers: dict[str, Any], heads: int, monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
-    kernel = ChosenKernel("triton", load_kernel("triton"), "")
-    monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **use: kernel)
-    group = SimpleNamespace(layer_names=list(layers))
-    backend = CudaTreeBackend("triton", heads, StepLimits(3, 64, 13, 128), CPU)
-    backend.bind(target_groups(SimpleNamespace(kv_cache_groups=[group]), layers))
-    return backend
-
-
 @pytest.mark.parametrize("impl", [TreeFlashAttentionImpl, TreeTritonAttentionImpl])
 @pytest.mark.parametrize("dtype", [FP32, FP16])
 @pytest.mark.parametrize("query", [None, 0.05])
@@ -80,21 +50,21 @@ def test_tree_rows_read_bytes_with_the_scales_of_their_layer(
     )
     made = DeviceTrees(SPECS, kv_heads=2, dtype=dtype, features=features)
     layer = Layer(made, impl)
-    backend = bound({"a": layer}, 4, monkeypatch)
+    backend = bound({"a": layer}, monkeypatch)
     assert [s.features.kind for s in backend.samples] == [
         FeatureKind(quantised_cache=True, quantised_query=bool(query))
     ]
     assert backend.dtype == dtype
     limit = 1e-5 if dtype == FP32 else 4e-3
-    assert attend(made, layer, backend) <= limit
+    assert error(made, layer, backend) <= limit
     for name in ("_k_scale", "_v_scale", *(("_q_scale",) if query else ())):
         held = getattr(layer, name)
         # In place, as vLLM writes them.
         value = held.item()
         held.fill_(1.0)
-        assert attend(made, layer, backend) > 10 * limit, name
+        assert error(made, layer, backend) > 10 * limit, name
         held.fill_(value)
-    assert attend(made, layer, backend) <= limit
+    assert error(made, layer, backend) <= limit
 
 
 def test_layers_of_one_group_may_keep_the_models_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +75,7 @@ def test_layers_of_one_group_may_keep_the_models_dtype(monkeypatch: pytest.Monke
     layers = {"a": Layer(small, TreeFlashAttentionImpl), "b": Layer(small, TreeFlashAttentionImpl)}
     # Layers whose cache is not quantised have scales as well.
     layers["b"].kv_cache, layers["b"].impl.kv_cache_dtype = plain.cache, "auto"
-    backend = bound(layers, 4, monkeypatch)
+    backend = bound(layers, monkeypatch)
     assert [(i, parts.keys[0].dtype) for i, parts in backend.groups] == [(0, FP8), (0, FP32)]
-    assert attend(small, layers["a"], backend) <= 1e-5
-    assert attend(plain, layers["b"], backend) <= 1e-5
+    assert error(small, layers["a"], backend) <= 1e-5
+    assert error(plain, layers["b"], backend) <= 1e-5

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.attention.backends import triton_attn
 
+from tests.kernels.bound_backend import answer, bound, error
 from tests.kernels.device_trees import DeviceTrees, other_scales
 from tests.kernels.interpreted_vllm import interpreted_copy
 from tests.kernels.spoilt_rows import ATTEND_THEM, BAD_ROWS, check_rows, device_trees, spoil
@@ -27,14 +27,10 @@ from vllm_specplug.kernels.cuda_contract import (
     TOKEN_SCALE_CACHES,
     numbers_and_scales,
 )
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.features import FeatureKind
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
 from vllm_specplug.vllm_attention.gpu import TreeTritonAttentionImpl
-from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_worker.cache_groups import target_groups
-from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 pytestmark = pytest.mark.usefixtures("interpreter", "stores")
 
@@ -114,36 +110,6 @@ class Layer:
                 part.copy_(read)
 
 
-def bound(layers: dict[str, Layer], monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
-    kernel = ChosenKernel("triton", load_kernel("triton"), "")
-    monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **use: kernel)
-    group = SimpleNamespace(layer_names=list(layers))
-    heads = next(iter(layers.values())).num_heads
-    backend = CudaTreeBackend("triton", heads, StepLimits(4, 64, 13, 400), CPU)
-    backend.bind(target_groups(SimpleNamespace(kv_cache_groups=[group]), layers))
-    return backend
-
-
-def answer(layer: Layer, backend: CudaTreeBackend) -> torch.Tensor:
-    made = layer.made
-    output = torch.full(made.query.shape, NAN, dtype=made.dtype)
-    metadata = SimpleNamespace(block_table=made.block_table)
-    attach_tree_rows(
-        metadata, DeviceTreeRows(made.metadata(), backend.kernel.run, backend.views, True)
-    )
-    none: Any = None
-    layer.impl.forward(layer, made.query, none, none, layer.kv_cache, metadata, output)
-    return output
-
-
-def error(layer: Layer, backend: CudaTreeBackend) -> float:
-    made, output = layer.made, answer(layer, backend)
-    return max(
-        (output[start : start + n].double() - expected).abs().max().item()
-        for start, n, expected in zip(made.starts, made.rows, made.expected(), strict=True)
-    )
-
-
 @KINDS
 def test_tree_rows_read_what_vllm_stores(cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(DeviceTrees(SPECS, kv_heads=2), cache_dtype)
@@ -153,14 +119,14 @@ def test_tree_rows_read_what_vllm_stores(cache_dtype: str, monkeypatch: pytest.M
     )
     assert [s.features.kind for s in backend.samples] == [kind]
     assert backend.dtype == torch.float32 and backend.samples[0].keys.shape[3] == layer.head_size
-    assert error(layer, backend) > 1e-4, "nothing was rounded"
+    assert error(layer.made, layer, backend) > 1e-4, "nothing was rounded"
     layer.read_back()
-    assert error(layer, backend) <= 1e-5
+    assert error(layer.made, layer, backend) <= 1e-5
     for name in ("_k_scale_cache", "_v_scale_cache"):
         held = getattr(layer.impl, name)
         for values in (1.0, held.nan_to_num(0.01).roll(1, 1)):
             with patch.object(layer.impl, name, other_scales(held, values)):
-                assert error(layer, backend) > 1e-3, name
+                assert error(layer.made, layer, backend) > 1e-3, name
 
 
 @KINDS
@@ -205,12 +171,12 @@ def test_scales_move_with_their_tokens(cache_dtype: str, monkeypatch: pytest.Mon
 
 def spoilt(layer: Layer, backend: CudaTreeBackend, number: float) -> list[tuple[Any, Any]]:
     """Rows of each tree without and with two rows that hold `number`."""
-    clean, made = answer(layer, backend), layer.made
+    clean, made = answer(layer.made, layer, backend), layer.made
     for r, context in enumerate(made.contexts):
         for row in BAD_ROWS:
             spoil(made.keys[r][context:], made.values[r][context:], row, number)
     layer.store(None)
-    now = answer(layer, backend)
+    now = answer(layer.made, layer, backend)
     return [
         (clean[start : start + n], now[start : start + n])
         for start, n in zip(made.starts, made.rows, strict=True)

@@ -22,6 +22,7 @@ from tests.e2e.tiny import (
     make_head,
     make_local_head,
 )
+from tests.kernels.bound_backend import use_triton
 from tests.kernels.graph_memory import (
     BLOCKS,
     CONTEXT,
@@ -33,7 +34,7 @@ from tests.kernels.graph_memory import (
     config,
     garbage,
 )
-from tests.pretended_graph import PretendedGraph, pretended_graphs
+from tests.pretended_graph import PretendedGraph
 from tests.unit.drafters import load_drafter
 
 pytest.importorskip("triton")
@@ -42,7 +43,6 @@ pytest.importorskip("vllm")
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
@@ -60,7 +60,7 @@ from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
-pytestmark = pytest.mark.usefixtures("interpreter")
+pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
 DEPTH = 4
 SIZES = [1, 2, REQUESTS]
@@ -68,13 +68,6 @@ TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers
 
 # drafter, head and settings
 Made = tuple[type[Any], Path, Any]
-
-
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(PretendedGraph, "captured", [])
-    with torch.inference_mode(), pretended_graphs(distributed=False):
-        yield
 
 
 def causal_head(folder: Path) -> Made:
@@ -137,9 +130,8 @@ class Drafts:
         *,
         is_adaptive: bool = True,
     ) -> None:
-        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: store)
-        kernel = ChosenKernel("triton", load_kernel("triton"), "")
-        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
+        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+        use_triton(monkeypatch)
         torch.manual_seed(1)
         cls, head, settings = make(folder / "head")
         self.drafter = load_drafter(

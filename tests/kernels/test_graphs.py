@@ -29,7 +29,7 @@ from tests.kernels.graph_memory import (
     garbage,
 )
 from tests.kernels.paged import random_parents
-from tests.pretended_graph import CaptureError, PretendedGraph, capturing, pretended_graphs
+from tests.pretended_graph import CaptureError, PretendedGraph, capturing
 from tests.unit.vllm_v2.steps import input_batch
 
 pytest.importorskip("triton")
@@ -54,11 +54,8 @@ SIZES = [1, 3, 8, 17, REQUESTS * (NODES + 1)]
 
 
 @pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
+def full_graphs(pretended_pool: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
-    monkeypatch.setattr(PretendedGraph, "captured", [])
-    with torch.inference_mode(), pretended_graphs(distributed=False):
-        yield
 
 
 class Target:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_tokenswift_heads
+from tests.kernels.bound_backend import use_triton
 from tests.kernels.graph_memory import (
     BLOCKS,
     CONTEXT,
@@ -27,7 +28,7 @@ from tests.kernels.graph_memory import (
     config,
     garbage,
 )
-from tests.pretended_graph import CaptureError, PretendedGraph, pretended_graphs
+from tests.pretended_graph import CaptureError, PretendedGraph
 from tests.unit.drafters import load_drafter
 
 pytest.importorskip("triton")
@@ -40,7 +41,6 @@ from vllm_specplug.drafting.device_requests import (
     DeviceTrees,
     TokenHistory,
 )
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -49,17 +49,10 @@ from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import Contexts, DeviceSelfDraft
 from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
 
-pytestmark = pytest.mark.usefixtures("interpreter")
+pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
 LAYERS, DEPTH, BUDGET, SINK, REFRESH = 2, 3, 40, 2, 8
 SIZES = [2, REQUESTS]
-
-
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(PretendedGraph, "captured", [])
-    with torch.inference_mode(), pretended_graphs(distributed=False):
-        yield
 
 
 class Target:
@@ -126,8 +119,7 @@ class Drafts:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
-        kernel = ChosenKernel("triton", load_kernel("triton"), "")
-        monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
+        use_triton(monkeypatch)
         self.target = Target()
         if not folder.exists():
             make_tokenswift_heads(folder, VOCAB)

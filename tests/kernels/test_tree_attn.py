@@ -51,14 +51,11 @@ def test_every_isa_matches_branches_run_as_chains(isa, dtype, kind, dense):
 
 
 @pytest.mark.parametrize(("dtype", "kind"), CACHES)
-@pytest.mark.parametrize("nodes", [0, 1, 2, 30, 31, 32, 62, 63, 64, 65, 128])
+@pytest.mark.parametrize("nodes", [0, 1, 2, 30, 31, 32, 62, 63, 64, 65, 128, 256])
 def test_node_counts_around_word_and_group_edges(compiled, dtype, kind, nodes):
     check(PagedTrees(layout_of(kind, dtype, 32, 32), 1, 3, trees_of([(17, nodes), (64, 3)])))
-
-
-@pytest.mark.parametrize(("dtype", "kind"), CACHES)
-def test_largest_tree(compiled, dtype, kind):
-    check(PagedTrees(layout_of(kind, dtype, 128, 64), 1, 3, trees_of([(100, 256)])))
+    if nodes == 256:
+        check(PagedTrees(layout_of(kind, dtype, 128, 64), 1, 3, trees_of([(100, nodes)])))
 
 
 @pytest.mark.parametrize(("dtype", "kind"), CACHES)
@@ -103,18 +100,11 @@ def test_shares_of_a_split_context_are_merged(compiled, dtype, kind, threads):
     check(PagedTrees(layout, 3, 3, trees_of([(900, 12)])), threads=threads)
     specs = [(3, 1), (700, 70), (0, 0), (260, 7)]
     check(PagedTrees(layout, 2, 4, trees_of(specs)), threads=threads)
-
-
-def test_threads_do_not_change_what_is_attended(compiled):
-    """One kv head and four threads: the tail's groups fall to a thread without context."""
-    check(PagedTrees(layout_of("vec", FP32, 32, 64), 1, 8, trees_of([(64, 200)])), threads=4)
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_many_query_heads_are_split_into_passes(compiled, threads):
-    """More rows x heads than one pass over the context takes."""
-    problem = PagedTrees(layout_of("vnni", BF16, 32, 32), 1, 16, trees_of([(33, 130)]))
-    check(problem, threads=threads)
+    # More rows x heads than one pass over the context takes; the tail's groups fall to a thread
+    # without context.
+    small = layout_of(kind, dtype, 32, 32)
+    check(PagedTrees(small, 1, 16, trees_of([(33, 130)])), threads=threads)
+    check(PagedTrees(layout, 1, 8, trees_of([(64, 200)])), threads=threads)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), CACHES)

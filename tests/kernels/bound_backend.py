@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backend of tree rows with Triton's kernel, over layers of vLLM's."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.device_trees import DeviceTrees
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
+from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_worker.cache_groups import target_groups
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
+
+
+def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = ChosenKernel("triton", load_kernel("triton"), "")
+    monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **use: kernel)
+
+
+def bound(layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
+    """Over layers of one group."""
+    use_triton(monkeypatch)
+    heads = next(iter(layers.values())).num_heads
+    limits = StepLimits(4, 64, 13, 400)
+    backend = CudaTreeBackend("triton", heads, limits, torch.device("cpu"))
+    group = SimpleNamespace(layer_names=list(layers))
+    backend.bind(target_groups(SimpleNamespace(kv_cache_groups=[group]), layers))
+    return backend
+
+
+def answer(made: DeviceTrees, layer: Any, backend: CudaTreeBackend) -> torch.Tensor:
+    """What the layer gives for the rows of all trees."""
+    output = torch.full(made.query.shape, float("nan"), dtype=made.dtype)
+    metadata = SimpleNamespace(block_table=made.block_table)
+    rows = DeviceTreeRows(made.metadata(), backend.kernel.run, backend.views, True)
+    attach_tree_rows(metadata, rows)
+    none: Any = None
+    layer.impl.forward(layer, made.asked, none, none, layer.kv_cache, metadata, output)
+    return output
+
+
+def error(made: DeviceTrees, layer: Any, backend: CudaTreeBackend) -> float:
+    """How far it is from the oracle."""
+    output = answer(made, layer, backend)
+    return max(
+        (output[start : start + n].double() - expected).abs().max().item()
+        for start, n, expected in zip(made.starts, made.rows, made.expected(), strict=True)
+    )
