@@ -21,17 +21,6 @@ def test_store_keeps_cells_in_a_readable_file(tmp_path: Path) -> None:
     assert store.get("abc", (*CELL.key[:3], 1)) is None
 
 
-def test_a_line_cut_off_by_a_kill_is_measured_again(tmp_path: Path) -> None:
-    path = tmp_path / "cells.jsonl"
-    CellStore(path).add("abc", CELL.key, {"duration": 3.0})
-    whole = path.read_text()
-    path.write_text(whole + "\n" + whole[: len(whole) // 2])
-    store = CellStore(path)
-    assert len(store) == 1
-    store.add("abc", Cell("plain", MIX, BURST).key, {"duration": 4.0})
-    assert len(CellStore(path)) == 2
-
-
 def test_levels_have_names_options_and_an_order() -> None:
     levels = [Level(concurrency=8), BURST, Level(rate=2.0), Level(rate=0.25), IDLE]
     ordered = sorted(levels, key=lambda level: level.order)
