@@ -18,7 +18,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from vllm_specplug.budget import Plan
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory
@@ -46,16 +45,12 @@ from vllm_specplug.vllm_v2.host_step import (
     TreesCopy,
 )
 from vllm_specplug.vllm_v2.penalty_processor import device_penalties
+from vllm_specplug.vllm_v2.pending_steps import HELD_STEPS, PendingDraft, PendingStep
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.step_context import StepRecord
 from vllm_specplug.vllm_v2.step_input import HostRequest
 from vllm_specplug.vllm_worker.draft_planner import Batch
 from vllm_specplug.vllm_worker.late_budget import LateBudget
 from vllm_specplug.vllm_worker.ranks import first_rank_tensor
-
-_HELD_STEPS = 3
-"""Steps after a decision of an adaptive budget for which it holds while the batch stays the same. A
-decision takes the host a millisecond, and the rows that it reserves are filled two steps later."""
 
 
 class DeviceSpeculator(TreeSpeculator):
@@ -74,12 +69,12 @@ class DeviceSpeculator(TreeSpeculator):
         self.draft_graphs: DraftGraphs | None = None
         self.context_graphs: ContextGraphs | None = None
         # Steps and drafts that the host has not looked at yet, in their order.
-        self._late: deque[_PendingStep | _PendingDraft] = deque()
+        self._late: deque[PendingStep | PendingDraft] = deque()
         # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
         self._ngrams: DeviceNgrams | None = None
         self._late_budget: LateBudget | None = None
         # What was planned last, and for how many more steps it holds.
-        self._held: _PendingDraft | None = None
+        self._held: PendingDraft | None = None
         self._held_steps = 0
         # The rows that the scheduler was asked for with the last output. What is decided between
         # two drafts is asked for with the next one.
@@ -213,7 +208,7 @@ class DeviceSpeculator(TreeSpeculator):
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
             source, milliseconds = self._pace(input_batch)
             record = self.step.record(self.planner.running)
-            self._late.append(_PendingStep(input_batch, copy, trees, record, source, milliseconds))
+            self._late.append(PendingStep(input_batch, copy, trees, record, source, milliseconds))
             drafted = self._draft_on_device(input_batch, num_sampled, most, self._asked)
             self._asked = self.reserved = self._shared(self.reserved)
             return drafted
@@ -234,12 +229,12 @@ class DeviceSpeculator(TreeSpeculator):
         """Learns from the steps and decides on the trees whose copies have come."""
         while self._late and self._late[0].has_come:
             late = self._late.popleft()
-            if isinstance(late, _PendingStep):
+            if isinstance(late, PendingStep):
                 self._learn(late)
             else:
                 self._decide(late)
 
-    def _learn(self, late: _PendingStep) -> None:
+    def _learn(self, late: PendingStep) -> None:
         read = late.copy.read()
         trees = {req_id: copy.read(row) for req_id, (copy, row) in late.trees.items()}
         self.learn(late.input_batch, read.walk, read.seq_lens, trees, late.record)
@@ -259,7 +254,7 @@ class DeviceSpeculator(TreeSpeculator):
                 copy, row = late.trees[req_id]
                 self._ngrams.learn(copy.branches(row), latest[i, -sampled[i] :])
 
-    def _decide(self, late: _PendingDraft) -> None:
+    def _decide(self, late: PendingDraft) -> None:
         """What trees were worth, as rows of the step that is scheduled next."""
         assert self._late_budget is not None
         copy, rows = late.copy, late.rows
@@ -420,7 +415,7 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _plan(
         self, input_batch: Any, budgets: np.ndarray, longest: np.ndarray, room: np.ndarray
-    ) -> _PendingDraft | None:
+    ) -> PendingDraft | None:
         """What an adaptive budget decides before drafting; None under a fixed one."""
         planner = self.planner
         if planner.adaptive is None:
@@ -459,9 +454,9 @@ class DeviceSpeculator(TreeSpeculator):
                 batch,
             )
         decoding = [req_ids[row] for row in np.flatnonzero(is_decoding)]
-        late = _PendingDraft(plan, rows, decoding, room.tolist(), req_ids, budgets)
+        late = PendingDraft(plan, rows, decoding, room.tolist(), req_ids, budgets)
         if plan is not None and is_decoding.all() and plan.depths.any() and not plan.is_trial:
-            self._held, self._held_steps = late, _HELD_STEPS
+            self._held, self._held_steps = late, HELD_STEPS
         return late
 
     def _budgets(self, input_batch: Any, most: int) -> np.ndarray:
@@ -521,69 +516,6 @@ class DeviceSpeculator(TreeSpeculator):
                 )
             )
         return batch
-
-
-@dataclass(frozen=True)
-class _PendingStep:
-    """A step that the host looks at once its copy has come."""
-
-    input_batch: Any
-    copy: StepCopy
-    # those it verified, by request
-    trees: dict[str, tuple[TreesCopy, int]]
-    record: StepRecord
-    # `Drafter.source` of these trees, and how long the step took; 0 where that is not known
-    source: str | None = None
-    milliseconds: float = 0.0
-
-    @property
-    def has_come(self) -> bool:
-        # Its trees were drafted, and copied, before it.
-        return self.copy.copy.has_come
-
-
-@dataclass(frozen=True)
-class _PendingDraft:
-    """Trees that an adaptive budget decides on once their copy has come."""
-
-    # of the requests at `rows` of the batch; None where there are none
-    _plan: Plan | None
-    rows: list[int]
-    # requests of the batch that decode
-    decoding: list[str]
-    # [R] nodes of each that the next step has rows for
-    room: list[int]
-    # all requests of the batch, and [R] most nodes of each
-    req_ids: list[str]
-    budgets: np.ndarray
-    _copy: TreesCopy | None = None
-    # Whether the plan is an earlier step's, and decided on with that one's trees.
-    is_held: bool = False
-
-    @property
-    def plan(self) -> Plan:
-        assert self._plan is not None
-        return self._plan
-
-    @property
-    def copy(self) -> TreesCopy:
-        assert self._copy is not None
-        return self._copy
-
-    @property
-    def has_come(self) -> bool:
-        return self.copy.copy.has_come
-
-    def is_for(self, req_ids: list[str], budgets: np.ndarray) -> bool:
-        """Whether the plan fits this batch."""
-        return req_ids == self.req_ids and np.array_equal(budgets, self.budgets)
-
-    def forward_depths(self, count: int) -> np.ndarray:
-        """Depth of the draft forward for each request of the batch, int32 [count]; 0 for none."""
-        depths = np.zeros(count, np.int32)
-        if self._plan is not None:
-            depths[self.rows] = self._plan.depths
-        return depths
 
 
 def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, torch.Tensor]:

@@ -64,6 +64,8 @@ def test_latent_attention_on_another_device_is_refused_by_name(tmp_path: Path) -
     config.device_config = SimpleNamespace(device_type="cuda")
     from vllm_specplug.vllm_process.engine_args import check_engine_config
 
-    message = r"'ngram_tree' .*MLA target \(DeepseekV2ForCausalLM\) on 'cuda'.*only computed on CPUs"
+    message = (
+        r"'ngram_tree' .*MLA target \(DeepseekV2ForCausalLM\) on 'cuda'.*only computed on CPUs"
+    )
     with pytest.raises(ValueError, match=message):
         check_engine_config(config)

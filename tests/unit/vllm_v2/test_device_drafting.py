@@ -142,10 +142,10 @@ def on_the_device(
         return numbers(len(budgets), nodes), *ints, scores, count
 
     def merged(head: Any, sizes: Any, branches: Any, table: Any, budgets: Any, nodes: int, *,
-               alone: bool) -> Any:  # fmt: skip
+               lookup_only: bool) -> Any:  # fmt: skip
         given = (*(head or ()), sizes, branches, table, budgets)
         assert all(t.is_meta for t in given)
-        return [built(None, None, budgets, None, 4, nodes) for _ in range(1 + alone)]
+        return [built(None, None, budgets, None, 4, nodes) for _ in range(1 + lookup_only)]
 
     monkeypatch.setattr(block_head, "top_candidates", top)
     monkeypatch.setattr(tree_builder_triton, "build_best_first_triton", built)
@@ -219,7 +219,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         learn=lambda batch, walk, seq_lens, trees: seq_lens.tolist(),
     )  # fmt: skip
     # Every step is planned; a test of its own looks at held plans.
-    monkeypatch.setattr(device_speculator, "_HELD_STEPS", 0)
+    monkeypatch.setattr(device_speculator, "HELD_STEPS", 0)
     # Copies that have not come are not looked at.
     monkeypatch.setattr(HostCopy, "has_come", False)
     monkeypatch.setattr(device_speculator, "get_tensor_model_parallel_world_size", lambda: 1)
@@ -474,7 +474,7 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
     # Decided since the last output left: for the step after.
     made.reserved = ReservedRows({"a": 0, "b": 9}, others=0)
     propose(made, step)
-    assert isinstance(made._late[-1], device_speculator._PendingDraft)
+    assert isinstance(made._late[-1], device_speculator.PendingDraft)
     assert made._late[-1].room == [5, 0, 3]
     assert made._late[-1].rows == [0, 1, 2] and made._late[-1].decoding == ["a", "b", "c"]
 
@@ -485,7 +485,7 @@ def test_a_decision_holds_while_the_batch_stays_the_same(
     step = Step()
     made = speculator(step, drafter, monkeypatch)
     budget = defaults(made, drafter)
-    monkeypatch.setattr(device_speculator, "_HELD_STEPS", 3)
+    monkeypatch.setattr(device_speculator, "HELD_STEPS", 3)
     plans: list[Plan] = []
     planned = LateBudget.plan
 
@@ -495,22 +495,15 @@ def test_a_decision_holds_while_the_batch_stays_the_same(
         return plans[-1]
 
     monkeypatch.setattr(LateBudget, "plan", plan)
-    counts = []
-    for _ in range(5):
-        propose(made, step)
-        counts.append(len(plans))
-    assert counts == [1, 1, 1, 1, 2]
-    # Only trees of a plan of their own are decided on.
-    drafts = [late for late in made._late if isinstance(late, device_speculator._PendingDraft)]
+    assert [propose(made, step) is not None and len(plans) for _ in range(5)] == [1, 1, 1, 1, 2]
+    drafts = [late for late in made._late if isinstance(late, device_speculator.PendingDraft)]
     assert [late.plan for late in drafts] == plans
     # Held steps count for fairness as those that were decided.
     assert budget.fairness._emitted[plans[0].slots].tolist() == [3.0] * 3
-    # Another batch, or other room in it, is planned anew.
+    # Another batch is planned anew, and so is the step behind one that only measured.
     made.plain["a"] = "opted_out"
     propose(made, step)
-    assert len(plans) == 3
-    # So is the step behind one that only measured.
-    made._held, made._held_steps = replace(drafts[0], budgets=np.zeros(3, np.int32)), 3
+    assert len(plans) == 3 and made._held_steps
     plans[0].is_trial = True
     monkeypatch.setattr(LateBudget, "wanted", lambda *_: {})
     copy = SimpleNamespace(merged=[None] * 3, lookup_only=[None] * 3)
