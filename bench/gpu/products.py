@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds of an 8B-shaped model's matrix products by rows: `python bench/gpu/products.py`.
 
-The products of all 36 layers and the LM head, in bfloat16, replayed from a graph over weights that
-no cache holds. It shows what a row of a tree costs, and where a tile more begins.
+The products of all 36 layers and the LM head, in bfloat16, and those of its JetSpec head, also in
+e4m3, replayed from a graph over weights that no cache holds. It shows what a row of a tree costs,
+and where a tile more begins.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -20,13 +22,30 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "scripts" / "gpu")]
 from report import Report  # noqa: E402
 from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
 
-LAYERS = 36
+from vllm_specplug.kernels.fp8_linear import Fp8Linear  # noqa: E402
+from vllm_specplug.kernels.row_ops import round_rows  # noqa: E402
+
+LAYERS, DRAFT_LAYERS = 36, 5
 # (in, out) of a layer's products, and of the LM head
 LAYER = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 24576), "down": (12288, 4096)}
 LM_HEAD = (4096, 151936)
 ROWS = [1, 2, 4, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 513,
         640, 768, 1024]  # fmt: skip
+DRAFT_ROWS = [16, 64, 128, 256, 512]
 COPIES = 4
+
+
+def vllm_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """As `Fp8Linear`, by vLLM's kernels."""
+    from vllm import _custom_ops as ops
+
+    rounded, scales = round_rows(weight)
+
+    def multiply(x: torch.Tensor) -> torch.Tensor:
+        rows, row_scales = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+        return ops.cutlass_scaled_mm(rows, rounded.t(), row_scales, scales, x.dtype)
+
+    return multiply
 
 
 def main() -> int:
@@ -40,7 +59,7 @@ def main() -> int:
     shrink = 1 if args.device == "cuda" else 64
 
     def weights(shape: tuple[int, int], copies: int) -> list[torch.Tensor]:
-        size = [n // shrink for n in shape[::-1]]
+        size = [n // shrink // 16 * 16 for n in shape[::-1]]
         return [torch.randn(size, device=device).bfloat16() / 64 for _ in range(copies)]
 
     with report.part("ceilings"):
@@ -57,6 +76,29 @@ def main() -> int:
             layers_ms = LAYERS * sum(times[name] for name in LAYER) / 1e3
             report.row(rows=rows, ms=layers_ms + times["lm_head"] / 1e3, layers_ms=layers_ms,
                        **{f"{name}_us": us for name, us in times.items()})  # fmt: skip
+    with report.part("draft products"):
+        kinds: dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
+            "bfloat16": lambda weight: partial(torch.nn.functional.linear, weight=weight),
+            "e4m3": lambda weight: Fp8Linear(weight, None),
+        }
+        if args.device == "cuda":
+            kinds["e4m3, vLLM"] = vllm_product
+        for kind, make in kinds.items():
+            products = {
+                name: [make(weight) for weight in copies]
+                for name, copies in [*layer.items(), ("lm_head", head)]
+            }
+            for rows in DRAFT_ROWS:
+                times = {}
+                for name, copies in products.items():
+                    size = layer.get(name, head)[0].shape[1]
+                    inputs = torch.randn(rows, size, device=device).bfloat16()
+                    calls = [partial(product, inputs) for product in copies]
+                    times[name] = time_us(calls, device, budget_s=0.03)
+                layers_ms = DRAFT_LAYERS * sum(times[name] for name in LAYER) / 1e3
+                report.row(kind=kind, rows=rows, ms=layers_ms + times["lm_head"] / 1e3,
+                           layers_ms=layers_ms,
+                           **{f"{name}_us": us for name, us in times.items()})  # fmt: skip
     return report.finish()
 
 

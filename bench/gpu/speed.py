@@ -43,8 +43,6 @@ TINY_VOCAB = 64
 # vLLM's default sizes up to 64, and coarser ones behind: fewer graphs to capture.
 SIZES = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, 513, 64)]
 
-GRAPHS_ONLY = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "custom_ops": ["all"]}
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -86,6 +84,7 @@ ARMS = {
         Arm("127 nodes", 127, (1, 4), kv_gib=1.5),
         Arm("auto", 63, is_adaptive=True, kv_gib=7.5),
         Arm("15 nodes, fp8 drafts", 15, kv_gib=7.5, options={"draft_weights": "fp8"}),
+        Arm("15 nodes, cute_ws", 15, kv_gib=7.5, options={"tree_kernel": "cute_ws"}),
         Arm("auto, fp8 drafts", 63, is_adaptive=True, options={"draft_weights": "fp8"}),
         Arm("vLLM chain of 15", 15, is_stock=True, kv_gib=7.5),
         Arm("vLLM chain of 7", 7, is_stock=True, kv_gib=7.5),
@@ -218,12 +217,6 @@ class Speed:
         for together in (*alone, [name for name in new if [name] not in alone]):
             self.start_together(together)
         self.report.save()
-        if len(self.running) < len(names) and not self.args.compilation:
-            # All engines of a comparison are compiled, or none is.
-            print("   not all engines start compiled: again with whole graphs only", flush=True)
-            self.args.compilation = GRAPHS_ONLY
-            self.start([])
-            self.start(names)
 
     def start_together(self, names: list[str]) -> None:
         started = {name: Running(ARMS[name], self.job(ARMS[name])) for name in names}
