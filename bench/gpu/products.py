@@ -23,7 +23,6 @@ from report import Report  # noqa: E402
 from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
 
 from vllm_specplug.kernels.fp8_linear import Fp8Linear  # noqa: E402
-from vllm_specplug.kernels.row_ops import round_rows  # noqa: E402
 
 LAYERS, DRAFT_LAYERS = 36, 5
 # (in, out) of a layer's products, and of the LM head
@@ -33,19 +32,6 @@ ROWS = [1, 2, 4, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257,
         640, 768, 1024]  # fmt: skip
 DRAFT_ROWS = [16, 64, 128, 256, 512]
 COPIES = 4
-
-
-def vllm_product(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """As `Fp8Linear`, by vLLM's kernels."""
-    from vllm import _custom_ops as ops
-
-    rounded, scales = round_rows(weight)
-
-    def multiply(x: torch.Tensor) -> torch.Tensor:
-        rows, row_scales = ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
-        return ops.cutlass_scaled_mm(rows, rounded.t(), row_scales, scales, x.dtype)
-
-    return multiply
 
 
 def main() -> int:
@@ -81,8 +67,6 @@ def main() -> int:
             "bfloat16": lambda weight: partial(torch.nn.functional.linear, weight=weight),
             "e4m3": lambda weight: Fp8Linear(weight, None),
         }
-        if args.device == "cuda":
-            kinds["e4m3, vLLM"] = vllm_product
         for kind, make in kinds.items():
             products = {
                 name: [make(weight) for weight in copies]

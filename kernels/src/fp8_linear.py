@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from .row_ops import round_rows
@@ -43,8 +45,13 @@ class Fp8Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, scales = round_rows(x.reshape(-1, x.shape[-1]))
-        out = torch._scaled_mm(
-            rows, self.weight.t(), scale_a=scales, scale_b=self.scales.t(), bias=self.bias,
-            out_dtype=x.dtype, use_fast_accum=True,
+        if x.is_cuda:
+            # Up to a hundred rows faster than torch's, and no slower than a twentieth beyond.
+            from vllm._custom_ops import cutlass_scaled_mm as multiply
+        else:
+            multiply = partial(torch._scaled_mm, use_fast_accum=True)
+        out = multiply(
+            rows, self.weight.t(), scale_a=scales, scale_b=self.scales.t(), out_dtype=x.dtype,
+            bias=self.bias,
         )  # fmt: skip
         return out.unflatten(0, x.shape[:-1])

@@ -34,6 +34,9 @@ from vllm_specplug.seams import CPU_PRODUCTS
 
 logger = init_logger("vllm.specplug.worker")
 
+# Of a smaller matrix, rounding the inputs takes what the product saves (measured on an H100).
+_LEAST_FP8_NUMBERS = 2**23
+
 # Row counts whose compiled products oneDNN keeps for each matrix.
 _KEPT_SHAPES = 128
 _ROUNDED_ROWS = 4096
@@ -45,20 +48,23 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
     Raises:
         ValueError: where "int8" or "fp8" is asked for and there are no such products here.
     """
-    if weights == "fp8":
-        capability = current_platform.get_device_capability()
-        if dtype != torch.bfloat16 or capability is None or capability < FP8_CAPABILITY:
-            raise option_error(
-                "draft_weights",
-                weights,
-                "e4m3 products need a target in bfloat16 and a GPU of compute capability 9.0, and "
-                f"here are {dtype} and {capability}",
-                'Use "auto"',
-            )
-        logger.info("Draft weights: e4m3, by row (draft_weights=%r)", weights)
-        return fp8_linear
-    if weights == "full" or not current_platform.is_cpu():
+    if weights == "full":
         return packed_linear
+    if not current_platform.is_cpu():
+        capability = current_platform.get_device_capability()
+        if dtype == torch.bfloat16 and capability is not None and capability >= FP8_CAPABILITY:
+            logger.info("Draft weights: e4m3, by row (draft_weights=%r)", weights)
+            least = 0 if weights == "fp8" else _LEAST_FP8_NUMBERS
+            return functools.partial(fp8_linear, least=least)
+        if weights == "auto":
+            return packed_linear
+        raise option_error(
+            "draft_weights",
+            weights,
+            "e4m3 products need a target in bfloat16 and a GPU of compute capability 9.0, and "
+            f"here are {dtype} and {capability}",
+            'Use "auto"',
+        )
     is_built = hasattr(torch.ops._C, "create_onednn_scaled_mm_handler")
     # Without VNNI, oneDNN adds pairs of products in 16 bits, where they overflow.
     if weights == "int8" and not (is_built and torch.cpu._is_vnni_supported()):
@@ -111,10 +117,13 @@ def int8_linear(
 
 
 def fp8_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None
+    weight: torch.Tensor, bias: torch.Tensor | None, least: int = 0
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [T, in] -> [T, out] for weight [out, in], in e4m3 where its sizes allow."""
-    return Fp8Linear(weight, bias) if Fp8Linear.takes(weight) else packed_linear(weight, bias)
+    """x [T, in] -> [T, out] for weight [out, in], in e4m3 where its sizes allow and it has `least`
+    numbers or more."""
+    if Fp8Linear.takes(weight) and weight.numel() >= least:
+        return Fp8Linear(weight, bias)
+    return packed_linear(weight, bias)
 
 
 def packed_linear(

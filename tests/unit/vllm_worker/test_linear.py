@@ -131,12 +131,23 @@ def test_fp8_takes_a_gpu_that_multiplies_it_and_bfloat16(monkeypatch: pytest.Mon
     # A matrix of another size stays as it is.
     odd = draft_linear("fp8", torch.bfloat16)(torch.ones(3, 16).bfloat16(), None)
     assert odd(torch.ones(2, 16).bfloat16()).tolist() == [[16.0] * 3] * 2
-    assert draft_linear("auto", torch.bfloat16) is packed_linear
+    assert draft_linear("full", torch.bfloat16) is packed_linear
+    assert draft_linear("auto", torch.float16) is packed_linear
     with pytest.raises(ValueError, match=r"draft_weights='fp8'.*bfloat16.*\"auto\""):
         draft_linear("fp8", torch.float16)
     on_gpu(monkeypatch, 8, 0)
+    assert draft_linear("auto", torch.bfloat16) is packed_linear
     with pytest.raises(ValueError, match=r"draft_weights='fp8'.*capability 9.0"):
         draft_linear("fp8", torch.bfloat16)
+
+
+@pytest.mark.parametrize(("rows", "is_rounded"), [(2**16, True), (2**16 - 16, False)])
+def test_large_matrices_are_in_fp8_by_default(
+    rows: int, is_rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch, 9, 0)
+    product = draft_linear("auto", torch.bfloat16)(torch.zeros(rows, 128).bfloat16(), None)
+    assert isinstance(product, Fp8Linear) == is_rounded
 
 
 needs_avx2 = pytest.mark.skipif(not packs_target("packed"), reason="this CPU has no AVX2")
