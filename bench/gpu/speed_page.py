@@ -25,14 +25,17 @@ chain drafts with a head of the same shape. Its drafts are overwritten with the 
 vLLM accepts each with the model's probability. The adaptive budget served each load once before it
 was measured. The page says nothing about a head's quality. Every answer was checked to be the
 target's."""
-STEPS = """Milliseconds per step over those of plain decoding, with 1,024 tokens of context: means
-over all rounds and both tasks. A step with trees verifies one per request and drafts the next."""
+STEPS = """Milliseconds per step over those of plain decoding, with 1,024 tokens of context: the
+median step, on average over all rounds and both tasks. A step with trees verifies one per request
+and drafts the next."""
 SPEEDS = """Imposed acceptance length over the step's length in plain steps; for the adaptive
 budget, which chooses the trees, tokens per second over those of plain decoding."""
 LENGTHS = """Measured mean acceptance length / imposed one, for the adaptive budget that of its
 largest tree. vLLM's chain draws every token by itself, so that its lengths scatter."""
 KERNELS = "Milliseconds of kernels per step, and their launches, by torch's profiler."
 PRODUCTS = "All matrix products of the 36 layers and the LM head by rows, replayed from a graph."
+DRAFT_PRODUCTS = """All matrix products of the draft head's 5 layers and the LM head by rows,
+replayed from a graph; those in e4m3 include the rounding of their inputs."""
 
 
 class Run:
@@ -56,7 +59,8 @@ class Run:
 
     @property
     def title(self) -> str:
-        return "compiled" if self.is_compiled else "not compiled, from whole graphs"
+        kind = "compiled" if self.is_compiled else "not compiled, from whole graphs"
+        return f"{kind}, {self.data['commit']}"
 
     def found(self, arm: str, batch: int, task: str | None = None) -> list[Mapping[str, Any]]:
         wanted = {"arm": arm, "batch": batch, **({"profile": task} if task else {})}
@@ -65,8 +69,8 @@ class Run:
     def step(self, arm: str, batch: int, task: str | None = None) -> float | None:
         """In plain steps."""
         rows = self.found(arm, batch, task)
-        plain = median(row["step_ms"] for row in self.found("plain", batch))
-        return mean(row["step_ms"] for row in rows) / plain if rows else None
+        plain = median(row["median_step_ms"] for row in self.found("plain", batch))
+        return mean(row["median_step_ms"] for row in rows) / plain if rows else None
 
     def table(self, cell: Any, tasks: Sequence[str]) -> Section:
         arms = [arm for arm in self.arms if arm != "plain"]
@@ -100,7 +104,7 @@ class Run:
 
         plain = [
             [str(b), *(f"{median(row[key] for row in self.found('plain', b)):.{n}f}"
-                       for key, n in (("tokens_per_s", 0), ("step_ms", 2)))]
+                       for key, n in (("tokens_per_s", 0), ("median_step_ms", 2)))]
             for b in self.batches
         ]  # fmt: skip
         parts = [
@@ -126,12 +130,24 @@ class Run:
         return sections
 
 
-def product_section(data: Mapping[str, Any]) -> Section:
+def product_sections(data: Mapping[str, Any]) -> list[Section]:
     rows = [row for row in data["rows"] if "rows" in row]
+    target = [row for row in rows if "kind" not in row]
     lines = [
-        [str(row["rows"]), f"{row['ms']:.2f}", f"{row['ms'] / rows[0]['ms']:.2f}"] for row in rows
+        [str(row["rows"]), f"{row['ms']:.2f}", f"{row['ms'] / target[0]['ms']:.2f}"]
+        for row in target
     ]
-    return Section(("rows", "ms", "of one row"), lines, "Matrix products by rows", [PRODUCTS])
+    sections = [Section(("rows", "ms", "of one row"), lines, "Matrix products by rows", [PRODUCTS])]
+    draft = {(row["rows"], row["kind"]): f"{row['ms']:.2f}" for row in rows if "kind" in row}
+    if draft:
+        kinds = list(dict.fromkeys(kind for _, kind in draft))
+        lines = [
+            [str(count), *(draft[count, kind] for kind in kinds)]
+            for count in dict.fromkeys(count for count, _ in draft)
+        ]
+        header = ("rows", *(f"ms, {kind}" for kind in kinds))
+        sections.append(Section(header, lines, "Draft products by rows", [DRAFT_PRODUCTS]))
+    return sections
 
 
 def kept(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,7 +191,7 @@ def main() -> None:
             if path.name == "gpu_speed.json":
                 sections += Run(found).sections()
             else:
-                sections.append(product_section(found))
+                sections += product_sections(found)
             records.append(provenance(found))
     gpu = found["hardware"].get("gpu", "a CPU")
     title, about = f"Trees and plain decoding: {gpu}", f"{ABOUT}\n\n{args.note}".strip()

@@ -46,7 +46,8 @@ class Fp8Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows, scales = round_rows(x.reshape(-1, x.shape[-1]))
         if x.is_cuda:
-            # Up to a hundred rows faster than torch's, and no slower than a twentieth beyond.
+            # All products of an 8B model's draft by 16 rows take an H100 0.69 ms with vLLM's kernel
+            # and 0.82 with torch's, by 512 rows 1.42 and 1.39.
             from vllm._custom_ops import cutlass_scaled_mm as multiply
         else:
             multiply = partial(torch._scaled_mm, use_fast_accum=True)

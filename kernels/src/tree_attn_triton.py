@@ -37,9 +37,6 @@ _LONGEST_WINDOW = 2**30
 # Tiles of 64 columns; a shorter part costs more in merging than it saves.
 MIN_TILES = 4
 _MAX_BLOCK_M = 128
-# Most packed rows of small tiles behind a prefix: a program there waits longer than it computes, so
-# that many are faster, but each reads all keys of its tree.
-_SMALL_TAIL = 512
 MAX_HEAD_DIM = 512
 
 
@@ -62,15 +59,12 @@ class TreeAttnConfig:
         major: int = 9,
         dense: bool = False,
         kind: FeatureKind = PLAIN.kind,
-        prefix: bool = False,
     ) -> TreeAttnConfig:
         """Tiles for `packed_rows` rows x heads of the largest tree on a device of compute
         capability `major` whose blocks may take `shared_memory` bytes; with `dense` tails, for a
-        layer of `kind`, behind another kernel's `prefix`."""
+        layer of `kind`."""
         if itemsize == 4:
             return cls._of_float32(packed_rows, head_dim)
-        if prefix and packed_rows <= _SMALL_TAIL:
-            return cls(16, 64, 4, 1)
         if head_dim > 256:
             # Sixteen rows of outputs are what registers hold; more rows, or a single stage, spill.
             return cls(16, 16, 8, 2)
@@ -127,13 +121,10 @@ def config_for(
     itemsize: int,
     dense: bool = False,
     kind: FeatureKind = PLAIN.kind,
-    prefix: bool = False,
 ) -> TreeAttnConfig:
     """`TreeAttnConfig.choose` for a device."""
     _, shared_memory, major = _device_limits(device)
-    return TreeAttnConfig.choose(
-        packed_rows, head_dim, itemsize, shared_memory, major, dense, kind, prefix
-    )
+    return TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared_memory, major, dense, kind)
 
 
 def places_of(config: TreeAttnConfig, num_sms: int) -> int:
@@ -212,9 +203,8 @@ def tree_attn_triton(
     dense = tail_key is not None
     itemsize = compute.itemsize
     config = config_for(
-        query.device, meta.max_rows * group, head_dim, itemsize, dense, features.kind,
-        prefix is not None,
-    )  # fmt: skip
+        query.device, meta.max_rows * group, head_dim, itemsize, dense, features.kind
+    )
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
     attended = (min(meta.max_context, window) if window else meta.max_context) + meta.max_rows
     shares = shares_of(

@@ -60,9 +60,7 @@ def tree_attention(
         token_scales=bool({"fp8 tokens", "int8 tokens"} & {*features}),
         int8_cache="int8 tokens" in features,
     )
-    config = TreeAttnConfig.choose(
-        packed_rows, head_dim, itemsize, shared, arch // 10, dense, kind, prefix
-    )
+    config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense, kind)
     cache = "*i8" if kind.int8_cache else "*fp8e4nv" if kind.quantised_cache else f"*{dtype}"
     # In units of a scale's bytes: a slot of one head has the numbers and the scales of both halves.
     slot = 2 * (head_dim // 4 + 1) * kind.token_scales

@@ -52,9 +52,9 @@ _MAX_FALL = 1.05
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
 # Of a device, where more rows are still worth their time.
 _DEVICE_ROWS = (*_ROWS, 512, 1024, 384, 192, 768)
-# Calls that are timed together on a device, where the host's part of all but the first is hidden,
-# as in steps that are scheduled ahead.
-_DEVICE_CALLS = 2
+# Calls that are timed together on a device, behind one that hides the host's part of them, as in
+# steps that are scheduled ahead.
+_DEVICE_CALLS = 3
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
 # Whether rows are timed as those of trees, whose context is read once.
@@ -221,9 +221,7 @@ class Calibrator:
         elapsed_ms = 0.0
         failure: Exception | None = None
         try:
-            # A device waits for the host's part of the first call only.
-            first_ms = self._timed(call, 1) if calls > 1 else 0.0
-            elapsed_ms = max(self._timed(call, calls + (calls > 1)) - first_ms, 1e-4) / calls
+            elapsed_ms = max(self._timed(call, calls), 1e-4)
         except Exception as error:
             failure = error
         if self.any_failed(failure):
@@ -234,12 +232,16 @@ class Calibrator:
         return elapsed_ms
 
     def _timed(self, call: Callable[[], object], calls: int) -> float:
-        """Milliseconds of some calls in a row."""
-        start = time.perf_counter()
+        """Milliseconds of a call, on average over some in a row."""
+        if calls > 1:
+            call()
+        clock = self.state.clock
+        start = clock.mark()
         for _ in range(calls):
             call()
+        end = clock.mark()
         self.state.wait_for_device()
-        return 1e3 * (time.perf_counter() - start)
+        return clock.between(start, end) / calls
 
     def _together_on_target(self, call: Callable[[], object]) -> float:
         """`together`, of what the engine cannot serve without."""

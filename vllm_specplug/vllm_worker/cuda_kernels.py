@@ -343,14 +343,10 @@ class CudaKernels:
 
         num_heads, num_kv_heads, head_dim, _ = sample.shape
         group = num_heads // num_kv_heads
-        itemsize = self.dtype.itemsize
-        sizes: dict[tuple[Any, ...], int] = {}
+        sizes: dict[tuple[Any, int], int] = {}
         for rows in range(1, self.limits.tree_rows + 1):
-            configs = [
-                config_for(self.device, rows * group, head_dim, itemsize, prefix=prefix)
-                for prefix in (False, True)
-            ]
-            sizes.setdefault((*configs, -(-rows // 64)), rows)
+            config = config_for(self.device, rows * group, head_dim, self.dtype.itemsize)
+            sizes.setdefault((config, -(-rows // 64)), rows)
         return list(sizes.values())
 
     # -- the step ---------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_attention.state_rows import StateStep, warmup_step
 from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.state_layers import StateLayers
+from vllm_specplug.vllm_worker.step_clock import StepClock
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -155,6 +156,12 @@ class RunnerView:
         graphs = getattr(self.runner.speculator, "draft_graphs", None)
         if graphs is None or not graphs.warmup(requests):
             self.drafter.propose(requests)
+
+    @property
+    def clock(self) -> StepClock:
+        """Of what computes the forwards."""
+        clock: StepClock = self.runner.planner.clock
+        return clock
 
     def wait_for_device(self) -> None:
         """Returns when the device is idle."""

@@ -35,6 +35,10 @@ class StepClock(ABC):
         return self.mark()
 
     @abstractmethod
+    def between(self, start: Any, end: Any) -> float:
+        """Milliseconds between two marks that have been passed."""
+
+    @abstractmethod
     def measure(self, start: Any, end: Any, use: Use) -> None:
         """Calls `use` with the milliseconds between two marks as soon as they are known: here, or
         in a later `poll`; in the order of the calls. Never where a mark is None."""
@@ -50,8 +54,11 @@ class HostClock(StepClock):
     def mark(self) -> float:
         return time.perf_counter()
 
+    def between(self, start: float, end: float) -> float:
+        return 1e3 * (end - start)
+
     def measure(self, start: float, end: float, use: Use) -> None:
-        use(1e3 * (end - start))
+        use(self.between(start, end))
 
     def poll(self) -> None:
         pass
@@ -98,6 +105,9 @@ class DeviceClock(StepClock):
         event.record()
         return event
 
+    def between(self, start: Event, end: Event) -> float:
+        return start.elapsed_time(end)
+
     def measure(self, start: Event | None, end: Event | None, use: Use) -> None:
         if start is not None and end is not None and len(self._pending) < _MOST_PENDING:
             self._pending.append((start, end, use))
@@ -106,4 +116,4 @@ class DeviceClock(StepClock):
         # In order of the stream: where one was not passed, no later one was.
         while self._pending and self._pending[0][1].query():
             start, end, use = self._pending.popleft()
-            use(start.elapsed_time(end))
+            use(self.between(start, end))

@@ -13,6 +13,7 @@ from vllm.config import CacheConfig
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.state_layers import StateLayers
+from vllm_specplug.vllm_worker.step_clock import HostClock
 
 
 class SleepingDrafter:
@@ -48,6 +49,7 @@ class SleepingRunner:
         self.row_ms = row_ms
         self.rows: list[int] = []
         self.state = RunnerView(self)
+        self.planner = SimpleNamespace(clock=HostClock())
         self.tree_backend = SimpleNamespace(warmup_rows=0)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from vllm_specplug.budget import Calibration
 from vllm_specplug.vllm_worker import calibration as module
 from vllm_specplug.vllm_worker.calibration import Calibrator, calibrate
 from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.step_clock import DeviceClock
 
 
 def _alone(values: list[float]) -> list[float]:
@@ -261,7 +263,42 @@ def test_on_a_device_nodes_do_not_read_the_context_again(
     assert measured.attention_ms == pytest.approx(2e-5, rel=0.01)
     # No step has more rows with logits.
     assert measured.rows[-1] == most
-    assert calls[1:5] == [(1, False)] * (module._DEVICE_CALLS + 2)
+    assert calls[1:5] == [(1, False)] * (module._DEVICE_CALLS + 1)
+
+
+def test_on_a_device_the_hosts_part_of_a_call_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It launches in 1 to 4 ms what takes 5 ms and more."""
+    runner, _ = device_runner(monkeypatch)
+    launches = itertools.cycle([0.001, 0.004, 0.002])
+    passed = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal passed
+        runner.now += next(launches)
+        passed = max(passed, runner.now) + seconds
+
+    class Event:
+        def record(self) -> None:
+            self.at = passed
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1e3 * (end.at - self.at)
+
+    def wait() -> None:
+        runner.now = max(runner.now, passed)
+
+    def dummy_run(rows: int, **kwargs: Any) -> Any:
+        take(0.005 + 1e-5 * rows)
+        return torch.zeros(rows, 4), None
+
+    runner._dummy_run, runner.take = dummy_run, take  # type: ignore[method-assign, assignment]
+    runner.planner.clock = DeviceClock(Event)  # type: ignore[arg-type, assignment]
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    measured = Calibrator(runner.state, _alone).measure()
+    expected = [5.0 + 0.01 * rows for rows in measured.rows]
+    assert measured.forward_ms == pytest.approx(expected)
 
 
 def test_layers_with_a_state_get_no_rows_of_trees_without_their_states(
