@@ -34,6 +34,7 @@ from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import DeviceLevels, LongSpecDrafter
 from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
 from vllm_specplug.methods.longspec.train.features import KVSequence
+from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.device_window import DeviceWindowCache, PagedDeviceTargetCache
 
@@ -46,7 +47,7 @@ def _trees_of_the_module(
     head.config = replace(head.config, window_size=options.settings.window_size)
     # All of it on the host, where the head was loaded.
     embed_tokens, lm_head = self.embed_tokens.cpu(), self.lm_head_weight.cpu()
-    every = torch.arange(len(embed_tokens))
+    tables = DraftTables(embed_tokens, lm_head, torch.arange(len(embed_tokens)))
     trees = []
     for r in drafted:
         context, line = int(requests.context_lens[r]), int(history.lines[r])
@@ -62,7 +63,7 @@ def _trees_of_the_module(
             int(requests.budgets[r]), min(int(requests.depths[r]), options.tree_depth),
             requests.width, options.settings.beam_widths,
         )  # fmt: skip
-        alone = SequenceDrafter(head, sequence, embed_tokens, lm_head, every)
+        alone = SequenceDrafter(head, sequence, tables)
         trees.append(alone.draft(context, policy))
     return trees
 

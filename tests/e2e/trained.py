@@ -24,15 +24,16 @@ from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, pair
 from tests.e2e.tiny import make_tokenizer
 from tests.e2e.vision_checks import vision_config
-from vllm_specplug.methods.block.train.run import RunOptions, train_block_head
-from vllm_specplug.methods.block.train.trainer import TrainOptions
+from vllm_specplug.methods.block.train import run as block
+from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun
 from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
-from vllm_specplug.methods.eagle3_tree.train.run import Eagle3Run, train_eagle3
-from vllm_specplug.methods.eagle3_tree.train.trainer import Eagle3Recipe
+from vllm_specplug.methods.eagle3_tree.train import run as eagle3
+from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe, Eagle3Run
 from vllm_specplug.train.features import TokenSequence, write_shard
-from vllm_specplug.train.loop import LoopOptions
+from vllm_specplug.train.options import Recipe, RunOptions
+from vllm_specplug.train.run import train_head
 from vllm_specplug.train.target import TargetWeights
 
 # The first word, and the one behind the last. Markers of languages are before, and before those
@@ -178,8 +179,16 @@ def _train_target(folder: Path, config: Any) -> None:
         write_shard(shard, sequences[: 48 if part == "train" else 4], model, LAYERS)
 
 
-def _loop(out: Path) -> dict[str, Any]:
-    return {"out": str(out), "eval_every": 10**6, "save_every": 10**6}
+def _options(folder: Path, out: Path) -> dict[str, Any]:
+    return {
+        "target": folder / "target", "features": folder / "train", "heldout": folder / "held",
+        "out": out, "eval_every": 10**6, "save_every": 10**6,
+    }  # fmt: skip
+
+
+def _train(start: Callable[..., Any], run: RunOptions, recipe: Recipe) -> None:
+    facts = train_head(start, run, recipe, lambda text: None)
+    print(facts["heldout"]["mean_acceptance_length"])
 
 
 def _train_eagle3(folder: Path, head: Path) -> None:
@@ -195,30 +204,25 @@ def _train_eagle3(folder: Path, head: Path) -> None:
     )  # fmt: skip
     ids = torch.arange(vocab)
     save_eagle3_head(head / "first", first, target_ids=ids, lm_head=lm_head, dtype=torch.float32)
-    run = Eagle3Run(
-        str(folder / "target"), str(folder / "train"), str(folder / "held"),
-        init_from=str(head / "first"),
-    )  # fmt: skip
+    run = Eagle3Run(**_options(folder, head / "run"), init_from=str(head / "first"))
     recipe = Eagle3Recipe(
         total_steps=_HEAD_STEPS, warmup_steps=5, anchors_per_step=96, anchors_per_sequence=24,
         steps=4, learning_rate=4e-3,
     )  # fmt: skip
-    facts = train_eagle3(run, recipe, LoopOptions(**_loop(head / "run")), lambda text: None)
-    print(facts["heldout"]["mean_acceptance_length"])
+    _train(eagle3.start, run, recipe)
 
 
 def _train_block(causal: bool) -> Callable[[Path, Path], None]:
     def train(folder: Path, head: Path) -> None:
-        run = RunOptions(
-            **_loop(head / "run"), target=str(folder / "target"), features=str(folder / "train"),
-            heldout=str(folder / "held"), causal=causal, num_layers=2, block_size=5,
+        run = BlockRun(
+            **_options(folder, head / "run"), causal=causal, num_layers=2, block_size=5,
             draft_vocab_size=VOCAB,
         )  # fmt: skip
-        recipe = TrainOptions(
-            total_steps=_HEAD_STEPS, warmup_steps=5, anchors_per_step=96, learning_rate=4e-3
-        )
-        facts = train_block_head(run, recipe, lambda text: None)
-        print(facts["heldout"]["mean_acceptance_length"])
+        recipe = BlockRecipe(
+            total_steps=_HEAD_STEPS, warmup_steps=5, anchors_per_step=96, learning_rate=4e-3,
+            compile=False,
+        )  # fmt: skip
+        _train(block.start, run, recipe)
 
     return train
 

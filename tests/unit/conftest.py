@@ -105,3 +105,28 @@ def feature_folders(target_model, tmp_path_factory) -> tuple[Path, Path]:
         root / "held" / "shard-00000", greedy_sequences(target_model, 4, 9), target_model, LAYERS
     )
     return root / "train", root / "held"
+
+
+@pytest.fixture(scope="session")
+def kv_folders(target_model, tmp_path_factory) -> tuple[Path, Path]:
+    """(training features of last-layer keys and values, held-out ones)."""
+    from vllm_specplug.methods.longspec.train.features import draw_offset, write_kv_shard
+
+    root, rng = tmp_path_factory.mktemp("keys"), np.random.default_rng(0)
+    for name, count, seed in (("train", 12, 0), ("held", 4, 9)):
+        sequences = greedy_sequences(target_model, count, seed)
+        offsets = [draw_offset(len(s.tokens), 256, rng) for s in sequences]
+        write_kv_shard(root / name / "shard-00000", sequences, offsets, target_model)
+    return root / "train", root / "held"
+
+
+@pytest.fixture
+def make_job(target_folder, feature_folders, kv_folders, tmp_path):
+    """`make_job(kind, out, **options)` is a training of 12 steps in a folder of its own."""
+    from tests.unit.train.heads import job
+
+    def make(kind: str, out: str = "run", **options):
+        data = {"layers": feature_folders, "keys": kv_folders}
+        return job(kind, data, target_folder, tmp_path / out, **options)
+
+    return make

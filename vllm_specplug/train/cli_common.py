@@ -4,100 +4,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
+from vllm_specplug.train.options import Recipe, RunOptions
+
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
-Out = Annotated[Path, typer.Option(help="Run folder; the head is exported to OUT/head.")]
-Features = Annotated[Path, typer.Option(help="Folder made by `specplug data features`.")]
-Heldout = Annotated[Path, typer.Option(help="Held-out features, made with the same layers.")]
-DraftVocabSize = Annotated[
-    int, typer.Option(min=1, help="Most frequent answer tokens; not with --init-from.")
-]
-VocabFrom = Annotated[
-    str, typer.Option(help="Folder of a head for this target whose draft vocabulary to use.")
-]
-MlpWidth = Annotated[
-    int, typer.Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
-]
-Temperature = Annotated[float, typer.Option(help="Distillation temperature.")]
-BlocksPerStep = Annotated[int, typer.Option(min=1, help="Blocks per step and process.")]
-AnchorStride = Annotated[int, typer.Option(min=1, help="One anchor per this many tokens.")]
-
 Seed = Annotated[int, typer.Option()]
-
-# Options of every training and their usual defaults, in the order of the help.
-_SHARED: dict[str, tuple[Any, Any]] = {
-    "optimizer": (
-        Annotated[str, typer.Option(help="muon (for matrices, AdamW for the rest) or adamw.")],
-        "muon",
-    ),
-    "learning_rate": (Annotated[float, typer.Option(help="Learning rate of Muon.")], 3e-3),
-    "adam_learning_rate": (Annotated[float, typer.Option(help="Learning rate of AdamW.")], 1e-3),
-    "weight_decay": (Annotated[float, typer.Option(min=0)], 0.0),
-    "warmup_steps": (Annotated[int, typer.Option(min=0)], 50),
-    "total_steps": (
-        Annotated[int, typer.Option(min=1, help="May be changed on --resume.")],
-        2000,
-    ),
-    "decay_share": (
-        Annotated[
-            float, typer.Option(help="Final share of the steps, over which the rate falls to 0.")
-        ],
-        0.3,
-    ),
-    "grad_clip": (Annotated[float, typer.Option()], 1.0),
-    "ema_decay": (Annotated[float, typer.Option(help="Weight averaging; 0: off.")], 0.995),
-    "compile": (
-        Annotated[bool, typer.Option(help="Fuse elementwise operations with torch.compile.")],
-        True,
-    ),
-    "eval_every": (Annotated[int, typer.Option(min=1)], 250),
-    "save_every": (Annotated[int, typer.Option(min=1)], 100),
-    "log_every": (Annotated[int, typer.Option(min=1)], 25),
-    "eval_sequences": (Annotated[int, typer.Option(min=1)], 64),
-    "max_minutes": (
-        Annotated[float, typer.Option(min=0, help="Save and stop after this time; 0: no limit.")],
-        0.0,
-    ),
-    "resume": (
-        Annotated[bool, typer.Option(help="Continue OUT exactly from where it was saved.")],
-        False,
-    ),
-    "seed": (Seed, 0),
-}
-
-
-def with_shared_options(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command the options that every training has, last in its help.
-
-    The command takes their values as `**shared`. `defaults` are those that differ from the usual.
-    """
-    assert defaults.keys() <= _SHARED.keys(), defaults.keys() - _SHARED.keys()
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        *own, shared = signature.parameters.values()
-        assert shared.kind is shared.VAR_KEYWORD, shared
-        own += [
-            shared.replace(
-                name=name,
-                kind=shared.KEYWORD_ONLY,
-                annotation=annotation,
-                default=defaults.get(name, default),
-            )
-            for name, (annotation, default) in _SHARED.items()
-        ]
-        # Read by typer; Python calls the command by its own.
-        command.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]
-        return command
-
-    return decorate
 
 
 @contextmanager
@@ -129,37 +47,69 @@ def progress(unit: str):
     )
 
 
-def from_options(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """A dataclass from command-line values of the same names; paths become strings."""
-    values = {f.name: given[f.name] for f in fields(kind) if f.name in given}
-    return kind(**{n: str(v) if isinstance(v, Path) else v for n, v in values.items()})
-
-
-def train_with_progress(
-    total_steps: int, train: Callable[[Callable[[str], None], Callable[..., None]], Any]
+def add_training(
+    app: typer.Typer,
+    name: str,
+    summary: str,
+    start: str,
+    run: type[RunOptions],
+    recipe: type[Recipe],
+    **decided: Any,
 ) -> None:
-    """Calls `train(log, on_step)` under a progress bar."""
-    with progress("steps") as bar:
-        task = bar.add_task("training", total=total_steps)
+    """Adds a command that trains a head by `train.run.train_head` under a progress bar.
 
-        def on_step(step: int, numbers: dict[str, float]) -> None:
-            bar.update(
-                task,
-                completed=step,
-                description=(
-                    f"loss {numbers['loss_average']:.3f}, {numbers['slots_per_second']:.0f} slots/s"
-                ),
+    Args:
+        start: path of the method's function, "module:function", imported when the command runs.
+        run, recipe: fields with an `Option` are the command's options: required ones first, then
+            the method's own, then the shared ones.
+        decided: values of the other fields.
+    """
+    kinds: tuple[type[Any], ...] = (run, recipe)
+
+    def command(**given: Any) -> None:
+        import importlib
+
+        from vllm_specplug.train.run import train_head
+
+        with friendly_errors(), progress("steps") as bar:
+            chosen = {**given, **decided}
+            chosen_run, chosen_recipe = (
+                kind(**{f.name: chosen[f.name] for f in fields(kind)}) for kind in kinds
             )
+            module, _, function = start.partition(":")
+            task = bar.add_task("training", total=given["total_steps"])
 
-        train(bar.console.print, on_step)
+            def on_step(step: int, numbers: dict[str, float]) -> None:
+                loss, speed = numbers["loss_average"], numbers["slots_per_second"]
+                described = f"loss {loss:.3f}, {speed:.0f} slots/s"
+                bar.update(task, completed=step, description=described)
+
+            begin = getattr(importlib.import_module(module), function)
+            train_head(begin, chosen_run, chosen_recipe, bar.console.print, on_step)
+
+    shared = {f.name for kind in (RunOptions, Recipe) for f in fields(kind)}
+    options = [option for kind in kinds for option in _options(kind)]
+    options.sort(key=lambda p: (p.default is not p.empty, p.name in shared))
+    # Read by typer; Python calls the command by its own.
+    command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    app.command(name, help=summary)(command)
 
 
-def run_training(train: Callable[..., Any], given: Mapping[str, Any], *kinds: type[Any]) -> None:
-    """Calls `train(*parts, log, on_step)` under a progress bar, where a part is one of the
-    dataclasses `kinds`, filled from the command-line values `given`."""
-    with friendly_errors():
-        parts = [from_options(kind, given) for kind in kinds]
-        train_with_progress(given["total_steps"], lambda log, on_step: train(*parts, log, on_step))
+def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
+    """Options of a dataclass; a class that overrides only a default keeps its base's option."""
+    hints: dict[str, Any] = {}
+    annotated: Any = Annotated
+    for base in reversed(kind.__mro__):
+        own = inspect.get_annotations(base, eval_str=True)
+        hints.update((n, hint) for n, hint in own.items() if get_origin(hint) is annotated)
+    for field in fields(kind):
+        if field.name in hints:
+            yield inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            )
 
 
 def parse_number(kind: type[int] | type[float], name: str, text: str) -> Any:

@@ -14,10 +14,12 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
+from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.train.walk import AcceptanceReport
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.beam import Expand, draft_level_by_level
+from vllm_specplug.tree.beam import BranchRows, Expand, draft_level_by_level
 
 
 class AnsweredSequence(Protocol):
@@ -34,6 +36,7 @@ class AnsweredSequence(Protocol):
 
 
 SequenceT = TypeVar("SequenceT", bound=AnsweredSequence)
+PolicyT = TypeVar("PolicyT", contravariant=True)
 
 
 @dataclass(frozen=True)
@@ -48,19 +51,25 @@ class TreePolicy:
     """Most nodes expanded per level, without `beam_widths`."""
 
 
+POLICIES = {
+    "chain": TreePolicy(5, width=1),
+    "best_first/8": TreePolicy(8),
+    "best_first/16": TreePolicy(16),
+    "best_first/32": TreePolicy(32),
+}
+
+
+class Drafter(Protocol[PolicyT]):
+    """Drafts from any position of one sequence."""
+
+    def draft(self, anchor: int, policy: PolicyT) -> DraftTree: ...
+
+
 class SequenceDrafter(ABC, Generic[SequenceT]):
-    """Drafts from any position of one sequence.
+    """Drafts from any position of one sequence, level by level."""
 
-    Args:
-        lm_head: [V', H] draft rows of the LM head.
-        target_ids: int64 [V'], the target token of each draft id.
-    """
-
-    def __init__(
-        self, sequence: SequenceT, lm_head: torch.Tensor, target_ids: torch.Tensor
-    ) -> None:
-        self.sequence, self.tokens = sequence, sequence.tokens
-        self.lm_head, self.target_ids = lm_head, target_ids
+    def __init__(self, sequence: SequenceT, tables: DraftTables) -> None:
+        self.sequence, self.tables = sequence, tables
 
     @abstractmethod
     def expander(self, anchor: int, width: int) -> Expand:
@@ -69,7 +78,7 @@ class SequenceDrafter(ABC, Generic[SequenceT]):
     def draft(self, anchor: int, policy: TreePolicy) -> DraftTree:
         """The tree below the token at index `anchor`, which is not in the caches yet."""
         return draft_level_by_level(
-            [int(self.tokens[anchor])],
+            [int(self.sequence.tokens[anchor])],
             [policy.budget],
             [policy.depth],
             [policy.width],
@@ -80,10 +89,36 @@ class SequenceDrafter(ABC, Generic[SequenceT]):
 
     def children(self, hidden: torch.Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Likeliest tokens and their log-probabilities [n, width] from states [n, H]."""
-        logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
-        top = logits.topk(width, dim=-1)
-        log_probs = top.values - logits.logsumexp(-1, keepdim=True)
-        return self.target_ids[top.indices].numpy(), log_probs.numpy()
+        slots = self.tables.slots(hidden, width)
+        return self.tables.target_ids[slots.rows].numpy(), slots.log_probs.numpy()
+
+
+class BranchAttention:
+    """Attention of a tree's rows, level by level, over a context [S, Hkv, Dh] and their own branch.
+
+    Called with queries, keys and values of a level, whose nodes `rows` has been told.
+    """
+
+    def __init__(self, key: torch.Tensor, value: torch.Tensor, rows: BranchRows) -> None:
+        self.keys, self.values, self.rows = [key], [value], rows
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.keys.append(k)
+        self.values.append(v)
+        mask = branch_mask(self.rows.parents[0], len(q), len(self.keys[0]))
+        key, value = torch.cat(self.keys), torch.cat(self.values)
+        return attention(q[None], key[None], value[None], mask[None])[0]
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., S, Hq, Dh], [..., L, Hkv, Dh] twice -> [..., S, Hq, Dh]; causal without a mask."""
+    q, k, v = (x.transpose(-2, -3) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out.transpose(-2, -3)
 
 
 def branch_mask(parents: Sequence[int], rows: int, context: int) -> torch.Tensor:
@@ -98,9 +133,9 @@ def branch_mask(parents: Sequence[int], rows: int, context: int) -> torch.Tensor
 
 
 def evaluate_trees(
-    make_drafter: Callable[[SequenceT], SequenceDrafter[SequenceT]],
+    make_drafter: Callable[[SequenceT], Drafter[PolicyT]],
     sequences: Sequence[SequenceT],
-    policies: Mapping[str, TreePolicy],
+    policies: Mapping[str, PolicyT],
     max_rounds: int = 1 << 30,
 ) -> AcceptanceReport:
     """Acceptance by policy, over at most `max_rounds` rounds per sequence."""

@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-LOSSES = ("forward_kl", "reverse_kl", "sft")
-
+from vllm_specplug.train.options import LOSSES
 
 # Each slope function takes logits [n, V'] of draft and target (already divided by the temperature)
 # and returns the rows' losses [n, 1] and their gradient in the draft logits [n, V'].
@@ -162,7 +161,10 @@ def head_loss(
     )
 
 
-def position_weights(num_draft_tokens: int, gamma: float) -> torch.Tensor:
-    """exp(-(j - 1) / gamma) for slots j = 1..D, float32 [D]; gamma 0 or less means no decay."""
-    slots = torch.arange(num_draft_tokens, dtype=torch.float32)
-    return torch.ones_like(slots) if gamma <= 0 else torch.exp(-slots / gamma)
+def slot_weights(valid: torch.Tensor, gamma: float) -> torch.Tensor:
+    """Weights of the D slots of A blocks that sum to 1, float32 [A * D]: exp(-(j - 1) / gamma) for
+    slots j = 1..D where `valid` [A, D], else 0; gamma 0 or less means no decay."""
+    slots = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device)
+    decay = torch.ones_like(slots) if gamma <= 0 else torch.exp(-slots / gamma)
+    weights = (decay * valid).flatten()
+    return weights / weights.sum()

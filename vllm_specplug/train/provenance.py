@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -83,3 +84,18 @@ def write_provenance(folder: str | Path, facts: Mapping[str, Any]) -> Path:
     partial.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     partial.replace(path)
     return path
+
+
+def head_identity(folder: str | Path) -> dict[str, Any]:
+    """Which head a run started from or was measured with: folder name, hash of the weights, and
+    how far its own training went where it says so."""
+    folder = Path(folder).resolve()
+    identity: dict[str, Any] = {"name": folder.name}
+    weights = folder / "model.safetensors"
+    if weights.is_file():
+        identity["sha256"] = hashlib.sha256(weights.read_bytes()).hexdigest()
+    provenance = folder / PROVENANCE_NAME
+    if provenance.is_file():
+        record = json.loads(provenance.read_text(encoding="utf-8"))
+        identity["progress"] = record.get("progress")
+    return identity

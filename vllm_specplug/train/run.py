@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What whole training runs share: opening the data, the loop with its exports, the facts of it."""
+"""One training run of any head: open the data, start or resume, train, measure, export."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,60 +13,40 @@ import torch
 from accelerate import Accelerator
 
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import (
-    Log,
-    LoopOptions,
-    OnStep,
-    head_identity,
-    progress_facts,
-    rounded,
-    run_loop,
-)
+from vllm_specplug.train.options import FeatureRunOptions, Recipe, RunOptions
 from vllm_specplug.train.order import evenly_spread
-from vllm_specplug.train.provenance import write_provenance
+from vllm_specplug.train.provenance import head_identity, write_provenance
 from vllm_specplug.train.target import TargetTables, TargetWeights
-from vllm_specplug.train.trainer import Trainer
-from vllm_specplug.train.vocabulary import saved_vocabulary, vocabulary_coverage
-from vllm_specplug.train.walk import AcceptanceReport
+from vllm_specplug.train.trainer import Objective, Trainer
+from vllm_specplug.train.vocabulary import (
+    VOCABULARY_NAME,
+    DraftTables,
+    draft_vocabulary,
+    vocabulary_coverage,
+    vocabulary_of,
+)
 
-VOCABULARY_NAME = "draft_ids.pt"
+Log = Callable[[str], None]
+OnStep = Callable[[int, dict[str, float]], None]
 
-S = TypeVar("S", bound=FeatureStore)
-
-
-class Store(Protocol):
-    """Features of any kind."""
-
-    @property
-    def num_answer_tokens(self) -> int: ...
-
-    def sources(self) -> dict[str, int]: ...
-
-    def __len__(self) -> int: ...
+S = TypeVar("S")
+F = TypeVar("F", bound=FeatureStore)
 
 
-class Run(Protocol):
-    """What a run reads."""
+class Measured(Protocol):
+    """What a head reaches on held-out data."""
 
-    @property
-    def target(self) -> str: ...
+    def facts(self) -> dict[str, Any]: ...
 
-    @property
-    def features(self) -> str: ...
-
-    @property
-    def heldout(self) -> str: ...
-
-    @property
-    def eval_sequences(self) -> int: ...
+    def summary(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class Training(Generic[S]):
-    """The data and the target of a run, before it has a head. `held` are the sequences of its
-    evaluation."""
+    """Data and target of a run that has no head yet; `held` are the sequences it is evaluated
+    on."""
 
-    loop: LoopOptions
+    run: RunOptions
     accelerator: Accelerator
     store: S
     held: list[Any]
@@ -74,162 +55,219 @@ class Training(Generic[S]):
 
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
+        """Number of the target's tokens."""
         return int(self.weights.config["vocab_size"])
 
-    def draft_ids(self, size: int, vocab_from: str = "") -> torch.Tensor:
-        """Target token of each draft id, int64 [V']: those of the run that is resumed, else of the
-        head `vocab_from`, else the `size` most frequent ones and the end-of-turn tokens."""
-        return saved_vocabulary(
-            Path(self.loop.out) / VOCABULARY_NAME,
-            self.loop.resume,
-            vocab_from,
-            self.store,
-            size,
-            self.vocab_size,
-            self.weights.end_token_ids,
-            keep=self.accelerator.is_main_process,
-        )
+    def new_width(self, width: int) -> int:
+        """MLP width of a head that starts from the target's layers; 0 means theirs.
 
-    def data_facts(self, ids: torch.Tensor) -> dict[str, Any]:
-        """What was trained on, for provenance.json; the head drafts the tokens `ids`."""
-        return data_facts(self.store, vocabulary_coverage(self.store, ids))
+        Raises:
+            ValueError: for more than theirs.
+        """
+        largest = int(self.weights.config["intermediate_size"])
+        if width > largest:
+            raise ValueError(
+                f"--intermediate-size {width}, legal: up to {largest}, the target's, whose first "
+                "rows the head starts from; lower it"
+            )
+        return width or largest
+
+    def draft_tables(self, ids: torch.Tensor, lm_head: torch.Tensor | None = None) -> DraftTables:
+        """bfloat16 tables of a head that drafts the tokens `ids`, by the target's LM head or rows
+        of its own."""
+        rows = self.tables.lm_head[ids].contiguous() if lm_head is None else lm_head
+        return DraftTables(self.tables.embed_tokens, rows, ids).to(torch.bfloat16)
 
 
-def open_training(run: Run, loop: LoopOptions, kind: type[S], seed: int) -> Training[S]:
-    """Reads what a run needs, its features as stores of a `kind`, and seeds torch.
+@dataclass(frozen=True, kw_only=True)
+class HeadInTraining:
+    """What a method gives a run: a new head, how to train, measure and save it.
 
-    Raises:
-        ValueError: where a new run would write over a saved one, and for what cannot be read.
+    Args:
+        evaluate: measures the averaged head with the tables of its training.
+        save: writes the checkpoint of the averaged head into a folder.
+        shape, data, origin: for provenance.json: the head's shape, its data beside the sequences
+            by source, and what the run started from.
     """
-    loop.refuse_overwriting()
+
+    training: Training[Any]
+    head: torch.nn.Module
+    tables: DraftTables
+    objective: Objective
+    shape: dict[str, Any]
+    data: dict[str, Any]
+    origin: dict[str, Any]
+    evaluate: Callable[[Any, DraftTables], Measured]
+    save: Callable[[Path, Any], Any]
+
+
+def open_training(run: RunOptions, recipe: Recipe, store: S, heldout: Any) -> Training[S]:
+    """Reads the target of a run and seeds torch."""
     accelerator = Accelerator(mixed_precision="bf16")
-    store, heldout = open_features(run.features, run.heldout, kind)
     weights = TargetWeights(run.target)
-    width, largest = getattr(run, "intermediate_size", 0), weights.config["intermediate_size"]
-    if width > largest and not getattr(run, "init_from", ""):
-        raise ValueError(
-            f"--intermediate-size {width}, legal: up to {largest}, the target's, whose first rows "
-            "the head starts from; lower it"
-        )
-    torch.manual_seed(seed)
+    torch.manual_seed(recipe.seed)
     held = evenly_spread(heldout, run.eval_sequences)
-    return Training(loop, accelerator, store, held, weights, weights.tables())
+    return Training(run, accelerator, store, held, weights, weights.tables())
 
 
-def open_features(features: str, heldout: str, kind: type[S]) -> tuple[S, S]:
-    """Training and held-out features.
+def open_features(run: FeatureRunOptions, recipe: Recipe, kind: type[F]) -> Training[F]:
+    """Opens a run over stores of a `kind`.
 
     Raises:
-        ValueError: when they do not hold the same layers.
+        ValueError: when training and held-out features do not hold the same layers.
     """
-    store, held = kind(features), kind(heldout)
+    store, held = kind(run.features), kind(run.heldout)
     if store.target_layer_ids != held.target_layer_ids:
         raise ValueError(
             f"features hold layers {store.target_layer_ids}, held-out features "
             f"{held.target_layer_ids}; make both with the same layers"
         )
-    return store, held
+    return open_training(run, recipe, store, held)
 
 
-def layer_scales(store: FeatureStore, layers: int, sequences: int = 32) -> list[float]:
+def draft_ids(training: Training[F], size: int, vocab_from: str = "") -> torch.Tensor:
+    """Target token of each draft id, int64 [V']: those of the run that is resumed, else of the head
+    `vocab_from`, else the `size` most frequent ones and the end-of-turn tokens."""
+    path = training.run.out / VOCABULARY_NAME
+    if training.run.resume and path.is_file():
+        # Data may have grown since, and with it the counts.
+        ids: torch.Tensor = torch.load(path, weights_only=True)
+        return ids
+    if vocab_from:
+        ids = vocabulary_of(vocab_from)
+    else:
+        vocab, always = training.vocab_size, training.weights.end_token_ids
+        ids = draft_vocabulary(training.store, min(size, vocab), vocab, always)
+    save_setup(training, ids)
+    return ids
+
+
+def save_setup(training: Training[Any], setup: Any) -> None:
+    """Writes what a resumed run reads instead of computing it again; one process writes."""
+    if training.accelerator.is_main_process:
+        training.run.out.mkdir(parents=True, exist_ok=True)
+        torch.save(setup, training.run.out / VOCABULARY_NAME)
+
+
+def layer_scales(store: FeatureStore, sequences: int = 32) -> list[float]:
     """Root mean square of every selected layer's output over a sample. The first token is left out:
     language models keep an outlier state there."""
     rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
-    return [float(part.pow(2).mean().sqrt()) for part in rows.chunk(layers, dim=-1)]
+    parts = rows.chunk(len(store.target_layer_ids), dim=-1)
+    return [float(part.pow(2).mean().sqrt()) for part in parts]
 
 
-def origin(init_from: str) -> dict[str, Any] | None:
-    """The head that a run started from, for provenance.json; None where it started without."""
-    return head_identity(init_from) if init_from else None
-
-
-def data_facts(store: Store, coverage: float | None = None) -> dict[str, Any]:
-    """What was trained on, for provenance.json."""
-    covered = {} if coverage is None else {"draft_vocabulary_coverage": round(coverage, 5)}
+def data_facts(store: FeatureStore, ids: torch.Tensor) -> dict[str, Any]:
+    """Features that a head which drafts the tokens `ids` is trained on, for provenance.json."""
     return {
-        "sequences": len(store),
-        "by_source": store.sources(),
         "answer_tokens": store.num_answer_tokens,
-        **covered,
+        "draft_vocabulary_coverage": round(vocabulary_coverage(store, ids), 5),
     }
 
 
-def heldout_facts(report: AcceptanceReport, sequences: int) -> dict[str, Any]:
-    """Reached acceptance, for provenance.json."""
-    slots = {"slot_accuracy": [round(v, 3) for v in report.slot_accuracy()]}
-    return {
-        "sequences": sequences,
-        "mean_acceptance_length": rounded(report.lengths()),
-        "mean_acceptance_length_by_source": {
-            source: rounded(values) for source, values in report.lengths_by_source().items()
-        },
-        "rounds_reaching_depth": {
-            name: [
-                round(counts.share_reaching(depth), 3)
-                for depth in range(1, max(counts.by_length) + 1)
-            ]
-            for name, counts in report.total.items()
-        },
-        **(slots if len(report.hits) else {}),
-    }
+def started_from(init_from: str) -> dict[str, Any]:
+    """The head that a run started from, for provenance.json."""
+    return {"init_from": head_identity(init_from) if init_from else None}
 
 
-def run_head(
-    trainer: Trainer,
-    loop: LoopOptions,
-    *,
-    target: str,
-    shape: dict[str, Any],
-    data: dict[str, Any],
-    init_from: Any,
-    heldout: int,
-    evaluate: Callable[[], AcceptanceReport],
-    save: Callable[[Path], Any],
+def train_head(
+    start: Callable[[Any, Any], HeadInTraining],
+    run: RunOptions,
+    recipe: Recipe,
     log: Log = print,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Resumes if asked to, trains, and exports the head into `loop.out`/head on the way and at the
-    end; returns the facts in its provenance.json.
+    """Trains what `start(run, recipe)` makes until `total_steps` or `max_minutes`.
 
-    Args:
-        data: `data_facts`. init_from: what the run started from (`origin`).
-        heldout: sequences of the evaluation.
-        evaluate: held-out acceptance of the averaged weights.
-        save: writes their checkpoint into a folder.
+    Writes into `run.out`: what `resume` reads, and `head/` (config.json, model.safetensors,
+    provenance.json), at every evaluation and at the end. Returns the facts of provenance.json.
+
+    Raises:
+        ValueError: where a new run would overwrite a saved one, and for data or heads that do
+            not fit.
     """
-    if loop.resume:
-        trainer.resume(loop.out)
-    count = sum(p.numel() for p in trainer.module.parameters())
+    run.refuse_overwriting()
+    made = start(run, recipe)
+    training = made.training
+    trainer = Trainer(made.head, made.tables, training.store, made.objective, training.accelerator)
+    if run.resume:
+        trainer.resume(run.out)
+    data = {
+        "sequences": len(training.store),
+        "by_source": training.store.sources(),
+        **made.data,
+    }
+    count = sum(p.numel() for p in made.head.parameters())
     coverage = data.get("draft_vocabulary_coverage")
     log(
         f"{data['sequences']} sequences, {data['answer_tokens']} answer tokens, "
-        f"{count / 1e6:.1f}M parameters, draft vocabulary {shape['draft_vocab_size']}"
+        f"{count / 1e6:.2f}M parameters, draft vocabulary {len(made.tables.target_ids)}"
         f"{'' if coverage is None else f' covers {coverage:.2%}'}, from step {trainer.step}"
     )
     facts: dict[str, Any] = {}
 
     def export() -> None:
-        report = evaluate()
+        head = trainer.averaged_head()
+        measured = made.evaluate(head, trainer.tables)
         facts.update(
             {
-                "target": Path(target).name,
-                "shape": shape,
-                "init_from": init_from,
+                "target": run.target.name,
+                "shape": made.shape,
+                **made.origin,
                 "data": data,
                 **progress_facts(trainer),
-                "heldout": heldout_facts(report, heldout),
+                "heldout": {"sequences": len(training.held), **measured.facts()},
             }
         )
-        lengths = "  ".join(f"{k} {v:.3f}" for k, v in report.lengths().items())
-        slots = " ".join(f"{v:.2f}" for v in report.slot_accuracy())
-        log(
-            f"step {trainer.step}: mean acceptance length {lengths}"
-            f"{f'; slot accuracy {slots}' if slots else ''}"
-        )
-        folder = Path(loop.out) / "head"
-        save(folder)
-        write_provenance(folder, facts)
+        log(f"step {trainer.step}: {measured.summary()}")
+        made.save(run.out / "head", head)
+        write_provenance(run.out / "head", facts)
 
-    run_loop(trainer, loop, export, log, on_step)
+    run_loop(trainer, run, export, log, on_step)
     return facts
+
+
+def progress_facts(trainer: Trainer) -> dict[str, Any]:
+    """Recipes and progress, for provenance.json."""
+    return {
+        "recipes": trainer.recipes,
+        "progress": {
+            "step": trainer.step,
+            "epochs": trainer.order.epoch,
+            "slots_trained": trainer.slots_trained,
+            "training_minutes": round(trainer.seconds / 60, 1),
+        },
+    }
+
+
+def run_loop(
+    trainer: Trainer, run: RunOptions, export: Callable[[], None], log: Log, on_step: OnStep | None
+) -> None:
+    """Trains until `total_steps` of the recipe or `max_minutes`; saves and exports on the way and
+    at the end."""
+    total = trainer.options.total_steps
+    main = trainer.accelerator.is_main_process
+    began = time.monotonic()
+    while trainer.step < total:
+        numbers = trainer.train_step()
+        if on_step is not None:
+            on_step(trainer.step, numbers)
+        if trainer.step % run.log_every == 0 and main:
+            log(
+                f"step {trainer.step}: loss {trainer.loss_average:.4f}, "
+                f"{numbers['slots_per_second']:.0f} slots/s, "
+                f"{trainer.seconds / 60:.1f} min of steps"
+            )
+        done = trainer.step >= total
+        late = run.max_minutes > 0 and time.monotonic() - began > run.max_minutes * 60
+        if main:
+            if trainer.step % run.save_every == 0 or done or late:
+                trainer.save(run.out)
+            if trainer.step % run.eval_every == 0 or done or late:
+                export()
+        if late:
+            log(
+                f"stopped at step {trainer.step} after {run.max_minutes} minutes; continue "
+                "with --resume"
+            )
+            break

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training run of any head: step, checkpoint, resume.
+"""Training of any head: step, checkpoint, resume.
 
 Parameters are float32, forwards run in bfloat16 autocast. Every random choice is a function of the
 seed and the step, so a run that resumes from a checkpoint continues bit for bit.
@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from vllm_specplug.train.losses import head_loss
+from vllm_specplug.train.options import STATE_NAME, DistillationRecipe, Recipe
 from vllm_specplug.train.order import DataOrder
-from vllm_specplug.train.recipe import Recipe
-
-STATE_NAME = "state.pt"
+from vllm_specplug.train.vocabulary import DraftTables
 
 
 @dataclass(frozen=True)
@@ -35,42 +35,70 @@ class StepLoss:
     slots: int
 
 
-class Trainer(ABC):
-    """Optimises the parameters of `module`; subclasses say what a step's loss is.
+class Objective(Protocol):
+    """What a method trains for."""
+
+    @property
+    def recipe(self) -> Recipe: ...
+
+    def draw(self, trainer: Trainer) -> Any:
+        """What the next step reads on this process: tensors, or dataclasses and tuples of them."""
+
+    def forward(self, head: Any, *inputs: Any) -> Any:
+        """What `Trainer.forward` computes; the last input is the target's embeddings [V, H]."""
+
+    def loss(self, trainer: Trainer, batch: Any) -> StepLoss:
+        """The loss of what `draw` gave, which is on the trainer's device."""
+
+
+class _Forward(nn.Module):
+    """The head with its frozen table, so that one forward is a whole training forward."""
+
+    def __init__(self, head: nn.Module, embed_tokens: torch.Tensor, run: Callable[..., Any]):
+        super().__init__()
+        # Not a buffer: every step would broadcast it to all processes.
+        self.head, self.embed_tokens, self.run = head, embed_tokens, run
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run(self.head, *inputs, self.embed_tokens)
+
+
+class Trainer:
+    """Optimises the parameters of `head`, an initialised module that is made from its `config`.
 
     Args:
-        module: what is trained and exported; its parameters become float32.
-        forward_module: what a step calls, wrapped for many devices; contains `module`.
-        order: over the sequences.
+        tables: frozen rows of the target; a loss reads them on the trainer's device.
+        store: of sequences.
     """
 
     def __init__(
         self,
-        module: nn.Module,
-        forward_module: nn.Module,
-        order: DataOrder,
-        options: Recipe,
+        head: nn.Module,
+        tables: DraftTables,
+        store: Any,
+        objective: Objective,
         accelerator: Accelerator | None = None,
     ):
-        self.options, self.order = options, order
+        self.objective, self.options, self.store = objective, objective.recipe, store
         self.accelerator = accelerator or Accelerator(mixed_precision="bf16")
         self.device = self.accelerator.device
-        self.module = module.float().requires_grad_(True).train()
+        self.order = DataOrder(store, self.options.seed)
+        # Any: torch types what a module holds as tensors or modules.
+        self.head: Any = head.float().requires_grad_(True).train()
+        self.tables = tables.to(self.device)
+        # Draft id of each target token, -1 where there is none.
+        self.to_draft = tables.draft_ids().to(self.device)
         self.step = 0
         self.seconds = 0.0
         self.slots_trained = 0
         # Of the reported losses, for people; not a number before the first step.
         self.loss_average = math.nan
         # Every recipe of the run and the step it began at: a resumed run may change it.
-        self.recipes: list[dict[str, Any]] = [{"from_step": 0, **asdict(options)}]
-        optimizers = options.make_optimizers(module)
-        prepared = self.accelerator.prepare(forward_module, *optimizers)
-        self.forward_module, self.optimizers = prepared[0], list(prepared[1:])
-        self.ema = {name: p.detach().clone() for name, p in module.named_parameters()}
-
-    @abstractmethod
-    def step_loss(self) -> StepLoss:
-        """Forward of the next step on this process."""
+        self.recipes: list[dict[str, Any]] = [{"from_step": 0, **asdict(self.options)}]
+        module = _Forward(head, self.tables.embed_tokens, objective.forward)
+        prepared = self.accelerator.prepare(module, *make_optimizers(self.options, head))
+        self._forward, self.optimizers = prepared[0], list(prepared[1:])
+        self.ema = {name: p.detach().clone() for name, p in head.named_parameters()}
 
     def step_generator(self) -> torch.Generator:
         """Random numbers of the next step on this process."""
@@ -91,12 +119,61 @@ class Trainer(ABC):
             if place % self.accelerator.num_processes == self.accelerator.process_index:
                 return index
 
+    def draw_rows(
+        self, wanted: int, pick: Callable[[Any, int], torch.Tensor]
+    ) -> tuple[list[Any], list[torch.Tensor]]:
+        """The next sequences of this process and rows of each, at least one, until there are
+        `wanted`; `pick(sequence, left)` chooses rows while `left` are wanted."""
+        sequences: list[Any] = []
+        rows: list[torch.Tensor] = []
+        while wanted > 0:
+            sequence = self.store[self.next_index()]
+            picked = pick(sequence, wanted)
+            if len(picked):
+                sequences.append(sequence)
+                rows.append(picked)
+                wanted -= len(picked)
+        return sequences, rows
+
+    def forward(self, *inputs: Any) -> Any:
+        """The objective's forward in autocast."""
+        with self.accelerator.autocast():
+            return self._forward(*inputs)
+
+    def distil(
+        self,
+        recipe: DistillationRecipe,
+        hidden: torch.Tensor,
+        teacher: torch.Tensor | None,
+        labels: torch.Tensor,
+        weights: torch.Tensor,
+        lm_head: torch.Tensor | None = None,
+        teacher_lm_head: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`head_loss` as the recipe says, by default through the draft rows of the LM head."""
+        return head_loss(
+            hidden.to(torch.bfloat16),
+            teacher,
+            self.tables.lm_head if lm_head is None else lm_head,
+            labels,
+            weights,
+            recipe.loss,
+            recipe.temperature,
+            compiled=recipe.compile,
+            teacher_lm_head=teacher_lm_head,
+        )
+
+    def step_loss(self) -> StepLoss:
+        """Loss of the next step on this process."""
+        batch = to_device(self.objective.draw(self), self.device)
+        return self.objective.loss(self, batch)
+
     def train_step(self) -> dict[str, float]:
         """One optimiser step; returns its loss (a weighted mean per slot) and rates."""
         began = time.perf_counter()
         loss = self.step_loss()
         self.accelerator.backward(loss.total)
-        norm = self.accelerator.clip_grad_norm_(self.module.parameters(), self.options.grad_clip)
+        norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.options.grad_clip)
         scale = self.options.lr_scale(self.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -128,14 +205,18 @@ class Trainer(ABC):
         # The average of the first steps would be dominated by the initial weights.
         decay = min(self.options.ema_decay, (self.step + 1) / (self.step + 10))
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters():
+            for name, parameter in self.head.named_parameters():
                 self.ema[name].lerp_(parameter, 1.0 - decay)
 
-    def averaged_weights(self) -> dict[str, torch.Tensor]:
-        """Copies of the exponentially averaged parameters (the raw ones at ema_decay 0)."""
-        averaged = self.options.ema_decay > 0
-        source = self.ema if averaged else dict(self.module.named_parameters())
-        return {name: tensor.detach().clone() for name, tensor in source.items()}
+    def averaged_head(self) -> Any:
+        """A copy of the head with the exponentially averaged parameters (the raw ones at
+        `ema_decay` 0), for inference."""
+        weights = self.ema if self.options.ema_decay > 0 else dict(self.head.named_parameters())
+        with torch.device("meta"):
+            head = type(self.head)(self.head.config)
+        copies = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        head.load_state_dict(copies, assign=True)
+        return head.eval().requires_grad_(False)
 
     def save(self, folder: str | Path) -> None:
         """Writes everything `resume` needs, replacing the old state only when complete."""
@@ -144,7 +225,7 @@ class Trainer(ABC):
         path = Path(folder) / STATE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {
-            "head": self.module.state_dict(),
+            "head": self.head.state_dict(),
             "ema": self.ema,
             "optimizers": [o.state_dict() for o in self.optimizers],
             "order": self.order.state(),
@@ -172,7 +253,7 @@ class Trainer(ABC):
                 f"optimizer = {self.options.optimizer!r}, but the checkpoint has "
                 f"{state['options']['optimizer']!r}; resume with that one"
             )
-        own = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict().items()}
+        own = {name: tuple(tensor.shape) for name, tensor in self.head.state_dict().items()}
         saved_shapes = {name: tuple(tensor.shape) for name, tensor in state["head"].items()}
         if own != saved_shapes:
             name = min(n for n in own | saved_shapes if own.get(n) != saved_shapes.get(n))
@@ -180,7 +261,7 @@ class Trainer(ABC):
                 f"{name} = {own.get(name)}, but the checkpoint has {saved_shapes.get(name)}; "
                 "resume with the shape options of the first start"
             )
-        self.module.load_state_dict(state["head"])
+        self.head.load_state_dict(state["head"])
         for name, tensor in state["ema"].items():
             self.ema[name].copy_(tensor)
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
@@ -195,3 +276,56 @@ class Trainer(ABC):
         self.recipes = state.get("recipes", [{"from_step": 0, **state["options"]}])
         if {"from_step": self.recipes[-1]["from_step"], **asdict(self.options)} != self.recipes[-1]:
             self.recipes.append({"from_step": self.step, **asdict(self.options)})
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """A copy with every tensor on `device`; looks into dataclasses and tuples only."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(to_device(part, device) for part in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        moved = {f.name: to_device(getattr(value, f.name), device) for f in fields(value)}
+        return replace(value, **moved)
+    return value
+
+
+def make_optimizers(recipe: Recipe, module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Muon on matrices and AdamW on the rest, or only AdamW; weight decay on matrices only.
+
+    Every parameter group keeps its rate before the schedule as `base_lr`.
+    """
+    # An embedding table is looked up, not multiplied: orthogonal updates do not fit it.
+    tables = {id(p) for m in module.modules() for p in _tables_of(m)}
+    matrices = [p for p in module.parameters() if p.ndim == 2 and id(p) not in tables]
+    others = [p for p in module.parameters() if p.ndim != 2 or id(p) in tables]
+    made: list[torch.optim.Optimizer] = []
+    if recipe.optimizer == "muon":
+        if matrices:
+            made.append(
+                torch.optim.Muon(
+                    matrices,
+                    lr=recipe.learning_rate,
+                    momentum=0.95,
+                    weight_decay=recipe.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        groups = [{"params": others, "weight_decay": 0.0}]
+    else:
+        groups = [
+            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+    groups = [group for group in groups if group["params"]]
+    if groups:
+        made.append(torch.optim.AdamW(groups, lr=recipe.adam_learning_rate, betas=(0.9, 0.95)))
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["base_lr"] = group["lr"]
+    return made
+
+
+def _tables_of(module: nn.Module) -> Iterable[torch.Tensor]:
+    if isinstance(module, nn.Embedding):
+        yield module.weight

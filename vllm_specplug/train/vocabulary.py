@@ -5,33 +5,55 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.walk import Slots
+
+VOCABULARY_NAME = "draft_ids.pt"
+
+
+@dataclass(frozen=True)
+class DraftTables:
+    """Rows of the target that a head reads and drafts by: its embeddings [V, H], the rows of its
+    LM head for the draft vocabulary [V', H], and their tokens, int64 [V'] on the CPU."""
+
+    embed_tokens: torch.Tensor
+    lm_head: torch.Tensor
+    target_ids: torch.Tensor
+
+    def to(self, to: torch.device | torch.dtype | str) -> DraftTables:
+        """A copy with both tables on a device or of a dtype."""
+        return DraftTables(self.embed_tokens.to(to), self.lm_head.to(to), self.target_ids)
+
+    def draft_ids(self) -> torch.Tensor:
+        """Draft id of each target token, int64 [V]; -1 for those that cannot be drafted."""
+        ids = torch.full((len(self.embed_tokens),), -1, dtype=torch.int64)
+        ids[self.target_ids] = torch.arange(len(self.target_ids))
+        return ids
+
+    def slots(self, hidden: torch.Tensor, candidates: int) -> Slots:
+        """The `candidates` likeliest tokens (0: all) of final hidden states [..., D, H]."""
+        logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
+        values, rows = logits.topk(min(candidates or logits.shape[-1], logits.shape[-1]), -1)
+        return Slots(rows, values, torch.logsumexp(logits, -1))
 
 
 def draft_vocabulary(
     store: FeatureStore, size: int, vocab_size: int, always: Sequence[int] = ()
-) -> tuple[torch.Tensor, float]:
-    """The `size` most frequent answer tokens, and `always` (end-of-turn ids).
-
-    Returns:
-        their ids, int64 [size] ascending, and the share of answer tokens they cover.
-    """
+) -> torch.Tensor:
+    """The `size` most frequent answer tokens, `always` (end-of-turn ids) among them: int64 [size],
+    ascending."""
     counts = answer_token_counts(store)
-    total = sum(counts.values())
     ranked = list(dict.fromkeys([*always, *(t for t, _ in counts.most_common())]))
     # Unseen tokens fill up a small corpus: low ids are the frequent merges of a BPE vocabulary.
     seen = set(ranked)
-    fill = (t for t in range(vocab_size) if t not in seen)
-    while len(ranked) < size:
-        ranked.append(next(fill))
-    ids = sorted(ranked[:size])
-    covered = sum(counts[t] for t in ids) / max(total, 1)
-    return torch.tensor(ids, dtype=torch.int64), covered
+    ranked += [t for t in range(vocab_size) if t not in seen][: max(0, size - len(ranked))]
+    return torch.tensor(sorted(ranked[:size]), dtype=torch.int64)
 
 
 def answer_token_counts(store: FeatureStore) -> Counter[int]:
@@ -67,29 +89,3 @@ def vocabulary_of(folder: str) -> torch.Tensor:
             "or name another head"
         )
     return d2t.to(torch.int64) + torch.arange(len(d2t))
-
-
-def saved_vocabulary(
-    path: Path,
-    resume: bool,
-    vocab_from: str,
-    store: FeatureStore,
-    size: int,
-    vocab_size: int,
-    always: Sequence[int],
-    keep: bool = True,
-) -> torch.Tensor:
-    """The draft vocabulary of a run, int64 [V'], kept in `path`: of the run that is resumed, else
-    of the head `vocab_from`, else by frequency. Of a run's processes one has to `keep` it."""
-    if resume and path.is_file():
-        # Data may have grown since, and with it the counts.
-        ids: torch.Tensor = torch.load(path, weights_only=True)
-        return ids
-    if vocab_from:
-        ids = vocabulary_of(vocab_from)
-    else:
-        ids, _ = draft_vocabulary(store, min(size, vocab_size), vocab_size, always)
-    if keep:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(ids, path)
-    return ids

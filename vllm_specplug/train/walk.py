@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -73,6 +74,35 @@ class AcceptanceReport:
     def slot_accuracy(self) -> list[float]:
         """Share of anchors whose rank-1 draft at each slot is right."""
         return [float(h / max(s, 1)) for h, s in zip(self.hits, self.seen, strict=True)]
+
+    def facts(self) -> dict[str, Any]:
+        """For provenance.json."""
+        slots = {"slot_accuracy": [round(v, 3) for v in self.slot_accuracy()]}
+        return {
+            "mean_acceptance_length": rounded(self.lengths()),
+            "mean_acceptance_length_by_source": {
+                source: rounded(values) for source, values in self.lengths_by_source().items()
+            },
+            "rounds_reaching_depth": {
+                name: [
+                    round(counts.share_reaching(depth), 3)
+                    for depth in range(1, max(counts.by_length) + 1)
+                ]
+                for name, counts in self.total.items()
+            },
+            **(slots if len(self.hits) else {}),
+        }
+
+    def summary(self) -> str:
+        """One line of text."""
+        lengths = "  ".join(f"{name} {value:.3f}" for name, value in self.lengths().items())
+        slots = " ".join(f"{value:.2f}" for value in self.slot_accuracy())
+        return f"mean acceptance length {lengths}{f'; slot accuracy {slots}' if slots else ''}"
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    """Values with three decimals."""
+    return {name: round(value, 3) for name, value in values.items()}
 
 
 @dataclass(frozen=True)

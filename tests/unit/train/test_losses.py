@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from vllm_specplug.train.losses import LOSSES, head_loss, position_weights
+from vllm_specplug.train.losses import head_loss, slot_weights
+from vllm_specplug.train.options import LOSSES
 
 
 def reference(kind, hidden, teacher, lm_head, labels, weights, temperature):
@@ -75,8 +76,11 @@ def test_unknown_loss_names_the_legal_ones():
         head_loss(x, x, x, torch.zeros(1).long(), torch.ones(1), "kl")
 
 
-def test_position_weights_decay_from_one():
-    weights = position_weights(4, 2.0)
-    assert weights[0] == 1.0
-    torch.testing.assert_close(weights[1:] / weights[:-1], torch.full((3,), 2.718281828**-0.5))
-    assert torch.equal(position_weights(4, 0.0), torch.ones(4))
+def test_slot_weights_decay_where_valid_and_sum_to_one():
+    valid = torch.tensor([[True] * 4, [True, True, False, False]])
+    weights = slot_weights(valid, 2.0).view(2, 4)
+    assert float(weights.sum()) == pytest.approx(1.0) and not weights[~valid].any()
+    decay = torch.full((3,), 2.718281828**-0.5)
+    torch.testing.assert_close(weights[0, 1:] / weights[0, :-1], decay)
+    assert torch.equal(weights[0, :2], weights[1, :2])
+    assert torch.equal(slot_weights(valid, 0.0), valid.flatten() / 6)

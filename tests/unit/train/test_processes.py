@@ -4,30 +4,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.unit.methods.block.train.tiny_heads import make_head
-from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
-from vllm_specplug.methods.dels.train.trainer import LocalOptions, LocalTrainer
-from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig
-from vllm_specplug.methods.tokenswift.train.trainer import (
-    TokenSwiftRecipe,
-    TokenSwiftTrainer,
-    last_layer_columns,
-    new_heads,
-)
+from tests.unit.train.heads import KINDS, Job
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.text import TextStore
 from vllm_specplug.train.trainer import Trainer
-
-VOCAB, HIDDEN, LAYERS = 64, 32, 3
 
 
 class OneOf(Accelerator):
@@ -60,52 +46,21 @@ class Recording:
         return getattr(self.store, name)
 
 
-def block_trainer(features: Path, target: Path, accelerator: Accelerator) -> BlockTrainer:
-    head, embed = make_head(target)
-    return BlockTrainer(
-        head.train(), FeatureStore(features), TrainOptions(anchors_per_step=20, anchor_stride=1),
-        embed_tokens=embed, draft_lm_head=embed, target_ids=torch.arange(VOCAB),
-        accelerator=accelerator,
-    )  # fmt: skip
+def trainer_of(job: Job, rank: int, count: int) -> Trainer:
+    made = job.start(job.run, job.recipe)
+    accelerator = OneOf(rank, count)
+    return Trainer(made.head, made.tables, made.training.store, made.objective, accelerator)
 
 
-def local_trainer(features: Path, target: Path, accelerator: Accelerator) -> LocalTrainer:
-    store = TextStore(features)
-    return LocalTrainer(
-        LocalHead(LocalHeadConfig("gru", VOCAB, HIDDEN, 8, 12)), store,
-        LocalOptions(anchors_per_step=20), block_size=4, embed_tokens=torch.randn(VOCAB, HIDDEN),
-        lm_head=torch.randn(VOCAB, HIDDEN), target_ids=torch.arange(VOCAB),
-        counts=store.answer_counts(VOCAB), accelerator=accelerator,
-    )  # fmt: skip
-
-
-def tokenswift_trainer(features: Path, target: Path, accelerator: Accelerator) -> TokenSwiftTrainer:
-    store = FeatureStore(features)
-    return TokenSwiftTrainer(
-        new_heads(TokenSwiftConfig(HIDDEN, VOCAB, VOCAB), torch.ones(HIDDEN)), store,
-        last_layer_columns(store, LAYERS, HIDDEN), TokenSwiftRecipe(tokens_per_step=30),
-        lm_head=torch.randn(VOCAB, HIDDEN).bfloat16(), draft_of=torch.arange(VOCAB),
-        accelerator=accelerator,
-    )  # fmt: skip
-
-
-MAKERS = [block_trainer, local_trainer, tokenswift_trainer]
-
-
-def draw(trainer: Trainer) -> Any:
-    return (trainer.batch if isinstance(trainer, TokenSwiftTrainer) else trainer.next_batch)()
-
-
-@pytest.mark.parametrize("make", MAKERS)
-def test_no_sequence_of_an_epoch_is_read_on_two_processes(make, feature_folders, target_folder):
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sequence_of_an_epoch_is_read_on_two_processes(kind, make_job):
     read = []
     for rank in range(2):
-        torch.manual_seed(0)
-        trainer = make(feature_folders[0], target_folder, OneOf(rank, 2))
+        trainer = trainer_of(make_job(kind), rank, 2)
         trainer.store = Recording(trainer.store)
         while True:
             before = len(trainer.store.read)
-            draw(trainer)
+            trainer.objective.draw(trainer)
             trainer.step += 1
             if trainer.order.epoch:
                 break
@@ -115,9 +70,9 @@ def test_no_sequence_of_an_epoch_is_read_on_two_processes(make, feature_folders,
     assert max((read[0] | read[1]).values()) == 1
 
 
-def test_fewer_sequences_than_processes_hang_nobody(feature_folders, target_folder):
+def test_fewer_sequences_than_processes_hang_nobody(make_job):
     for rank in range(3):
-        trainer = tokenswift_trainer(feature_folders[0], target_folder, OneOf(rank, 3))
+        trainer = trainer_of(make_job("tokenswift"), rank, 3)
         trainer.order.size = 1
         trainer.order.store = [0]
         assert trainer.next_index() == trainer.next_index() == 0
@@ -136,20 +91,17 @@ def test_a_subset_favours_no_place():
     assert torch.equal(random_subset(values, 20, generator), values)
 
 
-@pytest.mark.parametrize("make", [block_trainer, local_trainer])
-def test_the_last_answer_of_a_step_is_not_cut_short(make, feature_folders, target_folder):
+@pytest.mark.parametrize("kind", ["jetspec", "gru"])
+def test_the_last_answer_of_a_step_is_not_cut_short(kind, make_job, feature_folders):
     """A step of few anchors takes them from all over an answer, not from its beginning."""
-    from dataclasses import replace
-
-    trainer = make(feature_folders[0], target_folder, OneOf(0, 1))
-    trainer.options = replace(trainer.options, anchors_per_step=4)
+    trainer = trainer_of(make_job(kind, anchors_per_step=4), 0, 1)
     furthest = 0
     for _ in range(40):
         trainer.store = Recording(FeatureStore(feature_folders[0]))
-        batch = trainer.next_batch()
+        batch = trainer.objective.draw(trainer)
         trainer.step += 1
         answer = trainer.store.store[trainer.store.read[0]]
-        if make is block_trainer:
+        if kind == "jetspec":
             places = batch.positions.view(-1, 4)[:, 0] - answer.prompt_len
         else:
             starts = answer.tokens.unfold(0, 3, 1)

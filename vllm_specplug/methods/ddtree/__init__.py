@@ -11,6 +11,6 @@ METHOD = Method(
     drafter="vllm_specplug.methods.ddtree.drafter:DDTreeDrafter",
     needs=BLOCK_NEEDS,
     recognises="vllm_specplug.methods.block.recognise:is_bidirectional_block_head",
-    train_commands=("vllm_specplug.methods.block.train.cli",),
+    train_commands=("vllm_specplug.methods.block.train.options",),
     presets={"smollm2": {"model": "heads/smollm2-135m-dflash", "num_speculative_tokens": 16}},
 )

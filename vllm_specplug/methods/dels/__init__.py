@@ -10,7 +10,7 @@ METHOD = Method(
     options="vllm_specplug.methods.dels.options:DelsOptions",
     drafter="vllm_specplug.methods.dels.drafter:DelsDrafter",
     needs=BLOCK_NEEDS,
-    train_commands=("vllm_specplug.methods.dels.train.cli",),
+    train_commands=("vllm_specplug.methods.dels.train.options",),
     presets={
         "smollm2": {
             "model": "heads/smollm2-135m-dflash",

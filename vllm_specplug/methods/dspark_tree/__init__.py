@@ -12,6 +12,6 @@ METHOD = Method(
     drafter="vllm_specplug.methods.dspark_tree.drafter:DSparkDrafter",
     needs=BLOCK_NEEDS,
     recognises="vllm_specplug.methods.block.recognise:is_markov_block_head",
-    train_commands=("vllm_specplug.methods.dspark_tree.train.cli",),
+    train_commands=("vllm_specplug.methods.dspark_tree.train.options",),
     presets={"smollm2": {"model": "heads/smollm2-135m-dspark", "num_speculative_tokens": 16}},
 )

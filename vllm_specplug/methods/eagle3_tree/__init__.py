@@ -17,6 +17,6 @@ METHOD = Method(
         }
     ),
     recognises="vllm_specplug.methods.eagle3_tree.recognise:is_eagle3_head",
-    train_commands=("vllm_specplug.methods.eagle3_tree.train.cli",),
+    train_commands=("vllm_specplug.methods.eagle3_tree.train.options",),
     presets={"smollm2": {"model": "heads/smollm2-135m-eagle3", "num_speculative_tokens": 16}},
 )

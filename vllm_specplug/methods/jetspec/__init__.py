@@ -12,7 +12,7 @@ METHOD = Method(
     needs=BLOCK_NEEDS,
     recognises="vllm_specplug.methods.block.recognise:is_causal_block_head",
     train_commands=(
-        "vllm_specplug.methods.block.train.cli",
+        "vllm_specplug.methods.block.train.options",
         "vllm_specplug.methods.block.train.evaluate_cli",
     ),
     presets={"smollm2": {"model": "heads/smollm2-135m-jetspec", "num_speculative_tokens": 16}},

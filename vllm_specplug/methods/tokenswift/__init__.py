@@ -10,6 +10,6 @@ METHOD = Method(
     drafter="vllm_specplug.methods.tokenswift.drafter:TokenSwiftDrafter",
     needs=frozenset({Capability.HIDDEN_STATES, Capability.TARGET_FORWARD}),
     recognises="vllm_specplug.methods.tokenswift.recognise:is_tokenswift_head",
-    train_commands=("vllm_specplug.methods.tokenswift.train.cli",),
+    train_commands=("vllm_specplug.methods.tokenswift.train.options",),
     presets={"smollm2": {"model": "heads/smollm2-135m-tokenswift", "num_speculative_tokens": 16}},
 )

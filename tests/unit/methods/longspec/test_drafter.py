@@ -21,6 +21,7 @@ from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDr
 from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
 from vllm_specplug.methods.longspec.train.features import KVSequence
+from vllm_specplug.train.vocabulary import DraftTables
 
 VOCAB, WINDOW, MAX_LEN = 20, 16, 128
 TARGET = SimpleNamespace(
@@ -156,11 +157,11 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path, beam: Any) ->
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
     trees = drafter.propose(requests_for(texts, budgets, widths))
     module, _ = load_longspec_head(head, TARGET)
-    embed, lm_head = tables()
+    draft = DraftTables(*tables(), torch.arange(VOCAB))
     for r, (tree, text) in enumerate(zip(trees, texts, strict=True)):
         tree.validate()
         policy = TreePolicy(budgets[r], 4, widths[r], beam)
-        alone = SequenceDrafter(module, text, embed, lm_head, torch.arange(VOCAB))
+        alone = SequenceDrafter(module, text, draft)
         expected = alone.draft(LENGTHS[r], policy)
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
         assert tree.parent_indices.tolist() == expected.parent_indices.tolist()

@@ -50,25 +50,6 @@ class BlockBatch:
     labels: torch.Tensor
     valid: torch.Tensor
 
-    def to(self, device: torch.device) -> BlockBatch:
-        """The batch on another device."""
-        moved = {
-            name: getattr(self, name).to(device)
-            for name in (
-                "anchor_tokens",
-                "positions",
-                "aux",
-                "context_positions",
-                "teacher",
-                "labels",
-                "valid",
-            )
-        }
-        segments = tuple(
-            Segment(s.rows, s.context, s.context_mask.to(device)) for s in self.segments
-        )
-        return BlockBatch(block_size=self.block_size, segments=segments, **moved)
-
 
 def anchor_range(sequence: FeatureSequence) -> range:
     """Anchors with at least one token to predict: from the first answer token on."""

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,46 +11,19 @@ import torch
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.blocks import anchor_range, pack_blocks, run_blocks
 from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.trainer import to_device
+from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.train.walk import (
     NO_TOKEN,
-    Acceptance,
     AcceptanceReport,
     DraftedSequence,
     Policy,
     Rounds,
-    Slots,
     leading_matches,
     rounds_at,
     walk,
 )
 from vllm_specplug.tree import build_tree
-
-__all__ = [
-    "Acceptance",
-    "AcceptanceReport",
-    "DraftTables",
-    "chain_policy",
-    "draft_sequences",
-    "evaluate_head",
-    "matched_nodes",
-    "tree_policy",
-]
-
-
-@dataclass(frozen=True)
-class DraftTables:
-    """The draft vocabulary: rows of the LM head [V', H], the target token of each int64 [V'], and
-    the target's embeddings [V, H]."""
-
-    embed_tokens: torch.Tensor
-    lm_head: torch.Tensor
-    target_ids: torch.Tensor
-
-    def slots(self, hidden: torch.Tensor, candidates: int) -> Slots:
-        """The `candidates` likeliest tokens (0: all) of final hidden states [..., D, H]."""
-        logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
-        values, rows = logits.topk(min(candidates or logits.shape[-1], logits.shape[-1]), -1)
-        return Slots(rows, values, torch.logsumexp(logits, -1))
 
 
 @torch.no_grad()
@@ -75,11 +47,12 @@ def draft_sequences(
             continue
         batch = pack_blocks(
             [sequence], [anchors], head.config.block_size, 64, head.config.first_slot
-        ).to(device)
+        )
+        batch = to_device(batch, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             hidden = run_blocks(head, batch, tables.embed_tokens)
         slots = tables.slots(hidden.view(len(anchors), depth, -1), candidates)
-        slots = Slots(slots.rows.cpu(), slots.logits.cpu(), slots.log_norm.cpu())
+        slots = to_device(slots, torch.device("cpu"))
         yield DraftedSequence(sequence.tokens, sequence.prompt_len, slots, sequence.source)
 
 
@@ -155,31 +128,31 @@ def count_slots(
 def evaluate_head(
     head: BlockHead,
     sequences: Iterable[FeatureSequence],
-    embed_tokens: torch.Tensor,
-    lm_head: torch.Tensor,
-    target_ids: torch.Tensor,
+    tables: DraftTables,
     *,
     budgets: Sequence[int] = (8, 16, 32),
     builders: Sequence[str] = ("best_first",),
     width: int = 16,
-    autocast: bool = True,
 ) -> AcceptanceReport:
-    """Acceptance of chains and trees on the target's own (greedy) answers.
-
-    Args:
-        embed_tokens: [V, H] of the target. lm_head: [V', H] draft rows of the target's LM head.
-        target_ids: int64 [V'], the target token of each draft id.
-    """
-    was_training = head.training
-    head.eval()
-    tables = DraftTables(embed_tokens, lm_head, target_ids.cpu())
-    drafted = list(draft_sequences(head, sequences, tables, width, autocast))
-    head.train(was_training)
+    """Acceptance of chains and trees on the target's own (greedy) answers."""
+    drafted = list(draft_sequences(head, sequences, tables, width))
     report = AcceptanceReport()
     count_slots(drafted, tables, report)
+    add_policies(drafted, tables, budgets, builders, width, report)
+    return report
+
+
+def add_policies(
+    drafted: Sequence[DraftedSequence],
+    tables: DraftTables,
+    budgets: Sequence[int],
+    builders: Sequence[str],
+    width: int,
+    report: AcceptanceReport,
+) -> None:
+    """Walks the chain ('chain') and the trees ('builder/budget') into `report`."""
     walk(drafted, "chain", chain_policy(tables), report)
     for builder in builders:
         for budget in budgets:
             policy = tree_policy(tables, builder, budget, width)
             walk(drafted, f"{builder}/{budget}", policy, report)
-    return report

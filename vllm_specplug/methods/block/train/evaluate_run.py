@@ -12,11 +12,9 @@ import torch
 
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.train.evaluate import (
-    DraftTables,
-    chain_policy,
+    add_policies,
     count_slots,
     draft_sequences,
-    tree_policy,
 )
 from vllm_specplug.methods.block.train.start import check_trainable
 from vllm_specplug.methods.dels.checkpoint import load_local_head
@@ -30,7 +28,8 @@ from vllm_specplug.methods.dels.unigram import load_unigram
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, walk
+from vllm_specplug.train.vocabulary import DraftTables
+from vllm_specplug.train.walk import AcceptanceReport, walk
 
 DEFAULT_CANDIDATES = 128
 
@@ -40,8 +39,7 @@ class Evaluation:
     added one by one and counted into `report`.
 
     `sequences` above 0 takes as many, spread over the folder; `candidates` tokens of each slot are
-    kept (0: all), which is also what a local head scores. `drafted` are those of an earlier one
-    with the same arguments.
+    kept (0: all), which is also what a local head scores.
 
     Raises ValueError for features of other layers than the head reads.
     """
@@ -53,7 +51,6 @@ class Evaluation:
         features: str | Path,
         sequences: int = 0,
         candidates: int = DEFAULT_CANDIDATES,
-        drafted: list[DraftedSequence] | None = None,
     ):
         weights = TargetWeights(target)
         self.target_config = weights.config
@@ -71,31 +68,19 @@ class Evaluation:
         ids = extras.target_ids(module.config.draft_vocab_size)
         rows = tables.lm_head[ids] if extras.lm_head is None else extras.lm_head
         embed = tables.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
-        self.embed_tokens = tables.embed_tokens.to(torch.bfloat16)
-        self.draft = DraftTables(self.embed_tokens, rows.to(torch.bfloat16), ids)
+        self.draft = DraftTables(tables.embed_tokens, rows, ids).to(torch.bfloat16)
         self.config, self.depth = module.config, module.config.num_draft_tokens
-        if drafted is not None:
-            self.drafted = drafted
-            self._start()
-            return
         chosen = evenly_spread(store, sequences or len(store))
         # A head with embeddings of its own reads those; the local head reads the target's.
         own = replace(self.draft, embed_tokens=embed.to(torch.bfloat16))
         self.drafted = list(draft_sequences(module, chosen, own, candidates))
-        self._start()
-
-    def _start(self) -> None:
         self.report = AcceptanceReport()
         count_slots(self.drafted, self.draft, self.report)
 
     @torch.no_grad()
     def add_backbone(self, budgets: Sequence[int], builders: Sequence[str], width: int) -> None:
         """The backbone's chain ('chain') and trees ('builder/budget')."""
-        walk(self.drafted, "chain", chain_policy(self.draft), self.report)
-        for builder in builders:
-            for budget in budgets:
-                policy = tree_policy(self.draft, builder, budget, width)
-                walk(self.drafted, f"{builder}/{budget}", policy, self.report)
+        add_policies(self.drafted, self.draft, budgets, builders, width, self.report)
 
     def local_tables(
         self, local_head: str | Path, unigram: str | Path, anchor_input: bool | None = None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole run of a block head: set up or resume, train, estimate acceptance, export."""
+"""How a block head's run starts: the head, its shape and draft vocabulary."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,25 +12,25 @@ from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_h
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.evaluate import evaluate_head
+from vllm_specplug.methods.block.train.objective import BlockObjective, compile_head, completed
+from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun
 from vllm_specplug.methods.block.train.start import (
     check_trainable,
     grow,
     head_config_for,
     init_from_target,
 )
-from vllm_specplug.methods.block.train.trainer import BlockTrainer, TrainOptions
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import Log, LoopOptions, OnStep
 from vllm_specplug.train.run import (
-    VOCABULARY_NAME,
+    HeadInTraining,
+    Training,
     data_facts,
     layer_scales,
-    open_training,
-    origin,
-    run_head,
+    open_features,
+    save_setup,
+    started_from,
 )
-from vllm_specplug.train.target import TargetTables, TargetWeights
-from vllm_specplug.train.vocabulary import draft_vocabulary, vocabulary_coverage
+from vllm_specplug.train.vocabulary import VOCABULARY_NAME, draft_vocabulary
 
 TARGET_LAYERS = "target layers"
 # What a head may have more of than the one it starts from.
@@ -39,84 +38,43 @@ _GROWING = ("num_hidden_layers", "intermediate_size")
 DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_DRAFT_VOCAB_SIZE = 2, 8, 8192
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunOptions(LoopOptions):
-    """Folders, shape and loop options of a block head's run.
-
-    A shape of 0 stands for that of the head in `init_from`, without one for 2 layers, the
-    target's MLP width, blocks of 8 slots, 8,192 draft tokens.
-    """
-
-    target: str
-    features: str
-    heldout: str
-    causal: bool
-    num_layers: int = 0
-    intermediate_size: int = 0
-    block_size: int = 0
-    draft_vocab_size: int = 0
-    init_from: str = ""
-    eval_sequences: int = 64
-
-
-def train_block_head(
-    run: RunOptions,
-    options: TrainOptions,
-    log: Log = print,
-    on_step: OnStep | None = None,
-) -> dict[str, Any]:
-    """Trains until `options.total_steps` or `run.max_minutes`; writes into `run.out`:
-
-    `state.pt` and `draft_ids.pt` to resume, and `head/` (config.json, model.safetensors,
-    provenance.json), exported at every evaluation. Returns the provenance facts.
-    """
-    out = Path(run.out)
-    training = open_training(run, run, FeatureStore, options.seed)
+def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
+    """A new head from the target's layers, the head in `run.init_from`, or that of the run that is
+    resumed."""
+    training = open_features(run, recipe, FeatureStore)
     store, weights, tables = training.store, training.weights, training.tables
-    setup_path = out / VOCABULARY_NAME
+    setup_path = run.out / VOCABULARY_NAME
+    initial: BlockHead | None = None
     if run.resume and setup_path.is_file():
         setup = torch.load(setup_path, weights_only=True)
-        initial = None
         shape = BlockHeadConfig.from_dict(setup["config"]) if "config" in setup else None
-        ids, coverage = setup["ids"], setup["coverage"]
-        init_facts = setup.get("init_from", TARGET_LAYERS)
+        ids, origin = setup["ids"], {"init_from": setup.get("init_from", TARGET_LAYERS)}
     else:
-        initial, initial_ids = load_initial(run, weights, tables, store)
+        initial, initial_ids = load_initial(run, training)
         shape = None if initial is None else initial.config
-        ids, coverage = _draft_ids(run, store, weights, initial_ids)
-        init_facts = origin(run.init_from) or TARGET_LAYERS
+        ids = _draft_ids(run, training, initial_ids)
+        origin = started_from(run.init_from) if run.init_from else {"init_from": TARGET_LAYERS}
+    if not run.init_from:
+        training.new_width(run.intermediate_size)
     config = wanted_config(
         run, weights.config, store, len(ids), shape, may_grow=initial is not None
     )
-    if not run.resume and training.accelerator.is_main_process:
-        out.mkdir(parents=True, exist_ok=True)
-        setup = {"ids": ids, "coverage": coverage, "config": config.to_dict()}
-        torch.save({**setup, "init_from": init_facts}, setup_path)
+    if not run.resume:
+        save_setup(training, {"ids": ids, "config": config.to_dict(), **origin})
     head = BlockHead(config)
     if initial is None or grows(initial.config, config):
-        init_from_target(
-            head,
-            weights,
-            tables,
-            layer_scales(store, len(config.target_layer_ids)),
-            generator=torch.Generator().manual_seed(options.seed),
-        )
+        generator = torch.Generator().manual_seed(recipe.seed)
+        init_from_target(head, weights, tables, layer_scales(store), generator=generator)
     if initial is not None:
         grow(head, initial)
-    trainer = BlockTrainer(
-        head,
-        store,
-        options,
-        embed_tokens=tables.embed_tokens,
-        draft_lm_head=tables.lm_head[ids].contiguous(),
-        target_ids=ids,
-        accelerator=training.accelerator,
-    )
-    held = training.held
-    return run_head(
-        trainer,
-        run,
-        target=run.target,
+    recipe = completed(recipe, config)
+    if recipe.compile:
+        compile_head(head)
+    return HeadInTraining(
+        training=training,
+        head=head,
+        tables=training.draft_tables(ids),
+        objective=BlockObjective(recipe),
         shape={
             "num_layers": config.num_hidden_layers,
             "block_size": config.block_size,
@@ -124,22 +82,15 @@ def train_block_head(
             "draft_vocab_size": len(ids),
             "causal": config.causal,
         },
-        data=data_facts(store, coverage),
-        init_from=init_facts,
-        heldout=len(held),
-        evaluate=lambda: evaluate_head(
-            trainer.averaged_head(), held, trainer.drafting_embeds(), trainer.lm_head, ids
-        ),
-        save=lambda folder: save_block_head(
-            folder, trainer.averaged_head(), d2t=ids - torch.arange(len(ids))
-        ),
-        log=log,
-        on_step=on_step,
+        data=data_facts(store, ids),
+        origin=origin,
+        evaluate=lambda head, tables: evaluate_head(head, training.held, tables),
+        save=lambda folder, head: save_block_head(folder, head, d2t=ids - torch.arange(len(ids))),
     )
 
 
 def load_initial(
-    run: RunOptions, weights: TargetWeights, tables: TargetTables, store: FeatureStore
+    run: BlockRun, training: Training[FeatureStore]
 ) -> tuple[BlockHead | None, torch.Tensor | None]:
     """The head of `run.init_from` and its draft ids, or (None, None) for none.
 
@@ -147,27 +98,29 @@ def load_initial(
     """
     if not run.init_from:
         return None, None
-    head, extras = load_block_head(run.init_from, weights.config, causal=run.causal)
+    head, extras = load_block_head(run.init_from, training.weights.config, causal=run.causal)
     check_trainable("init_from", run.init_from, head)
     if extras.lm_head is not None or extras.embed_tokens is not None:
         raise ValueError(
             f"init_from = {run.init_from!r} ships its own LM head or embeddings, legal: a "
             "head that uses the target's; choose another head"
         )
-    if head.config.target_layer_ids != store.target_layer_ids:
+    layers = training.store.target_layer_ids
+    if head.config.target_layer_ids != layers:
         raise ValueError(
             f"init_from = {run.init_from!r} reads target layers "
             f"{list(head.config.target_layer_ids)}, legal: those of the features, "
-            f"{list(store.target_layer_ids)}; make features with --layers"
+            f"{list(layers)}; make features with --layers"
         )
     head = head.float()
     if extras.mask_from_embedding:
-        head.mask_embedding.copy_(tables.embed_tokens[head.config.mask_token_id].float())
+        row = training.tables.embed_tokens[head.config.mask_token_id]
+        head.mask_embedding.copy_(row.float())
     return head, extras.target_ids(head.config.draft_vocab_size)
 
 
 def wanted_config(
-    run: RunOptions,
+    run: BlockRun,
     target: dict[str, Any],
     store: FeatureStore,
     draft_vocab_size: int,
@@ -218,17 +171,13 @@ def grows(initial: BlockHeadConfig, wanted: BlockHeadConfig) -> bool:
 
 
 def _draft_ids(
-    run: RunOptions,
-    store: FeatureStore,
-    target: TargetWeights,
-    initial: torch.Tensor | None,
-) -> tuple[torch.Tensor, float]:
-    vocab_size = int(target.config["vocab_size"])
+    run: BlockRun, training: Training[FeatureStore], initial: torch.Tensor | None
+) -> torch.Tensor:
     if initial is not None and run.draft_vocab_size in (0, len(initial)):
-        return initial, vocabulary_coverage(store, initial)
-    size = min(run.draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE, vocab_size)
-    always = list(target.end_token_ids)
+        return initial
+    size = min(run.draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE, training.vocab_size)
+    always = training.weights.end_token_ids
     if initial is not None and size > len(initial):
         # A larger vocabulary keeps the tokens that the head has learnt to draft.
         always = initial.tolist()
-    return draft_vocabulary(store, size, vocab_size, always)
+    return draft_vocabulary(training.store, size, training.vocab_size, always)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.train.losses import position_weights
 from vllm_specplug.train.order import random_subset
 from vllm_specplug.train.text import TextSequence
 
@@ -22,12 +21,6 @@ class LocalBatch:
     labels: torch.Tensor
     valid: torch.Tensor
     teacher: torch.Tensor | None
-
-    def weights(self, gamma: float) -> torch.Tensor:
-        """exp(-k / gamma) of offset k = 0.. where valid, summing to 1, float32 [A * L]."""
-        decay = position_weights(self.tokens.shape[1], gamma)
-        weights = (decay * self.valid).flatten()
-        return weights / weights.sum()
 
 
 def local_anchors(sequence: TextSequence, limit: int, generator: torch.Generator) -> torch.Tensor:

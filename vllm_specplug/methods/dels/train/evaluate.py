@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.methods.block.train.evaluate import DraftTables
 from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.train.walk import (
     AcceptanceReport,
     DraftedSequence,
     Policy,
     Rounds,
-    leading_matches,
     rounds_at,
     walk_known,
 )
@@ -168,27 +167,6 @@ def evaluate_local_chains(
         scores = chain_scores(tables, sequence)
         for name, fusion in fusions.items():
             walk_known(sequence, name, scores.accepted(fusion), report)
-
-
-def local_chain_policy(tables: LocalTables, fusion: Fusion) -> Policy:
-    """A DeLS chain drafted token by token, as serving does it."""
-
-    def accepted(rounds: Rounds) -> torch.Tensor:
-        slots = rounds.slots
-        state = tables.head.initial_state(len(slots.rows))
-        token, drafts = rounds.anchors, []
-        for depth in range(slots.rows.shape[1]):
-            fused, rows = slots.logits[:, depth], slots.rows[:, depth]
-            if depth or tables.anchor_input:
-                ranks, state = tables.step(token, state)
-                fused = fused + fusion.alpha[depth] * tables.scores(ranks, rows)
-                fused = fused - fusion.beta[depth] * tables.log_prior[rows]
-            best = rows.gather(-1, fused.argmax(-1, keepdim=True)).squeeze(-1)
-            token = tables.draft.target_ids[best]
-            drafts.append(token)
-        return leading_matches(torch.stack(drafts, -1), rounds.truth)
-
-    return torch.no_grad()(accepted)
 
 
 def local_tree_policy(tables: LocalTables, fusion: Fusion, budget: int, width: int) -> Policy:

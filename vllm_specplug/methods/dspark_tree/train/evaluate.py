@@ -7,13 +7,14 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_specplug.methods.block.train.evaluate import DraftTables, draft_sequences
+from vllm_specplug.methods.block.train.evaluate import draft_sequences
 from vllm_specplug.methods.dspark_tree.checkpoint import markov_head
 from vllm_specplug.methods.dspark_tree.options import DSparkSettings
-from vllm_specplug.methods.dspark_tree.train.trainer import DSparkModel
+from vllm_specplug.methods.dspark_tree.train.objective import DSparkModel
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.level_trees import accepted_nodes
+from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.train.walk import AcceptanceReport, Policy, Rounds, walk
 
 # Nodes and most children of a node of each policy.
@@ -51,31 +52,22 @@ def tree_policy(
 def evaluate_dspark(
     model: DSparkModel,
     sequences: Sequence[FeatureSequence],
-    embed_tokens: torch.Tensor,
-    lm_head: torch.Tensor,
-    target_ids: torch.Tensor,
-    autocast: bool = True,
+    tables: DraftTables,
 ) -> AcceptanceReport:
-    """Acceptance of chains and trees on the target's own (greedy) answers.
-
-    Args:
-        embed_tokens: [V, H] of the target. lm_head: [V', H] draft rows of the target's LM head.
-        target_ids: int64 [V'], the target token of each draft id.
-    """
-    tables = DraftTables(embed_tokens, lm_head, target_ids.cpu())
+    """Acceptance of chains and trees on the target's own (greedy) answers."""
     depth = model.config.block.num_draft_tokens
     markov = model.markov_head
     builder = LocalTreeBuilder(
-        markov_head(markov.markov_w1.weight.detach().cpu(), markov.markov_w2.weight.detach().cpu()),
+        markov_head(markov.markov_w1.weight.cpu(), markov.markov_w2.weight.cpu()),
         tables.target_ids,
         tables.target_ids,
         None,
         DSparkSettings(CANDIDATES, (1.0,) * depth, (0.0,) * depth),
-        embed_tokens=embed_tokens.cpu(),
-        lm_head=lm_head.cpu(),
+        embed_tokens=tables.embed_tokens.cpu(),
+        lm_head=tables.lm_head.cpu(),
         dtype=torch.float32,
     )
-    drafted = list(draft_sequences(model.block, sequences, tables, CANDIDATES, autocast))
+    drafted = list(draft_sequences(model.block, sequences, tables, CANDIDATES))
     report = AcceptanceReport()
     for name, (budget, width) in POLICIES.items():
         walk(drafted, name, tree_policy(builder, tables, budget, width, depth), report)

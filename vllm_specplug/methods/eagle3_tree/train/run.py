@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole EAGLE-3 training run: set up or resume, loop, estimate acceptance, export the head."""
+"""How an EAGLE-3 head's run starts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,35 +11,23 @@ from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
 from vllm_specplug.methods.eagle3_tree.train.evaluate import evaluate_eagle3
-from vllm_specplug.methods.eagle3_tree.train.trainer import (
-    Eagle3Recipe,
-    Eagle3Trainer,
+from vllm_specplug.methods.eagle3_tree.train.objective import (
+    Eagle3Objective,
     init_eagle3_from_target,
 )
+from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe, Eagle3Run
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import Log, LoopOptions, OnStep
-from vllm_specplug.train.run import layer_scales, open_training, origin, run_head
+from vllm_specplug.train.run import (
+    HeadInTraining,
+    data_facts,
+    draft_ids,
+    layer_scales,
+    open_features,
+    started_from,
+)
 
 # Of each held-out answer: a round costs a forward per level.
 EVAL_ROUNDS = 24
-
-
-@dataclass(frozen=True)
-class Eagle3Run:
-    """What a run reads and the shape of its head. `init_from` continues from the weights of another
-    head and takes its shape and draft vocabulary; `vocab_from` takes the draft vocabulary of any
-    head for this target. `save_lm_head` writes the LM head too, which vLLM's own method needs."""
-
-    target: str
-    features: str
-    heldout: str
-    draft_vocab_size: int = 8192
-    intermediate_size: int = 0
-    norm_output: bool = False
-    init_from: str = ""
-    vocab_from: str = ""
-    save_lm_head: bool = True
-    eval_sequences: int = 24
 
 
 def eagle3_config(
@@ -72,17 +59,10 @@ def eagle3_config(
     return Eagle3Config.from_dict(layer, num_target_layers=target["num_hidden_layers"])
 
 
-def train_eagle3(
-    run: Eagle3Run,
-    options: Eagle3Recipe,
-    loop: LoopOptions,
-    log: Log = print,
-    on_step: OnStep | None = None,
-) -> dict[str, Any]:
-    """Trains and writes into `loop.out`: `state.pt` and `draft_ids.pt` to resume, and `head/`
-    (config.json, model.safetensors, provenance.json). Returns the provenance facts."""
-    training = open_training(run, loop, FeatureStore, options.seed)
-    store, weights, tables = training.store, training.weights, training.tables
+def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
+    """A new head from the target's layers, or the head in `run.init_from` with its LM head."""
+    training = open_features(run, recipe, FeatureStore)
+    store, weights = training.store, training.weights
     layers = store.target_layer_ids
     lm_head: torch.Tensor | None = None
     if run.init_from:
@@ -95,55 +75,36 @@ def train_eagle3(
         ids = torch.arange(training.vocab_size) if extras.target_ids is None else extras.target_ids
         lm_head = extras.lm_head
     else:
-        ids = training.draft_ids(run.draft_vocab_size, run.vocab_from)
+        width = training.new_width(run.intermediate_size)
+        ids = draft_ids(training, run.draft_vocab_size, run.vocab_from)
         config = eagle3_config(
             weights.config,
             layers,
             draft_vocab_size=len(ids),
-            intermediate_size=run.intermediate_size,
+            intermediate_size=width,
             norm_output=run.norm_output,
         )
         head = Eagle3Head(config)
-        init_eagle3_from_target(
-            head,
-            weights,
-            tables,
-            layer_scales(store, len(layers)),
-            generator=torch.Generator().manual_seed(options.seed),
-        )
-    trainer = Eagle3Trainer(
-        head,
-        store,
-        options,
-        embed_tokens=tables.embed_tokens,
-        draft_lm_head=(tables.lm_head[ids] if lm_head is None else lm_head).contiguous(),
-        target_ids=ids,
-        accelerator=training.accelerator,
-    )
-    held = training.held
-    embed_tokens, draft_lm_head = tables.embed_tokens.float(), trainer.lm_head.float().cpu()
-    return run_head(
-        trainer,
-        loop,
-        target=run.target,
+        generator = torch.Generator().manual_seed(recipe.seed)
+        init_eagle3_from_target(head, weights, training.tables, layer_scales(store), generator)
+    tables = training.draft_tables(ids, lm_head)
+    return HeadInTraining(
+        training=training,
+        head=head,
+        tables=tables,
+        objective=Eagle3Objective(recipe),
         shape={
             "draft_vocab_size": len(ids),
             "intermediate_size": head.config.intermediate_size,
             "target_layer_ids": list(layers),
             "norm_output": head.config.norm_output,
         },
-        data=training.data_facts(ids),
-        init_from=origin(run.init_from),
-        heldout=len(held),
-        evaluate=lambda: evaluate_eagle3(
-            trainer.averaged_head(), held, embed_tokens, draft_lm_head, ids, max_rounds=EVAL_ROUNDS
+        data=data_facts(store, ids),
+        origin=started_from(run.init_from),
+        evaluate=lambda head, tables: evaluate_eagle3(
+            head, training.held, tables, max_rounds=EVAL_ROUNDS
         ),
-        save=lambda folder: save_eagle3_head(
-            folder,
-            trainer.averaged_head(),
-            target_ids=ids,
-            lm_head=trainer.lm_head if run.save_lm_head else None,
+        save=lambda folder, head: save_eagle3_head(
+            folder, head, target_ids=ids, lm_head=tables.lm_head if run.save_lm_head else None
         ),
-        log=log,
-        on_step=on_step,
     )

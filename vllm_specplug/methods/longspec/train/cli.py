@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.options import check_target
 from vllm_specplug.train import cli_common as common
 
@@ -183,58 +184,9 @@ def _in_turn(
                 return
 
 
-@common.with_shared_options(compile=False, eval_sequences=24)
-def train(
-    target: common.Target,
-    features: Annotated[
-        Path, typer.Option(help="Folder made by `specplug data longspec-features`.")
-    ],
-    heldout: Annotated[Path, typer.Option(help="Held-out features of the same kind.")],
-    out: common.Out,
-    stage: Annotated[
-        str,
-        typer.Option(
-            help="Published optimiser settings: short, long or sft; they override the options "
-            "below. Default: none."
-        ),
-    ] = "",
-    init_from: Annotated[
-        str, typer.Option(help="Folder of the head from the previous stage.")
-    ] = "",
-    window_size: Annotated[
-        int, typer.Option(help="Tokens that self-attention looks back; not with --init-from.")
-    ] = 512,
-    draft_vocab_size: common.DraftVocabSize = 8192,
-    vocab_from: common.VocabFrom = "",
-    intermediate_size: Annotated[int, typer.Option(min=0, help="MLP width; 0: the target's.")] = 0,
-    loss: Annotated[str, typer.Option(help="forward_kl, reverse_kl, or sft as published.")] = (
-        "forward_kl"
-    ),
-    temperature: common.Temperature = 1.0,
-    tokens_per_step: Annotated[int, typer.Option(min=2, help="Packed positions per step.")] = 4096,
-    max_staleness: Annotated[
-        int,
-        typer.Option(min=1, help="Noisy training: the cache ends 1..N positions early; 1: off."),
-    ] = 4,
-    gradient_checkpointing: Annotated[
-        bool, typer.Option(help="Recompute the layer in the backward pass.")
-    ] = False,
-    **shared: Any,
-) -> None:
-    """Trains a LongSpec layer over the target's last-layer keys and values."""
-    given: dict[str, Any] = {**locals(), **shared}
-    from vllm_specplug.methods.longspec.train.run import LongSpecRun, train_longspec
-    from vllm_specplug.methods.longspec.train.trainer import STAGES, LongSpecRecipe
-    from vllm_specplug.train.loop import LoopOptions
-
-    with common.friendly_errors():
-        if stage and stage not in STAGES:
-            raise ValueError(f"--stage {stage!r}, legal: {', '.join(STAGES)}; choose one of them")
-    given.update(STAGES.get(stage, {}))
-    common.run_training(train_longspec, given, LongSpecRun, LongSpecRecipe, LoopOptions)
-
-
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds both commands."""
     data_app.command("longspec-features")(features)
-    train_app.command("longspec")(train)
+    summary = "Trains a LongSpec layer over the target's last-layer keys and values."
+    start = "vllm_specplug.methods.longspec.train.run:start"
+    common.add_training(train_app, "longspec", summary, start, LongSpecRun, LongSpecRecipe)

@@ -8,23 +8,19 @@ import pytest
 import torch
 
 from vllm_specplug.methods.block.train import evaluate
-from vllm_specplug.methods.block.train.evaluate import DraftTables, evaluate_head, matched_nodes
+from vllm_specplug.methods.block.train.evaluate import evaluate_head, matched_nodes
 from vllm_specplug.train.features import FeatureSequence
-from vllm_specplug.train.walk import NO_TOKEN, Acceptance, DraftedSequence, Slots
+from vllm_specplug.train.vocabulary import DraftTables
+from vllm_specplug.train.walk import (
+    NO_TOKEN,
+    Acceptance,
+    AcceptanceReport,
+    DraftedSequence,
+    Slots,
+    walk,
+)
 
 PROMPT, DEPTH, VOCAB = 3, 3, 200
-
-
-class FakeHead:
-    """Candidates are injected."""
-
-    training = False
-
-    def eval(self):
-        return self
-
-    def train(self, mode=True):
-        return self
 
 
 def sequence(answer: list[int], source: str = "a") -> FeatureSequence:
@@ -57,9 +53,8 @@ def drafted(example: FeatureSequence, rank: dict[tuple[int, int], int]) -> Draft
 def run(monkeypatch, answer, rank, **options):
     example = sequence(answer)
     monkeypatch.setattr(evaluate, "draft_sequences", lambda *a, **k: [drafted(example, rank)])
-    return evaluate_head(
-        FakeHead(), [example], None, torch.eye(VOCAB), torch.arange(VOCAB), width=4, **options
-    )
+    tables = DraftTables(torch.zeros(0), torch.eye(VOCAB), torch.arange(VOCAB))
+    return evaluate_head(None, [example], tables, width=4, **options)
 
 
 def test_walk_jumps_over_accepted_tokens(monkeypatch):
@@ -136,8 +131,8 @@ def test_lockstep_walk_equals_walking_each_sequence_by_itself():
         examples.append(DraftedSequence(tokens, PROMPT, slots_of(logits), f"s{length}"))
         best[f"s{length}"] = logits.argmax(-1)
     tables = DraftTables(torch.zeros(8, 1), torch.eye(8), torch.arange(8))
-    report = evaluate.AcceptanceReport()
-    evaluate.walk(examples, "chain", evaluate.chain_policy(tables), report)
+    report = AcceptanceReport()
+    walk(examples, "chain", evaluate.chain_policy(tables), report)
     for example in examples:
         tokens, at, expected = example.tokens.tolist(), 0, []
         while at < example.num_anchors:

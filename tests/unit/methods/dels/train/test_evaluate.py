@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.methods.block.train.evaluate import DraftTables, chain_policy, tree_policy
+from vllm_specplug.methods.block.train.evaluate import chain_policy, tree_policy
 from vllm_specplug.methods.dels.train.evaluate import (
     FusedTrees,
     Fusion,
     LocalTables,
     evaluate_local_chains,
-    local_chain_policy,
     local_tree_policy,
 )
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.train.walk import AcceptanceReport, DraftedSequence, Slots, rounds_at, walk
 
 VOCAB, DRAFT, HIDDEN, DEPTH, PROMPT = 12, 9, 6, 4, 2
@@ -96,9 +96,6 @@ def test_chain_estimate_equals_a_walk_token_by_token(local, anchor_input):
     fusion = Fusion.of(tables, DEPTH, 0.7, 0.4)
     report = AcceptanceReport()
     evaluate_local_chains(tables, sequences(), {"dels": fusion}, report)
-    by_policy = AcceptanceReport()
-    walk(sequences(), "dels", local_chain_policy(tables, fusion), by_policy)
-    assert report.total == by_policy.total
     rounds = accepted = 0
     for sequence in sequences():
         tokens, at = sequence.tokens.tolist(), 0
@@ -190,7 +187,7 @@ def test_a_tree_one_wide_is_the_chain(local):
     tables = build(local)
     fusion = Fusion.of(tables, DEPTH, 0.9, 0.2)
     report = AcceptanceReport()
-    walk(sequences(), "chain", local_chain_policy(tables, fusion), report)
+    evaluate_local_chains(tables, sequences(), {"chain": fusion}, report)
     walk(sequences(), "tree", local_tree_policy(tables, fusion, DEPTH, 1), report)
     assert report.total["chain"] == report.total["tree"]
 

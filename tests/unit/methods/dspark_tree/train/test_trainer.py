@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The published losses; a run learns, resumes bit for bit and leaves a head that is recognised."""
+"""The published losses, and heads of the published layout."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from tests.e2e.tiny import make_block_head
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import tiny
 from tests.unit.methods.block.published_heads import PublishedHead
+from tests.unit.train.heads import Job
 from vllm_specplug.methods.block.train.blocks import pack_blocks
-from vllm_specplug.methods.block.train.run import RunOptions, train_block_head
-from vllm_specplug.methods.block.train.trainer import TrainOptions
 from vllm_specplug.methods.dspark_tree.checkpoint import (
     inspect_dspark_head,
     load_dspark_head,
@@ -26,16 +24,10 @@ from vllm_specplug.methods.dspark_tree.checkpoint import (
 )
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.loss import markov_loss
-from vllm_specplug.methods.dspark_tree.train.run import DSparkRun, train_dspark
-from vllm_specplug.methods.dspark_tree.train.trainer import DSparkRecipe, tokens_before
+from vllm_specplug.methods.dspark_tree.train.objective import tokens_before
 from vllm_specplug.registry import recognise_head
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.loop import LoopOptions
 from vllm_specplug.train.target import TargetWeights
-
-RECIPE = DSparkRecipe(
-    total_steps=8, warmup_steps=2, anchors_per_step=24, anchor_stride=2, learning_rate=5e-3
-)
 
 
 def test_the_loss_is_the_published_one() -> None:
@@ -77,37 +69,14 @@ def test_slots_predict_what_follows_and_read_what_precedes(
     assert tokens_before(batch)[:4].tolist() == sequence.tokens[10:14].tolist()
 
 
-@pytest.fixture
-def run(target_folder: Path, feature_folders: tuple[Path, Path]) -> DSparkRun:
-    train, held = feature_folders
-    return DSparkRun(
-        str(target_folder), str(train), str(held), num_layers=1, block_size=4, markov_rank=8,
-        draft_vocab_size=48,
-    )  # fmt: skip
-
-
-def loop_in(folder: Path, **changes: bool) -> LoopOptions:
-    return LoopOptions(out=str(folder), eval_every=1000, save_every=1000, **changes)
-
-
-def quiet(text: str) -> None:
-    pass
-
-
-def test_the_loss_falls_and_the_head_has_the_published_layout(
-    run: DSparkRun, tmp_path: Path
-) -> None:
-    losses: list[float] = []
-    facts = train_dspark(
-        run, replace(RECIPE, total_steps=24), loop_in(tmp_path), quiet,
-        lambda step, numbers: losses.append(numbers["loss"]),
-    )  # fmt: skip
-    assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
-    folder, target = tmp_path / "head", TargetWeights(run.target).config
-    assert recognise_head(folder).name == "dspark_tree"
-    config = inspect_dspark_head(folder, target)
+def test_the_head_has_the_published_layout(make_job: Callable[..., Job], tmp_path: Path) -> None:
+    job = make_job("dspark", total_steps=24)
+    _, facts = job.train()
+    target = TargetWeights(job.run.target).config
+    assert recognise_head(job.head).name == "dspark_tree"
+    config = inspect_dspark_head(job.head, target)
     assert config.block.sample_from_anchor and config.block.num_draft_tokens == 4
-    _, extras, markov, confidence = load_dspark_head(folder, target)
+    _, extras, markov, confidence = load_dspark_head(job.head, target)
     assert markov is not None and markov.low_rank_lm_head.weight.shape == (48, 8)
     # It learns with the rest: it starts from small weights and reads both of its inputs.
     assert confidence is not None
@@ -118,21 +87,8 @@ def test_the_loss_falls_and_the_head_has_the_published_layout(
     # The trained mask and the map of a reduced vocabulary are this project's additions.
     head = PublishedHead(tmp_path / "published", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
     theirs = {name.replace("layers.1.", "layers.0.") for name in head.tensors}
-    assert set(load_file(folder / "model.safetensors")) - {"mask_embedding", "d2t"} == theirs - {
-        "embed_tokens.weight", "lm_head.weight",
-    }  # fmt: skip
-
-
-def test_a_resumed_run_continues_bit_for_bit(run: DSparkRun, tmp_path: Path) -> None:
-    train_dspark(run, RECIPE, loop_in(tmp_path / "whole"), quiet)
-    flat = replace(RECIPE, decay_share=0.0)
-    train_dspark(run, replace(flat, total_steps=4), loop_in(tmp_path / "cut"), quiet)
-    with pytest.raises(ValueError, match="--resume"):
-        train_dspark(run, RECIPE, loop_in(tmp_path / "cut"), quiet)
-    train_dspark(run, RECIPE, loop_in(tmp_path / "cut", resume=True), quiet)
-    whole, cut = (load_file(tmp_path / n / "head" / "model.safetensors") for n in ("whole", "cut"))
-    for name, tensor in whole.items():
-        assert torch.equal(tensor, cut[name]), name
+    written = set(load_file(job.head / "model.safetensors"))
+    assert written - {"mask_embedding", "d2t"} == theirs - {"embed_tokens.weight", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("anchor", [True, False])
@@ -144,23 +100,14 @@ def test_a_written_head_says_which_slot_drafts_first(anchor: bool, tmp_path: Pat
 
 
 @pytest.mark.full
-def test_a_run_starts_from_a_block_head_or_its_own_kind(run: DSparkRun, tmp_path: Path) -> None:
-    block = RunOptions(
-        target=run.target, features=run.features, heldout=run.heldout, out=str(tmp_path / "block"),
-        causal=False, block_size=4, draft_vocab_size=48, num_layers=1,
-    )  # fmt: skip
-    train_block_head(block, TrainOptions(total_steps=1, anchors_per_step=8), quiet)
-    once = replace(RECIPE, total_steps=1)
-    first = replace(run, init_from=str(tmp_path / "block" / "head"), draft_vocab_size=8)
-    facts = train_dspark(first, once, loop_in(tmp_path / "a"), quiet)
+def test_a_run_starts_from_a_block_head_and_keeps_a_markov_rank(
+    make_job: Callable[..., Job],
+) -> None:
+    block = make_job("dflash", "block", num_layers=1, total_steps=1)
+    block.train()
+    first = make_job("dspark", "a", init_from=str(block.head), draft_vocab_size=8, total_steps=1)
+    _, facts = first.train()
     assert facts["init_from"]["progress"]["step"] == 1
     assert facts["shape"]["draft_vocab_size"] == 48
-    again = replace(run, init_from=str(tmp_path / "a" / "head"), markov_rank=5)
-    facts = train_dspark(again, once, loop_in(tmp_path / "b"), quiet)
-    assert facts["shape"]["markov_rank"] == 8
-    config = tmp_path / "a" / "head" / "config.json"
-    raw = json.loads(config.read_text())
-    raw["dflash_config"]["target_layer_ids"] = [0, 1]
-    config.write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="--init-from .* reads target layers"):
-        train_dspark(again, once, loop_in(tmp_path / "c"), quiet)
+    again = make_job("dspark", "b", init_from=str(first.head), markov_rank=5, total_steps=1)
+    assert again.train()[1]["shape"]["markov_rank"] == 8

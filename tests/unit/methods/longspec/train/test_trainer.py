@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
 from vllm_specplug.methods.longspec.train.evaluate import (
@@ -25,25 +22,24 @@ from vllm_specplug.methods.longspec.train.features import (
     offset_positions,
     write_kv_shard,
 )
-from vllm_specplug.methods.longspec.train.run import LongSpecRun, train_longspec
-from vllm_specplug.methods.longspec.train.trainer import (
-    LongSpecRecipe,
-    LongSpecTrainer,
-    causal_attention,
+from vllm_specplug.methods.longspec.train.objective import (
+    LongSpecObjective,
     pack,
     run_packed,
     stale_attention,
     window_attention,
 )
+from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
 from vllm_specplug.train.features import TokenSequence
-from vllm_specplug.train.level_trees import TreePolicy
-from vllm_specplug.train.loop import LoopOptions
+from vllm_specplug.train.level_trees import TreePolicy, attention
+from vllm_specplug.train.trainer import Trainer
+from vllm_specplug.train.vocabulary import DraftTables
 
 VOCAB = 40
 
 
 def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor):
-    return causal_attention(query[None], key[None], value[None], mask[None, None])[0]
+    return attention(query[None], key[None], value[None], mask[None, None])[0]
 
 
 def rows_and_columns(length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,30 +154,21 @@ def make_head(window: int = 16) -> LongSpecHead:
     return LongSpecHead(config)
 
 
-def make_trainer(features: Path, **options: object) -> LongSpecTrainer:
+def make_trainer(features: Path, **options: object) -> Trainer:
     torch.manual_seed(2)
     recipe = LongSpecRecipe(
         optimizer="adamw", adam_learning_rate=1e-2, tokens_per_step=60, warmup_steps=1, **options
     )  # type: ignore[arg-type]
-    return LongSpecTrainer(
+    return Trainer(
         make_head(),
+        random_tables().to(torch.bfloat16),
         KVFeatureStore(features),
-        recipe,
-        embed_tokens=torch.randn(VOCAB, 32),
-        draft_lm_head=torch.randn(VOCAB, 32),
-        target_ids=torch.arange(VOCAB),
+        LongSpecObjective(recipe),
     )
 
 
-def test_steps_reduce_the_loss_and_resume_bit_for_bit(features: Path, tmp_path: Path) -> None:
-    trainer = make_trainer(features)
-    losses = [trainer.train_step()["loss"] for _ in range(12)]
-    assert np.mean(losses[-3:]) < 0.7 * np.mean(losses[:3])
-    trainer.save(tmp_path)
-    expected = [trainer.train_step()["loss"] for _ in range(3)]
-    other = make_trainer(features)
-    other.resume(tmp_path)
-    assert [other.train_step()["loss"] for _ in range(3)] == expected
+def random_tables() -> DraftTables:
+    return DraftTables(torch.randn(VOCAB, 32), torch.randn(VOCAB, 32), torch.arange(VOCAB))
 
 
 def test_checkpointing_changes_memory_and_not_the_gradient(features: Path) -> None:
@@ -197,10 +184,10 @@ def test_noise_draws_every_staleness_and_can_be_switched_off(features: Path) -> 
     trainer = make_trainer(features)
     drawn = set()
     for trainer.step in range(30):
-        drawn.update(trainer.next_batch().staleness)
+        drawn.update(trainer.objective.draw(trainer).staleness)
     assert drawn == {1, 2, 3, 4}
     quiet = make_trainer(features, max_staleness=1)
-    assert set(quiet.next_batch().staleness) == {1}
+    assert set(quiet.objective.draw(quiet).staleness) == {1}
 
 
 def test_supervised_rows_start_at_the_last_prompt_token(features: Path) -> None:
@@ -229,9 +216,9 @@ def test_drafting_a_chain_is_the_training_forward_at_each_staleness(features: Pa
     """Depth d of a draft reads a cache that ends d + 1 positions before it."""
     store = KVFeatureStore(features)
     sequence, head = store[3], make_head(window=64).eval()
-    embed, lm_head = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
+    tables = random_tables()
     anchor = 20
-    drafter = SequenceDrafter(head, sequence, embed, lm_head, torch.arange(VOCAB))
+    drafter = SequenceDrafter(head, sequence, tables)
     tree = drafter.draft(anchor, TreePolicy(3, depth=3, width=1))
     tokens = sequence.tokens.clone()
     for depth, node in enumerate(range(3)):
@@ -239,8 +226,8 @@ def test_drafting_a_chain_is_the_training_forward_at_each_staleness(features: Pa
         changed = sequence.__class__(**{**vars(sequence), "tokens": tokens, "prompt_len": 1})
         batch = pack([changed], [depth + 1])
         with torch.no_grad():
-            states = run_packed(head, batch, embed)
-        logits = states[anchor + depth] @ lm_head.t()
+            states = run_packed(head, batch, tables.embed_tokens)
+        logits = states[anchor + depth] @ tables.lm_head.t()
         assert int(logits.argmax()) == int(tree.token_ids[node])
         tokens[anchor + depth + 1] = tree.token_ids[node]
 
@@ -261,8 +248,8 @@ def test_evaluation_accepts_what_a_perfect_drafter_knows(features: Path) -> None
     lengths = {}
     for cls in (Successor, LongSpecHead):
         head = cls(make_head().config).eval()
-        ids = torch.arange(VOCAB)
-        report = evaluate_longspec(head, sequences, table, lm_head, ids, policies)
+        tables = DraftTables(table, lm_head, torch.arange(VOCAB))
+        report = evaluate_longspec(head, sequences, tables, policies)
         lengths[cls] = report.lengths()
         for name, counts in report.total.items():
             by_source = [kinds[name] for kinds in report.by_source.values()]
@@ -272,46 +259,11 @@ def test_evaluation_accepts_what_a_perfect_drafter_knows(features: Path) -> None
     assert lengths[Successor]["chain"] > 3.5 > 2.0 > lengths[LongSpecHead]["chain"]
 
 
-def test_a_run_learns_exports_and_continues_as_the_next_stage(
-    target: Path, features: Path, tmp_path: Path
-) -> None:
-    run = LongSpecRun(
-        str(target), str(features), str(features), window_size=16, draft_vocab_size=30,
-        eval_sequences=3,
-    )  # fmt: skip
-    recipe = LongSpecRecipe(
-        optimizer="adamw", adam_learning_rate=1e-2, tokens_per_step=100, total_steps=6,
-        warmup_steps=1, ema_decay=0.0,
-    )  # fmt: skip
-    facts = train_longspec(
-        run, recipe, LoopOptions(str(tmp_path / "a"), eval_every=6, save_every=3)
-    )
-    head, extras = load_longspec_head(tmp_path / "a" / "head", LlamaConfig.from_pretrained(target))
-    assert extras.target_ids is not None and len(extras.target_ids) == 30
-    assert facts["progress"]["step"] == 6 and facts["init_from"] is None
-    with pytest.raises(ValueError, match="--resume"):
-        train_longspec(run, recipe, LoopOptions(str(tmp_path / "a")))
-    # Resumed with its own vocabulary, whatever is asked for by then.
-    (tmp_path / "c").mkdir()
-    for name in ("state.pt", "draft_ids.pt"):
-        shutil.copy(tmp_path / "a" / name, tmp_path / "c")
-    train_longspec(
-        replace(run, draft_vocab_size=29),
-        replace(recipe, total_steps=7),
-        LoopOptions(str(tmp_path / "c"), resume=True),
-    )
-    _, resumed = load_longspec_head(tmp_path / "c" / "head", LlamaConfig.from_pretrained(target))
-    assert torch.equal(resumed.target_ids, extras.target_ids)
-    second = LongSpecRun(
-        str(target), str(features), str(features), init_from=str(tmp_path / "a" / "head"),
-        eval_sequences=3,
-    )  # fmt: skip
-    recipe = LongSpecRecipe(
-        optimizer="adamw", adam_learning_rate=1e-9, tokens_per_step=100, total_steps=1,
-        gradient_checkpointing=True, ema_decay=0.0,
-    )  # fmt: skip
-    facts = train_longspec(second, recipe, LoopOptions(str(tmp_path / "b"), eval_every=1))
-    again, _ = load_longspec_head(tmp_path / "b" / "head", LlamaConfig.from_pretrained(target))
-    assert facts["init_from"]["name"] == "head"
-    for name, tensor in head.state_dict().items():
-        torch.testing.assert_close(again.state_dict()[name], tensor)
+def test_a_stage_has_the_published_settings() -> None:
+    recipe = LongSpecRecipe(loss="sft")
+    assert recipe.of_stage("") == recipe
+    long = recipe.of_stage("long")
+    assert (long.optimizer, long.adam_learning_rate, long.loss) == ("adamw", 5e-6, "sft")
+    assert long.gradient_checkpointing and not recipe.of_stage("short").gradient_checkpointing
+    with pytest.raises(ValueError, match="--stage 'mid', legal: short, long, sft"):
+        recipe.of_stage("mid")

@@ -11,39 +11,17 @@ need their keys and values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import nn
 
 from vllm_specplug.methods.eagle3_tree.head import Attend, Eagle3Head
-from vllm_specplug.train.features import FeatureSequence, FeatureStore
-from vllm_specplug.train.losses import LOSSES, head_loss
-from vllm_specplug.train.order import DataOrder, random_subset
-from vllm_specplug.train.recipe import Recipe
+from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe
+from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.order import random_subset
 from vllm_specplug.train.target import TargetTables, TargetWeights
 from vllm_specplug.train.trainer import StepLoss, Trainer
-
-
-@dataclass(frozen=True)
-class Eagle3Recipe(Recipe):
-    """`anchors_per_step` anchors of several sequences make a step; run k of an anchor has weight
-    `step_decay` ** k."""
-
-    loss: str = "forward_kl"
-    temperature: float = 1.0
-    steps: int = 5
-    step_decay: float = 0.8
-    anchors_per_step: int = 512
-    anchors_per_sequence: int = 96
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_one_of("loss", LOSSES)
-        self.require_least(steps=1, anchors_per_step=1, anchors_per_sequence=1)
-        self.require_positive("temperature", "step_decay")
 
 
 @dataclass(frozen=True)
@@ -61,11 +39,11 @@ class Anchors:
     # [T]
     positions: torch.Tensor
     # rows of each sequence
-    lengths: list[int]
+    lengths: tuple[int, ...]
     # [A] rows that are anchors, ascending
     rows: torch.Tensor
     # anchors of each sequence
-    counts: list[int]
+    counts: tuple[int, ...]
     # [steps, A] token each run takes, token it predicts, and final state of the target that
     # predicts that: [steps, A, Ht]
     tokens: torch.Tensor
@@ -73,13 +51,6 @@ class Anchors:
     teacher: torch.Tensor
     # bool [steps, A]: whether the answer is long enough for the run
     inside: torch.Tensor
-
-    def to(self, device: torch.device) -> Anchors:
-        """The same on another device."""
-        moved: dict[str, Any] = {
-            k: v.to(device) for k, v in vars(self).items() if isinstance(v, torch.Tensor)
-        }
-        return replace(self, **moved)
 
 
 def pack(
@@ -107,8 +78,8 @@ def pack(
     joined: dict[str, Any] = {k: torch.cat(v, dim=along[k]) for k, v in parts.items()}
     return Anchors(
         **joined,
-        lengths=[len(sequence.tokens) - 1 for sequence in sequences],
-        counts=[len(rows) for rows in anchors],
+        lengths=tuple(len(sequence.tokens) - 1 for sequence in sequences),
+        counts=tuple(len(rows) for rows in anchors),
     )
 
 
@@ -163,91 +134,35 @@ def _anchor_attention(
     return attend
 
 
-class _Drafting(nn.Module):
-    """The head with its frozen table, so that one forward is a whole training forward."""
+@dataclass(frozen=True)
+class Eagle3Objective:
+    """Trains an EAGLE-3 head: `anchors_per_step` anchors of several sequences make a step; run k of
+    an anchor has weight `step_decay` ** k."""
 
-    def __init__(self, head: Eagle3Head, embed_tokens: torch.Tensor):
-        super().__init__()
-        self.head = head
-        self.embed_tokens: torch.Tensor
-        self.register_buffer("embed_tokens", embed_tokens, persistent=False)
+    recipe: Eagle3Recipe
 
-    def forward(self, batch: Anchors) -> torch.Tensor:
-        return run_anchors(self.head, batch, self.embed_tokens)
+    def draw(self, trainer: Trainer) -> Anchors:
+        generator = trainer.step_generator()
 
-
-class Eagle3Trainer(Trainer):
-    """One training run of an EAGLE-3 head.
-
-    Args:
-        head: initialised head.
-        embed_tokens: [V, H]; draft_lm_head: [V', H] rows of the target's LM head, frozen;
-        target_ids: int64 [V'] token of each draft id.
-    """
-
-    def __init__(
-        self,
-        head: Eagle3Head,
-        store: FeatureStore,
-        options: Eagle3Recipe,
-        *,
-        embed_tokens: torch.Tensor,
-        draft_lm_head: torch.Tensor,
-        target_ids: torch.Tensor,
-        accelerator: Accelerator | None = None,
-    ):
-        drafting = _Drafting(head, embed_tokens.to(torch.bfloat16))
-        super().__init__(head, drafting, DataOrder(store, options.seed), options, accelerator)
-        self.store, self.recipe, self.head = store, options, head
-        self.lm_head = draft_lm_head.to(self.device, torch.bfloat16)
-        self.to_draft = torch.full((embed_tokens.shape[0],), -1, dtype=torch.int64)
-        self.to_draft[target_ids] = torch.arange(len(target_ids))
-
-    def next_batch(self) -> Anchors:
-        """The anchors of the next step on this process."""
-        generator = self.step_generator()
-        sequences: list[FeatureSequence] = []
-        anchors: list[torch.Tensor] = []
-        wanted = self.recipe.anchors_per_step
-        while wanted > 0:
-            sequence = self.store[self.next_index()]
+        def pick(sequence: FeatureSequence, left: int) -> torch.Tensor:
             # While serving, the anchor is an answer token: its row stands before it.
             rows = torch.arange(max(sequence.prompt_len, 1) - 1, len(sequence.tokens) - 2)
-            rows = random_subset(rows, min(wanted, self.recipe.anchors_per_sequence), generator)
-            if len(rows):
-                sequences.append(sequence)
-                anchors.append(rows)
-                wanted -= len(rows)
-        return pack(sequences, anchors, self.recipe.steps)
+            return random_subset(rows, min(left, self.recipe.anchors_per_sequence), generator)
 
-    def step_loss(self) -> StepLoss:
-        batch = self.next_batch()
-        labels = torch.where(batch.inside, self.to_draft[batch.labels], -1)
-        weights = self.recipe.step_decay ** torch.arange(self.recipe.steps, dtype=torch.float32)
-        weights = weights[:, None] * batch.inside
+        return pack(*trainer.draw_rows(self.recipe.anchors_per_step, pick), self.recipe.steps)
+
+    def forward(self, head: Eagle3Head, batch: Anchors, embed_tokens: torch.Tensor) -> torch.Tensor:
+        return run_anchors(head, batch, embed_tokens)
+
+    def loss(self, trainer: Trainer, batch: Anchors) -> StepLoss:
+        recipe, inside = self.recipe, batch.inside
+        labels = torch.where(inside, trainer.to_draft[batch.labels], -1)
+        runs = torch.arange(recipe.steps, dtype=torch.float32, device=inside.device)
+        weights = recipe.step_decay ** runs[:, None] * inside
         weights = weights / weights.sum()
-        batch = batch.to(self.device)
-        with self.accelerator.autocast():
-            hidden = self.forward_module(batch)
-        loss = head_loss(
-            hidden.flatten(0, 1).to(torch.bfloat16),
-            batch.teacher.flatten(0, 1),
-            self.lm_head,
-            labels.flatten().to(self.device),
-            weights.flatten().to(self.device),
-            self.recipe.loss,
-            self.recipe.temperature,
-            compiled=self.recipe.compile,
-        )
-        supervised = int(batch.inside.sum())
-        return StepLoss(loss, loss, supervised=supervised, slots=batch.tokens.numel())
-
-    def averaged_head(self) -> Eagle3Head:
-        """A copy of the head with the averaged weights."""
-        with torch.device("meta"):
-            head = Eagle3Head(self.head.config)
-        head.load_state_dict(self.averaged_weights(), assign=True)
-        return head.eval()
+        hidden, teacher = trainer.forward(batch).flatten(0, 1), batch.teacher.flatten(0, 1)
+        loss = trainer.distil(recipe, hidden, teacher, labels.flatten(), weights.flatten())
+        return StepLoss(loss, loss, int(inside.sum()), batch.tokens.numel())
 
 
 @torch.no_grad()

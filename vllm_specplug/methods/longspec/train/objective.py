@@ -11,60 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from vllm_specplug.methods.longspec.head import LongSpecHead
-from vllm_specplug.methods.longspec.train.features import KVFeatureStore, KVSequence
-from vllm_specplug.train.losses import LOSSES, head_loss
-from vllm_specplug.train.order import DataOrder
-from vllm_specplug.train.recipe import Recipe
+from vllm_specplug.methods.longspec.train.features import KVSequence
+from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
+from vllm_specplug.train.level_trees import attention
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.trainer import StepLoss, Trainer
 
 _ROW_MULTIPLE = 512
-
-
-@dataclass(frozen=True)
-class LongSpecRecipe(Recipe):
-    """`tokens_per_step` positions are packed into a step; `max_staleness` 1 switches noisy
-    training off; `gradient_checkpointing` recomputes the layer in the backward pass, for sequences
-    whose activations do not fit."""
-
-    loss: str = "forward_kl"
-    temperature: float = 1.0
-    tokens_per_step: int = 4096
-    max_staleness: int = 4
-    gradient_checkpointing: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_one_of("loss", LOSSES)
-        self.require_least(tokens_per_step=2, max_staleness=1)
-        self.require_positive("temperature")
-
-
-# The published schedules (appendix of the paper); batch sizes there are in sequences.
-STAGES: dict[str, dict[str, Any]] = {
-    "short": {"optimizer": "adamw", "adam_learning_rate": 5e-4, "weight_decay": 0.1},
-    "long": {
-        "optimizer": "adamw",
-        "adam_learning_rate": 5e-6,
-        "weight_decay": 0.1,
-        "gradient_checkpointing": True,
-    },
-    "sft": {
-        "optimizer": "adamw",
-        "adam_learning_rate": 5e-6,
-        "weight_decay": 0.1,
-        "gradient_checkpointing": True,
-    },
-}
 
 
 @dataclass(frozen=True)
@@ -78,18 +37,10 @@ class PackedSequences:
     key: torch.Tensor
     value: torch.Tensor
     hidden: torch.Tensor
-    lengths: list[int]
-    staleness: list[int]
+    lengths: tuple[int, ...]
+    staleness: tuple[int, ...]
     rows: torch.Tensor
     labels: torch.Tensor
-
-    def to(self, device: torch.device) -> PackedSequences:
-        """The same on another device."""
-        moved: dict[str, Any] = {
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in vars(self).items()
-        }
-        return PackedSequences(**moved)
 
 
 def pack(
@@ -108,7 +59,7 @@ def pack(
         start += len(sequence)
 
     padding = -start % multiple
-    lengths = [len(sequence) for sequence in sequences]
+    more = bool(padding)
 
     def joined(name: str) -> torch.Tensor:
         parts = [getattr(sequence, name) for sequence in sequences]
@@ -120,22 +71,11 @@ def pack(
         joined("key"),
         joined("value"),
         joined("hidden"),
-        [*lengths, padding] if padding else lengths,
-        [*staleness, 1] if padding else list(staleness),
+        (*(len(sequence) for sequence in sequences), *[padding] * more),
+        (*staleness, *[1] * more),
         torch.cat(rows),
         torch.cat(labels),
     )
-
-
-def causal_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[..., S, Hq, Dh], [..., L, Hkv, Dh] twice -> [..., S, Hq, Dh]; causal without a mask."""
-    q, k, v = (x.transpose(-2, -3) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-    )
-    return out.transpose(-2, -3)
 
 
 def window_attention(
@@ -147,7 +87,7 @@ def window_attention(
     """
     length = query.shape[0]
     if length <= window + 1:
-        return causal_attention(query[None], key[None], value[None])[0]
+        return attention(query[None], key[None], value[None])[0]
     padding = -length % window
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (query, key, value))
     q = q.unflatten(0, (-1, window))
@@ -162,7 +102,7 @@ def window_attention(
     band = (column <= row) & (column >= row - window)
     mask = band.expand(q.shape[0], -1, -1).clone()
     mask[0, :, :window] = False
-    out = causal_attention(q, pairs[0], pairs[1], mask[:, None])
+    out = attention(q, pairs[0], pairs[1], mask[:, None])
     return out.flatten(0, 1)[:length]
 
 
@@ -173,9 +113,7 @@ def stale_attention(
     length = query.shape[0]
     out = query.new_zeros(query.shape)
     if length > staleness:
-        seen = causal_attention(
-            query[None, staleness:], key[None, :-staleness], value[None, :-staleness]
-        )
+        seen = attention(query[None, staleness:], key[None, :-staleness], value[None, :-staleness])
         out = torch.cat((out[:staleness], seen[0].to(out.dtype)))
     return out
 
@@ -204,87 +142,36 @@ def run_packed(
     return head(embeds, batch.positions, self_attend, cross_attend)
 
 
-class _Drafting(nn.Module):
-    """The head with its frozen table, so that one forward is a whole training forward."""
+@dataclass(frozen=True)
+class LongSpecObjective:
+    """Trains a draft layer; `gradient_checkpointing` is for sequences whose activations do not
+    fit."""
 
-    def __init__(self, head: LongSpecHead, embed_tokens: torch.Tensor, checkpointing: bool):
-        super().__init__()
-        self.head = head
-        self.checkpointing = checkpointing
-        self.embed_tokens: torch.Tensor
-        self.register_buffer("embed_tokens", embed_tokens, persistent=False)
+    recipe: LongSpecRecipe
 
-    def forward(self, batch: PackedSequences) -> torch.Tensor:
-        if self.checkpointing:
-            return checkpoint(run_packed, self.head, batch, self.embed_tokens, use_reentrant=False)
-        return run_packed(self.head, batch, self.embed_tokens)
-
-
-class LongSpecTrainer(Trainer):
-    """One training run of a draft layer.
-
-    Args:
-        head: initialised layer.
-        embed_tokens: [V, H]; draft_lm_head: [V', H] rows of the target's LM head;
-        target_ids: int64 [V'] token of each draft id.
-    """
-
-    def __init__(
-        self,
-        head: LongSpecHead,
-        store: KVFeatureStore,
-        options: LongSpecRecipe,
-        *,
-        embed_tokens: torch.Tensor,
-        draft_lm_head: torch.Tensor,
-        target_ids: torch.Tensor,
-        accelerator: Accelerator | None = None,
-    ):
-        drafting = _Drafting(head, embed_tokens.to(torch.bfloat16), options.gradient_checkpointing)
-        super().__init__(head, drafting, DataOrder(store, options.seed), options, accelerator)
-        self.store, self.recipe, self.head = store, options, head
-        self.lm_head = draft_lm_head.to(self.device, torch.bfloat16)
-        self.to_draft = torch.full((embed_tokens.shape[0],), -1, dtype=torch.int64)
-        self.to_draft[target_ids] = torch.arange(len(target_ids))
-
-    def next_batch(self) -> PackedSequences:
-        """The sequences of the next step on this process."""
-        generator = self.step_generator()
-        sequences: list[KVSequence] = []
-        tokens = 0
-        while tokens < self.recipe.tokens_per_step:
-            sequences.append(self.store[self.next_index()])
-            tokens += len(sequences[-1])
+    def draw(self, trainer: Trainer) -> PackedSequences:
+        generator = trainer.step_generator()
+        sequences, _ = trainer.draw_rows(
+            self.recipe.tokens_per_step, lambda sequence, left: sequence.tokens
+        )
         staleness = torch.randint(
             1, self.recipe.max_staleness + 1, (len(sequences),), generator=generator
         )
         return pack(sequences, staleness.tolist(), _ROW_MULTIPLE)
 
-    def step_loss(self) -> StepLoss:
-        batch = self.next_batch()
-        labels = self.to_draft[batch.labels]
-        batch = batch.to(self.device)
-        with self.accelerator.autocast():
-            hidden = self.forward_module(batch)
-        count = len(batch.rows)
-        loss = head_loss(
-            hidden[batch.rows].to(torch.bfloat16),
-            batch.hidden[batch.rows],
-            self.lm_head,
-            labels.to(self.device),
-            torch.full((count,), 1.0 / count, device=self.device),
-            self.recipe.loss,
-            self.recipe.temperature,
-            compiled=self.recipe.compile,
-        )
-        return StepLoss(loss, loss, supervised=count, slots=len(batch.tokens))
+    def forward(
+        self, head: LongSpecHead, batch: PackedSequences, embed_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        if self.recipe.gradient_checkpointing:
+            return checkpoint(run_packed, head, batch, embed_tokens, use_reentrant=False)
+        return run_packed(head, batch, embed_tokens)
 
-    def averaged_head(self) -> LongSpecHead:
-        """A copy of the head with the averaged weights."""
-        with torch.device("meta"):
-            head = LongSpecHead(self.head.config)
-        head.load_state_dict(self.averaged_weights(), assign=True)
-        return head.eval()
+    def loss(self, trainer: Trainer, batch: PackedSequences) -> StepLoss:
+        rows, count = batch.rows, len(batch.rows)
+        hidden, labels = trainer.forward(batch)[rows], trainer.to_draft[batch.labels]
+        weights = torch.full((count,), 1.0 / count, device=trainer.device)
+        loss = trainer.distil(self.recipe, hidden, batch.hidden[rows], labels, weights)
+        return StepLoss(loss, loss, supervised=count, slots=len(batch.tokens))
 
 
 @torch.no_grad()

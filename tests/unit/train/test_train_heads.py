@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every head learns, resumes bit for bit, and is left loadable with its provenance."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.unit.train.heads import KINDS, Job
+from vllm_specplug.methods.block.checkpoint import load_block_head
+from vllm_specplug.methods.dels.checkpoint import load_local_head
+from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
+from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
+from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
+from vllm_specplug.methods.tokenswift.head import load_heads
+from vllm_specplug.train.cli import train_app
+from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.vocabulary import vocabulary_of
+
+LOADERS: dict[str, Callable[..., Any]] = {
+    "jetspec": load_block_head, "dflash": load_block_head, "dspark": load_dspark_head,
+    "eagle3": load_eagle3_head, "longspec": load_longspec_head, "tokenswift": load_heads,
+    "gru": load_local_head, "gru by KL": load_local_head, "markov": load_local_head,
+}  # fmt: skip
+# Of the first steps' loss, how much the last ones may have.
+MOST = dict.fromkeys(("dspark", "gru", "gru by KL", "markov"), 0.95)
+# Block 4 of a bidirectional head, in proportion to 4 at 8.
+COMPLETED = {"jetspec": {"position_gamma": 4.0}, "dflash": {"position_gamma": 2.0}}
+MakeJob = Callable[..., Job]
+
+
+def interrupt_at(limit: int) -> Callable[[int, dict[str, float]], None]:
+    def on_step(step: int, _numbers: dict[str, float]) -> None:
+        if step == limit:
+            raise KeyboardInterrupt
+
+    return on_step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_falls_and_the_head_loads_with_its_provenance(kind: str, make_job) -> None:
+    job = make_job(kind, total_steps=40)
+    losses, facts = job.train()
+    assert len(losses) == 40
+    assert sum(losses[-5:]) < MOST.get(kind, 0.8) * sum(losses[:5])
+    config = json.loads((job.run.target / "config.json").read_text())
+    assert LOADERS[kind](job.head, config)
+    record = json.loads((job.head / "provenance.json").read_text())
+    assert record["progress"] == facts["progress"] and record["progress"]["step"] == 40
+    data = record["data"]
+    assert (data["sequences"], data["by_source"]) == (12, {"kind0": 6, "kind1": 6})
+    assert data["answer_tokens"] == 12 * 24
+    assert record["recipes"] == [{"from_step": 0, **asdict(job.recipe), **COMPLETED.get(kind, {})}]
+    assert record["versions"]["torch"] == torch.__version__
+    assert record["heldout"] == facts["heldout"] and record["heldout"]["sequences"] >= 3
+    assert job.lines[-1].startswith("step 40: ")
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "longspec", "tokenswift"])
+def test_a_command_trains_with_the_options_given_and_shows_progress(
+    kind: str, make_job: MakeJob
+) -> None:
+    """`test_train_cli` has the other commands."""
+    job = make_job(kind)
+    folders = [
+        f"--{name}={getattr(job.run, name)}" for name in ("target", "features", "heldout", "out")
+    ]
+    options = ["--total-steps=1", "--draft-vocab-size=48", "--weight-decay=0.2", "--no-compile"]
+    result = CliRunner().invoke(train_app, [kind, *folders, *options])
+    assert result.exit_code == 0, result.output
+    assert "1/1 steps" in result.output
+    facts = json.loads((job.head / "provenance.json").read_text())
+    (recipe,) = facts["recipes"]
+    assert (recipe["total_steps"], recipe["weight_decay"]) == (1, 0.2)
+    assert facts["shape"]["draft_vocab_size"] == 48
+    again = CliRunner().invoke(train_app, [kind, *folders, *options])
+    assert again.exit_code == 2 and "--resume" in again.output
+
+
+def state(job: Job) -> dict[str, Any]:
+    return torch.load(job.run.out / "state.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in KINDS),
+        ("jetspec", {"optimizer": "adamw", "short_block_size": 3, "short_block_share": 0.5}),
+    ],
+)
+def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
+    kind: str, options: dict[str, Any], make_job: MakeJob
+) -> None:
+    whole = make_job(kind, **options)
+    losses, _ = whole.train()
+    split = make_job(kind, "split", save_every=7, **options)
+    with pytest.raises(KeyboardInterrupt):
+        split.train(interrupt_at(9))
+    with pytest.raises(ValueError, match="exists; pass --resume"):
+        split.train()
+    resumed, facts = split.changed(resume=True).train()
+    # Steps after the save of step 7 are done again.
+    assert resumed == losses[7:]
+    assert facts["progress"]["step"] == 12
+    states = [state(whole), state(split)]
+    for part in ("head", "ema"):
+        for name, tensor in states[0][part].items():
+            assert torch.equal(tensor, states[1][part][name]), name
+
+
+@pytest.mark.parametrize("kind", ["dspark", "eagle3", "longspec", "tokenswift"])
+def test_a_resumed_run_keeps_its_draft_vocabulary_when_the_data_has_grown(
+    kind: str, make_job: MakeJob, tmp_path
+) -> None:
+    job = make_job(kind, "a", draft_vocab_size=12, total_steps=1)
+    features = tmp_path / "features"
+    shutil.copytree(job.run.features, features)
+    job = job.changed(features=features)
+    job.train()
+    first = vocabulary_of(str(job.head)).tolist()
+    for number in range(2, 8):
+        shutil.copytree(job.run.heldout / "shard-00000", features / f"shard-{number:05d}")
+    other = job.changed(out=tmp_path / "b")
+    other.train()
+    assert vocabulary_of(str(other.head)).tolist() != first
+    job.changed(resume=True, total_steps=2, draft_vocab_size=11).train()
+    assert vocabulary_of(str(job.head)).tolist() == first
+
+
+@pytest.mark.parametrize("kind", ["jetspec", "dflash", "dspark", "eagle3", "longspec"])
+def test_a_run_starts_from_the_weights_of_a_head(kind: str, make_job: MakeJob) -> None:
+    """Shape and draft tokens are that head's, and the origin is on record."""
+    first = make_job(kind, "first", total_steps=2, ema_decay=0.0)
+    first.train()
+    second = make_job(
+        kind, "second", init_from=str(first.head), total_steps=1, learning_rate=1e-30,
+        adam_learning_rate=1e-30, warmup_steps=0, ema_decay=0.0,
+    )  # fmt: skip
+    _, facts = second.train()
+    assert facts["init_from"]["name"] == "head"
+    assert facts["init_from"]["progress"]["step"] == 2
+    assert facts["shape"]["draft_vocab_size"] == 48
+    assert torch.equal(vocabulary_of(str(first.head)), vocabulary_of(str(second.head)))
+    config = TargetWeights(first.run.target).config
+    for name, tensor in LOADERS[kind](first.head, config)[0].state_dict().items():
+        given = LOADERS[kind](second.head, config)[0].state_dict()[name]
+        torch.testing.assert_close(given, tensor, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["jetspec", "dspark", "eagle3"])
+def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None:
+    first = make_job(kind, "first", total_steps=1)
+    first.train()
+    assert FeatureStore(first.run.features).target_layer_ids == (0, 2)
+    path = first.head / "config.json"
+    raw = json.loads(path.read_text())
+    part = raw.get("dflash_config", raw)
+    assert part["target_layer_ids"] == [0, 2]
+    part.update(target_layer_ids=[0, 1])
+    raw.pop("eagle_aux_hidden_state_layer_ids", None)
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ValueError, match="init.from .* reads (target )?layers"):
+        make_job(kind, "second", init_from=str(first.head)).train()
+
+
+@pytest.mark.parametrize("kind", ["jetspec", "dspark", "eagle3", "longspec"])
+def test_an_mlp_wider_than_the_targets_is_refused(kind: str, make_job: MakeJob) -> None:
+    with pytest.raises(ValueError, match="--intermediate-size 64, legal: up to 48"):
+        make_job(kind, intermediate_size=64).train()
+
+
+def test_the_loss_that_is_shown_continues_on_resume(make_job: MakeJob) -> None:
+    shown: list[float] = []
+
+    def on_step(step: int, numbers: dict[str, float]) -> None:
+        shown.append(numbers["loss_average"])
+
+    job = make_job("jetspec", total_steps=6)
+    losses, _ = job.train(on_step)
+    longer = job.changed(resume=True, log_every=1, total_steps=7)
+    longer.train(on_step)
+    average = losses[0]
+    for loss in losses[1:]:
+        average = 0.95 * average + 0.05 * loss
+    assert shown[5] == pytest.approx(average)
+    assert abs(shown[6] - shown[5]) < 0.06 * abs(shown[5])
+    assert f"step 7: loss {shown[6]:.4f}" in "\n".join(longer.lines)
+
+
+def test_a_run_is_not_resumed_from_nothing_or_with_another_shape(make_job: MakeJob) -> None:
+    job = make_job("gru", total_steps=1)
+    with pytest.raises(ValueError, match=r"state\.pt does not exist"):
+        job.changed(resume=True).train()
+    job.train()
+    with pytest.raises(ValueError, match=r"rank_proj\.weight = \(4, 12\), but the checkpoint has"):
+        job.changed(resume=True, rank=4).train()
+
+
+def test_time_limit_saves_and_can_be_continued(make_job: MakeJob) -> None:
+    job = make_job("jetspec")
+    losses, facts = job.changed(max_minutes=1e-9).train()
+    assert len(losses) == facts["progress"]["step"] == 1
+    more, _ = job.changed(resume=True, total_steps=3).train()
+    assert len(more) == 2
+    _, facts = job.changed(resume=True, total_steps=5, position_gamma=2.0).train()
+    recipes = [(r["from_step"], r["position_gamma"]) for r in facts["recipes"]]
+    assert recipes == [(0, 4.0), (1, 4.0), (3, 2.0)]
+
+
+def test_schedule_warms_up_holds_and_decays_and_can_be_extended(make_job: MakeJob) -> None:
+    recipe = make_job("jetspec", total_steps=100, warmup_steps=10, decay_share=0.2).recipe
+    scales = [recipe.lr_scale(step) for step in range(100)]
+    assert scales[0] == 0.1
+    assert scales[9:80] == [1.0] * 71
+    assert scales[90] == pytest.approx(0.5)
+    assert 0 < scales[99] < 0.1
+    longer = replace(recipe, total_steps=200)
+    assert [longer.lr_scale(s) for s in range(80)] == scales[:80]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        *((kind, "optimizer", "sgd") for kind in KINDS),
+        *((kind, "loss", "kl") for kind in KINDS if kind != "dspark"),
+        ("jetspec", "total_steps", 0),
+        ("jetspec", "learning_rate", 0.0),
+        ("jetspec", "learning_rate", float("nan")),
+        ("jetspec", "ema_decay", 1.5),
+        ("jetspec", "grad_clip", 0.0),
+        ("jetspec", "weight_decay", -1.0),
+        ("gru", "anchors_per_sample", 0),
+        ("gru", "position_gamma", -1.0),
+        ("gru", "temperature", 0.0),
+    ],
+)
+def test_bad_options_are_named(kind: str, name: str, value: Any, make_job: MakeJob) -> None:
+    with pytest.raises(ValueError, match=f"{name} = .*legal"):
+        make_job(kind, **{name: value})

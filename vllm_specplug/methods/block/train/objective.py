@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a block head (JetSpec: causal, DFlash: bidirectional) is trained for.
+
+Each step packs blocks of several sequences and distils the target's distribution, or its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.block.train.blocks import (
+    BlockBatch,
+    pack_blocks,
+    run_blocks,
+    sample_anchors,
+    thin_anchors,
+)
+from vllm_specplug.methods.block.train.options import AnchorRecipe, BlockRecipe
+from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.losses import slot_weights
+from vllm_specplug.train.order import random_subset
+from vllm_specplug.train.trainer import StepLoss, Trainer
+
+# Shapes are rounded so that the GEMM library's cache of compiled kernels is hit.
+_ANCHOR_MULTIPLE, _CONTEXT_MULTIPLE = 8, 64
+# Block size -> decay of the loss along the block, of the DFlash trainers.
+_DFLASH_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+def default_gamma(config: BlockHeadConfig) -> float:
+    """Decay of the loss along a block: 4 for causal heads; for bidirectional ones 4 at block size
+    8, 5 at 10, 7 at 16, linear between and in proportion outside."""
+    if config.causal:
+        return 4.0
+    block_size, sizes = config.block_size, sorted(_DFLASH_GAMMA)
+    low, high = sizes[0], sizes[-1]
+    if block_size < low or block_size > high:
+        edge = low if block_size < low else high
+        return _DFLASH_GAMMA[edge] * block_size / edge
+    return float(np.interp(block_size, sizes, [_DFLASH_GAMMA[s] for s in sizes]))
+
+
+def completed(recipe: BlockRecipe, config: BlockHeadConfig) -> BlockRecipe:
+    """The recipe with the head's default decay where it names none.
+
+    Raises:
+        ValueError: for short blocks of a bidirectional head.
+    """
+    if recipe.short_block_share > 0 and not config.causal:
+        raise ValueError(
+            f"short_block_share = {recipe.short_block_share}, legal: 0 for a bidirectional "
+            "head, whose slots attend the whole block: shorter blocks are another task; "
+            "leave it out"
+        )
+    if recipe.position_gamma is None:
+        return replace(recipe, position_gamma=default_gamma(config))
+    return recipe
+
+
+def draw_blocks(
+    trainer: Trainer,
+    recipe: AnchorRecipe,
+    block_size: int,
+    wanted: int,
+    first_slot: int,
+    generator: torch.Generator,
+) -> BlockBatch:
+    """`wanted` blocks of the next sequences of a trainer, one per `anchor_stride` tokens."""
+
+    def pick(sequence: FeatureSequence, left: int) -> torch.Tensor:
+        at = sample_anchors(sequence, recipe.anchor_stride, generator)
+        at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)
+        return random_subset(at, left, generator)
+
+    sequences, anchors = trainer.draw_rows(wanted, pick)
+    return pack_blocks(sequences, anchors, block_size, _CONTEXT_MULTIPLE, first_slot)
+
+
+@dataclass(frozen=True)
+class BlockObjective:
+    """Trains a block head by a `completed` recipe."""
+
+    recipe: BlockRecipe
+
+    def draw(self, trainer: Trainer) -> BlockBatch:
+        recipe, generator = self.recipe, trainer.step_generator()
+        config: BlockHeadConfig = trainer.head.config
+        size = config.block_size
+        short = torch.rand((), generator=generator).item() < recipe.short_block_share
+        if short and recipe.short_block_size >= 2:
+            size = recipe.short_block_size
+        wanted = recipe.anchors_per_step * config.block_size // size
+        return draw_blocks(trainer, recipe, size, wanted, config.first_slot, generator)
+
+    def forward(
+        self, head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        return run_blocks(head, batch, embed_tokens)
+
+    def loss(self, trainer: Trainer, batch: BlockBatch) -> StepLoss:
+        recipe = self.recipe
+        assert recipe.position_gamma is not None
+        weights = slot_weights(
+            batch.valid.view(len(batch.anchor_tokens), -1), recipe.position_gamma
+        )
+        hidden = trainer.forward(batch)
+        labels = trainer.to_draft[batch.labels]
+        total = loss = trainer.distil(recipe, hidden, batch.teacher, labels, weights)
+        if recipe.regression_weight > 0:
+            distance = F.smooth_l1_loss(hidden.float(), batch.teacher.float(), reduction="none")
+            total = loss + recipe.regression_weight * (distance.mean(-1) * weights).sum()
+        return StepLoss(total, loss, int(batch.valid.sum()), len(batch.positions))
+
+
+def compile_head(head: BlockHead) -> None:
+    """Fuses the elementwise work around the GEMMs with torch.compile (dynamic shapes)."""
+    compiled: Callable[..., Any] = torch.compile
+    for layer in head.layers:
+        layer.project = compiled(layer.project, dynamic=True)
+        layer.finish = compiled(layer.finish, dynamic=True)
+        layer.self_attn.key_value = compiled(layer.self_attn.key_value, dynamic=True)
+    head.context_features = compiled(head.context_features, dynamic=True)  # type: ignore

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug train jetspec` and `specplug train dflash`: one trainer under two names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from vllm_specplug.train.cli_common import add_training
+from vllm_specplug.train.options import DistillationRecipe, FeatureRunOptions, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorRecipe(Recipe):
+    """How many blocks a step packs."""
+
+    anchors_per_step: Annotated[int, Option(min=1, help="Blocks per step and process.")] = 640
+    anchor_stride: Annotated[int, Option(min=1, help="One anchor per this many tokens.")] = 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_least(anchors_per_step=1, anchor_stride=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRun(FeatureRunOptions):
+    """Folders and shape of a block head's run.
+
+    A shape of 0 stands for that of the head in `init_from`, without one for 2 layers, the
+    target's MLP width, blocks of 8 slots, 8,192 draft tokens.
+    """
+
+    causal: bool
+    init_from: Annotated[
+        str,
+        Option(
+            help="Folder of a block head to start from, with the same shape or fewer layers or a "
+            "narrower MLP."
+        ),
+    ] = ""
+    num_layers: Annotated[
+        int, Option(min=0, help="Draft layers; 0: 2, or those of --init-from.")
+    ] = 0
+    intermediate_size: Annotated[
+        int, Option(min=0, help="MLP width; 0: the target's, or that of --init-from.")
+    ] = 0
+    block_size: Annotated[
+        int, Option(min=0, help="Slots per block, with the anchor; 0: 8, or as in --init-from.")
+    ] = 0
+    draft_vocab_size: Annotated[
+        int,
+        Option(min=0, help="Most frequent answer tokens; 0: 8192, or the tokens of --init-from."),
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRecipe(AnchorRecipe, DistillationRecipe):
+    """Recipe of a causal block head; a `position_gamma` of None is completed for the head."""
+
+    compile: bool = True
+    position_gamma: Annotated[
+        float | None,
+        Option(
+            help="Slot j has weight exp(-(j-1)/gamma); 0: equal weights. Default: 4 for jetspec; "
+            "for dflash by block size (8: 4, 10: 5, 16: 7).",
+            show_default=False,
+        ),
+    ] = None
+    regression_weight: Annotated[
+        float, Option(min=0, help="Weight of a smooth-L1 loss to the final hidden state.")
+    ] = 0.0
+    short_block_size: Annotated[
+        int,
+        Option(
+            min=0, help="Train a share of the steps on blocks of this size; 0: none. jetspec only."
+        ),
+    ] = 0
+    short_block_share: Annotated[float, Option(min=0, max=1)] = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_share("short_block_share")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeBlockRecipe(BlockRecipe):
+    """Recipe of a bidirectional block head."""
+
+    loss: str = "sft"
+
+
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
+    """Adds both commands."""
+    start = "vllm_specplug.methods.block.train.run:start"
+    summary = "Trains a JetSpec head: a block head whose slots see the earlier slots."
+    add_training(train_app, "jetspec", summary, start, BlockRun, BlockRecipe, causal=True)
+    summary = "Trains a DFlash head: a block head whose slots see the whole block."
+    add_training(train_app, "dflash", summary, start, BlockRun, WholeBlockRecipe, causal=False)

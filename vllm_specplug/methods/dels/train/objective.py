@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a local head (DeLS) is trained for, from text only.
+
+The head is a language model of short context: it sees a block's tokens from the anchor on and
+predicts each next one, so that at the server its scores and the backbone's are a product of
+experts. It never sees the backbone. Its output starts at zero, so training starts as a no-op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specplug.methods.dels.train.batch import LocalBatch, local_anchors, pack_local
+from vllm_specplug.methods.dels.train.options import LocalRecipe
+from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.train.losses import slot_weights
+from vllm_specplug.train.order import random_subset
+from vllm_specplug.train.text import TextSequence
+from vllm_specplug.train.trainer import StepLoss, Trainer
+
+
+@dataclass(frozen=True)
+class LocalObjective:
+    """Trains a local head.
+
+    Args:
+        block_size: anchor included; a Markov head, which remembers one token, uses 2: every
+            pair of neighbours once.
+        ranked: rows of the LM head by falling frequency, int64 [V'].
+    """
+
+    recipe: LocalRecipe
+    block_size: int
+    ranked: torch.Tensor
+
+    def step_vocabulary(self, step: int) -> torch.Tensor | None:
+        """Rows of the LM head that a step trains, int64 [vocab_per_step]; None for all."""
+        size = self.recipe.vocab_per_step
+        if not 0 < size < len(self.ranked):
+            return None
+        frequent = size - size // 2
+        generator = torch.Generator().manual_seed(self.recipe.seed * 104_729 + step)
+        drawn = torch.randperm(len(self.ranked) - frequent, generator=generator)[: size // 2]
+        return torch.cat((self.ranked[:frequent], self.ranked[frequent + drawn]))
+
+    def draw(self, trainer: Trainer) -> LocalBatch:
+        recipe, generator = self.recipe, trainer.step_generator()
+        dense = trainer.head.config.kind == "markov"
+
+        def pick(sequence: TextSequence, left: int) -> torch.Tensor:
+            if dense:
+                return local_anchors(sequence, 1 << 30, generator)
+            at = local_anchors(sequence, recipe.anchors_per_sample, generator)
+            return random_subset(at, left, generator)
+
+        sequences, anchors = trainer.draw_rows(recipe.anchors_per_step, pick)
+        return pack_local(sequences, anchors, self.block_size)
+
+    def forward(
+        self, head: LocalHead, tokens: torch.Tensor, embed_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """[A, L] -> [A * L, H or r]: what the output matrix is multiplied with, the target's LM
+        head or the head's own table."""
+        ranks = head.ranks(tokens, embed_tokens)[0]
+        if head.config.lm_head_mode == "target_lm_head":
+            ranks = head.rank_to_hidden(ranks)
+        return ranks.flatten(0, 1)
+
+    def loss(self, trainer: Trainer, batch: LocalBatch) -> StepLoss:
+        recipe, head = self.recipe, trainer.head
+        outputs = trainer.forward(batch.tokens)
+        own = head.config.lm_head_mode == "low_rank"
+        theirs = trainer.tables.lm_head
+        table = head.low_rank_lm_head.weight if own else theirs
+        rows = self.step_vocabulary(trainer.step)
+        if rows is not None:
+            table, theirs = table[rows], theirs[rows]
+        loss = trainer.distil(
+            recipe,
+            outputs,
+            None if recipe.loss == "sft" else batch.teacher,
+            trainer.to_draft[batch.labels].flatten(),
+            slot_weights(batch.valid, recipe.position_gamma),
+            lm_head=table,
+            teacher_lm_head=theirs if own else None,
+        )
+        return StepLoss(loss, loss, int(batch.valid.sum()), batch.tokens.numel())

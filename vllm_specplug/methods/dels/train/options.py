@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug train dels` and `specplug data unigram`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from vllm_specplug.train import cli_common as common
+from vllm_specplug.train.options import DistillationRecipe, RunOptions
+
+Data = Annotated[
+    Path, Option(help="Folder made by `specplug data generate` or `specplug data features`.")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRun(RunOptions):
+    """Folders and shape of a local head's run.
+
+    `data` and `heldout` hold answers or features. With a `backbone` only the tokens it drafts are
+    scored in training, and its acceptance is measured where `heldout` holds features. The prior
+    of that measurement is counted on `data`.
+    """
+
+    data: Data
+    heldout: Annotated[
+        Path, Option(help="Held-out answers, or features, with which acceptance is measured.")
+    ]
+    save_every: int = 250
+    kind: Annotated[str, Option(help="gru, or markov, which reads only one token.")] = "gru"
+    backbone: Annotated[
+        str,
+        Option(
+            help="Folder of the draft head to fuse with: only its tokens are scored, and "
+            "acceptance is measured with it."
+        ),
+    ] = ""
+    block_size: Annotated[
+        int, Option(min=0, help="Tokens per block, anchor included; 0: the backbone's, or 16.")
+    ] = 0
+    hidden_size: Annotated[int, Option(min=1, help="State size of the GRU.")] = 1024
+    rank: Annotated[int, Option(min=1, help="Rank of the output.")] = 256
+    input_size: Annotated[
+        int, Option(min=0, help="Input size of the GRU; 0: the embedding's width.")
+    ] = 0
+    parameterization: Annotated[
+        str,
+        Option(
+            help="target_factorized: reads the target's embeddings; direct_vocab: a separate table."
+        ),
+    ] = "target_factorized"
+    lm_head_mode: Annotated[
+        str,
+        Option(
+            help="target_lm_head: the target's LM head times a matrix; low_rank: a separate table."
+        ),
+    ] = "target_lm_head"
+    rank_activation: Annotated[str, Option(help="silu or identity; gru only.")] = "silu"
+    anchor_input: Annotated[
+        bool, Option(help="Whether serving feeds the anchor (training does).")
+    ] = False
+    min_supervised: Annotated[
+        int, Option(min=2, help="Answers with fewer tokens are left out.")
+    ] = 32
+    eval_alpha: Annotated[float, Option(help="alpha of the measured fusion.")] = 0.3
+    eval_beta: Annotated[float, Option(help="beta of the measured fusion.")] = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRecipe(DistillationRecipe):
+    """Recipe of a local head's run.
+
+    `vocab_per_step` above 0 trains each step on as many vocabulary tokens, half of them the
+    most frequent, the others drawn at random: the softmax, and the target's, is taken among them.
+    """
+
+    optimizer: str = "adamw"
+    adam_learning_rate: float = 6e-4
+    ema_decay: float = 0.99
+    compile: bool = True
+    loss: Annotated[
+        str,
+        Option(
+            help="sft: cross-entropy of the answer; forward_kl or reverse_kl to the target's "
+            "distribution, which needs features."
+        ),
+    ] = "sft"
+    position_gamma: Annotated[
+        float, Option(help="Offset k has weight exp(-k/gamma); 0: equal weights.")
+    ] = 7.0
+    anchors_per_step: Annotated[int, Option(min=1, help="Blocks per step and process.")] = 1024
+    anchors_per_sample: Annotated[int, Option(min=1, help="Maximum blocks per answer.")] = 64
+    vocab_per_step: Annotated[
+        int,
+        Option(
+            min=0,
+            help="Number of tokens whose scores a step trains, half of them the most frequent; "
+            "0: all. Not with sft.",
+        ),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_least(
+            anchors_per_step=1, anchors_per_sample=1, position_gamma=0, vocab_per_step=0
+        )
+        if self.loss == "sft" and self.vocab_per_step:
+            raise ValueError(
+                f"vocab_per_step = {self.vocab_per_step}, legal with loss sft: 0, since an "
+                "answer's token may not be among those drawn; use forward_kl or leave it out"
+            )
+
+
+def unigram(
+    target: common.Target,
+    data: Data,
+    out: Annotated[Path, Option(help="File to write, *.safetensors; with a JSON file.")],
+) -> None:
+    """Counts the supervised tokens of answers: the prior that DeLS divides out once."""
+    from vllm_specplug.methods.dels.train.unigram_counts import write_unigram
+
+    with common.friendly_errors():
+        facts = write_unigram(target, data, out)
+    typer.echo(
+        f"{facts['total_tokens']:,} tokens of {facts['sequences']:,} answers, "
+        f"{facts['distinct_tokens']:,} distinct, in {out}"
+    )
+
+
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
+    """Adds the commands."""
+    data_app.command("unigram")(unigram)
+    summary = "Trains the short-context head of DeLS; needs only text and the target's embeddings."
+    start = "vllm_specplug.methods.dels.train.run:start"
+    common.add_training(train_app, "dels", summary, start, LocalRun, LocalRecipe)

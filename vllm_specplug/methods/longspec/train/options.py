@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options of `specplug train longspec`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
+
+# The published schedules (appendix of the paper); batch sizes there are in sequences.
+_LONG = {
+    "optimizer": "adamw",
+    "adam_learning_rate": 5e-6,
+    "weight_decay": 0.1,
+    "gradient_checkpointing": True,
+}
+STAGES: dict[str, dict[str, Any]] = {
+    "short": {"optimizer": "adamw", "adam_learning_rate": 5e-4, "weight_decay": 0.1},
+    "long": _LONG,
+    "sft": _LONG,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongSpecRun(NewHeadOptions):
+    """Folders and shape of a run. `init_from` is the head of the previous stage."""
+
+    features: Annotated[Path, Option(help="Folder made by `specplug data longspec-features`.")]
+    stage: Annotated[
+        str,
+        Option(
+            help="Published optimiser settings: short, long or sft; they override the options "
+            "below. Default: none."
+        ),
+    ] = ""
+    window_size: Annotated[
+        int, Option(help="Tokens that self-attention looks back; not with --init-from.")
+    ] = 512
+    eval_sequences: int = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongSpecRecipe(DistillationRecipe):
+    """Recipe of a run; sft is the published loss."""
+
+    tokens_per_step: Annotated[int, Option(min=2, help="Packed positions per step.")] = 4096
+    max_staleness: Annotated[
+        int, Option(min=1, help="Noisy training: the cache ends 1..N positions early; 1: off.")
+    ] = 4
+    gradient_checkpointing: Annotated[
+        bool, Option(help="Recompute the layer in the backward pass.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_least(tokens_per_step=2, max_staleness=1)
+
+    def of_stage(self, stage: str) -> LongSpecRecipe:
+        """The recipe with the published settings of a stage; "" changes none.
+
+        Raises:
+            ValueError: for an unknown stage.
+        """
+        if stage and stage not in STAGES:
+            raise ValueError(f"--stage {stage!r}, legal: {', '.join(STAGES)}; choose one of them")
+        return replace(self, **STAGES.get(stage, {}))

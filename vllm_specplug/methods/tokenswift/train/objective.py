@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What TokenSwift's heads are trained for: the target is frozen, its features are read from disk.
+
+The loss is the sum over heads, head i (from 0) against the token i + 2 places after the position
+whose last-layer output it reads: its cross entropy as published ("sft"), or the divergence from the
+target's own distribution there ("forward_kl"), which says more per position. Only answer tokens are
+predicted: they are the target's own choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads
+from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe
+from vllm_specplug.train.features import FeatureSequence, FeatureStore
+from vllm_specplug.train.losses import head_loss
+from vllm_specplug.train.trainer import StepLoss, Trainer
+
+
+def last_layer_columns(store: FeatureStore, num_layers: int, hidden_size: int) -> slice:
+    """Which columns of `aux` hold the last decoder layer's output.
+
+    Raises:
+        ValueError: when the features were made without that layer.
+    """
+    ids = store.target_layer_ids
+    if num_layers - 1 not in ids:
+        raise ValueError(
+            f"features hold target layers {list(ids)}, legal: layers that include the last one, "
+            f"{num_layers - 1}, whose output the heads read; make them with --layers"
+        )
+    start = ids.index(num_layers - 1) * hidden_size
+    return slice(start, start + hidden_size)
+
+
+def training_rows(sequence: FeatureSequence, num_heads: int) -> tuple[int, int]:
+    """First and end position whose head targets, offsets 2 .. num_heads + 1, are answer tokens."""
+    first = max(sequence.prompt_len - 2, 0)
+    return first, max(len(sequence.tokens) - num_heads - 1, first)
+
+
+def require_rows(store: FeatureStore, num_heads: int) -> None:
+    """Raises ValueError for features without a position to train on."""
+    bounds = (training_rows(store[index], num_heads) for index in range(len(store)))
+    if not any(end > first for first, end in bounds):
+        raise ValueError(
+            f"no answer in {str(store.folder)!r} is longer than {num_heads + 1} tokens; "
+            "make longer ones"
+        )
+
+
+def new_heads(config: TokenSwiftConfig, final_norm: torch.Tensor) -> TokenSwiftHeads:
+    """Heads that start as copies of the base prediction: zero matrices, the target's final norm."""
+    heads = TokenSwiftHeads(config)
+    with torch.no_grad():
+        for head in heads.medusa_layers:
+            head.linear.weight.zero_()
+            head.post_layernorm.weight.copy_(final_norm)
+    return heads
+
+
+def heads_loss(
+    outputs: torch.Tensor,
+    lm_head: torch.Tensor,
+    targets: torch.Tensor,
+    teachers: torch.Tensor,
+    loss: str = "sft",
+    compiled: bool = False,
+) -> torch.Tensor:
+    """Sum of the heads' mean losses.
+
+    Args:
+        outputs: [num_heads, T, H]. lm_head: [V', H]. targets: draft ids int64 [num_heads, T], -1
+            where the draft vocabulary lacks the token. teachers: [num_heads, T, H], the target's
+            final states, read by "forward_kl" only.
+    """
+    weights = torch.full((targets.numel(),), 1.0 / targets.shape[1], device=outputs.device)
+    return head_loss(
+        outputs.flatten(0, 1).to(lm_head.dtype),
+        teachers.flatten(0, 1).to(lm_head.dtype),
+        lm_head,
+        targets.flatten(),
+        weights,
+        kind=loss,
+        compiled=compiled,
+    )
+
+
+@dataclass(frozen=True)
+class Positions:
+    """hidden [T, H], and of every head its target tokens int64 [num_heads, T] and the target's
+    final states that predict them [num_heads, T, H]."""
+
+    hidden: torch.Tensor
+    targets: torch.Tensor
+    teachers: torch.Tensor
+
+
+@dataclass(frozen=True)
+class TokenSwiftObjective:
+    """Trains `TokenSwiftHeads`; `columns` of the features' `aux` hold the last layer's output."""
+
+    recipe: TokenSwiftRecipe
+    columns: slice
+
+    def draw(self, trainer: Trainer) -> Positions:
+        """About `tokens_per_step` positions."""
+        count = trainer.head.config.medusa_heads
+        sequences, rows = trainer.draw_rows(
+            self.recipe.tokens_per_step,
+            lambda sequence, left: torch.arange(*training_rows(sequence, count)),
+        )
+        pairs, offsets = list(zip(sequences, rows, strict=True)), range(2, count + 2)
+        return Positions(
+            torch.cat([s.aux[at][:, self.columns] for s, at in pairs]),
+            torch.stack([torch.cat([s.tokens[at + k] for s, at in pairs]) for k in offsets]),
+            torch.stack([torch.cat([s.hidden[at + k - 1] for s, at in pairs]) for k in offsets]),
+        )
+
+    def forward(
+        self, heads: TokenSwiftHeads, hidden: torch.Tensor, embed_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        return heads(hidden)
+
+    def loss(self, trainer: Trainer, batch: Positions) -> StepLoss:
+        loss = heads_loss(
+            trainer.forward(batch.hidden.float()),
+            trainer.tables.lm_head,
+            trainer.to_draft[batch.targets],
+            batch.teachers,
+            self.recipe.loss,
+            self.recipe.compile,
+        )
+        slots = batch.targets.numel()
+        return StepLoss(loss, loss.detach() / len(batch.targets), slots, slots)

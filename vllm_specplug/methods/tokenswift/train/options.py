@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`specplug train tokenswift`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from vllm_specplug.train.cli_common import add_training
+from vllm_specplug.train.options import FeatureRunOptions, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSwiftRun(FeatureRunOptions):
+    """Folders and shape of a run; published heads draft the whole vocabulary."""
+
+    features: Annotated[Path, Option(help="Features that include the target's last layer.")]
+    num_heads: Annotated[int, Option(min=1, max=16, help="Number of chained heads.")] = 3
+    draft_vocab_size: Annotated[
+        int, Option(min=0, help="Most frequent answer tokens; 0: the whole vocabulary.")
+    ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenSwiftRecipe(Recipe):
+    """Recipe of a run. Published: AdamW at 5e-3, weight decay 0.1."""
+
+    warmup_steps: int = 20
+    total_steps: int = 1000
+    decay_share: float = 0.4
+    ema_decay: float = 0.98
+    compile: bool = True
+    loss: Annotated[str, Option(help="forward_kl, or sft as published.")] = "forward_kl"
+    tokens_per_step: Annotated[int, Option(min=1, help="Positions per step.")] = 1024
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_one_of("loss", ("forward_kl", "sft"))
+        self.require_least(tokens_per_step=1)
+
+
+def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
+    """Adds the command."""
+    summary = "Trains TokenSwift heads; the target stays frozen."
+    start = "vllm_specplug.methods.tokenswift.train.run:start"
+    add_training(train_app, "tokenswift", summary, start, TokenSwiftRun, TokenSwiftRecipe)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that every training has. Each field is an option of the command as well, so modules like
+this one import no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+OPTIMIZERS = ("adamw", "muon")
+LOSSES = ("forward_kl", "reverse_kl", "sft")
+STATE_NAME = "state.pt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a head is trained. Changing one option between checkpoint and resume is allowed, except
+    `optimizer`; shapes are not here."""
+
+    optimizer: Annotated[str, Option(help="muon (for matrices, AdamW for the rest) or adamw.")] = (
+        "muon"
+    )
+    learning_rate: Annotated[float, Option(help="Learning rate of Muon.")] = 3e-3
+    adam_learning_rate: Annotated[float, Option(help="Learning rate of AdamW.")] = 1e-3
+    weight_decay: Annotated[float, Option(min=0)] = 0.0
+    warmup_steps: Annotated[int, Option(min=0)] = 50
+    total_steps: Annotated[int, Option(min=1, help="May be changed on --resume.")] = 2000
+    decay_share: Annotated[
+        float, Option(help="Final share of the steps, over which the rate falls to 0.")
+    ] = 0.3
+    grad_clip: Annotated[float, Option()] = 1.0
+    ema_decay: Annotated[float, Option(help="Weight averaging; 0: off.")] = 0.995
+    seed: Annotated[int, Option()] = 0
+    compile: Annotated[bool, Option(help="Fuse elementwise operations with torch.compile.")] = False
+
+    def __post_init__(self) -> None:
+        self.require_one_of("optimizer", OPTIMIZERS)
+        self.require_least(total_steps=1, warmup_steps=0, weight_decay=0)
+        self.require_positive("learning_rate", "adam_learning_rate", "grad_clip")
+        self.require_share("decay_share", "ema_decay")
+
+    def require_one_of(self, name: str, legal: Iterable[str]) -> None:
+        """Raises ValueError unless the field is one of `legal`."""
+        if getattr(self, name) not in legal:
+            raise ValueError(
+                f"{name} = {getattr(self, name)!r}, legal: {', '.join(legal)}; choose one of them"
+            )
+
+    def require_least(self, **lowest: int) -> None:
+        """Raises ValueError for a field below its lowest legal value."""
+        for name, low in lowest.items():
+            if not getattr(self, name) >= low:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}, legal: a number >= {low}; raise it"
+                )
+
+    def require_positive(self, *names: str) -> None:
+        """Raises ValueError for a field that is not above 0."""
+        for name in names:
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} = {getattr(self, name)}, legal: a number > 0; raise it")
+
+    def require_share(self, *names: str) -> None:
+        """Raises ValueError for a field outside 0..1."""
+        for name in names:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} = {getattr(self, name)}, legal: 0..1; correct it")
+
+    def lr_scale(self, step: int) -> float:
+        """Warm-up, constant, then linear to zero over the last `decay_share` of the steps.
+
+        The constant part does not depend on `total_steps`, so a run can be extended on resume.
+        """
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        decay_steps = max(1, round(self.total_steps * self.decay_share))
+        left = (self.total_steps - step) / decay_steps
+        return warm * min(1.0, max(0.0, left))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationRecipe(Recipe):
+    """A recipe whose loss is `head_loss`."""
+
+    loss: Annotated[
+        str, Option(help="forward_kl, reverse_kl, or sft: cross-entropy of the answer.")
+    ] = "forward_kl"
+    temperature: Annotated[float, Option(help="Distillation temperature.")] = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.require_one_of("loss", LOSSES)
+        self.require_positive("temperature")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Folders of a run, and how often to log, save and evaluate, in steps. `max_minutes` 0 means no
+    limit; a limited run saves and stops, and continues with `resume`."""
+
+    target: Annotated[Path, Option(help="Folder of the target model.")]
+    out: Annotated[Path, Option(help="Run folder; the head is exported to OUT/head.")]
+    eval_every: Annotated[int, Option(min=1)] = 250
+    save_every: Annotated[int, Option(min=1)] = 100
+    log_every: Annotated[int, Option(min=1)] = 25
+    eval_sequences: Annotated[int, Option(min=1)] = 64
+    max_minutes: Annotated[
+        float, Option(min=0, help="Save and stop after this time; 0: no limit.")
+    ] = 0.0
+    resume: Annotated[bool, Option(help="Continue OUT exactly from where it was saved.")] = False
+
+    def refuse_overwriting(self) -> None:
+        """Raises ValueError where a new run would write over a saved one."""
+        state = self.out / STATE_NAME
+        if not self.resume and state.is_file():
+            raise ValueError(
+                f"{state} exists; pass --resume to continue it, or name another output folder"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureRunOptions(RunOptions):
+    """A run that reads features of the target."""
+
+    features: Annotated[Path, Option(help="Folder made by `specplug data features`.")]
+    heldout: Annotated[Path, Option(help="Held-out features of the same kind and layers.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewHeadOptions(FeatureRunOptions):
+    """A run that makes a head with the target's layer shape, or continues from the weights of the
+    head in `init_from` and takes its shape and draft vocabulary."""
+
+    init_from: Annotated[
+        str, Option(help="Folder of a head of this kind and target to start from.")
+    ] = ""
+    draft_vocab_size: Annotated[
+        int, Option(min=1, help="Most frequent answer tokens; not with --init-from.")
+    ] = 8192
+    vocab_from: Annotated[
+        str, Option(help="Folder of a head for this target whose draft vocabulary to use.")
+    ] = ""
+    intermediate_size: Annotated[
+        int, Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
+    ] = 0
