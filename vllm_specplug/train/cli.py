@@ -13,8 +13,6 @@ from vllm_specplug.options import check_target
 from vllm_specplug.registry import methods
 from vllm_specplug.train import cli_common as common
 
-_friendly_errors, _progress = common.friendly_errors, common.progress
-
 data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
 train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
 # Methods share commands: each module registers once.
@@ -64,7 +62,7 @@ def generate(
     from vllm_specplug.train import answers
     from vllm_specplug.train.generate import VllmGenerator, make_prompts
 
-    with _friendly_errors():
+    with common.friendly_errors():
         counts = parse_counts(make or [])
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
@@ -98,7 +96,7 @@ def generate(
                 "seed": seed,
             }
             answers.write_plan(out, requests, settings)
-        with _progress("files") as bar:
+        with common.progress("files") as bar:
             task = bar.add_task("answers", total=None)
             tokens = 0
 
@@ -140,24 +138,16 @@ def features(
     tokens_per_batch: Annotated[int, typer.Option(min=64)] = 4096,
 ) -> None:
     """Runs the target once over its answers and stores the features for training."""
-    import numpy as np
     import torch
 
-    from vllm_specplug.train import answers
     from vllm_specplug.train.features import TokenSequence, write_shard
     from vllm_specplug.train.target import decoder_of, load_target
 
-    with _friendly_errors():
-        files = answers.answer_shards(data)
-        if not files:
-            raise ValueError(
-                f"{data} holds no finished answers; run `specplug data generate` first"
-            )
+    with common.friendly_errors():
+        files = common.finished_answers(data)
         if not (target / "config.json").is_file():
             raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
-        warning = answers.check_heldout(files, heldout_answers, repetitive_share)
-        if warning is not None:
-            typer.echo(warning, err=True)
+        common.warn_of_split(files, heldout_answers, repetitive_share)
         model = load_target(target, torch.bfloat16)
         depth = len(decoder_of(model).layers)
         ids = [int(i) for i in layers.split(",")] if layers else spread_layers(depth)
@@ -165,24 +155,10 @@ def features(
         if wrong:
             raise ValueError(f"--layers {wrong}, legal: 0..{depth - 1}; correct them")
 
-        def sequence(answer: answers.Answer) -> TokenSequence:
-            tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int64)
-            return TokenSequence(tokens, len(answer.prompt_ids), answer.source)
+        def write(folder: Path, part: list[TokenSequence], number: int) -> None:
+            write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
-        with _progress("files") as bar:
-            task = bar.add_task("features", total=len(files))
-            parts = answers.split_answers(files, heldout_answers, repetitive_share)
-            for number, (name, aside, rest) in enumerate(parts):
-                for folder, part in ((heldout / name, aside), (out / name, rest)):
-                    if part and not (folder / "meta.json").is_file():
-                        write_shard(
-                            folder,
-                            [sequence(a) for a in part],
-                            model,
-                            ids,
-                            tokens_per_batch=tokens_per_batch,
-                        )
-                bar.update(task, completed=number + 1)
+        common.write_split(files, heldout_answers, repetitive_share, out, heldout, write)
 
 
 def spread_layers(num_target_layers: int, count: int = 4) -> list[int]:

@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Annotated, Any, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
 
 from vllm_specplug.train.options import Recipe, RunOptions
+
+if TYPE_CHECKING:
+    from vllm_specplug.train.features import TokenSequence
 
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
 Seed = Annotated[int, typer.Option()]
@@ -45,6 +48,65 @@ def progress(unit: str):
         TextColumn(unit),
         TimeRemainingColumn(),
     )
+
+
+def finished_answers(data: Path) -> list[Path]:
+    """Files of answers to make features of.
+
+    Raises:
+        ValueError: where there are none.
+    """
+    from vllm_specplug.train import answers
+
+    files = answers.answer_shards(data)
+    if not files:
+        raise ValueError(f"{data} holds no finished answers; run `specplug data generate` first")
+    return files
+
+
+def warn_of_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> None:
+    """Warns where `write_split` would hold most answers out.
+
+    Raises:
+        ValueError: where it would leave none to train on.
+    """
+    from vllm_specplug.train import answers
+
+    warning = answers.check_heldout(files, heldout_answers, repetitive_share)
+    if warning is not None:
+        typer.echo(warning, err=True)
+
+
+def write_split(
+    files: list[Path],
+    heldout_answers: int,
+    repetitive_share: float,
+    out: Path,
+    heldout: Path | None,
+    write: Callable[[Path, list[TokenSequence], int], None],
+) -> None:
+    """Writes a shard for each file of answers, in part to `heldout`; keeps finished shards.
+
+    Args:
+        write: takes the folder of a shard, its sequences and the number of its file.
+    """
+    import numpy as np
+
+    from vllm_specplug.train import answers
+    from vllm_specplug.train.features import TokenSequence
+
+    def sequence(answer: answers.Answer) -> TokenSequence:
+        tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int64)
+        return TokenSequence(tokens, len(answer.prompt_ids), answer.source)
+
+    with progress("files") as bar:
+        task = bar.add_task("features", total=len(files))
+        parts = answers.split_answers(files, heldout_answers, repetitive_share)
+        for number, (name, aside, rest) in enumerate(parts):
+            for folder, part in ((heldout, aside), (out, rest)):
+                if folder and part and not (folder / name / "meta.json").is_file():
+                    write(folder / name, [sequence(answer) for answer in part], number)
+            bar.update(task, completed=number + 1)
 
 
 def add_training(

@@ -8,6 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from vllm_specplug.train import answers
 from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
 from vllm_specplug.train.cli import data_app, parse_counts, spread_layers, train_app
 
@@ -186,6 +187,18 @@ def test_held_out_answers_that_are_most_of_the_data_are_told(
     assert result.exit_code == code, result.output
     assert words in " ".join(result.stderr.split())
     assert bool(words) == ("--heldout-answers" in result.stderr)
+
+
+def test_a_fixed_length_takes_answers_that_loop_and_holds_none_out(
+    data, tmp_path, target_with_tokenizer, monkeypatch
+):
+    # Nothing is left of answers that all loop.
+    monkeypatch.setattr(answers, "split_answers", lambda *arguments: [])
+    places = ["--target", str(target_with_tokenizer), "--data", str(data), "--out"]
+    command = ["longspec-features", *places, str(tmp_path / "f"), "--length", "16"]
+    result = runner.invoke(data_app, command)
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "f" / "shard-16-00000" / "meta.json").is_file()
 
 
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):

@@ -78,26 +78,19 @@ def features(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from vllm_specplug.methods.longspec.train.features import draw_offset, write_kv_shard
-    from vllm_specplug.train import answers
     from vllm_specplug.train.features import TokenSequence
 
+    repetitive_share = 0.3
     with common.friendly_errors():
-        files = answers.answer_shards(data)
-        if not files:
-            raise ValueError(
-                f"{data} holds no finished answers; run `specplug data generate` first"
-            )
         if text and not length:
             raise ValueError(
                 "--text needs --length, e.g. --length 4096; short stages train on answers only"
             )
+        files = common.finished_answers(data)
         documents = text_files(text or [])
-        heldout_answers = 0 if heldout is None else heldout_answers
-        repetitive_share = 0.3
+        aside = 0 if heldout is None else heldout_answers
         if not length:
-            warning = answers.check_heldout(files, heldout_answers, repetitive_share)
-            if warning is not None:
-                typer.echo(warning, err=True)
+            common.warn_of_split(files, aside, repetitive_share)
         check_target(str(target))
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=torch.bfloat16, local_files_only=True
@@ -106,43 +99,29 @@ def features(
         if length > most:
             raise ValueError(f"--length {length}, legal: 0..{most} (the target's); lower it")
 
-        def write(folder: Path, part: list[TokenSequence], shifted: bool, salt: int) -> None:
-            if not part or (folder / "meta.json").is_file():
-                return
+        def write(folder: Path, part: list[TokenSequence], salt: int) -> None:
+            shifted = anchor_offsets and not length and folder.parent == out
             rng = np.random.default_rng([seed, salt])
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
             write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
 
-        if length:
-            tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-            made = [
-                TokenSequence(np.array(tokens, np.int64), 1, kind)
-                for kind, tokens in _in_turn(
-                    _streams(files, documents, tokenizer, seed), length, max_sequences
-                )
-            ]
-            with common.progress("sequences") as bar:
-                task = bar.add_task("features", total=len(made))
-                for number, start in enumerate(range(0, len(made), 16)):
-                    part = made[start : start + 16]
-                    write(out / f"shard-{length}-{number:05d}", part, False, number)
-                    bar.update(task, completed=start + len(part))
+        if not length:
+            common.write_split(files, aside, repetitive_share, out, heldout, write)
             return
-
-        with common.progress("files") as bar:
-            task = bar.add_task("features", total=len(files))
-            parts = answers.split_answers(files, heldout_answers, repetitive_share)
-            for number, (name, aside, rest) in enumerate(parts):
-
-                def sequences(part: list[Any]) -> list[TokenSequence]:
-                    tokens = [np.array(a.prompt_ids + a.answer_ids, np.int64) for a in part]
-                    prompts = [(len(a.prompt_ids), a.source) for a in part]
-                    return [TokenSequence(t, *p) for t, p in zip(tokens, prompts, strict=True)]
-
-                if heldout is not None:
-                    write(heldout / name, sequences(aside), False, number)
-                write(out / name, sequences(rest), anchor_offsets, number)
-                bar.update(task, completed=number + 1)
+        tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        made = [
+            TokenSequence(np.array(tokens, np.int64), 1, kind)
+            for kind, tokens in _in_turn(
+                _streams(files, documents, tokenizer, seed), length, max_sequences
+            )
+        ]
+        with common.progress("sequences") as bar:
+            task = bar.add_task("features", total=len(made))
+            for number, start in enumerate(range(0, len(made), 16)):
+                folder = out / f"shard-{length}-{number:05d}"
+                if not (folder / "meta.json").is_file():
+                    write(folder, made[start : start + 16], number)
+                bar.update(task, completed=min(start + 16, len(made)))
 
 
 def _streams(
