@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "scripts" / "gpu")]
 # Last: the installed package goes first; dry runs use the checkout's tests.
 sys.path.append(str(ROOT))
 
-from acceptance_model import PUBLISHED, PUBLISHED_NODES, fit, mean_acceptance  # noqa: E402
+from acceptance_model import PUBLISHED, fit, mean_acceptance  # noqa: E402
 from report import Report  # noqa: E402
 from speed_engine import impose_target, serve  # noqa: E402
 
@@ -38,8 +38,13 @@ QWEN3_8B = {
     "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 151643,
     "eos_token_id": 151645,
 }  # fmt: skip
-DEPTH, WIDTH = 15, 8
+WIDTH = 8
 TINY_VOCAB = 64
+AUX_LAYERS = (1, 9, 17, 25, 33)
+
+
+# By published head: our method for it and how deep that drafts by itself, and vLLM's for chains.
+METHODS = {"jetspec": ("jetspec", 15, "dflash"), "eagle3": ("eagle3_tree", 5, "eagle3")}
 # vLLM's default sizes up to 64, and coarser ones behind: fewer graphs to capture.
 SIZES = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, 513, 64)]
 
@@ -88,6 +93,7 @@ ARMS = {
         Arm("auto, fp8 drafts", 63, is_adaptive=True, options={"draft_weights": "fp8"}),
         Arm("vLLM chain of 15", 15, is_stock=True, kv_gib=7.5),
         Arm("vLLM chain of 7", 7, is_stock=True, kv_gib=7.5),
+        Arm("vLLM chain of 3", 3, is_stock=True, kv_gib=7.5),
         Arm("plain, 64", batches=(64,), kv_gib=10.5),
         Arm("7 nodes, 64", 7, (64,), kv_gib=14),
         Arm("auto, 64", 63, (64,), is_adaptive=True, kv_gib=14),
@@ -133,6 +139,8 @@ class Speed:
 
     def __init__(self, args: argparse.Namespace, report: Report, folder: Path) -> None:
         self.args, self.report, self.folder = args, report, folder
+        self.published, self.head = PUBLISHED[args.head], folder / args.head
+        report.data["head"] = args.head
         self.on_gpu = args.device == "cuda"
         self.vocab_size = QWEN3_8B["vocab_size"] if self.on_gpu else TINY_VOCAB
         self.running: dict[str, Running] = {}
@@ -141,23 +149,19 @@ class Speed:
 
     def make_models(self) -> None:
         target = self.folder / "target"
+        if not self.on_gpu:
+            if not target.exists():
+                make_tiny_target(target)
+            make_tiny_head(self.head)
+            return
         if not target.exists():
-            if not self.on_gpu:
-                from safetensors.torch import load_file, save_file
-
-                from tests.e2e.tiny import make_head, make_target
-
-                file = make_target(target, TINY_VOCAB) / "model.safetensors"
-                weights = load_file(file)
-                impose_target(weights, TINY_VOCAB)
-                save_file(weights, file, metadata={"format": "pt"})
-                make_head(self.folder / "head", TINY_VOCAB, block_size=DEPTH + 1)
-                return
             target.mkdir()
             (target / "config.json").write_text(json.dumps(QWEN3_8B))
+        if not self.head.exists():
             # CUDA must not be initialised here: engines are spawned, and the device is theirs.
+            make = {"jetspec": make_block_heads, "eagle3": make_eagle3_head}[self.head.name]
             context = multiprocessing.get_context("spawn")
-            process = context.Process(target=make_published_head, args=(str(self.folder),))
+            process = context.Process(target=make, args=(str(self.head),))
             process.start()
             process.join()
 
@@ -183,23 +187,24 @@ class Speed:
         log = self.report.path.parent / f"{arm.name.replace(', ', '-').replace(' ', '_')}.log"
         return {
             "engine": engine, "speculative": self.speculative(arm), "stock": arm.is_stock,
-            "vocab_size": self.vocab_size, "depth": DEPTH, "width": WIDTH, "env": env,
-            "log": str(log), "is_dummy": self.on_gpu,
+            "vocab_size": self.vocab_size, "depth": self.published.depth, "width": WIDTH,
+            "env": env, "log": str(log), "is_dummy": self.on_gpu,
         }  # fmt: skip
 
     def speculative(self, arm: Arm) -> dict[str, Any] | None:
         if not arm.nodes:
             return None
+        method, _, stock = METHODS[self.head.name]
         if arm.is_stock:
             rates = [0.8 ** (d + 1) for d in range(arm.nodes)]
             return {
-                "method": "dflash", "model": str(self.folder / "stock-head"),
+                "method": stock, "model": str(self.head / "stock"),
                 "num_speculative_tokens": arm.nodes, "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_rates": rates,
             }  # fmt: skip
         fixed = {} if arm.is_adaptive else {"tree_budget": arm.nodes, "ngram_topk": 0}
         return {
-            "method": "jetspec", "model": str(self.folder / "head"),
+            "method": method, "model": str(self.head),
             "num_speculative_tokens": arm.nodes, **fixed, **arm.options,
         }  # fmt: skip
 
@@ -256,9 +261,12 @@ class Speed:
             tokens //= 2
         cell = {"batch": batch, "context": self.args.context, "tokens": tokens}
         if arm.nodes:
-            a = fit(PUBLISHED[profile], PUBLISHED_NODES, DEPTH, WIDTH)
-            width = 1 if arm.is_stock else WIDTH
-            imposed = mean_acceptance(a, arm.nodes, min(DEPTH, arm.nodes), width)
+            published = self.published
+            a = fit(published.lengths[profile], published.nodes, published.depth, WIDTH)
+            depth, width = METHODS[self.head.name][1], WIDTH
+            if arm.is_stock:
+                depth, width = published.depth, 1
+            imposed = mean_acceptance(a, arm.nodes, min(depth, arm.nodes), width)
             cell |= {"a": a, "nodes": arm.nodes, "imposed": imposed}
         if number is None:
             cell["profile"] = True
@@ -282,7 +290,27 @@ class Speed:
         self.report.row(**row)
 
 
-def make_published_head(folder: str) -> None:
+def make_tiny_target(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from tests.e2e.tiny import make_target
+
+    file = make_target(folder, TINY_VOCAB) / "model.safetensors"
+    weights = load_file(file)
+    impose_target(weights, TINY_VOCAB)
+    save_file(weights, file, metadata={"format": "pt"})
+
+
+def make_tiny_head(folder: Path) -> None:
+    from tests.e2e import tiny
+
+    if folder.name == "jetspec":
+        tiny.make_head(folder, TINY_VOCAB, block_size=PUBLISHED["jetspec"].depth + 1)
+    else:
+        tiny.make_eagle3_head(folder, TINY_VOCAB)
+
+
+def make_block_heads(folder: str) -> None:
     """A random JetSpec head of the published shape, and the config of a DFlash head of that shape
     for vLLM's own chain."""
     import torch
@@ -291,36 +319,57 @@ def make_published_head(folder: str) -> None:
     from vllm_specplug.methods.block.config import BlockHeadConfig
     from vllm_specplug.methods.block.head import BlockHead
 
+    depth, stock = PUBLISHED["jetspec"].depth, Path(folder) / "stock"
     with torch.device("cuda"):
         head = BlockHead(
             BlockHeadConfig(
                 hidden_size=4096, intermediate_size=12288, num_hidden_layers=5,
                 num_attention_heads=32, num_key_value_heads=8, head_dim=128, vocab_size=151936,
-                draft_vocab_size=151936, target_hidden_size=4096,
-                target_layer_ids=(1, 9, 17, 25, 33), block_size=DEPTH + 1, causal=True,
-                mask_token_id=151669, rope_theta=1e6,
+                draft_vocab_size=151936, target_hidden_size=4096, target_layer_ids=AUX_LAYERS,
+                block_size=depth + 1, causal=True, mask_token_id=151669, rope_theta=1e6,
             )
         )  # fmt: skip
         with torch.no_grad():
             head.mask_embedding.normal_()
-    save_block_head(Path(folder) / "head", head.bfloat16().cpu())
-    stock = Path(folder) / "stock-head"
-    stock.mkdir()
-    config = json.loads((Path(folder) / "head" / "config.json").read_text())
-    own = {key: value for key, value in config.items() if "config" in key}
+    save_block_head(folder, head.bfloat16().cpu())
     shape = {
-        **QWEN3_8B, "num_hidden_layers": 5, "block_size": DEPTH + 1,
+        **QWEN3_8B, "num_hidden_layers": 5, "block_size": depth + 1,
         "architectures": ["DFlashDraftModel"], "layer_types": ["full_attention"] * 5,
-        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+        "dflash_config": {"mask_token_id": 151669, "target_layer_ids": list(AUX_LAYERS)},
     }  # fmt: skip
-    print("own config:", own)
+    stock.mkdir()
     (stock / "config.json").write_text(json.dumps(shape))
+
+
+def make_eagle3_head(folder: str) -> None:
+    """A random EAGLE-3 head of the published shape, with 32,000 draft tokens, which vLLM's own
+    chain reads too."""
+    import torch
+
+    from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head as save
+    from vllm_specplug.methods.eagle3_tree.config import Eagle3Config, default_target_layers
+    from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
+
+    draft_vocab = 32000
+    with torch.device("cuda"):
+        head = Eagle3Head(
+            Eagle3Config(
+                hidden_size=4096, intermediate_size=12288, num_attention_heads=32,
+                num_key_value_heads=8, head_dim=128, vocab_size=151936,
+                draft_vocab_size=draft_vocab, target_hidden_size=4096,
+                target_layer_ids=default_target_layers(36), rope_theta=1e6,
+            )
+        )  # fmt: skip
+        lm_head = torch.randn(draft_vocab, 4096).bfloat16() / 64
+    save(folder, head.bfloat16().cpu(), target_ids=torch.arange(draft_vocab), lm_head=lm_head)
+    Path(folder, "stock").symlink_to(folder)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-speed"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--head", choices=METHODS, default="jetspec", help="and its acceptance")
     parser.add_argument(
         "--phases", nargs="+", default=PHASES, help="arms that run together, by semicolons"
     )

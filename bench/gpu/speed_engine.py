@@ -32,7 +32,7 @@ GOLDEN = 0.6180339887498949
 
 
 class ImposedDrafts:
-    """Overwrites the candidates of block heads, or the drafts of vLLM's own chain.
+    """Overwrites the candidates of our heads, or the drafts of vLLM's own chain.
 
     Args:
         depth, width: largest depth and rank of a candidate.
@@ -43,43 +43,83 @@ class ImposedDrafts:
         self.successors: Any = None
 
     def install(self) -> None:
-        from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+        import torch
 
-        stock = BlockHeadDrafter.candidates
+        from vllm_specplug.methods.block.drafter import BlockHeadDrafter
+        from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
+
+        of_block = BlockHeadDrafter.candidates
+        of_level, of_host_levels = DeviceLevels.expand, StateDrafter._expander
 
         def candidates(drafter: Any, requests: Any, depth: int, width: int) -> Any:
-            return self.overwrite(*stock(drafter, requests, depth, width), requests.anchors)
+            log_probs = of_block(drafter, requests, depth, width)[1]
+            return self.block(torch.as_tensor(requests.anchors, device=log_probs.device), log_probs)
+
+        def expand(levels: Any, frontier: Any) -> Any:
+            log_probs = of_level(levels, frontier)[1]
+            self.prepare(log_probs.device)
+            if not frontier.depth:
+                levels.lines = self.lines(len(log_probs))
+            # Below a wrong token every candidate is wrong, whatever is said of it.
+            right = self.successors[frontier.token_ids][..., :1]
+            return self.placed(
+                right, self.ranks[levels.lines, frontier.depth, None, None], log_probs
+            )
+
+        def expander(drafter: Any, requests: Any) -> Any:
+            inner, lines = of_host_levels(drafter, requests), None
+
+            def expand_on_host(frontier: Any) -> Any:
+                nonlocal lines
+                log_probs = torch.from_numpy(inner(frontier)[1])
+                self.prepare(log_probs.device)
+                if lines is None:
+                    lines = self.lines(len(requests))
+                right = self.successors[torch.from_numpy(frontier.token_ids)][:, :1]
+                ranks = self.ranks[lines[torch.from_numpy(frontier.requests)], frontier.depth, None]
+                return tuple(found.numpy() for found in self.placed(right, ranks, log_probs))
+
+            return expand_on_host
 
         BlockHeadDrafter.candidates = candidates  # type: ignore[method-assign]
+        DeviceLevels.expand = expand  # type: ignore[method-assign]
+        StateDrafter._expander = expander  # type: ignore[method-assign]
 
     def install_in_chains(self) -> None:
         """Drafts of vLLM's chains become the target's own tokens: which of them are accepted is
         drawn by vLLM. Drafts of random weights are one token over and over, whose products take a
         device less power, and so less time."""
         from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+        from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
-        stock = DFlashSpeculator.propose
+        def wrap(kind: Any) -> None:
+            stock = kind.propose
 
-        def propose(
-            speculator: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any,
-            last_hidden_states: Any, aux_hidden_states: Any, num_sampled: Any, num_rejected: Any,
-            last_sampled: Any, *args: Any, **kwargs: Any,
-        ) -> Any:  # fmt: skip
-            drafts = stock(
-                speculator, input_batch, attn_metadata, slot_mappings, last_hidden_states,
-                aux_hidden_states, num_sampled, num_rejected, last_sampled, *args, **kwargs,
-            )  # fmt: skip
-            if kwargs.get("dummy_run"):
+            def propose(
+                speculator: Any, input_batch: Any, attn_metadata: Any, slot_mappings: Any,
+                last_hidden_states: Any, aux_hidden_states: Any, num_sampled: Any,
+                num_rejected: Any, last_sampled: Any, *args: Any, **kwargs: Any,
+            ) -> Any:  # fmt: skip
+                drafts = stock(
+                    speculator, input_batch, attn_metadata, slot_mappings, last_hidden_states,
+                    aux_hidden_states, num_sampled, num_rejected, last_sampled, *args, **kwargs,
+                )  # fmt: skip
+                if kwargs.get("dummy_run"):
+                    return drafts
+                self.prepare(drafts.device)
+                slots = input_batch.idx_mapping[: len(drafts)].long()
+                anchors = last_sampled[slots].view(-1).long()
+                drafts.copy_(self.successors[anchors][:, : drafts.shape[1]])
                 return drafts
-            self.prepare(drafts.device)
-            anchors = last_sampled[input_batch.idx_mapping[: len(drafts)].long()].view(-1).long()
-            drafts.copy_(self.successors[anchors][:, : drafts.shape[1]])
-            return drafts
 
-        DFlashSpeculator.propose = propose  # type: ignore[method-assign]
+            kind.propose = propose
+
+        for kind in (DFlashSpeculator, EagleSpeculator):
+            wrap(kind)
 
     def prepare(self, device: Any) -> None:
         """Puts the tables on the device. Captured graphs read them, so they are made once."""
+        # The first drafts are made before graphs are captured.
         if self.successors is not None:
             return
         import torch
@@ -104,22 +144,27 @@ class ImposedDrafts:
         logs = np.log(np.maximum(rank_probabilities(a, self.width), 1e-9))
         self.log_probs.copy_(torch.from_numpy(logs.astype(np.float32)))
 
-    def overwrite(self, ids: Any, log_probs: Any, anchors: Any) -> tuple[Any, Any]:
-        """Candidates [R, D, W] of the requests whose last tokens are `anchors` [R]."""
-        import torch
-
-        device = ids.device
-        # The first drafts are made before graphs are captured.
-        self.prepare(device)
-        if not isinstance(anchors, torch.Tensor):
-            anchors = torch.tensor(anchors, device=device)
-        requests, depth, width = ids.shape
+    def lines(self, requests: int) -> Any:
+        """The next line of `ranks` for each of so many requests, int64."""
         lines = ((self.draw + self.places[:requests]) % 1.0 * DRAWS).long()
         self.draw.add_(requests * GOLDEN).remainder_(1.0)
+        return lines
+
+    def block(self, anchors: Any, log_probs: Any) -> tuple[Any, Any]:
+        """Candidates of blocks [R, D, W] behind the tokens `anchors` [R]."""
+        self.prepare(log_probs.device)
+        count, depth, _ = log_probs.shape
         right = self.successors[anchors][:, :depth, None]
-        rank = torch.arange(width, device=device)
-        wrong = (right + 1 + rank) % self.vocab_size
-        ids = torch.where(rank == self.ranks[lines][:, :depth, None], right, wrong)
+        return self.placed(right, self.ranks[self.lines(count)][:, :depth, None], log_probs)
+
+    def placed(self, right: Any, ranks: Any, log_probs: Any) -> tuple[Any, Any]:
+        """Candidates [..., W] with the tokens `right` [..., 1] at `ranks` [..., 1], and their
+        log-probabilities, of the shape of those given."""
+        import torch
+
+        width = log_probs.shape[-1]
+        order = torch.arange(width, device=log_probs.device)
+        ids = torch.where(order == ranks, right, (right + 1 + order) % self.vocab_size)
         return ids, self.log_probs[:width].expand_as(log_probs).contiguous()
 
 

@@ -9,22 +9,28 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+sys.path.append(str(Path(__file__).parent))
+
+from acceptance_model import PUBLISHED
+
 from vllm_specplug.bench.result_page import ResultPage, Section
 
 ABOUT = """**Acceptance imposed, all costs real.** The target has the shape of Qwen3-8B, the head
-that of its published JetSpec head. Their weights are random, in bfloat16, and the target's are made
+that of its published {head} head. Their weights are random, in bfloat16, and the target's are made
 so that its next token is known. The head runs as it is. Its candidates are then overwritten on the
-device: the target's token gets the rank that an acceptance model draws. The model is fitted to
-JetSpec's published acceptance length with 16 draft tokens (GSM8K 6.00, MT-Bench 3.98). vLLM's own
-chain drafts with a head of the same shape. Its drafts are overwritten with the target's tokens, and
-vLLM accepts each with the model's probability. The adaptive budget served each load once before it
-was measured. The page says nothing about a head's quality. Every answer was checked to be the
-target's."""
+device: the target's token gets the rank that an acceptance model draws. The model is fitted to the
+acceptance length that JetSpec's paper reports for {head} with {tokens} draft tokens ({lengths}).
+vLLM's own chain drafts with a head of the same shape. Its drafts are overwritten with the target's
+tokens, and vLLM accepts each with the model's probability. The adaptive budget served each load
+once before it was measured. The page says nothing about a head's quality. Every answer was checked
+to be the target's."""
+HEADS = {"jetspec": "JetSpec", "eagle3": "EAGLE-3"}
 STEPS = """Milliseconds per step over those of plain decoding, with 1,024 tokens of context: the
 median step, on average over all rounds and both tasks. A step with trees verifies one per request
 and drafts the next."""
@@ -49,6 +55,13 @@ class Run:
         self.tasks = list(dict.fromkeys(row["profile"] for row in self.rows if row.get("a")))
         broken = [row for row in self.rows if row["is_chain"] is False]
         assert not broken, f"not the target's tokens: {broken}"
+
+    @property
+    def about(self) -> str:
+        name = self.data.get("head", "jetspec")
+        published = PUBLISHED[name]
+        lengths = ", ".join(f"{task} {published.lengths[task]:.2f}" for task in self.tasks)
+        return ABOUT.format(head=HEADS[name], tokens=published.nodes + 1, lengths=lengths)
 
     @property
     def is_compiled(self) -> bool:
@@ -183,18 +196,20 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else a reader must know of these runs")
     args = parser.parse_args()
     sections: list[Section] = []
-    records, data = [], {}
+    records, data, about = [], {}, ""
     for folder in args.folders:
         for path in sorted(folder.glob("gpu_*.json")):
             found = json.loads(path.read_text())
             data[f"{folder.name}/{path.name}"] = kept(found)
             if path.name == "gpu_speed.json":
-                sections += Run(found).sections()
+                run = Run(found)
+                about = run.about
+                sections += run.sections()
             else:
                 sections += product_sections(found)
             records.append(provenance(found))
     gpu = found["hardware"].get("gpu", "a CPU")
-    title, about = f"Trees and plain decoding: {gpu}", f"{ABOUT}\n\n{args.note}".strip()
+    title, about = f"Trees and plain decoding: {gpu}", f"{about}\n\n{args.note}".strip()
     page = ResultPage(args.name, title, about, sections, data, records)
     page.write(args.out)
     # A line per number would be ten thousand.

@@ -16,11 +16,15 @@ BENCH = Path(__file__).resolve().parents[2] / "bench" / "gpu"
 
 
 @pytest.mark.timeout(600)
-def test_the_bench_measures_the_imposed_acceptance_and_makes_its_page(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("head", "imposed"), [("jetspec", 6.0), ("eagle3", 3.40)])
+def test_the_bench_measures_the_imposed_acceptance_and_makes_its_page(
+    tmp_path: Path, head: str, imposed: float
+) -> None:
     pytest.importorskip("vllm")
     out = tmp_path / "run"
     command = [
-        "speed.py", "--device", "cpu", "--out", str(out), "--phases", "plain;15 nodes",
+        "speed.py", "--device", "cpu", "--out", str(out), "--head", head, "--phases",
+        "plain;15 nodes",
         "--batches", "1", "4", "--profiles", "GSM8K", "--rounds", "1", "--context", "24",
         "--tokens", "400", "--profile-batches",
     ]  # fmt: skip
@@ -36,7 +40,8 @@ def test_the_bench_measures_the_imposed_acceptance_and_makes_its_page(tmp_path: 
     ]  # fmt: skip
     assert all(row["is_chain"] for row in rows)
     for row in rows[1::2]:
-        assert row["drafts"] > 0 and row["mean_acceptance"] == pytest.approx(6.0, abs=0.2)
+        assert row["imposed"] == pytest.approx(imposed, abs=0.01)
+        assert row["drafts"] > 0 and row["mean_acceptance"] == pytest.approx(imposed, abs=0.2)
     page = (tmp_path / "gpu_speed.md").read_text()
     # No engine was compiled: of such a run the steps are published, no speed-up.
     assert "| batch | 15 nodes |" in page and "Speed-up" not in page

@@ -14,6 +14,7 @@ engine = load_script("../bench/gpu/speed_engine")
 model = load_script("../bench/gpu/acceptance_model")
 
 VOCAB, DEPTH, WIDTH = 200, 15, 8
+PUBLISHED = model.PUBLISHED["jetspec"]
 
 
 def imposed(a: float, nodes: int, requests: int) -> list[int]:
@@ -22,7 +23,7 @@ def imposed(a: float, nodes: int, requests: int) -> list[int]:
     drafts.set(a, nodes, torch.device("cpu"))
     anchors = torch.arange(requests) % VOCAB
     shape = (requests, DEPTH, WIDTH)
-    ids, log_probs = drafts.overwrite(torch.zeros(shape).long(), torch.zeros(shape), anchors)
+    ids, log_probs = drafts.block(anchors, torch.zeros(shape))
     counts, depths = torch.full((2, requests), nodes), torch.full((requests,), DEPTH)
     trees = build_best_first(ids, log_probs, counts[0].int(), depths.int(), WIDTH)
     following = model.successors(VOCAB, 1)[:, 0]
@@ -42,8 +43,8 @@ def imposed(a: float, nodes: int, requests: int) -> list[int]:
 @pytest.mark.parametrize("nodes", [7, 15, 63])
 @pytest.mark.parametrize("task", ["GSM8K", "MT-Bench"])
 def test_trees_accept_what_is_imposed(task: str, nodes: int) -> None:
-    a = model.fit(model.PUBLISHED[task], model.PUBLISHED_NODES, DEPTH, WIDTH)
-    assert model.mean_acceptance(a, 15, DEPTH, WIDTH) == pytest.approx(model.PUBLISHED[task])
+    a = model.fit(PUBLISHED.lengths[task], PUBLISHED.nodes, DEPTH, WIDTH)
+    assert model.mean_acceptance(a, 15, DEPTH, WIDTH) == pytest.approx(PUBLISHED.lengths[task])
     expected = model.mean_acceptance(a, nodes, DEPTH, WIDTH)
     assert 1 + np.mean(imposed(a, nodes, 400)) == pytest.approx(expected, abs=0.05)
     # Another model's acceptance shows.
