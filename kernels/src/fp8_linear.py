@@ -21,6 +21,8 @@ class Fp8Linear:
     A row of the weight is divided by its largest magnitude / 448 and rounded to e4m3, and so is
     each row of x when it comes.
 
+    Seam: fp8_linear.
+
     Raises:
         ValueError: where `takes` refuses the weight.
     """

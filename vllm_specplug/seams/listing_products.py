@@ -37,4 +37,10 @@ PRODUCT_USES: tuple[Seam, ...] = (
         "vllm._custom_ops:onednn_scaled_int8_quant",
         "vllm._custom_ops:onednn_scaled_mm",
     ),
+    *uses(
+        "fp8_linear",
+        "a draft's products on a GPU with half the bytes, by a kernel tuned for few rows",
+        "torch's product is as fast for few rows",
+        "vllm._custom_ops:cutlass_scaled_mm",
+    ),
 )
