@@ -22,7 +22,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "scripts" / "gpu")]
 from report import Report  # noqa: E402
 from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
 
-from vllm_specplug.kernels.fp8_linear import Fp8Linear  # noqa: E402
+from vllm_specplug.kernels.fp8_linear import TORCH_PRODUCT, Fp8Linear  # noqa: E402
 
 LAYERS, DRAFT_LAYERS = 36, 5
 # (in, out) of a layer's products, and of the LM head
@@ -62,10 +62,14 @@ def main() -> int:
             layers_ms = LAYERS * sum(times[name] for name in LAYER) / 1e3
             report.row(rows=rows, ms=layers_ms + times["lm_head"] / 1e3, layers_ms=layers_ms,
                        **{f"{name}_us": us for name, us in times.items()})  # fmt: skip
+    multiply: Callable[..., torch.Tensor] = TORCH_PRODUCT
+    if args.device == "cuda":
+        from vllm._custom_ops import cutlass_scaled_mm as multiply
+
     with report.part("draft products"):
         kinds: dict[str, Callable[[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]] = {
             "bfloat16": lambda weight: partial(torch.nn.functional.linear, weight=weight),
-            "e4m3": lambda weight: Fp8Linear(weight, None),
+            "e4m3": lambda weight: Fp8Linear(weight, None, multiply),
         }
         for kind, make in kinds.items():
             products = {
