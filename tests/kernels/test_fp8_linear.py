@@ -42,6 +42,7 @@ def test_products_are_near_the_exact_ones(has_bias: bool) -> None:
     got = product(x)
     assert got.shape == wanted.shape and got.dtype == torch.bfloat16
     assert float((got.float() - wanted).norm() / wanted.norm()) < 0.05
+    assert product(x[:, :0]).shape == (2, 0, 48)
 
 
 def test_another_weight_is_taken_in_place() -> None:
