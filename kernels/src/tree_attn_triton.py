@@ -114,6 +114,11 @@ class TreeAttnConfig:
         return cls(block_m, block_n, 4 if padded == 16 else 8, 2)
 
 
+SMALL_TAIL = TreeAttnConfig(16, 64, 4, 1)
+"""Tiles behind another kernel's prefix: a program waits longer than it computes there, so that many
+small ones are faster as long as all of them run at once."""
+
+
 def config_for(
     device: torch.device,
     packed_rows: int,
@@ -130,6 +135,20 @@ def config_for(
 def places_of(config: TreeAttnConfig, num_sms: int) -> int:
     """Programs that about run at once: two a multiprocessor, of the largest tiles one."""
     return num_sms * (1 if config.block_m == _MAX_BLOCK_M else 2)
+
+
+def tail_config(
+    config: TreeAttnConfig,
+    device: torch.device,
+    trees: int,
+    num_kv_heads: int,
+    packed_rows: int,
+) -> TreeAttnConfig:
+    """Tiles of half-precision tails behind another kernel's prefix, where `config` is the choice
+    for whole trees."""
+    programs = trees * num_kv_heads * triton.cdiv(packed_rows, SMALL_TAIL.block_m)
+    places = places_of(SMALL_TAIL, _device_limits(device)[0])
+    return SMALL_TAIL if programs <= places else config
 
 
 def shares_of(
@@ -205,6 +224,9 @@ def tree_attn_triton(
     config = config_for(
         query.device, meta.max_rows * group, head_dim, itemsize, dense, features.kind
     )
+    if prefix is not None and itemsize == 2:
+        packed_rows = meta.max_rows * group
+        config = tail_config(config, query.device, meta.num_trees, num_kv_heads, packed_rows)
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
     attended = (min(meta.max_context, window) if window else meta.max_context) + meta.max_rows
     shares = shares_of(

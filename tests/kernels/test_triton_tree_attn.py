@@ -14,6 +14,7 @@ from vllm_specplug.kernels import AttnFeatures
 
 pytest.importorskip("triton")
 
+from vllm_specplug.kernels import tree_attn_triton
 from vllm_specplug.kernels.tree_attn_triton import (
     TreeAttnConfig,
     shares_of,
@@ -113,6 +114,18 @@ def test_configurations_fit_their_device():
                 assert config.num_stages == 2
                 assert (2 * config.block_n + config.block_m) * dim * 4 + 1024 <= shared
                 assert 64 % config.block_n == 0
+
+
+@pytest.mark.parametrize(
+    ("trees", "rows", "is_small"), [(1, 64, True), (8, 16, True), (32, 8, False), (8, 64, False)]
+)
+def test_tails_have_small_tiles_while_all_run_at_once(monkeypatch, trees, rows, is_small):
+    """On an H100, 4 query heads to each of 8 KV heads."""
+    device = torch.device("cuda")
+    monkeypatch.setitem(tree_attn_triton._LIMITS, device, (132, 227 * 1024, 9))
+    whole = TreeAttnConfig.choose(4 * rows, 128, 2, 227 * 1024)
+    config = tree_attn_triton.tail_config(whole, device, trees, 8, 4 * rows)
+    assert config == (tree_attn_triton.SMALL_TAIL if is_small else whole)
 
 
 @pytest.mark.parametrize("longest", [100, 512, 2000, 40_000])

@@ -35,15 +35,18 @@ KV_HEADS = 8
 
 def tree_attention(
     arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
-    dtype: str = "bf16", prefix: bool = False, features: tuple[str, ...] = (),
+    dtype: str = "bf16", prefix: bool = False, small: bool = False,
+    features: tuple[str, ...] = (),
 ) -> Compiled:  # fmt: skip
     """The attention kernel with the tiles its wrapper chooses; split, unless `dense` or behind
-    another kernel's `prefix`. `features` are names of `FEATURES`."""
+    another kernel's `prefix`, there with `small` tiles or not. `features` are names of
+    `FEATURES`."""
     import triton.language as tl
 
     from vllm_specplug.kernels.features import FeatureKind
     from vllm_specplug.kernels.tree_attn_triton import (
         MIN_TILES,
+        SMALL_TAIL,
         TreeAttnConfig,
         _tree_attn_kernel,
     )
@@ -61,6 +64,8 @@ def tree_attention(
         int8_cache="int8 tokens" in features,
     )
     config = TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared, arch // 10, dense, kind)
+    if small:
+        config = SMALL_TAIL
     cache = "*i8" if kind.int8_cache else "*fp8e4nv" if kind.quantised_cache else f"*{dtype}"
     # In units of a scale's bytes: a slot of one head has the numbers and the scales of both halves.
     slot = 2 * (head_dim // 4 + 1) * kind.token_scales
@@ -80,7 +85,7 @@ def tree_attention(
     )  # fmt: skip
     compiled = compile_kernel(
         f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}"
-        f"{' prefix' * prefix}{''.join(f' {f}' for f in features)}",
+        f"{' prefix' * prefix}{' small' * small}{''.join(f' {f}' for f in features)}",
         _tree_attn_kernel,
         arch,
         {
@@ -551,7 +556,7 @@ def main(arch: int, all_shapes: bool) -> None:
     kernels += candidate_kernels(arch)
     kernels += row_kernels(arch)
     kernels += [tree_attention(arch, 4, dense=True)]
-    kernels += [tree_attention(arch, 64 * 4, prefix=True)]
+    kernels += [tree_attention(arch, 64 * 4, prefix=True, small=s) for s in (False, True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
     # Gemma 4's without a window.
     kernels += [tree_attention(arch, 64 * 4, head_dim=512, dense=d) for d in (False, True)]

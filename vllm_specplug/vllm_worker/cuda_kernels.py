@@ -312,20 +312,24 @@ class CudaKernels:
             warm_up_store(sample.keys, sample.values, self.dtype, sample.features)
         if not self.kernel.reads_words:
             return
-        one_tree = replace(self.limits, num_requests=1, num_rows=self.limits.tree_rows)
-        buffers = TreeBuffers(one_tree, self.device)
-        for sample, rows in ((s, rows) for s in self.samples for rows in self._warm_up_rows(s)):
+        shapes = [(s, *shape) for s in self.samples for shape in self._warm_up_shapes(s)]
+        most_trees = max((trees for _, trees, _ in shapes), default=1)
+        most_rows = max((trees * rows for _, trees, rows in shapes), default=1)
+        few_trees = replace(self.limits, num_requests=most_trees, num_rows=most_rows)
+        buffers, tables = TreeBuffers(few_trees, self.device), blocks.repeat(most_trees, 1)
+        for sample, trees, rows in shapes:
             features, head_dim = sample.features, sample.keys.shape[3]
             query = torch.zeros(
-                rows, sample.num_heads, head_dim, dtype=self.dtype, device=self.device
+                trees * rows, sample.num_heads, head_dim, dtype=self.dtype, device=self.device
             )
             asked = query if features.query_scales is None else query.to(sample.keys.dtype)
-            chain = np.arange(-1, rows - 1, dtype=np.int32)
+            chains = [np.arange(-1, rows - 1, dtype=np.int32)] * trees
+            starts = range(0, trees * rows, rows)
             more = {} if features.is_plain else {"features": features}
             # Side by side, as most steps are, and apart, as beside chunks of prompts; without and
             # with a split context, for splits follow the bound, as in a captured graph.
             for apart, context in itertools.product((False, True), (0, self.limits.context)):
-                metadata = buffers.fill([0], [0], [0], [chain], blocks)
+                metadata = buffers.fill(range(trees), starts, [0] * trees, chains, tables[:trees])
                 metadata.max_context = context
                 if apart:
                     metadata.query_starts = None
@@ -337,17 +341,22 @@ class CudaKernels:
                 # A variant that fails is to be told here.
                 synchronize()
 
-    def _warm_up_rows(self, sample: LayerSample) -> list[int]:
-        """Rows of trees that together take every variant: of tiles, and of words per row."""
-        from vllm_specplug.kernels.tree_attn_triton import config_for
+    def _warm_up_shapes(self, sample: LayerSample) -> list[tuple[int, int]]:
+        """Numbers of trees, and rows of each, that together take every variant: of tiles, and of
+        words per row."""
+        from vllm_specplug.kernels.tree_attn_triton import config_for, tail_config
 
         num_heads, num_kv_heads, head_dim, _ = sample.shape
         group = num_heads // num_kv_heads
-        sizes: dict[tuple[Any, int], int] = {}
+        shapes: dict[tuple[Any, ...], tuple[int, int]] = {}
         for rows in range(1, self.limits.tree_rows + 1):
             config = config_for(self.device, rows * group, head_dim, self.dtype.itemsize)
-            sizes.setdefault((config, -(-rows // 64)), rows)
-        return list(sizes.values())
+            for trees in range(1, self.limits.num_requests + 1):
+                tail = tail_config(config, self.device, trees, num_kv_heads, rows * group)
+                shapes.setdefault((config, tail, -(-rows // 64)), (trees, rows))
+                if tail == config:
+                    break
+        return list(shapes.values())
 
     # -- the step ---------------------------------------------------------------------------
 

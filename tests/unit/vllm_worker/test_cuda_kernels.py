@@ -108,13 +108,19 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
         tree_builder_triton,
         tree_words_triton,
     )
-    from vllm_specplug.kernels.tree_attn_triton import config_for
+    from vllm_specplug.kernels.tree_attn_triton import config_for, tail_config
 
     ran, words, built, moved, stored = set(), set(), [], [], []
     places = tree_builder_triton._places
 
+    def configs(trees, rows):
+        packed_rows = rows * heads // kv_heads
+        config = config_for(CPU, packed_rows, 64, 2)
+        return config, tail_config(config, CPU, trees, kv_heads, packed_rows)
+
     def attend(query, key_cache, value_cache, output, meta, scale):
-        ran.add((config_for(CPU, meta.max_rows * heads // kv_heads, 64, 2), meta.max_context > 0))
+        for config in configs(meta.num_trees, meta.max_rows):
+            ran.add((config, meta.max_context > 0))
 
     def fill(plan, parent_rows, out, max_rows):
         words.add(out.shape[1])
@@ -142,7 +148,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     waits = []
     backend.run_every_variant(lambda: waits.append(0))
     sizes = range(1, tree_rows + 1)
-    wanted = {config_for(CPU, r * heads // kv_heads, 64, 2) for r in sizes}
+    wanted = {config for r in sizes for trees in range(1, 5) for config in configs(trees, r)}
     assert ran == {(config, long) for config in wanted for long in (False, True)}
     assert words == {-(-r // 64) for r in sizes}
     assert built == sorted({places(r - 1) for r in sizes if r > 1})
