@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts import cute_resources, sass, source_digest
+from vllm_specplug.kernels.cute import store
 from vllm_specplug.kernels.cute.config import ForwardConfig, all_configs
 from vllm_specplug.kernels.cute.store import sources
 
@@ -65,6 +66,7 @@ def test_code_counts_and_comments_do_not(
     changed.parent.mkdir()
     changed.write_text(text.replace(line, other, 1))
     assert (cute_resources.digest([source]) != cute_resources.digest([changed])) == counts
+    assert (store.code_of(text) != store.code_of(changed.read_text())) == counts
 
 
 def test_constants_count_of_what_the_kernel_shares_with_others(tmp_path: Path) -> None:
