@@ -27,7 +27,7 @@ def page_name(page: Path) -> str:
 
 
 def test_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len(README.splitlines()) <= 120
 
 
 def test_options_table_is_the_one_the_code_makes() -> None:
