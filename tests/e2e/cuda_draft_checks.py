@@ -169,7 +169,7 @@ def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> lis
     return draft_level_by_level(
         given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
         given.widths, self._expander(given),
-        frontier_width=self.options.settings.expand_width,
+        frontier_width=self.frontier_width,
     )  # fmt: skip
 
 

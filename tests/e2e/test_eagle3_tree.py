@@ -53,7 +53,7 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path]) -> None:
     plain = _run(models, {})
     tree = _run(
         models, CROWDED, method="eagle3_tree", num_speculative_tokens=12, tree_budget=12,
-        tree_width=4, tree_depth=4, expand_width=5,
+        tree_width=4, tree_depth=4,
     )  # fmt: skip
     for call in range(len(CALLS)):
         assert tree.token_ids(call) == plain.token_ids(call)

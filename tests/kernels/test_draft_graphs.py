@@ -54,7 +54,6 @@ from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
-from vllm_specplug.methods.mtp_tree.options import MtpSettings
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
@@ -95,11 +94,11 @@ def local_head(folder: Path) -> Made:
 def draft_layer(folder: Path) -> Made:
     head = make_eagle3_head(folder, VOCAB, draft_vocab_size=20)
     layers = inspect_eagle3_head(head, TARGET).target_layer_ids
-    return Eagle3Drafter, head, Eagle3Settings(4, layers)
+    return Eagle3Drafter, head, Eagle3Settings(layers)
 
 
 def module_of_the_target(folder: Path) -> Made:
-    return MtpDrafter, make_mimo_target(folder, VOCAB), MtpSettings(4)
+    return MtpDrafter, make_mimo_target(folder, VOCAB), None
 
 
 HEADS: list[Callable[[Path], Made]] = [

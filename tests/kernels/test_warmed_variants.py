@@ -257,7 +257,7 @@ class ServedLevels(Served):
     """The same with a draft layer, which is run level by level."""
 
     def head(self, folder: Path) -> tuple[Any, Path, Any]:
-        return Eagle3Drafter, make_eagle3_head(folder, VOCAB), Eagle3Settings(16, (0, 1))
+        return Eagle3Drafter, make_eagle3_head(folder, VOCAB), Eagle3Settings((0, 1))
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def check_option_names(
     legal = option_names(method)
     for key, value in options.items():
         name = key.replace("-", "_")
-        if name in REMOVED_OPTIONS:
+        if name in REMOVED_OPTIONS and name not in legal:
             raise ValueError(
                 f"speculative_config.{name} (given {value!r}) is no option any more: "
                 f"{REMOVED_OPTIONS[name]}. Leave it out."

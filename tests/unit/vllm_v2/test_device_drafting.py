@@ -271,7 +271,7 @@ def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Dra
     head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=40)
     layers = inspect_eagle3_head(head, TARGET).target_layer_ids
     monkeypatch.setattr(device_levels, "top_candidates", top)
-    return on_the_device(Eagle3Drafter, head, Eagle3Settings(16, layers), monkeypatch)
+    return on_the_device(Eagle3Drafter, head, Eagle3Settings(layers), monkeypatch)
 
 
 def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafter:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
@@ -36,7 +36,13 @@ from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.beam import BranchRows, Expand, Frontier, draft_level_by_level
+from vllm_specplug.tree.beam import (
+    FRONTIER_WIDTH,
+    BranchRows,
+    Expand,
+    Frontier,
+    draft_level_by_level,
+)
 
 
 class StateDrafter(LateContextDrafter, HeadDrafter):
@@ -45,6 +51,9 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
     Subclasses set the attributes below in `load`, and end it with `begin_context`.
     """
 
+    frontier_width: ClassVar[int] = FRONTIER_WIDTH
+    """Most nodes of one tree whose children are drafted per level. The default is best-first for
+    node budgets up to 16 and close to it above."""
     head: FusedDraftLayer
     # [V, H]
     embed_tokens: torch.Tensor
@@ -133,7 +142,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             self.counted(self._expander(requests)),
             min_node_prob=requests.min_node_prob,
             min_level_prob=requests.min_level_prob,
-            frontier_width=self.options.settings.expand_width,
+            frontier_width=self.frontier_width,
         )
 
     @property
@@ -213,7 +222,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
-            frontier_width=min(options.settings.expand_width, most_places(options.tree_depth)),
+            frontier_width=min(self.frontier_width, most_places(options.tree_depth)),
         )
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -107,8 +107,8 @@ def _exact(world: World, r: int, budget: int, depth: int, beam: int | None = Non
 
 @pytest.mark.parametrize("beam", [None, 3])
 def test_trees_are_the_published_search(beam: int | None, tmp_path: Path) -> None:
-    """`expand_width` and `tree_width` k with a node budget are the dynamic beam of k per level and
-    its reranking; the default is the exact best-first tree."""
+    """`frontier_width` and `tree_width` k with a node budget are the dynamic beam of k per level
+    and its reranking; the default is the exact best-first tree."""
     world = World(tmp_path, expand=beam or 16, tree_depth=3)
     world.commit_all()
     trees = world.drafter.propose(world.requests([10] * 4, [beam or 12] * 4))

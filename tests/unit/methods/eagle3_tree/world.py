@@ -97,9 +97,10 @@ class World:
         self.embed = torch.randn(VOCAB, HIDDEN)
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
         self.drafter = load_drafter(
-            Eagle3Drafter, folder, Eagle3Settings(expand, LAYERS), torch.zeros(VOCAB, HIDDEN),
+            Eagle3Drafter, folder, Eagle3Settings(LAYERS), torch.zeros(VOCAB, HIDDEN),
             self.embed, SimpleNamespace(**SMALL), **tree,
         )  # fmt: skip
+        self.drafter.frontier_width = expand  # type: ignore[misc]
         self.drafter.lm_head = plain_linear(self.lm_head, None)
         self.cache = DenseDeviceCache() if device_cache else DenseCache()
         self.drafter.bind_cache(self.cache)  # type: ignore[arg-type]

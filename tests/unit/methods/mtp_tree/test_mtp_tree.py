@@ -30,7 +30,6 @@ from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.methods.mtp_tree.head import FusedMtpModule
-from vllm_specplug.methods.mtp_tree.options import MtpSettings
 from vllm_specplug.registry import recognise_head
 
 # XiaomiMiMo/MiMo-7B's config in small.
@@ -188,7 +187,7 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
     torch.manual_seed(4)
     embed, lm_head = torch.randn(VOCAB, HIDDEN), 1.5 * torch.randn(VOCAB, HIDDEN)
     drafter = load_drafter(
-        MtpDrafter, tmp_path, MtpSettings(16), lm_head, embed, TARGET, num_nodes=16, max_depth=16,
+        MtpDrafter, tmp_path, None, lm_head, embed, TARGET, num_nodes=16, max_depth=16,
         tree_width=8,
     )  # fmt: skip
     (spec,) = drafter.cache_specs()
