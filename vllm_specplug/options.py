@@ -35,6 +35,7 @@ REMOVED_OPTIONS = {
     "unigram_smoothing": "counts are smoothed by 1",
     "gate_table_mb": "tables of input gates take up to 64 MiB",
     "local_candidates": "a local head scores the 128 likeliest tokens of each depth",
+    "confidence_weight": "a confidence head has weight 0.5",
     "expand_width": "a level expands the 16 best nodes of each request",
 }
 """Options of earlier versions, and what holds in their place."""

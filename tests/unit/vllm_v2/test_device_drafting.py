@@ -249,9 +249,7 @@ def test_a_draft_reads_nothing_and_keeps_to_its_launches(
 
 
 def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
-    settings = DSparkSettings(
-        num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4, confidence_weight=0.5
-    )
+    settings = DSparkSettings(num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4)
     head = make_dspark_head(folder, VOCAB, windows=(None,))
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 

@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
 from vllm_specplug.methods.block.options import BlockOptions
 from vllm_specplug.methods.local import LOCAL_CANDIDATES
@@ -29,18 +27,12 @@ class DSparkSettings:
     beta: tuple[float, ...]
     """Zeros: no unigram prior."""
     causal: bool | None = None
-    confidence_weight: float = 0.0
-    """Exponent of the confidence head's probabilities; 0: it is not read."""
     anchor_input: bool = True
     gate_table_bytes: int = 0
 
 
 class DSparkOptions(BlockOptions):
     """A block head with its own Markov head."""
-
-    confidence_weight: float = Field(default=0.5, ge=0, le=4)
-    """Weight of the confidence head, where the checkpoint has one: the probabilities of a node's
-    children are multiplied with its confidence in them to this power. 0 leaves it out."""
 
     def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:
         from vllm_specplug.methods.dspark_tree.checkpoint import inspect_dspark_head
@@ -56,5 +48,4 @@ class DSparkOptions(BlockOptions):
             alpha=(1.0,) * depths,
             beta=(0.0,) * depths,
             causal=self.causal,
-            confidence_weight=self.confidence_weight,
         )

@@ -31,17 +31,14 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("name", FORMATS)
-def test_each_branch_is_the_head_run_as_a_chain_along_it(
-    name: str, weight: float, tmp_path: Path
-) -> None:
+def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Path) -> None:
     first, causal = FORMATS[name]
     head = PublishedHead(
         tmp_path / "head", tiny(getattr(published, name)), tables=name.startswith("DEEPSPEC")
     )
     assert recognise_head(head.folder).name == "dspark_tree"
-    drafter, requests = head.drafter(get_method("dspark_tree"), confidence_weight=weight)
+    drafter, requests = head.drafter(get_method("dspark_tree"))
     (tree,) = drafter.propose(requests)
     tree.validate()
     assert tree.num_nodes == 24 and tree.max_depth > 1
@@ -53,7 +50,7 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(
         path = [ANCHOR, *branch]
         score = sum(
             markov_log_probs(logits, head.tensors, path[:i])[draft_of[path[i]]]
-            + weight * log_confidence(hidden, head.tensors, path[:i])
+            + 0.5 * log_confidence(hidden, head.tensors, path[:i])
             for i in range(1, len(path))
         )
         assert tree.scores[node] == pytest.approx(float(score), abs=1e-4), path
@@ -117,19 +114,13 @@ def test_a_confidence_head_without_a_markov_head_lowers_whole_depths(tmp_path: P
     )
     head = PublishedHead(tmp_path / "head", raw, tables=True)
     assert recognise_head(head.folder).name == "dspark_tree"
-    drafter, requests = head.drafter(get_method("dspark_tree"), confidence_weight=2.0)
+    drafter, requests = head.drafter(get_method("dspark_tree"))
     _, scores = drafter.candidates(requests, 5, 3)
     hidden = head.hidden(first=0, causal=False)
     expected = head.logits(first=0, causal=False).log_softmax(-1).topk(3).values
     for depth in range(5):
-        expected[depth] += 2 * log_confidence(hidden, head.tensors, [ANCHOR] * (depth + 1))
+        expected[depth] += 0.5 * log_confidence(hidden, head.tensors, [ANCHOR] * (depth + 1))
     torch.testing.assert_close(scores[0].double(), expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("weight", [-0.1, 5, "much"])
-def test_bad_confidence_weights_are_refused(weight: object) -> None:
-    with pytest.raises(ValueError, match="confidence_weight"):
-        get_method("dspark_tree").parse_options({"confidence_weight": weight})
 
 
 @pytest.mark.parametrize("flag", ["sample_from_anchor", "shift_label"])
