@@ -36,6 +36,8 @@ REMOVED_OPTIONS = {
     "gate_table_mb": "tables of input gates take up to 64 MiB",
     "local_candidates": "a local head scores the 128 likeliest tokens of each depth",
     "confidence_weight": "a confidence head has weight 0.5",
+    "beam_widths": "trees are drafted best-first, within num_speculative_tokens nodes",
+    "window_size": "the config.json of a head says how long its window is",
     "expand_width": "a level expands the 16 best nodes of each request",
 }
 """Options of earlier versions, and what holds in their place."""

@@ -44,7 +44,6 @@ def _trees_of_the_module(
 ) -> list[DraftTree]:
     options, history, pages = self.options, requests.history, self.target_cache
     head, _ = load_longspec_head(options.head_path, AutoConfig.from_pretrained(target()))
-    head.config = replace(head.config, window_size=options.settings.window_size)
     # All of it on the host, where the head was loaded.
     embed_tokens, lm_head = self.embed_tokens.cpu(), self.lm_head_weight.cpu()
     tables = DraftTables(embed_tokens, lm_head, torch.arange(len(embed_tokens)))
@@ -61,7 +60,7 @@ def _trees_of_the_module(
         sequence = KVSequence(tokens, torch.arange(context + 1), 1, key, value, key)
         policy = TreePolicy(
             int(requests.budgets[r]), min(int(requests.depths[r]), options.tree_depth),
-            requests.width, options.settings.beam_widths,
+            requests.width,
         )  # fmt: skip
         alone = SequenceDrafter(head, sequence, tables)
         trees.append(alone.draft(context, policy))
@@ -100,16 +99,6 @@ def check_the_profile_counts_the_windows() -> None:
         compare(made, True)
     window = made.runner.drafter.drafter.window
     assert counted == [sum(cache.nbytes for cache in window.kv_caches)] and counted[0], counted
-    assert drafts.nodes > 50 and not drafts.differing, drafts
-
-
-def check_beams_of_given_widths() -> None:
-    with knowing_windows() as drafts:
-        made = engines(
-            "longspec", ahead=True, ngram_topk=0, nodes=10,
-            head={"beam_widths": [3, 4, 2], "tree_depth": None},
-        )  # fmt: skip
-        assert compare(made, True).skipping > 1
     assert drafts.nodes > 50 and not drafts.differing, drafts
 
 

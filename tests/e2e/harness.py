@@ -62,8 +62,6 @@ METHODS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 16,
         "tree_budget": 16,
         "ngram_topk": 0,
-        # Most contexts outgrow the window.
-        "window_size": 64,
         "max_step_rows": 512,
     },
     # Every context outgrows the partial cache; draft forwards always run.

@@ -57,7 +57,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dels": {"method": "dels", **_FIXED},
     # Found by its head, as users may write it.
     "dspark_tree": {"method": "tree", **_FIXED},
-    "longspec": {"method": "longspec", **_FIXED, "window_size": 24, "tree_depth": 4},
+    "longspec": {"method": "longspec", **_FIXED, "tree_depth": 4},
     # A partial cache smaller than most contexts here, chosen again from time to time.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
                    "sink_size": 4, "kv_refresh": 7},
@@ -302,7 +302,7 @@ def head_options(method: str) -> dict[str, Any]:
     if method == "dspark_tree":
         return {"model": str(tiny.make_dspark_head(folder, vocab))}
     if method == "longspec":
-        return {"model": str(tiny.make_longspec_head(folder, vocab))}
+        return {"model": str(tiny.make_longspec_head(folder, vocab, window=24))}
     if method == "eagle3_tree":
         return {"model": str(tiny.make_eagle3_head(folder, vocab, draft_vocab_size=vocab - 40))}
     if method == "tokenswift":

@@ -31,7 +31,6 @@ CALLS = [{"prompts": PROMPTS, "params": PARAMS}, {"prompts": PROMPTS[1:3], "para
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: engine arguments, speculative options
     "best_first": ({}, {"tree_depth": 4}),
-    "beam": ({}, {"beam_widths": [3, 6, 6], "num_speculative_tokens": 15}),
     # Fewer windows than requests that come and go, prefix hits, chunked prompts, preemption.
     "crowded": (
         {
@@ -41,7 +40,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "num_gpu_blocks_override": 11,
             "max_model_len": 192,
         },
-        {"window_size": 8, "ngram_topk": 2},
+        {"ngram_topk": 2},
     ),
 }
 
@@ -64,7 +63,7 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path], mode: str) -> N
         "method": "longspec",
         "model": str(head),
         "num_speculative_tokens": 16,
-        "tree_budget": 16 if "num_speculative_tokens" not in options else 15,
+        "tree_budget": 16,
         "ngram_topk": 0,
         **options,
     }

@@ -107,8 +107,6 @@ class WindowSpec:
     size: int
     num_kv_heads: int
     head_dim: int
-    option: str
-    """Name of the option that sets `size`, for messages."""
 
 
 class DraftWindow(Protocol):

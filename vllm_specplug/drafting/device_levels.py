@@ -129,7 +129,6 @@ def draft_levels_on_device(
     num_nodes: int,
     width: int,
     widths: torch.Tensor | None = None,
-    beam_widths: Sequence[int] | None = None,
     frontier_width: int | None = FRONTIER_WIDTH,
 ) -> DeviceTrees:
     """The trees of `draft_level_by_level`, node for node.
@@ -139,11 +138,9 @@ def draft_levels_on_device(
         num_nodes: N, at least the largest budget.
         width: most children of a node.
         widths: [R] the same of each request, where they differ.
-        beam_widths, frontier_width: see `draft_level_by_level`.
+        frontier_width: see `draft_level_by_level`.
     """
     device, count = anchors.device, len(anchors)
-    if beam_widths is not None:
-        num_levels, frontier_width = min(num_levels, len(beam_widths)), None
     front = DeviceFrontier(anchors[:, None], torch.zeros_like(anchors)[:, None], 0)
     above = torch.zeros((count, 1), dtype=torch.float64, device=device)
     # Of each level [R, nodes]: token, parent as a place among all levels' nodes, score.
@@ -158,10 +155,9 @@ def draft_levels_on_device(
         # Rounding can leave a sure token above 0; then it would outscore its parent.
         scores = above[..., None] + log_probs.double().clamp(max=0.0)
         scores = scores.masked_fill(~usable, float("-inf")).flatten(1)
-        most = num_nodes if beam_widths is None else min(num_nodes, beam_widths[level])
         # Stable: of equal scores the one drafted first, hence the ancestor, stays first.
         scores, order = scores.sort(dim=1, descending=True, stable=True)
-        scores, order = scores[:, :most], order[:, :most]
+        scores, order = scores[:, :num_nodes], order[:, :num_nodes]
         tokens, parents = ids.flatten(1).gather(1, order), order // ids.shape[-1]
         levels.append((tokens, parents + first, scores))
         # The frontier is what its level begins with.

@@ -41,14 +41,13 @@ PolicyT = TypeVar("PolicyT", contravariant=True)
 
 @dataclass(frozen=True)
 class TreePolicy:
-    """How a round drafts: best-first under `budget`, or the beam of `beam_widths`."""
+    """How a round drafts: best-first under `budget`."""
 
     budget: int
     depth: int = 5
     width: int = 8
-    beam_widths: tuple[int, ...] | None = None
     expand_width: int | None = 16
-    """Most nodes expanded per level, without `beam_widths`."""
+    """Most nodes expanded per level; None for any number."""
 
 
 POLICIES = {
@@ -83,7 +82,6 @@ class SequenceDrafter(ABC, Generic[SequenceT]):
             [policy.depth],
             [policy.width],
             self.expander(anchor, policy.width),
-            beam_widths=policy.beam_widths,
             frontier_width=policy.expand_width,
         )[0]
 

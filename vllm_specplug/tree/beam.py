@@ -14,22 +14,6 @@ import numpy as np
 
 from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
-# Levels of the paper's dynamic beam, and of smaller budgets.
-BEAM_PRESETS: dict[int, tuple[int, ...]] = {
-    68: (4, 16, 16, 16, 16),
-    32: (4, 8, 8, 6, 6),
-    16: (3, 4, 4, 3, 2),
-    8: (2, 2, 2, 2),
-}
-
-
-def default_beam_widths(budget: int) -> tuple[int, ...]:
-    """Level widths for a node budget: the largest preset that fits, or a chain."""
-    for size, widths in BEAM_PRESETS.items():
-        if size <= budget:
-            return widths
-    return (1,) * budget
-
 
 @dataclass(frozen=True)
 class Frontier:
@@ -90,12 +74,11 @@ class _Growing:
         log_probs: np.ndarray,
         start: int,
         *,
-        widest: int,
         budget: int,
         frontier_width: int | None,
         least_score: float,
     ) -> None:
-        """Drafts a level of at most `widest` nodes, keeps the best `budget` of all levels, and
+        """Drafts a level of at most `budget` nodes, keeps the best `budget` of all levels, and
         leaves in `front` those of the new level that were kept and have `least_score`."""
         depth = int(self.front["depth"][0]) + 1
         usable = np.logical_and.accumulate(np.isfinite(log_probs), axis=1)
@@ -103,7 +86,7 @@ class _Growing:
         # Rounding can leave a sure token above 0; then it would outscore its parent.
         scores = self.front["score"][rows] + np.minimum(log_probs[usable], 0.0)
         # Stable sorts: of equal scores the one drafted first, hence the ancestor, stays first.
-        order = np.argsort(-scores, kind="stable")[:widest]
+        order = np.argsort(-scores, kind="stable")[:budget]
         level = np.empty(len(order), _NODE)
         level["number"] = np.arange(self.drafted, self.drafted + len(order))
         level["parent"] = self.front["number"][rows[order]]
@@ -136,7 +119,6 @@ def draft_level_by_level(
     tree_widths: Sequence[int],
     expand: Expand,
     *,
-    beam_widths: Sequence[int] | None = None,
     frontier_width: int | None = FRONTIER_WIDTH,
     min_node_prob: float = 0.0,
     min_level_prob: float = 0.0,
@@ -148,9 +130,8 @@ def draft_level_by_level(
     newest level is expanded. Nodes come out best first, parents before children: every prefix of a
     tree is the best tree of its size.
 
-    Without `beam_widths` that is the exact best-first tree, unless a level had more than
-    `frontier_width` nodes to expand. With them it is the published dynamic beam: level d holds no
-    more than the `beam_widths[d]` best children of all nodes of the level before.
+    That is the exact best-first tree, unless a level had more than `frontier_width` nodes to
+    expand.
 
     Args:
         anchors: [R] tokens at the roots.
@@ -158,9 +139,7 @@ def draft_level_by_level(
         depths: [R] deepest level of each.
         tree_widths: [R] most children of one node; 1 drafts a chain.
         expand: drafts the children of a frontier; called with the anchors first.
-        beam_widths: widths of the levels, or None.
-        frontier_width: most nodes of one request expanded in one level, without `beam_widths`;
-            None for any number.
+        frontier_width: most nodes of one request expanded in one level; None for any number.
         min_node_prob: least probability of a node for its children to be drafted; those of
             anchors always are.
         min_level_prob: least sum over the nodes of a level that would be expanded, of all requests,
@@ -168,11 +147,7 @@ def draft_level_by_level(
     """
     least_score = math.log(min_node_prob) if min_node_prob > 0 else -math.inf
     growing = [_Growing(anchor) for anchor in anchors]
-    levels = max(depths, default=0)
-    if beam_widths is not None:
-        levels = min(levels, len(beam_widths))
-        frontier_width = None
-    for level in range(levels):
+    for level in range(max(depths, default=0)):
         expanded = [
             r
             for r, tree in enumerate(growing)
@@ -201,7 +176,6 @@ def draft_level_by_level(
                 ids[rows, ranks],
                 log_probs[rows, ranks],
                 start,
-                widest=budgets[r] if beam_widths is None else beam_widths[level],
                 budget=budgets[r],
                 frontier_width=frontier_width,
                 least_score=least_score,

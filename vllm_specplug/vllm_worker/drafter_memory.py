@@ -53,19 +53,19 @@ def drafter_memory(state: RunnerView) -> torch.Tensor:
     try:
         return torch.empty(size, dtype=torch.uint8, device=state.device)
     except torch.OutOfMemoryError:
-        what, remedy, option, value = "", "", "", 0
-        if window is not None:
-            option, value = window.option, window.size
-            what = f"windows for {state.max_requests} requests"
-            remedy = f"Lower {option} or --max-num-seqs"
-        if kept is not None:
-            option, value = kept.options[0], kept.max_requests
-            what = f"partial caches of {kept.options[1]}={kept.budget} tokens each"
-            remedy = f"Lower {option} or {kept.options[1]}"
+        problem = f"take {size / 2**20:.0f} MiB, more than the device has free"
+        if kept is None:
+            assert window is not None
+            raise ValueError(
+                f"The draft head's windows of {window.size} tokens for {state.max_requests} "
+                f"requests {problem}. Lower --max-num-seqs."
+            ) from None
         raise option_error(
-            option, value, f"{what} take {size / 2**20:.0f} MiB, more than the device has free",
-            remedy,
-        ) from None  # fmt: skip
+            kept.options[0],
+            kept.max_requests,
+            f"partial caches of {kept.options[1]}={kept.budget} tokens each {problem}",
+            f"Lower {kept.options[0]} or {kept.options[1]}",
+        ) from None
 
 
 def most_tree_rows(state: RunnerView) -> int:

@@ -24,7 +24,6 @@ from vllm_specplug.kernels import (
     tree_metadata,
 )
 from vllm_specplug.kernels.finite_values import make_finite
-from vllm_specplug.options import option_error
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 
 # Tokens of a page of a ring, on every device. Not those of the attention's caches: how many these
@@ -51,12 +50,10 @@ def without_windows(
         return available
     windows = window_bytes(spec, num_requests, dtype)
     if windows >= available:
-        raise option_error(
-            spec.option,
-            spec.size,
-            f"windows for {num_requests} requests take {windows / 2**20:.0f} MiB, all of the "
-            f"{available / 2**20:.0f} MiB for caches",
-            f"Lower {spec.option} or --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE",
+        raise ValueError(
+            f"The draft head's windows of {spec.size} tokens for {num_requests} requests take "
+            f"{windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches. Lower "
+            "--max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE."
         )
     return available - windows
 

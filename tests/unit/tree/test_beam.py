@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.tree import ROOT
 from vllm_specplug.tree.beam import (
-    BEAM_PRESETS,
     BranchRows,
     Frontier,
-    default_beam_widths,
     draft_level_by_level,
 )
 
@@ -97,49 +95,15 @@ def test_best_first_is_exact_for_every_request(seed: int, budgets: list[int], de
             assert score == pytest.approx(expected[path], abs=1e-4)
 
 
-def test_beam_keeps_the_best_of_each_level_and_leaves_the_rest() -> None:
-    model = BranchModel(3, 1)
-    widths = (2, 3, 3)
-    tree = draft_level_by_level([0], [8], [5], [VOCAB], model.expand, beam_widths=widths)[0]
-    assert [int((tree.depths == d + 1).sum()) for d in range(3)] == list(widths)
-    paths = paths_of(tree)
-    level: list[tuple[int, ...]] = [()]
-    for depth, width in enumerate(widths, start=1):
-        scored = {
-            (*path, token): sum(
-                float(model.log_probs(0, (*path, token)[:i])[t])
-                for i, t in enumerate((*path, token))
-            )
-            for path in level
-            for token in range(VOCAB)
-        }
-        level = sorted(scored, key=lambda p: -scored[p])[:width]
-        assert {p for p in paths if len(p) == depth} == set(level)
-    assert any(not any(p != q and q[: len(p)] == p for q in paths) for p in paths if len(p) < 3)
-
-
-def test_beam_larger_than_the_budget_is_cut_to_the_best_nodes() -> None:
-    model = BranchModel(5, 1)
-    whole = draft_level_by_level([0], [99], [3], [VOCAB], model.expand, beam_widths=(3, 4, 4))[0]
-    model = BranchModel(5, 1)
-    cut = draft_level_by_level([0], [5], [3], [VOCAB], model.expand, beam_widths=(3, 4, 4))[0]
-    cut.validate()
-    assert list(paths_of(cut).items()) == list(paths_of(whole).items())[:5]
-    assert (np.diff(whole.scores) <= 0).all()
-
-
 def test_width_one_drafts_the_greedy_chain() -> None:
-    for widths in (None, (2, 2, 2)):
-        model = BranchModel(1, 2)
-        chain, tree = draft_level_by_level(
-            [0, 0], [3, 6], [3, 3], [1, VOCAB], model.expand, beam_widths=widths
-        )
-        assert chain.parent_indices.tolist() == [-1, 0, 1]
-        path: tuple[int, ...] = ()
-        for token in chain.token_ids.tolist():
-            assert token == int(np.argmax(model.log_probs(0, path)))
-            path = (*path, token)
-        assert tree.num_nodes == 6
+    model = BranchModel(1, 2)
+    chain, tree = draft_level_by_level([0, 0], [3, 6], [3, 3], [1, VOCAB], model.expand)
+    assert chain.parent_indices.tolist() == [-1, 0, 1]
+    path: tuple[int, ...] = ()
+    for token in chain.token_ids.tolist():
+        assert token == int(np.argmax(model.log_probs(0, path)))
+        path = (*path, token)
+    assert tree.num_nodes == 6
 
 
 def test_a_request_without_budget_or_depth_is_never_expanded() -> None:
@@ -201,10 +165,3 @@ def test_rows_know_their_ancestors_across_requests() -> None:
         assert len(parents) == len(expanded)
         place = {ROOT: ROOT, **{int(node): i for i, (node, _) in enumerate(expanded)}}
         assert parents.tolist() == [place[int(parent)] for _, parent in expanded]
-
-
-@pytest.mark.parametrize("budget", [1, 3, 8, 20, 67, 68, 256])
-def test_presets_fit_their_budget(budget: int) -> None:
-    widths = default_beam_widths(budget)
-    assert 1 <= sum(widths) <= budget
-    assert all(sum(widths) == size for size, widths in BEAM_PRESETS.items())

@@ -57,14 +57,8 @@ def test_static_trees(case: Case, widths: list[int]) -> None:
     assert len(paths) == expected
 
 
-@given(
-    case=hard_cases(),
-    frontier_width=st.sampled_from([1, 3, None]),
-    beam_widths=st.none() | st.lists(st.integers(1, 6), min_size=1, max_size=5),
-)
-def test_level_by_level(
-    case: Case, frontier_width: int | None, beam_widths: list[int] | None
-) -> None:
+@given(case=hard_cases(), frontier_width=st.sampled_from([1, 3, None]))
+def test_level_by_level(case: Case, frontier_width: int | None) -> None:
     def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
         shape = (len(frontier), 1)
         ids, log_probs = case.token_ids[frontier.depth], case.log_probs[frontier.depth]
@@ -72,10 +66,10 @@ def test_level_by_level(
 
     (tree,) = draft_level_by_level(
         [0], [case.budget], [min(case.depth, case.tree_depth)], [case.tree_width], expand,
-        frontier_width=frontier_width, beam_widths=beam_widths,
+        frontier_width=frontier_width,
     )  # fmt: skip
     every = all_paths(usable(case))
     paths = valid_paths_of(tree)
     assert set(paths) <= set(every)
-    if frontier_width is None and beam_widths is None:
+    if frontier_width is None:
         assert_best(paths, every, case.budget)

@@ -79,7 +79,7 @@ def test_the_method_is_found_by_its_head(target: Path, head: Path, tmp_path: Pat
         ({"model": "/nowhere"}, "model='/nowhere'.*no such folder"),
         ({"model": "TARGET"}, "no method knows this kind of head.*LlamaForCausalLM"),
         ({"model": "HEAD", "tree_widht": 3}, "no option 'tree_widht'.*'jetspec'"),
-        ({"model": "HEAD", "window_size": 3}, "window_size=3.*'jetspec' does not have it"),
+        ({"model": "HEAD", "kv_budget": 3}, "kv_budget=3.*'jetspec' does not have it"),
         ({"model": "HEAD", "async": True}, "no option 'async'"),
     ],
 )

@@ -281,7 +281,7 @@ def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafte
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }  # fmt: skip
     target = SimpleNamespace(**vars(TARGET), **shape)
-    settings = LongSpecSettings(24, None)
+    settings = LongSpecSettings(24)
     made = on_the_device(LongSpecDrafter, head, settings, monkeypatch, target=target)
     return made
 

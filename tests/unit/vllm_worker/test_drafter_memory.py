@@ -62,7 +62,7 @@ def backend_of(pages: int, monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
 @pytest.mark.parametrize("block_size", [16, 128])
 @pytest.mark.parametrize("size", [24, 32, 100])
 def test_windows(size: int, block_size: int, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = WindowSpec(size, HEADS, DIM, "window_size")
+    spec = WindowSpec(size, HEADS, DIM)
     drafter = SimpleNamespace(window_spec=lambda: spec, partial_cache_spec=lambda: None)
     state = State(drafter, block_size)
     counted = drafter_memory(state).nbytes

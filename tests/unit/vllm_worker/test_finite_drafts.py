@@ -19,7 +19,7 @@ from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.window_cache import WindowCache
 
 HEADS, DIM, PAGE, LAYERS, TOKENS = 2, 32, 32, 2, 3
-WINDOW = WindowSpec(PAGE, HEADS, DIM, "window_size")
+WINDOW = WindowSpec(PAGE, HEADS, DIM)
 
 
 def layers(dtype: torch.dtype) -> Any:

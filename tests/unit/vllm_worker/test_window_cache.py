@@ -83,7 +83,7 @@ PARENTS = [np.array([-1, -1, 0, 2], np.int32), np.array([], np.int32), np.array(
 
 
 def test_a_ring_holds_exactly_the_last_tokens_as_requests_grow() -> None:
-    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM, "window_size"), 3, torch.float32)
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 3, torch.float32)
     lengths = {"a": 3, "b": 0, "c": 39}
     for step in range(40):
         asked = requests(lengths)
@@ -95,7 +95,7 @@ def test_a_ring_holds_exactly_the_last_tokens_as_requests_grow() -> None:
 
 
 def test_a_long_prompt_costs_its_window_alone_and_memory_stays() -> None:
-    spec = WindowSpec(SIZE, HEADS, DIM, "window_size")
+    spec = WindowSpec(SIZE, HEADS, DIM)
     cache = WindowCache(spec, 1, torch.float32)
     before = cache.kv_cache.nbytes
     assert before == window_bytes(spec, 1, torch.float32)
@@ -106,7 +106,7 @@ def test_a_long_prompt_costs_its_window_alone_and_memory_stays() -> None:
 
 
 def test_a_request_that_lost_its_ring_gets_it_back_from_its_tokens() -> None:
-    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM, "window_size"), 2, torch.float32)
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 2, torch.float32)
     first, second, third = (requests({name: 60}) for name in "abc")
     for asked in (first, second, third):
         assert fill(cache, asked) == SIZE  # the third takes the ring of the first
@@ -118,7 +118,7 @@ def test_a_request_that_lost_its_ring_gets_it_back_from_its_tokens() -> None:
 
 
 def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
-    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM, "window_size"), 3, torch.float32)
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 3, torch.float32)
     fill(cache, requests({"x": 10, "y": 10, "z": 10}))
     asked = requests({"a": 50, "b": 7, "c": 90})
     fill(cache, asked)
@@ -127,7 +127,7 @@ def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
 
 
 def test_finished_requests_free_their_rings() -> None:
-    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM, "window_size"), 2, torch.float32)
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 2, torch.float32)
     fill(cache, requests({"a": 5, "b": 5}))
     cache.forget(["a", "unknown"])
     assert len(cache.free) == 1

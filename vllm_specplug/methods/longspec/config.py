@@ -139,13 +139,11 @@ class LongSpecConfig:
         check_last_layer(target)
 
 
-def check_window(field: str, window: object, max_model_len: int | None = None) -> None:
-    """Raises ValueError unless `window` is a positive number of tokens the model can hold."""
-    most = min(MAX_WINDOW, max_model_len or MAX_WINDOW)
-    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= most:
-        reason = " (max_model_len)" if max_model_len is not None and most == max_model_len else ""
+def check_window(field: str, window: object) -> None:
+    """Raises ValueError unless `window` is a positive number of tokens, within reason."""
+    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
         raise ValueError(
-            f"{field} = {repr(window)[:200]}, legal: an integer within 1..{most}{reason}; 512 is "
+            f"{field} = {repr(window)[:200]}, legal: an integer within 1..{MAX_WINDOW}; 512 is "
             "usual"
         )
 

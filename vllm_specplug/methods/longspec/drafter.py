@@ -156,9 +156,7 @@ class LongSpecDrafter(HeadDrafter):
 
     def window_spec(self) -> WindowSpec:
         size = self.options.settings.window_size
-        return WindowSpec(
-            size, self.config.num_key_value_heads, self.config.head_dim, option="window_size"
-        )
+        return WindowSpec(size, self.config.num_key_value_heads, self.config.head_dim)
 
     def bind_window(
         self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
@@ -188,7 +186,6 @@ class LongSpecDrafter(HeadDrafter):
             self.counted(self._expander(requests)),
             min_node_prob=requests.min_node_prob,
             min_level_prob=requests.min_level_prob,
-            beam_widths=self.options.settings.beam_widths,
         )
 
     @property
@@ -244,7 +241,6 @@ class LongSpecDrafter(HeadDrafter):
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
-            beam_widths=options.settings.beam_widths,
             frontier_width=min(FRONTIER_WIDTH, most_places(options.tree_depth)),
         )
 

@@ -33,31 +33,19 @@ def test_defaults(target: Path, head: Path) -> None:
     spec = _resolve(target, head)
     assert (spec.plugin_method, spec.method) == ("longspec", "custom_class")
     assert (spec.num_speculative_tokens, spec.draft_depth) == (16, 5)
-    assert (spec.plan.settings, spec.aux_layers) == (LongSpecSettings(64, None), ())
+    assert (spec.plan.settings, spec.aux_layers) == (LongSpecSettings(64), ())
     assert pickle.loads(pickle.dumps(spec)) == spec
-
-
-def test_the_published_beam(target: Path, head: Path) -> None:
-    spec = _resolve(target, head, num_speculative_tokens=68, beam_widths=[4, 16, 16, 16, 16])
-    assert spec.draft_depth == 5
-    assert _resolve(target, head, beam_widths=[2, 3]).draft_depth == 2
 
 
 def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None:
     head = make_longspec_head(tmp_path, VOCAB, window=1000)
     assert _resolve(target, head).plan.settings.window_size == 256
-    assert _resolve(target, head, window_size=32).plan.settings.window_size == 32
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"window_size": 0}, "window_size"),
-        ({"window_size": 257}, r"window_size = 257, legal: .*1\.\.256 \(max_model_len\)"),
-        ({"beam_widths": [8, 9]}, "17 nodes exceed num_speculative_tokens=16"),
-        ({"beam_widths": []}, "list of level widths"),
-        ({"beam_widths": [4, 0]}, "list of level widths"),
-        ({"beam_widths": [4, 4], "tree_depth": 3}, "beam_widths has 2 levels"),
+        ({"window_size": 32}, "no option any more: the config.json of a head says how"),
         ({"causal": True}, "causal=True is not usable: method 'longspec' does not have it"),
         ({"alpha": 0.5}, "alpha=0.5 is not usable: method 'longspec' does not have it, only dels"),
         ({"tree_depth": 17, "num_speculative_tokens": 16}, "at least tree_depth=17"),
@@ -68,15 +56,6 @@ def test_impossible_options_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         _resolve(target, head, **spec)
-
-
-def test_other_methods_have_no_windows_or_beams(target: Path, tmp_path: Path) -> None:
-    block_head = make_head(tmp_path, VOCAB)
-    for option in ({"window_size": 8}, {"beam_widths": [2]}):
-        with pytest.raises(ValueError, match="method 'jetspec' does not have it, only longspec"):
-            _resolve(target, block_head, method="jetspec", **option)
-    with pytest.raises(ValueError, match="beam_widths"):
-        _resolve(target, block_head, method="ngram", num_speculative_tokens=4, beam_widths=[2])
 
 
 def test_a_rank_with_part_of_the_kv_heads_is_refused(target: Path, head: Path) -> None:

@@ -118,7 +118,7 @@ def tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
     embed, lm_head = tables()
-    given = {"settings": LongSpecSettings(WINDOW, None), "num_nodes": 16, "max_depth": 16,
+    given = {"settings": LongSpecSettings(WINDOW), "num_nodes": 16, "max_depth": 16,
              "tree_width": 8, "max_model_len": MAX_LEN, **options}  # fmt: skip
     return load_drafter(
         LongSpecDrafter, head, lm_head=lm_head, embed=embed, text_config=TARGET, **given
@@ -149,9 +149,8 @@ def requests_for(texts: list[KVSequence], budgets: list[int], widths: list[int])
     return requests_of(tokens, budgets, widths)
 
 
-@pytest.mark.parametrize("beam", [None, (2, 4, 3)])
-def test_batched_trees_are_those_of_each_request_alone(head: Path, beam: Any) -> None:
-    drafter = make_drafter(head, settings=LongSpecSettings(WINDOW, beam and tuple(beam)))
+def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
+    drafter = make_drafter(head)
     texts = sequences()
     drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
@@ -160,7 +159,7 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path, beam: Any) ->
     draft = DraftTables(*tables(), torch.arange(VOCAB))
     for r, (tree, text) in enumerate(zip(trees, texts, strict=True)):
         tree.validate()
-        policy = TreePolicy(budgets[r], 4, widths[r], beam)
+        policy = TreePolicy(budgets[r], 4, widths[r])
         alone = SequenceDrafter(module, text, draft)
         expected = alone.draft(LENGTHS[r], policy)
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
