@@ -38,6 +38,10 @@ REMOVED_OPTIONS = {
     "confidence_weight": "a confidence head has weight 0.5",
     "beam_widths": "trees are drafted best-first, within num_speculative_tokens nodes",
     "window_size": "the config.json of a head says how long its window is",
+    "gamma": "a base prediction and all heads draft; tree_depth limits how many of them",
+    "tree_widths": "trees are drafted best-first; tree_width is the most children of a node",
+    "sink_size": "a partial cache always keeps the first 16 tokens, or an eighth of kv_budget",
+    "kv_refresh": "the kept tokens are selected again when new ones have replaced them",
     "expand_width": "a level expands the 16 best nodes of each request",
 }
 """Options of earlier versions, and what holds in their place."""

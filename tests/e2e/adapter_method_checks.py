@@ -61,7 +61,7 @@ def _drafts(made: Pair, prompt: list[int], adapter: Any) -> list[Any]:
 def check_drafts_of_the_targets_own_layers() -> None:
     """Nothing of the context is left out, and one token drafted: it is the target's next one,
     save that drafts come from the base LM head."""
-    options = {"kv_budget": 200, "ngram_topk": 0, "gamma": 1, "tree_width": 1}
+    options = {"kv_budget": 200, "ngram_topk": 0, "tree_depth": 1, "tree_width": 1}
     made = pair("tokenswift", **LORA, speculative=options)
     run = batch(PROMPTS, adapters()[:3], max_tokens=48)
     run["params"] = greedy(max_tokens=48)

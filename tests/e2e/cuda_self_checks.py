@@ -27,7 +27,7 @@ from vllm_specplug.vllm_worker.device_self_draft import (
 
 LONG = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (60, 61, 62)]
 # Chosen again from time to time; until then new tokens take the place of the least important.
-SELF = {"draft_source": "self", "kv_budget": 48, "sink_size": 4, "kv_refresh": 44}
+SELF = {"draft_source": "self", "kv_budget": 48}
 
 
 @dataclass
@@ -154,11 +154,11 @@ def check_self_drafts_after_preemption() -> None:
 
 
 def check_chained_heads_and_branches() -> None:
-    """Nothing is read: heads, with n-grams and without, whose trees are also static."""
+    """Nothing is read: heads, with n-grams and without."""
     penalty = {"specplug_penalty": 1.3, "specplug_penalty_window": 16}
     with late_copies():
         for head, topk in (({"draft_source": "heads"}, 3), ({"draft_source": "auto"}, 3),
-                           ({**SELF, "tree_widths": [1, 3]}, 0)):  # fmt: skip
+                           (SELF, 0)):  # fmt: skip
             made = engines("tokenswift", ahead=True, ngram_topk=topk, nodes=6, head=head)
             LateCopy.waits = 0
             params = [

@@ -132,7 +132,7 @@ def check_graphs() -> None:
 
 def check_other_ways_to_draft() -> None:
     """Level by level, with local heads, over windows, by the target itself; scheduled ahead."""
-    own = {"draft_source": "self", "kv_budget": 48, "sink_size": 4, "kv_refresh": 44}
+    own = {"draft_source": "self", "kv_budget": 48}
     ways: dict[str, dict[str, Any]] = {
         "eagle3_tree": {"nodes": 10},
         "mtp_tree": {"nodes": 10},

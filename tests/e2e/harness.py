@@ -72,7 +72,6 @@ METHODS: dict[str, dict[str, Any]] = {
         "tree_budget": 16,
         "draft_source": "self",
         "kv_budget": 64,
-        "kv_refresh": 20,
         "self_draft_requests": 16,
         "max_step_rows": 512,
     },

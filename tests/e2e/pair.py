@@ -58,9 +58,8 @@ METHODS: dict[str, dict[str, Any]] = {
     # Found by its head, as users may write it.
     "dspark_tree": {"method": "tree", **_FIXED},
     "longspec": {"method": "longspec", **_FIXED, "tree_depth": 4},
-    # A partial cache smaller than most contexts here, chosen again from time to time.
-    "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 40,
-                   "sink_size": 4, "kv_refresh": 7},
+    # A partial cache smaller than most contexts here, selected again after 18 tokens.
+    "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 20},
     "eagle3_tree": {"method": "eagle3_tree", **_FIXED},
     "mtp_tree": {"method": "mtp_tree", **_FIXED},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},

@@ -119,7 +119,7 @@ def calls(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
 
 
 def check_drafts_of_the_target_itself() -> None:
-    """Over a partial cache of 40 tokens, smaller than the contexts, chosen again after 7."""
+    """Over a partial cache of 20 tokens, smaller than the contexts, selected again after 18."""
     for ahead in (False, True):
         made = engines("tokenswift", ahead=ahead)
         drafter = made.runner.drafter.drafter

@@ -41,7 +41,6 @@ def test_self_drafts_of_a_target_that_takes_embeddings(target: Path, tmp_path: P
     speculative = {
         "method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "head", VOCAB)),
         "num_speculative_tokens": 12, "tree_budget": 12, "draft_source": "self", "kv_budget": 40,
-        "sink_size": 4,
     }  # fmt: skip
     engine = {**tiny_engine(target), "enforce_eager": False, "enable_prompt_embeds": True}
     tree = run_engine(engine, CALLS, speculative=speculative)

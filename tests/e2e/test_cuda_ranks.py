@@ -27,7 +27,7 @@ CALLS = [
 ]
 SPECULATIVE = {
     "method": "tokenswift", "draft_source": "auto", "num_speculative_tokens": 6, "tree_budget": 6,
-    "kv_budget": 36, "sink_size": 4, "kv_refresh": 8, "self_draft_requests": 2,
+    "kv_budget": 36, "self_draft_requests": 2,
 }  # fmt: skip
 
 

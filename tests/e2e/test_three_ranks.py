@@ -50,7 +50,6 @@ ON_THREE: dict[str, dict[str, Any]] = {
         "method": "tokenswift",
         "model": "swift",
         "kv_budget": 32,
-        "sink_size": 2,
         "self_draft_requests": 4,
     },
     "ngram_tree": {"method": "ngram_tree"},

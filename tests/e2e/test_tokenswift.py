@@ -38,20 +38,14 @@ CALLS = [
     },
 ]
 
-SMALL = {"kv_budget": 40, "sink_size": 4, "num_speculative_tokens": 12}
+SMALL = {"kv_budget": 40, "num_speculative_tokens": 12}
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: engine arguments, speculative options
     "self": ({}, {"draft_source": "self", "ngram_topk": 0}),
-    "self_refresh": ({}, {"draft_source": "self", "kv_refresh": 3}),
-    "small_pool": ({}, {"draft_source": "self", "self_draft_requests": 2, "sink_size": 0}),
+    "small_pool": ({}, {"draft_source": "self", "self_draft_requests": 2}),
     "heads": ({}, {"draft_source": "heads", "ngram_topk": 0}),
     "ngrams": ({}, {"draft_source": "ngrams"}),
     "auto": ({}, {"draft_source": "auto"}),
-    "static": (
-        {},
-        {"draft_source": "self", "tree_widths": [1, 3, 3, 3], "num_speculative_tokens": 40,
-         "kv_budget": 64},
-    ),
     "compiled": ({"enforce_eager": False}, {"draft_source": "self"}),
     "preempted": (
         {"num_gpu_blocks_override": 12, "max_num_seqs": 5},

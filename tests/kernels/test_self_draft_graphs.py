@@ -123,7 +123,7 @@ class Drafts:
         self.target = Target()
         if not folder.exists():
             make_tokenswift_heads(folder, VOCAB)
-        settings = TokenSwiftSettings("self", BUDGET, SINK, REFRESH, 3, DEPTH, None)
+        settings = TokenSwiftSettings("self", BUDGET, SINK, 3, DEPTH)
         self.drafter = load_drafter(
             TokenSwiftDrafter, folder, settings, self.target.embeddings, num_nodes=NODES,
             tree_depth=DEPTH, max_depth=NODES, tree_width=3, max_model_len=CONTEXT,

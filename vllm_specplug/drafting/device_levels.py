@@ -11,7 +11,7 @@ tree at most, C nodes of all levels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -164,34 +164,6 @@ def draft_levels_on_device(
         first, drafted = drafted, drafted + scores.shape[1]
         above = scores[:, :frontier_width]
         front = DeviceFrontier(tokens[:, :frontier_width], parents[:, :frontier_width], level + 1)
-    return _best_nodes(levels, budgets, depths, num_nodes)
-
-
-def static_levels(
-    # [R, D, K], best first
-    token_ids: torch.Tensor,
-    log_probs: torch.Tensor,
-    widths: Sequence[int],
-    # [R] each
-    budgets: torch.Tensor,
-    depths: torch.Tensor,
-    num_nodes: int,
-) -> DeviceTrees:
-    """The trees of `tree.static_tree.build_static`, each cut to its budget's best nodes."""
-    above = log_probs.new_zeros((len(token_ids), 1), dtype=torch.float64)
-    levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    first = ROOT
-    for depth, width in enumerate(widths[: token_ids.shape[1]]):
-        width = min(width, token_ids.shape[2])
-        count = above.shape[1]
-        scores = above[..., None] + log_probs[:, depth, None, :width].double().clamp(max=0.0)
-        # Below what is left out nothing is finite either.
-        scores = scores.masked_fill(~scores.isfinite(), float("-inf")).flatten(1)
-        tokens = token_ids[:, depth, None, :width].expand(-1, count, -1).flatten(1)
-        parents = torch.arange(count, device=tokens.device).repeat_interleave(width) + first
-        levels.append((tokens, parents.expand_as(tokens), scores))
-        first = 0 if first == ROOT else first + count
-        above = scores
     return _best_nodes(levels, budgets, depths, num_nodes)
 
 

@@ -20,7 +20,6 @@ from tests.unit.tree.candidates import (
 )
 from vllm_specplug.tree import BUILDERS, DraftTree
 from vllm_specplug.tree.beam import Frontier, draft_level_by_level
-from vllm_specplug.tree.static_tree import build_static
 
 
 def valid_paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
@@ -44,17 +43,6 @@ def test_marginal_builders(builder: str, case: Case) -> None:
     assert len(paths) == min(case.budget, len(every)) and set(paths) <= set(every)
     if builder == "best_first":
         assert_best(paths, every, case.budget)
-
-
-@given(case=hard_cases(), widths=st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_static_trees(case: Case, widths: list[int]) -> None:
-    paths = valid_paths_of(build_static(case.token_ids, case.log_probs, widths))
-    finite = np.isfinite(case.log_probs)
-    count, expected = 1, 0
-    for width, row in zip(widths, finite, strict=False):
-        count *= int(row[:width].sum())
-        expected += count
-    assert len(paths) == expected
 
 
 @given(case=hard_cases(), frontier_width=st.sampled_from([1, 3, None]))

@@ -27,7 +27,7 @@ import torch
 
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import MOST_LOGITS, static_levels
+from vllm_specplug.drafting.device_levels import MOST_LOGITS
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
@@ -36,7 +36,6 @@ from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.head import load_heads
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
-from vllm_specplug.tree.static_tree import build_static
 
 SELF, HEADS, NGRAMS = _SOURCES = "self", "heads", "ngrams"
 
@@ -80,8 +79,7 @@ class TokenSwiftDrafter(Drafter):
     def _sources(self) -> list[str]:
         if self.settings.source != "auto":
             return [self.settings.source]
-        sources = [HEADS] if self.settings.gamma > 1 else []
-        return [*sources, SELF, *([NGRAMS] if self.ngrams is not None else [])]
+        return [HEADS, SELF, *([NGRAMS] if self.ngrams is not None else [])]
 
     def partial_cache_spec(self) -> PartialCacheSpec | None:
         if SELF not in self.chooser.sources:
@@ -90,7 +88,7 @@ class TokenSwiftDrafter(Drafter):
         return PartialCacheSpec(
             budget=settings.kv_budget,
             sink=settings.sink_size,
-            refresh=settings.kv_refresh,
+            refresh=settings.kv_budget - settings.sink_size,
             max_requests=settings.max_requests,
             options=("self_draft_requests", "kv_budget"),
         )
@@ -169,12 +167,6 @@ class TokenSwiftDrafter(Drafter):
             return None
         states = self._states(source, requests)
         token_ids, log_probs = self._candidates(states[:depth], requests)
-        widths = self.settings.tree_widths
-        if widths is not None and requests.width > 1:
-            return static_levels(
-                token_ids, log_probs, widths[first:],
-                requests.budgets, requests.depths, requests.num_nodes,
-            )  # fmt: skip
         from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 
         built = build_best_first_triton(
@@ -271,11 +263,6 @@ class TokenSwiftDrafter(Drafter):
         trees = []
         for r, deepest in enumerate(requests.depths):
             ids, logps = token_ids[r, :deepest], log_probs[r, :deepest]
-            widths = self.settings.tree_widths
-            if widths is not None and requests.widths[r] > 1:
-                tree = build_static(ids, logps, widths[first:])
-                trees.append(merge_trees([tree], requests.budgets[r]))
-                continue
             trees.append(
                 build_tree(
                     "best_first",
@@ -315,11 +302,10 @@ class TokenSwiftDrafter(Drafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens of each depth after the request's penalty: target ids int64 and
         log-probabilities float32 [R, D, K]."""
-        widths = self.settings.tree_widths or (1,)
-        widest = max(
-            *(requests.widths if isinstance(requests, DraftRequests) else (requests.width,)),
-            *widths,
-        )
+        if isinstance(requests, DraftRequests):
+            widest = max(requests.widths)
+        else:
+            widest = requests.width
         vocab_size = self.heads.config.draft_vocab_size
         # Requests at a time: logits of all of them would be the largest tensor of a step.
         most = max(1, MOST_LOGITS // (vocab_size * len(states)))

@@ -14,6 +14,10 @@ from vllm_specplug.options import option_error
 
 DraftSource = Literal["auto", "self", "heads", "ngrams"]
 
+# First tokens of a context, on which attention falls whatever they say. Where more of them matter,
+# their scores select them.
+SINK_SIZE = 16
+
 
 @dataclass(frozen=True)
 class TokenSwiftSettings:
@@ -22,38 +26,25 @@ class TokenSwiftSettings:
     source: DraftSource
     kv_budget: int
     sink_size: int
-    kv_refresh: int
     max_requests: int
     gamma: int
-    tree_widths: tuple[int, ...] | None
+    """Consecutive tokens that the base prediction and the heads draft."""
 
 
 class TokenSwiftOptions(MethodOptions):
-    """Sources of drafts, partial caches, shape of the heads' tree."""
+    """Sources of drafts and partial caches."""
 
     draft_source: DraftSource = "auto"
     """What the method drafts from: "self" runs the target over a partial cache and its heads on
     top, "heads" runs the heads on the last verified position, "ngrams" only looks up n-grams.
     "auto" measures which one gives the most tokens per second and uses it."""
     kv_budget: int = Field(default=4096, ge=1)
-    """Number of context tokens that the draft forward attends to: the first `sink_size` and those
-    that matter most to each layer and KV head. Must be more than `sink_size` plus
-    `num_speculative_tokens`."""
-    sink_size: int = Field(default=16, ge=0)
-    """Number of tokens at the start of the context that are always kept."""
-    kv_refresh: int | None = Field(default=None, ge=1)
-    """Number of generated tokens after which the kept tokens are selected again; until then, new
-    tokens replace the least important ones. Default and maximum: `kv_budget` - `sink_size`."""
+    """Number of context tokens that the draft forward attends to: the first 16, or an eighth of
+    `kv_budget` where that is less, and those that matter most to each layer and KV head. Must leave
+    room for `num_speculative_tokens` beside the first."""
     self_draft_requests: int = Field(default=4, ge=1, le=1024)
     """Number of requests whose partial caches are kept at once, which bounds its memory. When more
     requests than this exceed `kv_budget`, the method drafts from heads and n-grams."""
-    gamma: int | None = Field(default=None, ge=1, le=17)
-    """Number of consecutive tokens that the base prediction and heads draft. Default: the number of
-    heads in the checkpoint plus one."""
-    tree_widths: list[int] | None = None
-    """Number of children per node, 1..64, on each of at most `gamma` levels; the published static
-    tree is [1, 3, 3, 3], whose 40 nodes need `num_speculative_tokens` 40 or more.
-    Default: best-first within the node budget."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.tokenswift.head import inspect_heads
@@ -85,57 +76,20 @@ class TokenSwiftOptions(MethodOptions):
                 'draft_source="ngrams" drafts by n-grams only, so 1..16',
                 "Leave ngram_topk out or choose another draft_source",
             )
-        least = self.sink_size + shared.num_speculative_tokens + 1
+        sink = min(SINK_SIZE, self.kv_budget // 8)
+        least = sink + shared.num_speculative_tokens + 1
         if self.kv_budget < least:
             raise option_error(
                 "kv_budget",
                 self.kv_budget,
-                f"the budget must hold the sink and a tree: at least sink_size={self.sink_size} + "
-                f"num_speculative_tokens={shared.num_speculative_tokens} + 1 = {least}",
-                f"Raise kv_budget to {least} or more; 1024 to 4096 is usual",
+                f"the budget must hold {sink} tokens of the context's start and a tree: more than "
+                f"{sink} + num_speculative_tokens={shared.num_speculative_tokens}",
+                "Raise kv_budget; 1024 to 4096 is usual",
             )
-        most = self.kv_budget - self.sink_size
-        if self.kv_refresh is not None and self.kv_refresh > most:
-            raise option_error(
-                "kv_refresh",
-                self.kv_refresh,
-                f"after kv_budget - sink_size = {most} tokens nothing selected is left",
-                f"Choose 1..{most}, or leave kv_refresh out",
-            )
-        gamma = num_heads + 1 if self.gamma is None else self.gamma
-        if gamma > num_heads + 1:
-            raise option_error(
-                "gamma",
-                self.gamma,
-                f"the checkpoint has {num_heads} heads, which with the base prediction draft "
-                f"{num_heads + 1} tokens",
-                f"Choose 1..{num_heads + 1}, or leave gamma out",
-            )
-        widths = self.tree_widths
-        if widths is not None:
-            legal = f"a list of 1 to gamma={gamma} numbers, each 1..64"
-            if not 1 <= len(widths) <= gamma or not all(1 <= width <= 64 for width in widths):
-                raise option_error(
-                    "tree_widths", widths, legal, "The published tree is [1, 3, 3, 3]"
-                )
-            nodes, level = 0, 1
-            for width in widths:
-                level *= width
-                nodes += level
-            if nodes > shared.num_speculative_tokens:
-                raise option_error(
-                    "tree_widths",
-                    widths,
-                    f"this tree has {nodes} nodes, more than num_speculative_tokens="
-                    f"{shared.num_speculative_tokens}",
-                    f"Raise num_speculative_tokens to {nodes} or narrow the tree",
-                )
         return TokenSwiftSettings(
             source=self.draft_source,
             kv_budget=self.kv_budget,
-            sink_size=self.sink_size,
-            kv_refresh=self.kv_refresh or most,
+            sink_size=sink,
             max_requests=self.self_draft_requests,
-            gamma=gamma,
-            tree_widths=None if widths is None else tuple(widths),
+            gamma=num_heads + 1,
         )

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -37,14 +36,14 @@ class FakeForward:
         self.dropped += req_ids
 
 
-def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False, widths=None):
+def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False):
     torch.manual_seed(0)
     heads = TokenSwiftHeads(
         TokenSwiftConfig(HIDDEN, VOCAB, len(DRAFT_IDS) if reduced else VOCAB, medusa_heads=3)
     )
     save_heads(folder, heads, dtype=torch.float32, target_ids=DRAFT_IDS if reduced else None)
     lm_head = torch.randn(VOCAB, HIDDEN)
-    settings = TokenSwiftSettings(source, 64, 4, 60, 2, 4, widths)
+    settings = TokenSwiftSettings(source, 64, 4, 2, 4)
     drafter = load_drafter(
         TokenSwiftDrafter, folder, settings, lm_head, tree_width=3, ngram_topk=ngram_topk,
         max_model_len=100,
@@ -99,15 +98,6 @@ def test_self_starts_with_the_targets_own_prediction(tmp_path) -> None:
         assert tree.token_ids.tolist() == expected
     spec = drafter.partial_cache_spec()
     assert (spec.budget, spec.sink, spec.refresh, spec.max_requests) == (64, 4, 60, 2)
-
-
-def test_static_widths_and_budgets(tmp_path) -> None:
-    drafter, _, _ = _drafter(tmp_path, "self", widths=(1, 2, 2, 1))
-    _observe(drafter, torch.randn(1, HIDDEN), [0])
-    (tree,) = drafter.propose(_requests([1, 2]))
-    assert np.bincount(tree.depths).tolist() == [0, 1, 2, 4, 4]
-    (tree,) = drafter.propose(_requests([1, 2], budget=5))
-    assert tree.num_nodes == 5
 
 
 @pytest.mark.parametrize("reduced", [False, True])
