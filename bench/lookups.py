@@ -35,8 +35,7 @@ JETSPEC = {
     "model": str(HEADS / "smollm2-135m-jetspec"),
     "num_speculative_tokens": 32,
 }
-# On the JetSpec head, with the weights that did best on held-out answers.
-LOCAL = {**JETSPEC, "method": "dels", "alpha": 0.5, "beta": 0.3, "anchor_input": True}
+LOCAL = {**JETSPEC, "method": "dels"}
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
     # What vLLM is best served with where a CPU has no bfloat16 products.

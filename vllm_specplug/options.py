@@ -42,6 +42,10 @@ REMOVED_OPTIONS = {
     "tree_widths": "trees are drafted best-first; tree_width is the most children of a node",
     "sink_size": "a partial cache always keeps the first 16 tokens, or an eighth of kv_budget",
     "kv_refresh": "the kept tokens are selected again when new ones have replaced them",
+    "alpha": "the config.json of a local head says it",
+    "beta": "the config.json of a local head says it",
+    "anchor_input": "the config.json of a local head says it",
+    "unigram": "counts are read from unigram.safetensors beside the local head",
     "expand_width": "a level expands the 16 best nodes of each request",
 }
 """Options of earlier versions, and what holds in their place."""
@@ -199,8 +203,6 @@ def describe_type(hint: Any) -> tuple[str, str, tuple[str, ...]]:
     """Name of a type as JSON users know it, its range in words, and the words it has to be."""
     if get_origin(hint) in (Union, types.UnionType):
         choices = [arg for arg in get_args(hint) if arg is not type(None)]
-        if len(choices) > 1 and get_origin(choices[-1]) is list:
-            return f"{choices[0].__name__} or list", "0 or more", ()
         if len(choices) > 1 and get_origin(choices[-1]) is Literal:
             return f"{choices[0].__name__} or string", "0 or more", get_args(choices[-1])
         hint = choices[0]

@@ -148,7 +148,7 @@ def _local_head(path: Path) -> Path:
     torch.manual_seed(2)
     config = LocalHeadConfig(
         kind="gru", vocab_size=VOCAB, target_hidden_size=64, rank=16, hidden_size=32,
-        parameterization="target_factorized", lm_head_mode="target_lm_head",
+        parameterization="target_factorized", lm_head_mode="target_lm_head", alpha=1.0, beta=0.0,
     )  # fmt: skip
     head = LocalHead(config)
     with torch.no_grad():
@@ -165,7 +165,7 @@ def head_of(method: str) -> dict[str, Any]:
         head = tiny.make_head(path, VOCAB, causal=method == "jetspec")
         options = {"model": str(_without(head, "mask_embedding"))}
         if method == "dels":
-            options |= {"local_head": str(_local_head(path / "local")), "alpha": 1.0, "beta": 0.0}
+            options |= {"local_head": str(_local_head(path / "local"))}
         return options
     if method == "eagle3_tree":
         head = tiny.make_eagle3_head(path, VOCAB, draft_vocab_size=VOCAB - 40)

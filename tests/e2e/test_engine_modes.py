@@ -48,7 +48,15 @@ def _by_tier(names: Iterable[str]) -> list[Any]:
     return [pytest.param(n, marks=pytest.mark.full if n in _FULL_TIER else ()) for n in names]
 
 
-# Block heads alone and with a local head: name of the local head's kind
+# Local heads, each named after its kind, with what its config says of the fusion.
+LOCAL_HEADS: dict[str, dict[str, Any]] = {
+    "gru": {},
+    "gru_lists": {"alpha": [0.2, 0.5, 0.9], "beta": [0.0, 0.1, 0.4]},
+    "gru_weightless": {"alpha": 0.0, "beta": [0.0, 0.0, 0.0]},
+    "markov": {},
+    "markov_anchor": {"anchor_input": True},
+}
+# Block heads alone and with a local head: name of the local head
 # (None: ddtree), the block size, speculative options.
 FUSED: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "ddtree": (None, 5, {}),
@@ -59,8 +67,8 @@ FUSED: dict[str, tuple[str | None, int, dict[str, Any]]] = {
     "dels_gru_16_slots": ("gru", 16, {"num_speculative_tokens": 40, "tree_depth": 9}),
     "dels_gru_causal": ("gru", 5, {"model": "causal"}),
     "dels_markov_causal": ("markov", 5, {"model": "causal"}),
-    "dels_markov": ("markov", 5, {"anchor_input": True}),
-    "dels_lists": ("gru", 5, {"alpha": [0.2, 0.5, 0.9], "beta": [0.0, 0.1, 0.4]}),
+    "dels_markov": ("markov_anchor", 5, {}),
+    "dels_lists": ("gru_lists", 5, {}),
     "dels_readable": ("gru", 5, {"tree_kernel": "reference"}),
 }
 
@@ -147,8 +155,8 @@ def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for size in (5, 16):
         make_head(folder / f"head{size}", VOCAB, causal=False, block_size=size)
     make_head(folder / "causal", VOCAB, causal=True)
-    for kind in ("gru", "markov"):
-        make_local_head(folder / kind, VOCAB, kind=kind)
+    for name, weights in LOCAL_HEADS.items():
+        make_local_head(folder / name, VOCAB, kind=name.partition("_")[0], **weights)
     return folder
 
 
@@ -183,7 +191,7 @@ def test_weights_of_zero_draft_what_the_block_head_drafts(
 ) -> None:
     target, _ = models
     alone = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "ddtree"))
-    spec = {**_fused_spec(fused, "dels_gru"), "alpha": 0, "beta": [0.0, 0.0, 0.0]}
+    spec = {**_fused_spec(fused, "dels_gru"), "local_head": str(fused / "gru_weightless")}
     weightless = run_engine(tiny_engine(target), _CALLS, speculative=spec)
     corrected = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
     assert (weightless.drafted, weightless.accepted) == (alone.drafted, alone.accepted)

@@ -43,8 +43,7 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "jetspec": ("head", {**TREE, "method": "jetspec"}),
     "jetspec_bidirectional": ("head", {**TREE, "method": "jetspec", "causal": False}),
     "ddtree": ("bidirectional", {**TREE, "method": "ddtree"}),
-    # Strong weights: the local head decides as much as the block head.
-    "dels": ("bidirectional", {**TREE, "method": "dels", "alpha": 1.0, "beta": [0.3, 0.6, 0.9]}),
+    "dels": ("bidirectional", {**TREE, "method": "dels"}),
     "dspark_tree": ("dspark", {**TREE, "method": "dspark_tree"}),
     "longspec": ("longspec", {**TREE, "method": "longspec"}),
     "eagle3_tree": ("eagle3", {**TREE, "method": "eagle3_tree"}),
@@ -73,7 +72,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_target(folder / "target", VOCAB)
     make_head(folder / "head", VOCAB)
     make_head(folder / "bidirectional", VOCAB, causal=False)
-    make_local_head(folder / "local", VOCAB)
+    # Strong weights: the local head decides as much as the block head.
+    make_local_head(folder / "local", VOCAB, alpha=1.0, beta=[0.3, 0.6, 0.9])
     make_dspark_head(folder / "dspark", VOCAB)
     make_longspec_head(folder / "longspec", VOCAB)
     make_eagle3_head(folder / "eagle3", VOCAB)

@@ -192,9 +192,19 @@ def make_dspark_head(
 
 
 def make_local_head(
-    folder: Path, vocab_size: int, *, kind: str = "gru", seed: int = 2, hidden: int = HIDDEN
+    folder: Path,
+    vocab_size: int,
+    *,
+    kind: str = "gru",
+    seed: int = 2,
+    hidden: int = HIDDEN,
+    **config: Any,
 ) -> Path:
-    """A random local head for `make_target`'s model, with counts beside it."""
+    """A random local head for `make_target`'s model, with counts beside it.
+
+    Args:
+        config: further fields of its `LocalHeadConfig`.
+    """
     torch.manual_seed(seed)
     head = LocalHead(
         LocalHeadConfig(
@@ -203,6 +213,7 @@ def make_local_head(
             target_hidden_size=hidden,
             rank=16,
             hidden_size=32 if kind == "gru" else 0,
+            **config,
         )
     )
     with torch.no_grad():

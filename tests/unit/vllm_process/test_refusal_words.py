@@ -81,16 +81,14 @@ def test_wrong_values_of_shared_options(
     ("options", "message"),
     [
         (
-            {"unigram": 3},
-            "speculative_config.unigram=3 is not usable: legal: a string. Correct it, or leave",
+            {"local_head": 3},
+            "speculative_config.local_head=3 is not usable: legal: a string. Correct it, or leave",
         ),
-        ({"alpha": True}, "speculative_config.alpha=True is not usable"),
         (
             {"causal": "maybe"},
             "speculative_config.causal='maybe' is not usable: legal: one of true, false. Correct "
             "it, or leave it out.",
         ),
-        ({"alpha": {}}, "speculative_config.alpha={} is not usable: legal: float or list 0 or m"),
     ],
 )
 def test_wrong_values_of_a_methods_own_options(

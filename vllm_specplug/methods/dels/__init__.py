@@ -16,8 +16,6 @@ METHOD = Method(
             "model": "heads/smollm2-135m-dflash",
             "local_head": "heads/smollm2-135m-dels-gru",
             "num_speculative_tokens": 16,
-            "alpha": 0.6,
-            "beta": 0.4,
         }
     },
 )

@@ -241,7 +241,8 @@ def _from_released(
     if "position_gates" in stated:
         raise ValueError(
             f"local head {str(file)!r} is a joint checkpoint with position gates; legal: a local "
-            "head alone. Save its local_head_model.* tensors, and give the gates as alpha and beta"
+            "head alone. Save its local_head_model.* tensors, and write the gates as alpha and "
+            "beta into the config of the converted head"
         )
     said = raw.get("model_config") or {}
     said = said if isinstance(said, Mapping) else {}

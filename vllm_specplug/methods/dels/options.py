@@ -19,17 +19,8 @@ class DelsOptions(BlockOptions):
 
     local_head: str | None = None
     """Short-context head: a folder written by `specplug train dels`, or a released `.pt` file,
-    which is converted to safetensors once."""
-    unigram: str | None = None
-    """Token counts behind the unigram prior. Default: `unigram.safetensors` or
-    `loss_mask_unigram.pt` beside the local head."""
-    alpha: float | list[float] = 0.3
-    """Weight of the local score at depths 1, 2, ..."""
-    beta: float | list[float] = 0.3
-    """Weight of the unigram log-probability that is subtracted; same form as `alpha`."""
-    anchor_input: bool | None = None
-    """Whether the local head reads the last committed token before the drafted ones and therefore
-    corrects depth 1 too. Default: what its checkpoint says; false for a released file."""
+    which is converted to safetensors once. Its `config.json` holds the weights of the fusion, and
+    token counts lie beside it."""
 
     def settings(  # type: ignore[override]
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig

@@ -17,7 +17,6 @@ from vllm_specplug.methods.dels.unigram import (
     tokenizer_fingerprint,
 )
 from vllm_specplug.methods.local import LOCAL_CANDIDATES
-from vllm_specplug.options import option_error
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.dels.options import DelsOptions
@@ -38,46 +37,40 @@ def resolve_settings(
         model_config: vLLM's config of the target.
 
     Raises:
-        ValueError: for a local head or counts of another target, weights that make no sense, and
-            a prior that is needed and missing.
+        ValueError: for a local head or counts of another target, weights of other depths, and a
+            prior that is needed and missing.
     """
     assert options.local_head is not None
     text_config = model_config.hf_text_config
     config = inspect_local_head(options.local_head, text_config)
-    file = resolve_local_head(options.local_head).resolve()
-    anchor = config.anchor_input if options.anchor_input is None else options.anchor_input
-    first_depth = 1 if anchor else 2
+    file = resolve_local_head(options.local_head)
+    first_depth = 1 if config.anchor_input else 2
     alpha, beta = (
-        depth_weights(name, getattr(options, name), num_draft_tokens, first_depth=first_depth)
+        depth_weights(name, getattr(config, name), num_draft_tokens, first_depth=first_depth)
         for name in ("alpha", "beta")
     )
     return DelsSettings(
-        path=str(file),
-        unigram_path=_unigram_path(options, file, model_config) if any(beta) else None,
+        path=str(file.resolve()),
+        unigram_path=_unigram_path(file, model_config) if any(beta) else None,
         alpha=alpha,
         beta=beta,
-        anchor_input=anchor,
+        anchor_input=config.anchor_input,
         num_candidates=max(LOCAL_CANDIDATES, tree_width),
         gate_table_bytes=_GATE_TABLE_BYTES,
         causal=options.causal,
     )
 
 
-def _unigram_path(options: DelsOptions, local_head: Path, model_config: Any) -> str:
-    if options.unigram is not None:
-        path = Path(options.unigram).expanduser()
-    else:
-        beside = [local_head.parent / name for name in (UNIGRAM_NAME, RELEASED_UNIGRAM_NAME)]
-        found = [path for path in beside if path.is_file()]
-        if not found:
-            raise option_error(
-                "unigram",
-                None,
-                f"beta is not 0, and there is no {UNIGRAM_NAME} next to the local head",
-                'Make counts with `specplug data unigram` and give "unigram": "/path/to/counts", '
-                'or set "beta": 0',
-            )
-        path = found[0]
+def _unigram_path(local_head: Path, model_config: Any) -> str:
+    beside = [local_head.parent / name for name in (UNIGRAM_NAME, RELEASED_UNIGRAM_NAME)]
+    found = [path for path in beside if path.is_file()]
+    if not found:
+        raise ValueError(
+            f"local head {str(local_head)!r}: its beta is not 0, and there is no {UNIGRAM_NAME} "
+            "beside it. Make counts with `specplug data unigram` and put them there, or set beta "
+            "to 0 in its config.json."
+        )
+    path = found[0]
     recorded = load_unigram(path)
     if recorded.tokenizer is not None:
         recorded = load_unigram(path, tokenizer=_target_tokenizer(model_config))

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-
-from vllm_specplug.options import option_error
 
 
 @dataclass(frozen=True)
@@ -34,26 +31,14 @@ def depth_weights(
     """`alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
 
     Raises:
-        ValueError: for a weight that is negative or not finite, and a list of another length.
+        ValueError: for a list of another length.
     """
     corrected = num_depths - first_depth + 1
-    if isinstance(value, list | tuple):
-        if len(value) != corrected:
-            raise option_error(
-                name,
-                value,
-                f"a list needs one weight for each of the {corrected} depths that are corrected, "
-                f"{first_depth}..{num_depths}, not {len(value)}",
-                "Give that many, or one number for all",
-            )
-        weights = [float(weight) for weight in value]
-    else:
-        weights = [float(value)] * corrected
-    if not all(math.isfinite(weight) and weight >= 0.0 for weight in weights):
-        raise option_error(
-            name,
-            value,
-            "weights must be finite and at least 0 (0 switches the term off)",
-            "0.3 is the paper's choice",
+    weights = value if isinstance(value, list) else [value] * corrected
+    if len(weights) != corrected:
+        raise ValueError(
+            f"local head config: {name} = {value!r}, legal: one number, or one for each of the "
+            f"{corrected} depths that are corrected, {first_depth}..{num_depths}; correct the "
+            "config.json of the local head"
         )
-    return (0.0,) * (first_depth - 1) + tuple(weights)
+    return (0.0,) * (first_depth - 1) + tuple(float(weight) for weight in weights)

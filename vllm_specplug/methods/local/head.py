@@ -32,6 +32,8 @@ from torch import nn
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
 
 _SIZES = f"an integer from 1 to {MAX_SIZE}"
+MAX_WEIGHT = 100.0
+_WEIGHTS = f"numbers from 0 to {MAX_WEIGHT:.0f}"
 
 LocalHeadKind = Literal["gru", "markov"]
 Parameterization = Literal["target_factorized", "direct_vocab"]
@@ -48,6 +50,8 @@ class LocalHeadConfig:
     `input_size` is I; for Markov it must equal `rank`. `hidden_size` is S, 0 for Markov.
     `anchor_input` says that the head was chosen to be fed the anchor (the newest committed token)
     before the first drafted token, and so scores depth 1 too; the paper's decoder does not.
+    `alpha` and `beta` are the weights of its score and of the unigram prior in the fusion with a
+    block head: one number, or one for each depth that it scores. 0.3 is the paper's.
     """
 
     kind: LocalHeadKind
@@ -61,6 +65,8 @@ class LocalHeadConfig:
     lm_head_mode: LmHeadMode = "low_rank"
     rank_activation: RankActivation = "silu"
     anchor_input: bool = False
+    alpha: float | list[float] = 0.3
+    beta: float | list[float] = 0.3
 
     def __post_init__(self) -> None:
         for name, choices in (
@@ -90,6 +96,10 @@ class LocalHeadConfig:
         _require(
             isinstance(self.anchor_input, bool), "anchor_input", self.anchor_input, "true or false"
         )
+        for name in ("alpha", "beta"):
+            value = getattr(self, name)
+            weights = value if isinstance(value, list) else [value]
+            _require(all(map(_is_weight, weights)), name, value, _WEIGHTS)
         _require(
             is_size(self.draft_vocab_size) and self.draft_vocab_size <= self.vocab_size,
             "draft_vocab_size",
@@ -237,6 +247,12 @@ class LocalHead(nn.Module):
 def _default(config: LocalHeadConfig, name: str, value: int) -> None:
     if not getattr(config, name):
         object.__setattr__(config, name, value)
+
+
+def _is_weight(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0.0 <= value <= MAX_WEIGHT
 
 
 def _require(condition: bool, name: str, value: object, legal: str) -> None:

@@ -76,6 +76,11 @@ def test_gru_is_the_three_gate_cell() -> None:
         ({"draft_vocab_size": V + 1}, f"legal: 1..{V}"),
         ({"kind": "markov", "hidden_size": 0, "input_size": 3}, "rank = 6 for a Markov head"),
         ({"rank_activation": "relu"}, "rank_activation = 'relu'"),
+        ({"alpha": -0.1}, "alpha = -0.1, legal: numbers from 0 to 100"),
+        ({"beta": [0.1, float("nan")]}, "beta = .*, legal: numbers"),
+        ({"alpha": True}, "alpha = True, legal: numbers"),
+        ({"beta": 10**400}, "beta = 1000"),
+        ({"beta": "much"}, "beta = 'much', legal: numbers"),
     ],
 )
 def test_bad_shapes_are_refused(changes: dict[str, Any], message: str) -> None:

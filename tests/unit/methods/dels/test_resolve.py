@@ -28,6 +28,12 @@ def spec(tmp_path: Path) -> dict[str, Any]:
     return {"method": "dels", "model": str(head), "local_head": str(local)}
 
 
+def _state(spec: dict[str, Any], **changes: Any) -> None:
+    """Changes the config of the local head."""
+    config = Path(spec["local_head"]) / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **changes}))
+
+
 def _resolve(target: Path, spec: dict[str, Any]) -> Any:
     return engine_config(target, spec).speculative_config
 
@@ -42,17 +48,25 @@ def test_defaults_are_the_papers(target: Path, spec: dict[str, Any]) -> None:
     assert options.path.endswith("model.safetensors")
 
 
-def test_the_anchor_is_fed_when_the_checkpoint_or_the_user_says_so(
-    target: Path, spec: dict[str, Any]
-) -> None:
-    config = Path(spec["local_head"]) / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "anchor_input": True}))
-    options = _resolve(target, {**spec, "alpha": [0.1, 0.2, 0.3, 0.4], "beta": 0}).plan.settings
+def test_the_local_head_says_how_it_is_fused(target: Path, spec: dict[str, Any]) -> None:
+    _state(spec, anchor_input=True, alpha=[0.1, 0.2, 0.3, 0.4], beta=0)
+    options = _resolve(target, spec).plan.settings
     assert options.anchor_input and options.alpha == (0.1, 0.2, 0.3, 0.4)
     # nothing is asked for where it is not read
     assert options.unigram_path is None and options.beta == (0.0,) * 4
-    options = _resolve(target, {**spec, "anchor_input": False}).plan.settings
-    assert not options.anchor_input and options.alpha[0] == 0.0
+
+
+def test_counts_lie_beside_the_name_of_a_linked_head(
+    target: Path, spec: dict[str, Any], tmp_path: Path
+) -> None:
+    """As in the hub's cache, where files are links to blobs."""
+    folder, links = Path(spec["local_head"]), tmp_path / "links"
+    links.mkdir()
+    for file in folder.iterdir():
+        blob = file.rename(tmp_path / f"blob-{file.name}")
+        (links / file.name).symlink_to(blob)
+    options = _resolve(target, {**spec, "local_head": str(links)}).plan.settings
+    assert options.unigram_path == str(tmp_path / "blob-unigram.safetensors")
 
 
 def test_ddtree_needs_a_head_and_nothing_else(target: Path, spec: dict[str, Any]) -> None:
@@ -68,13 +82,8 @@ def test_ddtree_needs_a_head_and_nothing_else(target: Path, spec: dict[str, Any]
         ({"local_head": "/nowhere"}, "there is no such file or folder"),
         ({"method": "ddtree"}, "local_head=.*method 'ddtree' does not have it, only dels"),
         ({"method": "jetspec"}, "local_head=.*method 'jetspec' does not have it, only dels"),
-        ({"alpha": [0.3, 0.3]}, "alpha=.*3 depths that are corrected, 2..4, not 2"),
-        ({"beta": [0.3] * 4}, "beta=.*3 depths that are corrected"),
-        ({"beta": [0.3] * 3, "anchor_input": True}, "4 depths that are corrected, 1..4, not 3"),
-        ({"alpha": -0.3}, "alpha=-0.3 .*at least 0"),
-        ({"beta": float("nan")}, "beta=nan .*finite"),
-        ({"alpha": "much"}, "alpha"),
-        ({"unigram": "/nowhere"}, "unigram counts '/nowhere'.*no such file"),
+        ({"alpha": 0.3}, "alpha .*no option any more: the config.json of a local head says it"),
+        ({"unigram": "/counts"}, "unigram .*no option any more.*beside the local head"),
     ],
 )
 def test_bad_options_are_refused(
@@ -84,36 +93,54 @@ def test_bad_options_are_refused(
         _resolve(target, {**spec, **changes})
 
 
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"alpha": [0.3, 0.3]}, r"alpha = .*3 depths that are corrected, 2\.\.4"),
+        ({"beta": [0.3] * 4}, "beta = .*3 depths that are corrected"),
+        ({"beta": [0.3] * 3, "anchor_input": True}, r"4 depths that are corrected, 1\.\.4"),
+        ({"beta": -1.0}, "beta = -1.0, legal: numbers from 0 to 100"),
+    ],
+)
+def test_bad_weights_of_a_local_head_are_refused(
+    target: Path, spec: dict[str, Any], stated: dict[str, Any], message: str
+) -> None:
+    _state(spec, **stated)
+    with pytest.raises(ValueError, match=message):
+        _resolve(target, spec)
+
+
 def test_a_prior_is_needed_unless_beta_is_zero(target: Path, spec: dict[str, Any]) -> None:
     (Path(spec["local_head"]) / "unigram.safetensors").unlink()
-    with pytest.raises(ValueError, match='unigram=None .*no unigram.safetensors.*"beta": 0'):
+    with pytest.raises(ValueError, match="beta is not 0, and there is no unigram.safetensors"):
         _resolve(target, spec)
-    assert _resolve(target, {**spec, "beta": 0.0}).plan.settings.unigram_path is None
+    _state(spec, beta=0.0)
+    assert _resolve(target, spec).plan.settings.unigram_path is None
 
 
-def test_counts_of_a_larger_vocabulary_are_refused(
-    target: Path, spec: dict[str, Any], tmp_path: Path
-) -> None:
-    path = save_unigram(tmp_path / "u.safetensors", torch.ones(VOCAB + 1).long(), tokenizer=None)
+def test_counts_of_a_larger_vocabulary_are_refused(target: Path, spec: dict[str, Any]) -> None:
+    path = Path(spec["local_head"]) / "unigram.safetensors"
+    save_unigram(path, torch.ones(VOCAB + 1).long(), tokenizer=None)
     with pytest.raises(ValueError, match=f"{VOCAB + 1} tokens, legal: at most {VOCAB}"):
-        _resolve(target, {**spec, "unigram": str(path)})
+        _resolve(target, spec)
     # fewer are padded
-    path = save_unigram(tmp_path / "v.safetensors", torch.ones(VOCAB - 3).long(), tokenizer=None)
-    assert _resolve(target, {**spec, "unigram": str(path)}).plan.settings.unigram_path == str(path)
+    save_unigram(path, torch.ones(VOCAB - 3).long(), tokenizer=None)
+    assert _resolve(target, spec).plan.settings.unigram_path == str(path)
 
 
 def test_counts_of_another_tokenizer_are_refused(
-    target: Path, spec: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: Path, spec: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import vllm_specplug.methods.dels.resolve as module
 
-    path = save_unigram(tmp_path / "u.safetensors", torch.ones(VOCAB).long(), tokenizer="a" * 64)
+    path = Path(spec["local_head"]) / "unigram.safetensors"
+    save_unigram(path, torch.ones(VOCAB).long(), tokenizer="a" * 64)
     monkeypatch.setattr(module, "_target_tokenizer", lambda config: "b" * 64)
     with pytest.raises(ValueError, match="made with another tokenizer"):
-        _resolve(target, {**spec, "unigram": str(path)})
+        _resolve(target, spec)
     # an engine without a tokenizer cannot tell
     monkeypatch.setattr(module, "_target_tokenizer", lambda config: None)
-    assert _resolve(target, {**spec, "unigram": str(path)}).plan.settings
+    assert _resolve(target, spec).plan.settings
 
 
 def test_a_local_head_of_another_target_is_refused(target: Path, spec: dict[str, Any]) -> None:

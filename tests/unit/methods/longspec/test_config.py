@@ -47,7 +47,7 @@ def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None
     [
         ({"window_size": 32}, "no option any more: the config.json of a head says how"),
         ({"causal": True}, "causal=True is not usable: method 'longspec' does not have it"),
-        ({"alpha": 0.5}, "alpha=0.5 is not usable: method 'longspec' does not have it, only dels"),
+        ({"local_head": "x"}, "local_head='x' is not usable: method 'longspec' does not have it"),
         ({"tree_depth": 17, "num_speculative_tokens": 16}, "at least tree_depth=17"),
     ],
 )
