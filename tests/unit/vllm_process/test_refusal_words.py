@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 from tests.e2e.tiny import make_head
 from tests.unit.engine_config import engine_config
 from tests.unit.methods.eagle3_tree.heads import write_head
+from vllm_specplug import registry
+from vllm_specplug.methods.ngram_tree.options import NgramTreeOptions
+from vllm_specplug.options import REMOVED_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -75,6 +79,27 @@ def test_wrong_values_of_shared_options(
     target: Path, options: dict[str, Any], message: str
 ) -> None:
     assert _refusal(target, {"method": "ngram_tree", **options}).startswith(message)
+
+
+@pytest.mark.parametrize("name", REMOVED_OPTIONS)
+def test_removed_options_are_refused_with_what_to_do(target: Path, name: str) -> None:
+    message = _refusal(target, {"method": "ngram_tree", name: 1})
+    assert message.startswith(f"speculative_config.{name} (given 1) is no option any more: ")
+    assert message.endswith(f"{REMOVED_OPTIONS[name]}. Leave it out.")
+
+
+class StrangersOptions(NgramTreeOptions):
+    alpha: float = 0.5
+
+
+def test_methods_of_others_may_have_options_of_these_names(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_registered", {})
+    ngrams = registry.get_method("ngram_tree")
+    registry.register(replace(ngrams, name="other", options=f"{__name__}:StrangersOptions"))
+    spec = engine_config(target, {"method": "other", "alpha": 0.25}).speculative_config
+    assert spec.method_options.alpha == 0.25
 
 
 @pytest.mark.parametrize(
