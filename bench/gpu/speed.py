@@ -88,9 +88,8 @@ ARMS = {
         Arm("63 nodes", 63, (1, 4, 8), kv_gib=2.5),
         Arm("127 nodes", 127, (1, 4), kv_gib=1.5),
         Arm("auto", 63, is_adaptive=True, kv_gib=7.5),
-        Arm("15 nodes, fp8 drafts", 15, kv_gib=7.5, options={"draft_weights": "fp8"}),
+        Arm("15 nodes, bfloat16 drafts", 15, kv_gib=7.5, options={"draft_weights": "full"}),
         Arm("15 nodes, cute_ws", 15, kv_gib=7.5, options={"tree_kernel": "cute_ws"}),
-        Arm("auto, fp8 drafts", 63, is_adaptive=True, options={"draft_weights": "fp8"}),
         Arm("vLLM chain of 15", 15, is_stock=True, kv_gib=7.5),
         Arm("vLLM chain of 7", 7, is_stock=True, kv_gib=7.5),
         Arm("vLLM chain of 3", 3, is_stock=True, kv_gib=7.5),
@@ -101,8 +100,8 @@ ARMS = {
 }  # fmt: skip
 PHASES = [
     "plain;auto;vLLM chain of 15",
-    "plain;15 nodes;vLLM chain of 15",
-    "plain;63 nodes;7 nodes",
+    "plain;15 nodes;63 nodes",
+    "plain;127 nodes;7 nodes",
 ]
 
 
