@@ -553,8 +553,7 @@ def candidate_kernels(arch: int) -> list[Compiled]:
 def main(arch: int, all_shapes: bool) -> None:
     kernels = [tree_attention(arch, 64 * 4), tree_attention(arch, 16 * 4, dense=True)]
     kernels += small_kernels(arch) + partial_cache_kernels(arch) + state_kernels(arch)
-    kernels += candidate_kernels(arch)
-    kernels += row_kernels(arch)
+    kernels += candidate_kernels(arch) + row_kernels(arch)
     kernels += [tree_attention(arch, 4, dense=True)]
     kernels += [tree_attention(arch, 64 * 4, prefix=True, small=s) for s in (False, True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]

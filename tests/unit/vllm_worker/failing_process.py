@@ -12,7 +12,6 @@ import json
 import os
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,14 +30,6 @@ from vllm_specplug.vllm_worker.warmup import warm_up_draft
 TIMEOUT = timedelta(seconds=90)
 
 
-class Worker(SleepingRunner):
-    def __init__(self) -> None:
-        super().__init__()
-        self.planner: Any = SimpleNamespace(
-            is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
-        )
-
-
 def fail(*args: Any, **kwargs: Any) -> Any:
     raise MemoryError("no room on this device")
 
@@ -49,7 +40,7 @@ def main(rank: int, port: int, folder: str, where: str) -> None:
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(2, rank, "env://", rank, "gloo", TIMEOUT)
         initialize_model_parallel(2)
-        worker = Worker()
+        worker: Any = SleepingRunner()
         stock = worker._dummy_run
         if rank == 1 and where == "draft":
             worker.drafter.drafter.propose = fail

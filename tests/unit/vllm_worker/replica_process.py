@@ -12,7 +12,6 @@ import json
 import os
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,12 +25,6 @@ TIMEOUT = timedelta(seconds=30)
 
 
 class Replica(SleepingRunner):
-    def __init__(self, row_ms: float) -> None:
-        super().__init__(row_ms)
-        self.planner: Any = SimpleNamespace(
-            is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
-        )
-
     def _dummy_run(self, rows: int, context_len: int, **kwargs: Any) -> Any:
         torch.distributed.monitored_barrier(timeout=TIMEOUT)
         return super()._dummy_run(rows, context_len, **kwargs)

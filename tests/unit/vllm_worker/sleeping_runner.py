@@ -49,7 +49,10 @@ class SleepingRunner:
         self.row_ms = row_ms
         self.rows: list[int] = []
         self.state = RunnerView(self)
-        self.planner = SimpleNamespace(clock=HostClock())
+        self.planner: Any = SimpleNamespace(
+            is_adaptive=True, adaptive=None, clock=HostClock(),
+            row_budget=SimpleNamespace(max_step_rows=64),
+        )  # fmt: skip
         self.tree_backend = SimpleNamespace(warmup_rows=0)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(

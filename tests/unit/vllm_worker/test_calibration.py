@@ -125,11 +125,8 @@ def _start(monkeypatch: pytest.MonkeyPatch, runner: SleepingRunner) -> Any:
     )
     monkeypatch.setattr(module, "first_worker_values", _alone)
     monkeypatch.setattr(module, "any_failed_worker", bool)
-    planner: Any = SimpleNamespace(
-        is_adaptive=True, adaptive=None, row_budget=SimpleNamespace(max_step_rows=64)
-    )
-    module.start_budget(planner, runner.state)
-    return planner
+    module.start_budget(runner.planner, runner.state)
+    return runner.planner
 
 
 def _fail(*args: Any, **kwargs: Any) -> Any:
