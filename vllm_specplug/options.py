@@ -86,8 +86,8 @@ class TreeOptions:
     """Matrices of the draft head. "int8" rounds them at start, by row, and their inputs by token:
     half the bytes and nearly twice the speed on a CPU with VNNI or AMX. "fp8" does so in e4m3 on a
     GPU of compute capability 9.0 or more with a target in bfloat16. "full" keeps the target's
-    dtype. "auto" is "int8" on such a CPU where the target is in bfloat16 or float16, and "fp8" on
-    such a GPU for matrices of 2^23 numbers and more."""
+    dtype. "auto" is "int8" on such a CPU where the target is in bfloat16 or float16, and "fp8" for
+    matrices of 2^23 numbers and more on a GPU of compute capability 9.x."""
     target_products: TargetProductsName = "auto"
     """Products of the target's unquantized bfloat16 weights on a CPU. "packed" are the package's
     own: with AVX-512 BF16 weights take three quarters of their bytes, bit for bit, and a dozen rows

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Milliseconds of an 8B-shaped model's matrix products by rows: `python bench/gpu/products.py`.
 
-The products of all 36 layers and the LM head, in bfloat16, and those of its JetSpec head, also in
-e4m3, replayed from a graph over weights that no cache holds. It shows what a row of a tree costs,
-and where a tile more begins.
+The products of all 36 layers and the LM head in bfloat16, and the products of its JetSpec head in
+bfloat16 and e4m3, replayed from a graph over weights that no cache holds. It shows what a row of a
+tree costs, and where a tile more begins.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ class ImposedDrafts:
             self.prepare(log_probs.device)
             if not frontier.depth:
                 levels.lines = self.lines(len(log_probs))
-            # Below a wrong token every candidate is wrong, whatever is said of it.
+            # No descendant of a wrong token is accepted, so any token will do there.
             right = self.successors[frontier.token_ids][..., :1]
             return self.placed(
                 right, self.ranks[levels.lines, frontier.depth, None, None], log_probs
@@ -145,7 +145,7 @@ class ImposedDrafts:
         self.log_probs.copy_(torch.from_numpy(logs.astype(np.float32)))
 
     def lines(self, requests: int) -> Any:
-        """The next line of `ranks` for each of so many requests, int64."""
+        """Line numbers int64 [requests] in `ranks`; every call draws the next ones."""
         lines = ((self.draw + self.places[:requests]) % 1.0 * DRAWS).long()
         self.draw.add_(requests * GOLDEN).remainder_(1.0)
         return lines

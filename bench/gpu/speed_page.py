@@ -31,11 +31,11 @@ tokens, and vLLM accepts each with the model's probability. The adaptive budget 
 once before it was measured. The page says nothing about a head's quality. Every answer was checked
 to be the target's."""
 HEADS = {"jetspec": "JetSpec", "eagle3": "EAGLE-3"}
-STEPS = """Milliseconds per step over those of plain decoding, with 1,024 tokens of context: the
-median step, on average over all rounds and both tasks. A step with trees verifies one per request
-and drafts the next."""
-SPEEDS = """Imposed acceptance length over the step's length in plain steps; for the adaptive
-budget, which chooses the trees, tokens per second over those of plain decoding."""
+STEPS = """Time of a step relative to a plain step, with 1,024 tokens of context: the median step /
+the mean step, averaged over all rounds and both tasks. A step with trees verifies one tree per
+request and drafts the next. Where the two differ much, the machine was interrupted."""
+SPEEDS = """Imposed acceptance length divided by the median step in plain steps. For the adaptive
+budget, which chooses the trees, tokens per second relative to plain decoding."""
 LENGTHS = """Measured mean acceptance length / imposed one, for the adaptive budget that of its
 largest tree. vLLM's chain draws every token by itself, so that its lengths scatter."""
 KERNELS = "Milliseconds of kernels per step, and their launches, by torch's profiler."
@@ -79,11 +79,13 @@ class Run:
         wanted = {"arm": arm, "batch": batch, **({"profile": task} if task else {})}
         return [row for row in self.rows if wanted.items() <= row.items()]
 
-    def step(self, arm: str, batch: int, task: str | None = None) -> float | None:
+    def step(
+        self, arm: str, batch: int, task: str | None = None, key: str = "median_step_ms"
+    ) -> float | None:
         """In plain steps."""
         rows = self.found(arm, batch, task)
-        plain = median(row["median_step_ms"] for row in self.found("plain", batch))
-        return mean(row["median_step_ms"] for row in rows) / plain if rows else None
+        plain = mean(row[key] for row in self.found("plain", batch))
+        return mean(row[key] for row in rows) / plain if rows else None
 
     def table(self, cell: Any, tasks: Sequence[str]) -> Section:
         arms = [arm for arm in self.arms if arm != "plain"]
@@ -96,8 +98,9 @@ class Run:
 
     def sections(self) -> list[Section]:
         def steps(arm: str, batch: int, task: str) -> str:
-            found = self.step(arm, batch)
-            return "-" if found is None else f"{found:.2f}"
+            keys = ("median_step_ms", "step_ms")
+            found = [self.step(arm, batch, key=key) for key in keys]
+            return " / ".join("-" if one is None else f"{one:.2f}" for one in dict.fromkeys(found))
 
         def speed(arm: str, batch: int, task: str) -> str:
             rows, length = self.found(arm, batch, task), self.step(arm, batch, task)

@@ -42,5 +42,6 @@ PRODUCT_USES: tuple[Seam, ...] = (
         "a draft's products on a GPU with half the bytes, by a kernel tuned for few rows",
         "torch's product is as fast for few rows",
         "vllm._custom_ops:cutlass_scaled_mm",
+        "vllm._custom_ops:cutlass_scaled_mm_supports_fp8",
     ),
 )

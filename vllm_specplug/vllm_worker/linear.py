@@ -52,7 +52,15 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
         return packed_linear
     if not current_platform.is_cpu():
         capability = current_platform.get_device_capability()
-        if dtype == torch.bfloat16 and capability is not None and capability >= FP8_CAPABILITY:
+        has_fp8 = (
+            dtype == torch.bfloat16
+            and capability is not None
+            and capability >= FP8_CAPABILITY
+            and ops.cutlass_scaled_mm_supports_fp8(capability.to_int())
+        )
+        # Other devices than Hopper's were not measured.
+        is_measured = capability is not None and capability.major == FP8_CAPABILITY[0]
+        if has_fp8 and (weights == "fp8" or is_measured):
             logger.info("Draft weights: e4m3, by row (draft_weights=%r)", weights)
             least = 0 if weights == "fp8" else _LEAST_FP8_NUMBERS
             return functools.partial(fp8_linear, least=least)
@@ -61,8 +69,8 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
         raise option_error(
             "draft_weights",
             weights,
-            "e4m3 products need a target in bfloat16 and a GPU of compute capability 9.0, and "
-            f"here are {dtype} and {capability}",
+            "e4m3 products need a target in bfloat16, a GPU of compute capability 9.0 and a vLLM "
+            f"that is built for it, and here are {dtype} and {capability}",
             'Use "auto"',
         )
     is_built = hasattr(torch.ops._C, "create_onednn_scaled_mm_handler")

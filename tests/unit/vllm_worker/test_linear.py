@@ -117,11 +117,15 @@ def test_weights_of_another_device_are_refused_by_name(name: str, other: str) ->
         check_draft_weights(legal, other)
 
 
-def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int) -> None:
+def on_gpu(monkeypatch: pytest.MonkeyPatch, major: int, minor: int, is_built: bool = True) -> None:
     platform = SimpleNamespace(
         is_cpu=lambda: False, get_device_capability=lambda: DeviceCapability(major, minor)
     )
     monkeypatch.setattr(linear, "current_platform", platform)
+    built_for = 90 if is_built else 0
+    monkeypatch.setattr(
+        linear.ops, "cutlass_scaled_mm_supports_fp8", lambda found: 0 < built_for <= found
+    )
 
 
 def test_fp8_takes_a_gpu_that_multiplies_it_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +139,14 @@ def test_fp8_takes_a_gpu_that_multiplies_it_and_bfloat16(monkeypatch: pytest.Mon
     assert draft_linear("auto", torch.float16) is packed_linear
     with pytest.raises(ValueError, match=r"draft_weights='fp8'.*bfloat16.*\"auto\""):
         draft_linear("fp8", torch.float16)
+    # Where nothing was measured, only a user's wish counts.
+    on_gpu(monkeypatch, 10, 0)
+    assert draft_linear("auto", torch.bfloat16) is packed_linear
+    assert draft_linear("fp8", torch.bfloat16) is not packed_linear
+    on_gpu(monkeypatch, 9, 0, is_built=False)
+    assert draft_linear("auto", torch.bfloat16) is packed_linear
+    with pytest.raises(ValueError, match=r"draft_weights='fp8'.*built for it"):
+        draft_linear("fp8", torch.bfloat16)
     on_gpu(monkeypatch, 8, 0)
     assert draft_linear("auto", torch.bfloat16) is packed_linear
     with pytest.raises(ValueError, match=r"draft_weights='fp8'.*capability 9.0"):
