@@ -55,7 +55,7 @@ test-full:
 
 # vLLM 0.33 has no CPU wheel: its Python tree over 0.32's compiled library, in .venv-033. Of the
 # tests those that compare engines, and what 0.33 changed below them.
-TESTS_033 := tests/unit/vllm_process/test_structured_output.py tests/unit/vllm_process/test_versions.py \
+TESTS_033 := tests/unit/engine/test_structured_output.py tests/unit/engine/test_versions.py \
   tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_cpu_kernels.py \
   tests/fuzz tests/e2e/test_steps.py tests/e2e/test_options.py tests/e2e/test_grammar.py \
   tests/e2e/test_lossless.py

@@ -86,7 +86,7 @@ def doctor(
         _mend_environment()
     # vLLM logs to stdout, which only carries the answer.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    from vllm_specplug.vllm_process.doctor import collect
+    from vllm_specplug.engine.doctor import collect
 
     _say("checking; this takes up to 30 seconds")
     try:
@@ -177,7 +177,7 @@ def inspect_command(
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     # The report says what an engine would be refused for.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
-    from vllm_specplug.vllm_process.inspect_head import inspect_head
+    from vllm_specplug.engine.inspect_head import inspect_head
 
     try:
         report = inspect_head(head, target, method)

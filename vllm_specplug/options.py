@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Typed options that all methods share, their legal ranges and the text of every refusal.
 
-`TreeOptions` is mixed into vLLM's `SpeculativeConfig` (see `vllm_process/spec_config.py`), so each
+`TreeOptions` is mixed into vLLM's `SpeculativeConfig` (see `engine/spec_config.py`), so each
 field here is a key of `--speculative-config`. Nothing in this file imports vLLM or torch.
 vLLM reads the annotations as types: no `from __future__ import annotations` here.
 """

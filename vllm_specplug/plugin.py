@@ -14,7 +14,7 @@ import logging
 def register() -> None:
     """Installs the speculative methods into vLLM. Safe to call any number of times."""
     try:
-        from vllm_specplug.vllm_process import install
+        from vllm_specplug.engine import install
 
         install()
     except Exception:

@@ -28,7 +28,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-from vllm_specplug.vllm_worker.linear import packed_linear
+from vllm_specplug.vllm_worker.target.linear import packed_linear
 
 VOCAB, HIDDEN = 49152, 576
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's trees on the device: walked down, what they commit, kept for the next step.
 
-`vllm_v2.device_trees` has the readable versions, in tensor code: dozens of launches, where these
+`tree.step_trees` has the readable versions, in tensor code: dozens of launches, where these
 are one each. A program has one request; no argument but the size of a block makes a variant.
 
 Letters: R requests, N nodes of a tree at most, M logits rows of the step (of each request one root,
@@ -201,7 +201,7 @@ def committed_rows_triton(
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`device_trees.Committed`: computed rows, slots, positions [T], and last rows [R]. No host
+    """`step_trees.Committed`: computed rows, slots, positions [T], and last rows [R]. No host
     synchronisation."""
     num_reqs, max_rows = path_rows.shape
     sizes = (len(positions), len(positions), len(positions), num_reqs)
@@ -393,7 +393,7 @@ def attach_trees_triton(
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Parent rows and depths int32 [M], and rows above int64 [M], of a step's requests; see
-    `device_trees.StepTrees`. No host synchronisation."""
+    `step_trees.StepTrees`. No host synchronisation."""
     num_nodes, device = kept_parents.shape[1], slots.device
     parent_rows = torch.empty(num_rows, dtype=torch.int32, device=device)
     depths = torch.empty(num_rows, dtype=torch.int32, device=device)

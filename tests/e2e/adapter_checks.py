@@ -219,7 +219,7 @@ def check_one_row_with_logits_per_request_is_not_enough() -> None:
 
 def assert_costs_are_measured_with_adapters(made: Pair) -> None:
     """The same ones in every forward of a calibration, made once, and none after it."""
-    from vllm_specplug.vllm_worker import calibration
+    from vllm_specplug.vllm_worker.cost import calibration
 
     state, manager = made.runner.state, made.runner.lora_manager
     # As at start: dummies have the numbers of real ones.

@@ -18,7 +18,7 @@ from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, assert_same_output, generate, pair, scheduled, sequences_of
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel
-from vllm_specplug.vllm_worker.calibration import start_budget
+from vllm_specplug.vllm_worker.cost.calibration import start_budget
 
 AUTO = {"tree_budget": "auto"}
 
@@ -163,7 +163,7 @@ def check_adaptive_budgets() -> None:
 
 
 def check_it_would_notice_rows_that_stay_reserved() -> None:
-    with patch("vllm_specplug.vllm_process.metrics_bridge.keep_reserved_rows", lambda *args: None):
+    with patch("vllm_specplug.engine.metrics_bridge.keep_reserved_rows", lambda *args: None):
         assert _most_rows(_full_steps(small_trees(STEEP, ahead=True))) == 28
 
 

@@ -33,7 +33,7 @@ from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import draft_level_by_level
-from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache
+from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
 
 
 def assert_same_trees(

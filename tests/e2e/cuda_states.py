@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from tests.e2e.cuda_device import ON_GPU
-from vllm_specplug.vllm_process import engine_args
+from vllm_specplug.engine import engine_args
 
 
 @triton.jit

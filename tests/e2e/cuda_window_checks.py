@@ -36,7 +36,7 @@ from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreeP
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.device_window import DeviceWindowCache, PagedDeviceTargetCache
+from vllm_specplug.vllm_worker.memory.device_window import DeviceWindowCache, PagedDeviceTargetCache
 
 
 def _trees_of_the_module(

@@ -23,14 +23,15 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.cuda_device import CAPTURED_ROWS
 from vllm_specplug.drafting.method import Capability
+from vllm_specplug.engine import engine_args, spec_config
+from vllm_specplug.tree import step_trees
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
-from vllm_specplug.vllm_process import engine_args, spec_config
-from vllm_specplug.vllm_v2 import device_trees, worker_gpu
+from vllm_specplug.vllm_v2 import worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorker
+from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
 
 class PretendedEvent:
@@ -140,7 +141,7 @@ def use_cuda_worker() -> None:
     """Engines that this process builds from here on run as on CUDA, plain ones included."""
     spec_config.WORKERS["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
     spec_config.CAPABILITIES["cpu"] = spec_config.CAPABILITIES["cuda"]
-    device_trees.has_kernels = lambda device: True
+    step_trees.has_kernels = lambda device: True
     assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES["cpu"]
     engine_args.SERVED_CACHES["cpu"] = engine_args.SERVED_CACHES["cuda"]
     # vLLM's cache writes look for it.

@@ -99,7 +99,7 @@ def use_float32_states() -> None:
     """For all engines that this process builds from here on."""
     import vllm.model_executor.layers.mamba.ops.cpu.gdn_attention as stock
 
-    from vllm_specplug.vllm_process import engine_args
+    from vllm_specplug.engine import engine_args
 
     engine_args.STATE_DTYPES.append("float32")
 

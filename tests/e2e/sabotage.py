@@ -118,9 +118,9 @@ def _order() -> None:
 
 def _clock() -> None:
     """On all ranks but the first a second is nine."""
-    import vllm_specplug.vllm_worker.calibration as calibration
-    import vllm_specplug.vllm_worker.draft_planner as draft_planner
-    import vllm_specplug.vllm_worker.step_clock as step_clock
+    import vllm_specplug.vllm_worker.cost.calibration as calibration
+    import vllm_specplug.vllm_worker.cost.draft_planner as draft_planner
+    import vllm_specplug.vllm_worker.cost.step_clock as step_clock
 
     real = time.perf_counter
     odd = SimpleNamespace(
@@ -132,7 +132,7 @@ def _clock() -> None:
 
 def _jitter() -> None:
     """All ranks but the first read a clock that is up to 4 ms late."""
-    from vllm_specplug.vllm_worker.step_clock import HostClock
+    from vllm_specplug.vllm_worker.cost.step_clock import HostClock
 
     late, mark = random.Random(0), HostClock.mark
     HostClock.mark = lambda clock: mark(clock) + is_later_rank() * late.uniform(0, 4e-3)
@@ -141,7 +141,7 @@ def _jitter() -> None:
 def _drafts() -> None:
     """All ranks but the first draft other tokens, and no second tree."""
     from vllm_specplug.tree import DraftTree
-    from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
+    from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
 
     draft = DraftPlanner.draft
 

@@ -13,8 +13,8 @@ from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_worker.cache_groups import target_groups
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
+from vllm_specplug.vllm_worker.memory.cache_groups import target_groups
 
 
 def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:

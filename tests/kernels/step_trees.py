@@ -14,8 +14,8 @@ import torch
 
 from tests.kernels.paged import random_parents
 from tests.unit.vllm_v2.steps import input_batch
-from vllm_specplug.vllm_v2 import device_trees
-from vllm_specplug.vllm_v2.device_trees import (
+from vllm_specplug.tree import step_trees
+from vllm_specplug.tree.step_trees import (
     StepTrees,
     TreeStore,
     attach_trees,
@@ -29,7 +29,7 @@ UseKernels = Callable[[bool], None]
 
 def switch(monkeypatch: pytest.MonkeyPatch) -> UseKernels:
     """Says whether kernels serve from here on."""
-    return lambda on: monkeypatch.setattr(device_trees, "has_kernels", lambda device: on)
+    return lambda on: monkeypatch.setattr(step_trees, "has_kernels", lambda device: on)
 
 
 def same(one: Any, other: Any) -> None:

@@ -15,7 +15,7 @@ from vllm_specplug.kernels.draft_rows import block_inputs, can_join_rows
 from vllm_specplug.kernels.packed_linear import has_packed_int8_products
 from vllm_specplug.methods.block.fused_head import FusedBlockHead, plain_linear
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.vllm_worker.linear import int8_linear
+from vllm_specplug.vllm_worker.target.linear import int8_linear
 
 POSITIONS = 64
 needs_packed = pytest.mark.skipif(

@@ -40,10 +40,10 @@ from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
+from vllm_specplug.tree.step_trees import StepTrees, TreeStore, attach_trees, set_positions
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_v2 import graph_trees
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees, set_positions
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees, wrap_graph_manager
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits

@@ -21,8 +21,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from vllm_specplug.kernels import partial_cache, partial_cache_triton
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
-from vllm_specplug.vllm_worker import device_partial_cache
-from vllm_specplug.vllm_worker.device_partial_cache import Contexts, DevicePartialCache
+from vllm_specplug.vllm_worker.memory import device_partial_cache
+from vllm_specplug.vllm_worker.memory.device_partial_cache import Contexts, DevicePartialCache
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 

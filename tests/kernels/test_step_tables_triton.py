@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
 from vllm_specplug.drafting.device_requests import DeviceTrees
-from vllm_specplug.vllm_v2.device_trees import Walk
+from vllm_specplug.tree.step_trees import Walk
 from vllm_specplug.vllm_v2.draft_inputs import draft_inputs
 from vllm_specplug.vllm_v2.host_step import step_table, trees_table
 

@@ -15,7 +15,7 @@ from tests.kernels.step_trees import Drafted, UseKernels, same, switch
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from vllm_specplug.vllm_v2.device_trees import (
+from vllm_specplug.tree.step_trees import (
     NO_NODE,
     attach_trees,
     committed_rows,

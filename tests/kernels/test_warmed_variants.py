@@ -45,10 +45,8 @@ from vllm_specplug.kernels.finite_values_triton import (
     store_isolated_triton,
 )
 from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-from vllm_specplug.vllm_v2 import device_trees, draft_inputs, host_step
-from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
-from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
-from vllm_specplug.vllm_v2.device_trees import (
+from vllm_specplug.tree import step_trees
+from vllm_specplug.tree.step_trees import (
     TreeStore,
     Walk,
     attach_trees,
@@ -56,13 +54,16 @@ from vllm_specplug.vllm_v2.device_trees import (
     set_positions,
     walk_trees,
 )
+from vllm_specplug.vllm_v2 import draft_inputs, host_step
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_worker import warmup
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import Contexts, DevicePartialCache
+from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -344,9 +345,9 @@ def test_trees_launch_what_was_warmed_up(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
     graph = GraphTrees(StepLimits(9, 999, nodes + 1, CONTEXT), CPU)
-    monkeypatch.setattr(device_trees, "has_kernels", lambda device: True)
+    monkeypatch.setattr(step_trees, "has_kernels", lambda device: True)
     launches.taken()
-    device_trees.warm_up(nodes, CPU)
+    step_trees.warm_up(nodes, CPU)
     graph.warm_up()
     warmed = launches.taken()
     assert {name for name, *_ in warmed} == TREE_KERNELS
@@ -372,7 +373,7 @@ def test_trees_launch_what_was_warmed_up(
 def test_tables_launch_what_was_warmed_up(
     launches: Launches, monkeypatch: pytest.MonkeyPatch, nodes: int
 ) -> None:
-    monkeypatch.setattr(device_trees, "has_kernels", lambda device: True)
+    monkeypatch.setattr(step_trees, "has_kernels", lambda device: True)
     states = request_states(np.random.default_rng(0), CONTEXT)
     host_step.warm_up(states, nodes)
     draft_inputs.warm_up(states)

@@ -18,7 +18,7 @@ VOCAB = 64
 @pytest.fixture(scope="module")
 def installed() -> None:
     """The plugin, as in every process of vLLM."""
-    from vllm_specplug.vllm_process import install
+    from vllm_specplug.engine import install
 
     install()
 

@@ -104,7 +104,7 @@ def test_config_refuses_unknown_names() -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
     report = {"versions": {"vllm": "0.32.0"}, "seams": ["a", "b"], "problem": None, "ok": ok}
     report["self_test"] = {"seconds": 1.0}
-    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", lambda **asked: report)
+    monkeypatch.setattr("vllm_specplug.engine.doctor.collect", lambda **asked: report)
     result = runner.invoke(cli.app, ["doctor", "--json"])
     assert json.loads(result.stdout) == report
     assert result.exit_code == status
@@ -124,7 +124,7 @@ def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{module}.find_problems", lambda: Problems(("torchcodec",), False))
     monkeypatch.setattr(f"{module}.mend", lambda problems: done.append(problems.broken[0]))
     monkeypatch.setattr(
-        "vllm_specplug.vllm_process.doctor.collect",
+        "vllm_specplug.engine.doctor.collect",
         lambda **asked: done.append("report") or {"ok": True},
     )
     result = runner.invoke(cli.app, ["doctor", "--fix"])
@@ -155,7 +155,7 @@ def test_doctor_prints_cuda_kernels_as_a_table(monkeypatch: pytest.MonkeyPatch) 
         return {"kernel": {"kernel": "flash", "shape": shape, "kernels": kernels}, "ok": True}
 
     monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", collect)
+    monkeypatch.setattr("vllm_specplug.engine.doctor.collect", collect)
     arguments = ["doctor", "--target", "some/model", "--tensor-parallel-size", "2"]
     result = runner.invoke(cli.app, arguments)
     assert result.exit_code == 0, result.output
@@ -176,7 +176,7 @@ def test_doctor_refuses_a_target_that_cannot_be_read(monkeypatch: pytest.MonkeyP
     def collect(**given: Any) -> dict[str, Any]:
         raise ValueError("target 'nothing' cannot be read: no such folder")
 
-    monkeypatch.setattr("vllm_specplug.vllm_process.doctor.collect", collect)
+    monkeypatch.setattr("vllm_specplug.engine.doctor.collect", collect)
     result = runner.invoke(cli.app, ["doctor", "--target", "nothing"])
     assert result.exit_code == 2 and "'nothing' cannot be read" in result.stderr
 

@@ -118,7 +118,7 @@ def _reads_of_a_runner(source: str) -> list[str]:
 
 def test_one_module_reads_the_state_of_vllms_runner() -> None:
     """Beside the runner itself, which is in another package."""
-    paths = (PACKAGE / "vllm_worker").glob("*.py")
+    paths = (PACKAGE / "vllm_worker").rglob("*.py")
     readers = {path.name: _reads_of_a_runner(path.read_text()) for path in paths}
     assert readers.pop("runner_view.py")
     assert {name: reads for name, reads in readers.items() if reads} == {}

@@ -9,9 +9,9 @@ vLLM's own statistics have the same problem and a channel for it, so the plugin'
                   drains it into a payload of plain ints, floats, lists and dicts, which the runner
                   sets as attribute `specplug_stats` of its `ModelRunnerOutput`
     engine core   the scheduler's `update_from_output` moves the payload to the `SchedulerStats` it
-                  returns (vllm_process/metrics_bridge.py)
+                  returns (engine/metrics_bridge.py)
     API server    a stat logger hands the payload to `PrometheusExporter.observe`, which owns the
-                  counters (vllm_process/metrics_bridge.py)
+                  counters (engine/metrics_bridge.py)
 
 Every process that holds a front end thus has ordinary prometheus_client metrics with vLLM's labels
 `model_name` and `engine`; several nodes, data parallel engines and several API servers work because

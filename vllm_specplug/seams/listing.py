@@ -77,14 +77,14 @@ PROCESS_SEAMS = SeamSet(
             "vllm.engine.arg_utils:SpeculativeConfig",
             "vLLM's list of methods is closed and unknown keys are refused",
             HAS_REGISTRY,
-            make="vllm_specplug.vllm_process.spec_config:speculative_config_class",
+            make="vllm_specplug.engine.spec_config:speculative_config_class",
         ),
         Wrap(
             "engine_config",
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
             "combinations such as a quantised cache only show in the whole config",
             f"a registered method may validate the engine config ({REGISTRY})",
-            make="vllm_specplug.vllm_process.engine_args:checked",
+            make="vllm_specplug.engine.engine_args:checked",
         ),
         Retype(
             "metrics_bridge",
@@ -92,21 +92,21 @@ PROCESS_SEAMS = SeamSet(
             f"{_WHY_STATS}; the front end drops what no type declares",
             _HAS_STATS,
             attribute="scheduler_stats",
-            annotation="vllm_specplug.vllm_process.metrics_bridge:TreeSchedulerStats",
+            annotation="vllm_specplug.engine.metrics_bridge:TreeSchedulerStats",
         ),
         Wrap(
             "metrics_bridge",
             f"{_SCHEDULER}.update_from_output",
             _WHY_STATS,
             _HAS_STATS,
-            make="vllm_specplug.vllm_process.metrics_bridge:with_stats",
+            make="vllm_specplug.engine.metrics_bridge:with_stats",
         ),
         Wrap(
             "metrics_bridge",
             "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
             _WHY_STATS,
             _HAS_STATS,
-            make="vllm_specplug.vllm_process.metrics_bridge:with_tree_logger",
+            make="vllm_specplug.engine.metrics_bridge:with_tree_logger",
         ),
         Wrap(
             "placeholders",
@@ -114,7 +114,7 @@ PROCESS_SEAMS = SeamSet(
             "requests that resume or hit the prefix cache would verify num_speculative_tokens "
             "placeholder rows that cannot be accepted",
             "a proposer can decline the padding",
-            make="vllm_specplug.vllm_process.placeholders:without_placeholders",
+            make="vllm_specplug.engine.placeholders:without_placeholders",
         ),
         ZEROED_PAGES,
         *REQUEST_SEAMS,
@@ -124,7 +124,7 @@ PROCESS_SEAMS = SeamSet(
                 f"{owner}.{name}",
                 _WHY_GRAMMAR,
                 _HAS_PARENTS,
-                make=f"vllm_specplug.vllm_process.structured_output:{ours}",
+                make=f"vllm_specplug.engine.structured_output:{ours}",
             )
             for owner, name, ours in (
                 (_SCHEDULER, "update_draft_token_ids", "update_draft_token_ids"),
@@ -139,7 +139,7 @@ PROCESS_SEAMS = SeamSet(
             "vllm.v1.worker.gpu.sample.logits_processor.loader:_load_v2_logitsprocs",
             _WHY_PENALTY,
             _HAS_PROCESSORS,
-            make="vllm_specplug.vllm_process.penalty:with_penalty",
+            make="vllm_specplug.engine.penalty:with_penalty",
         ),
         Wrap(
             "penalty_processor",
@@ -147,7 +147,7 @@ PROCESS_SEAMS = SeamSet(
             "_build_logits_processors_params_validator",
             _WHY_PENALTY,
             _HAS_PROCESSORS,
-            make="vllm_specplug.vllm_process.penalty:with_penalty_check",
+            make="vllm_specplug.engine.penalty:with_penalty_check",
         ),
     )
 )
@@ -160,7 +160,7 @@ REFUSAL = SeamSet(
             "on an unsupported vLLM our methods must say why they are unavailable instead of "
             "being unknown",
             "never needed on a supported vLLM",
-            make="vllm_specplug.vllm_process.refusal:refusing",
+            make="vllm_specplug.engine.refusal:refusing",
         ),
     )
 )

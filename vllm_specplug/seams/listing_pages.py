@@ -14,7 +14,7 @@ ZEROED_PAGES = Wrap(
     "vllm.v1.engine.core:get_kv_cache_configs",
     _WHY,
     CONTAINED,
-    make="vllm_specplug.vllm_process.zeroed_pages:with_zeroed_pages",
+    make="vllm_specplug.engine.zeroed_pages:with_zeroed_pages",
 )
 
 ZEROED_PAGES_USES: tuple[Seam, ...] = (

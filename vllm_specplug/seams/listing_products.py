@@ -13,7 +13,7 @@ CPU_PRODUCTS = Wrap(
     "CPU with AVX-512 BF16, and nine times as long without AVX-512; in place while a worker "
     "loads its weights",
     "vLLM's take as long for a tree as for one row",
-    make="vllm_specplug.vllm_worker.linear:packing_dispatch",
+    make="vllm_specplug.vllm_worker.target.linear:packing_dispatch",
 )
 
 PRODUCT_USES: tuple[Seam, ...] = (

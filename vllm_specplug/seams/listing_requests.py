@@ -11,7 +11,7 @@ REQUEST_SEAMS: tuple[Seam, ...] = (
         "vllm.sampling_params:SamplingParams._validate_spec_decode",
         "min_p and logit_bias are refused under any speculation; the walk honours them",
         "vLLM asks the method which options it honours",
-        make="vllm_specplug.vllm_process.sampling_options:wrap_sampling_params",
+        make="vllm_specplug.engine.sampling_options:wrap_sampling_params",
     ),
     Wrap(
         "request_body",
@@ -19,6 +19,6 @@ REQUEST_SEAMS: tuple[Seam, ...] = (
         "vllm_xargs takes no booleans, so that true is read as 1; unknown fields of a request "
         "are dropped in silence",
         "vllm_xargs keeps booleans, and a plugin may declare request fields",
-        make="vllm_specplug.vllm_process.request_body:with_body_check",
+        make="vllm_specplug.engine.request_body:with_body_check",
     ),
 )

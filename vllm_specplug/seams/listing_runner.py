@@ -68,21 +68,21 @@ MODEL_RUNNER = (
         "vllm.config.vllm:VllmConfig.use_v2_model_runner",
         "on a CPU without Triton vLLM takes V1, in which no trees run",
         HAS_CPU_KERNELS,
-        make="vllm_specplug.vllm_process.model_runner:takes_v2",
+        make="vllm_specplug.engine.model_runner:takes_v2",
     ),
     Wrap(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
         "V2 names the methods that it does not run, ours by the name they share with others",
         HAS_REGISTRY,
-        make="vllm_specplug.vllm_process.model_runner:admitting_trees",
+        make="vllm_specplug.engine.model_runner:admitting_trees",
     ),
     Wrap(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
         "on a CPU without Triton our methods bring the kernels that V2 needs",
         HAS_CPU_KERNELS,
-        make="vllm_specplug.vllm_process.model_runner:wrap_v2_check",
+        make="vllm_specplug.engine.model_runner:wrap_v2_check",
     ),
     Wrap(
         "model_runner_v2",
@@ -90,7 +90,7 @@ MODEL_RUNNER = (
         "asynchronous scheduling is admitted by the names of vLLM's own methods, and switched "
         "off on a CPU",
         HAS_REGISTRY,
-        make="vllm_specplug.vllm_process.model_runner:keeping_async_scheduling",
+        make="vllm_specplug.engine.model_runner:keeping_async_scheduling",
     ),
 )
 

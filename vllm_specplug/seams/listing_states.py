@@ -113,7 +113,7 @@ CPU_STATE_SEAMS = SeamSet(
             "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
             _WHY_STATES,
             _HAS_STATES,
-            make="vllm_specplug.vllm_worker.state_layers:without_draft_states",
+            make="vllm_specplug.vllm_worker.target.state_layers:without_draft_states",
         ),
         *uses(
             "state_rows",
@@ -133,7 +133,7 @@ DEVICE_STATE_SEAMS = SeamSet(
             "vllm.platforms.interface:Platform.update_block_size_for_backend",
             _WHY_STATES,
             _HAS_STATES,
-            make="vllm_specplug.vllm_worker.state_layers:without_draft_states",
+            make="vllm_specplug.vllm_worker.target.state_layers:without_draft_states",
         ),
         *uses(
             "state_rows",

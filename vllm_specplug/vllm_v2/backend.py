@@ -25,6 +25,7 @@ from vllm_specplug.drafting.caches import (
     WindowSpec,
 )
 from vllm_specplug.kernels import TreeAttnMetadata, TreeLayer, compact_kv, tree_metadata
+from vllm_specplug.tree.step_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
@@ -33,13 +34,12 @@ from vllm_specplug.vllm_attention.tree_rows import (
     put_rows,
     warmup_rows,
 )
-from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_layouts
-from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_worker.cost.step_clock import HostClock, StepClock
+from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup, target_layouts
+from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
+from vllm_specplug.vllm_worker.memory.window_cache import PagedTargetCache, WindowCache
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import SelfDraft
-from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
-from vllm_specplug.vllm_worker.window_cache import PagedTargetCache, WindowCache
 
 _NO_NODES = np.empty(0, np.int32)
 

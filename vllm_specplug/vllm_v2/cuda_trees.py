@@ -15,19 +15,19 @@ import torch
 
 from vllm_specplug.drafting.caches import DraftCache, PartialCacheSpec, TargetForward, WindowSpec
 from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.tree import step_trees
+from vllm_specplug.tree.step_trees import StepTrees, Walk
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, TreeRows
-from vllm_specplug.vllm_v2 import device_trees
 from vllm_specplug.vllm_v2.backend import TreeBackend, step_plan
-from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
+from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
-from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache
 from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
-from vllm_specplug.vllm_worker.device_window import DeviceWindowCache, PagedDeviceTargetCache
-from vllm_specplug.vllm_worker.draft_cache import BlockTable, DraftKVLayer
+from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
+from vllm_specplug.vllm_worker.memory.device_window import DeviceWindowCache, PagedDeviceTargetCache
+from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLayer
 from vllm_specplug.vllm_worker.runner_view import RunnerView
-from vllm_specplug.vllm_worker.step_clock import DeviceClock, StepClock
 
 
 def parent_rows(trees: StepTrees) -> torch.Tensor:
@@ -50,7 +50,7 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
 
     def run_every_variant(self, synchronize: Callable[[], None]) -> None:
         super().run_every_variant(synchronize)
-        device_trees.warm_up(self.limits.tree_rows - 1, self.device)
+        step_trees.warm_up(self.limits.tree_rows - 1, self.device)
         if self.captures_trees():
             self.graph_trees.warm_up()
         synchronize()

@@ -32,11 +32,11 @@ from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, 
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.step_trees import Committed
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2 import draft_inputs, host_step
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
-from vllm_specplug.vllm_v2.device_trees import Committed
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_v2.host_step import (
     HostStep,
@@ -48,8 +48,8 @@ from vllm_specplug.vllm_v2.penalty_processor import device_penalties
 from vllm_specplug.vllm_v2.pending_steps import HELD_STEPS, PendingDraft, PendingStep
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import HostRequest
-from vllm_specplug.vllm_worker.draft_planner import Batch
-from vllm_specplug.vllm_worker.late_budget import LateBudget
+from vllm_specplug.vllm_worker.cost.draft_planner import Batch
+from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
 from vllm_specplug.vllm_worker.ranks import first_rank_tensor
 
 

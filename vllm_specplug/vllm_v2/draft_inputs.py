@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.vllm_v2 import device_trees
+from vllm_specplug.tree import step_trees
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def draft_inputs(
             has rows for, and levels of the draft forward.
     """
     lengths, last_sampled = req_states.total_len.gpu, req_states.last_sampled_tokens
-    if device_trees.has_kernels(slots.device):
+    if step_trees.has_kernels(slots.device):
         from vllm_specplug.kernels.step_tables_triton import draft_inputs_triton
 
         return DraftInputs(*draft_inputs_triton(slots, lengths, num_sampled, last_sampled, limits))

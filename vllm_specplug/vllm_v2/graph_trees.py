@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import PLAN_ROWS
-from vllm_specplug.vllm_v2 import device_trees
-from vllm_specplug.vllm_v2.device_trees import StepTrees
+from vllm_specplug.tree import step_trees
+from vllm_specplug.tree.step_trees import StepTrees
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 
@@ -88,7 +88,7 @@ class GraphTrees:
         # Its stride is the graph's number of requests.
         plan = self.plan[: PLAN_ROWS * places].view(PLAN_ROWS, places)
         parents = self.parents[:num_rows]
-        if device_trees.has_kernels(plan.device):
+        if step_trees.has_kernels(plan.device):
             from vllm_specplug.kernels.step_trees_triton import fill_plan_triton
 
             known = (self.starts, self.words, 0)

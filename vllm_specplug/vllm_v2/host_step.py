@@ -13,9 +13,8 @@ import torch
 
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceTrees
-from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v2 import device_trees
-from vllm_specplug.vllm_v2.device_trees import Walk
+from vllm_specplug.tree import DraftTree, step_trees
+from vllm_specplug.tree.step_trees import Walk
 
 
 class HostCopy:
@@ -70,7 +69,7 @@ def step_table(
     slots = input_batch.idx_mapping
     lengths, computed = req_states.total_len.gpu, req_states.num_computed_tokens.gpu
     token_ids = req_states.all_token_ids.gpu
-    if device_trees.has_kernels(slots.device):
+    if step_trees.has_kernels(slots.device):
         from vllm_specplug.kernels.step_tables_triton import step_table_triton
 
         paths = None if walk is None else (walk.lengths, walk.path_rows)
@@ -143,7 +142,7 @@ def trees_table(
 ) -> torch.Tensor:
     """int32 [R, columns]: `room`, the trees, those of branches only, then the branches' suffix
     lengths and tokens; see `TreesCopy`."""
-    if device_trees.has_kernels(room.device):
+    if step_trees.has_kernels(room.device):
         from vllm_specplug.kernels.step_tables_triton import trees_table_triton
 
         others = None if lookup_only is None else lookup_only.fields

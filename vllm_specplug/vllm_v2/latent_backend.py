@@ -13,14 +13,14 @@ import torch
 
 from vllm_specplug.kernels import move_latents
 from vllm_specplug.kernels.masks import words_to_bool
+from vllm_specplug.tree.step_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_attention.latent import (
     LatentRequest,
     attach_latent_rows,
     attach_warmup_rows,
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend
-from vllm_specplug.vllm_v2.device_trees import StepTrees, Walk, ancestor_words, path_moves
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 
 
 class LatentTreeBackend(CpuTreeBackend):

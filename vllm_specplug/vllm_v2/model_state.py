@@ -18,10 +18,10 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from vllm_specplug.tree.step_trees import set_axes
 from vllm_specplug.vllm_attention.state_rows import attach_state_step
 from vllm_specplug.vllm_attention.tree_rows import put_rows
 from vllm_specplug.vllm_v2.backend import TreeBackend
-from vllm_specplug.vllm_v2.device_trees import set_axes
 from vllm_specplug.vllm_v2.state_trees import state_step
 from vllm_specplug.vllm_v2.step_context import StepContext
 

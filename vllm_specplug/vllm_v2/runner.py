@@ -21,12 +21,12 @@ from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
-from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
-from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
-from vllm_specplug.vllm_v2.device_trees import (
+from vllm_specplug.tree.step_trees import (
     attach_trees,
     set_positions,
 )
+from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
+from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.model_state import with_trees
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
@@ -35,15 +35,15 @@ from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
-from vllm_specplug.vllm_worker.cache_groups import draft_group
-from vllm_specplug.vllm_worker.calibration import start_budget
 from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
-from vllm_specplug.vllm_worker.draft_planner import DraftPlanner, step_metrics
-from vllm_specplug.vllm_worker.drafter_memory import bind_drafter_memory
-from vllm_specplug.vllm_worker.layer_states import collect_layer_states
+from vllm_specplug.vllm_worker.cost.calibration import start_budget
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, step_metrics
+from vllm_specplug.vllm_worker.memory.cache_groups import draft_group
+from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.runner_view import RunnerView
-from vllm_specplug.vllm_worker.state_layers import check_state_blocks
+from vllm_specplug.vllm_worker.target.layer_states import collect_layer_states
+from vllm_specplug.vllm_worker.target.state_layers import check_state_blocks
 
 logger = init_logger("vllm.specplug.runner")
 

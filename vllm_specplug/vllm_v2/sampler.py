@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput, SamplingMaskTensors
 
-from vllm_specplug.vllm_v2.device_trees import along_paths, emitting_rows, walk_trees
+from vllm_specplug.tree.step_trees import along_paths, emitting_rows, walk_trees
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 

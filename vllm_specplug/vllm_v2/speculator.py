@@ -22,7 +22,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v2.device_trees import Committed, TreeStore, Walk
+from vllm_specplug.tree.step_trees import Committed, TreeStore, Walk
 from vllm_specplug.vllm_v2.penalty_processor import draft_penalty
 from vllm_specplug.vllm_v2.step_context import StepContext, StepRecord
 from vllm_specplug.vllm_v2.step_input import (
@@ -31,7 +31,7 @@ from vllm_specplug.vllm_v2.step_input import (
     next_tokens,
     verified_step,
 )
-from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
 from vllm_specplug.vllm_worker.penalty import request_penalty
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.ranks import (

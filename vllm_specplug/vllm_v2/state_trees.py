@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from vllm_specplug.kernels import to_device
+from vllm_specplug.tree.step_trees import ROOT, StepTrees, Walk
 from vllm_specplug.vllm_attention.state_rows import RequestRows, StateStep
-from vllm_specplug.vllm_v2.device_trees import ROOT, StepTrees, Walk
 
 
 def state_step(

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from vllm_specplug.tree.step_trees import Committed, StepTrees, Walk, committed_rows
 from vllm_specplug.vllm_attention.state_rows import StateStep
-from vllm_specplug.vllm_v2.device_trees import Committed, StepTrees, Walk, committed_rows
 
 
 @dataclass(frozen=True)

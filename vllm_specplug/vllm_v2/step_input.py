@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v2.device_trees import StepRows, Walk
+from vllm_specplug.tree.step_trees import StepRows, Walk
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 

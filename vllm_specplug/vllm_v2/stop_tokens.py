@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from vllm_specplug.kernels import to_device
-from vllm_specplug.vllm_v2 import device_trees
-from vllm_specplug.vllm_v2.device_trees import StepTrees
+from vllm_specplug.tree import step_trees
+from vllm_specplug.tree.step_trees import StepTrees
 
 MOST_STOP_TOKENS = 128
 """Of one request; vLLM has the same limit beside `min_tokens`. One with more has no drafts."""
@@ -60,7 +60,7 @@ class StopTokens:
     ) -> StepTrees:
         """The same trees without nodes that end their request: such a token is emitted by the row
         above, and is the last one."""
-        if device_trees.has_kernels(token_ids.device):
+        if step_trees.has_kernels(token_ids.device):
             return replace(trees, ends=self.token_ids)
         ends = self.token_ids[trees.rows.row_slots] == token_ids[:, None]
         return trees.without(ends.any(1))

@@ -21,15 +21,15 @@ from vllm_specplug.seams import (
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
-from vllm_specplug.vllm_worker.drafter_memory import memory_for_caches
-from vllm_specplug.vllm_worker.linear import takes_plain_rows
+from vllm_specplug.vllm_worker.memory.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.start_up import (
     OwnKernels,
     choose_kernel,
     require_seams,
     use_latent_seams,
 )
-from vllm_specplug.vllm_worker.weight_updates import PacksTarget
+from vllm_specplug.vllm_worker.target.linear import takes_plain_rows
+from vllm_specplug.vllm_worker.target.weight_updates import PacksTarget
 
 
 class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]  # overrides

@@ -17,12 +17,12 @@ from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
-from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.drafter_memory import drafter_memory, most_tree_rows
+from vllm_specplug.vllm_worker.memory.drafter_memory import drafter_memory, most_tree_rows
 from vllm_specplug.vllm_worker.start_up import require_seams
+from vllm_specplug.vllm_worker.target.attention_backend import claim_attention_backend
+from vllm_specplug.vllm_worker.target.weight_updates import FollowsTarget
 from vllm_specplug.vllm_worker.warmup import profile_largest_step, warm_up_draft
-from vllm_specplug.vllm_worker.weight_updates import FollowsTarget
 
 
 class DeviceRunnerMixin(TreeRunnerMixin):

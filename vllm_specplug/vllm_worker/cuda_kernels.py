@@ -35,7 +35,7 @@ from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views, warm_up_store, without_scales
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.ranks import slowest_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 

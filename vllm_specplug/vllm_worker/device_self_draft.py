@@ -16,14 +16,14 @@ from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
-from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftRows
-from vllm_specplug.vllm_worker.device_partial_cache import (
+from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
+from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows
+from vllm_specplug.vllm_worker.memory.device_partial_cache import (
     Contexts,
     DevicePartialCache,
     partial_of,
     single_rows,
 )
-from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import regions_of
 

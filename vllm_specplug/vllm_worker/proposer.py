@@ -20,10 +20,10 @@ from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
-from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
-from vllm_specplug.vllm_worker.linear import draft_linear
-from vllm_specplug.vllm_worker.state_layers import StateLayers, prepare_state_layers
-from vllm_specplug.vllm_worker.weight_updates import kept_asleep
+from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.target.linear import draft_linear
+from vllm_specplug.vllm_worker.target.state_layers import StateLayers, prepare_state_layers
+from vllm_specplug.vllm_worker.target.weight_updates import kept_asleep
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -65,7 +65,7 @@ class DrafterHost:
         check_target_layers(layers, method, ignored=(DraftKVLayer, MambaBase))
         if model_config.use_mla:
             # Classes of vLLM that no other target needs.
-            from vllm_specplug.vllm_worker.latent_layers import (
+            from vllm_specplug.vllm_worker.target.latent_layers import (
                 check_compiled_routing,
                 check_latent_rotary,
             )

@@ -21,9 +21,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_specplug.drafting.drafter import DrafterOptions
 from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_attention.state_rows import StateStep, warmup_step
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup, target_groups
-from vllm_specplug.vllm_worker.state_layers import StateLayers
-from vllm_specplug.vllm_worker.step_clock import StepClock
+from vllm_specplug.vllm_worker.cost.step_clock import StepClock
+from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup, target_groups
+from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter

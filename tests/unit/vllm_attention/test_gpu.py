@@ -16,7 +16,7 @@ from vllm_specplug.vllm_attention.gpu import (
     gpu_cache_views,
 )
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
-from vllm_specplug.vllm_worker.attention_backend import claim_attention_backend
+from vllm_specplug.vllm_worker.target.attention_backend import claim_attention_backend
 
 
 @pytest.mark.parametrize("backend_class", [TreeFlashAttentionBackend, TreeTritonAttentionBackend])

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
+from vllm_specplug.tree.step_trees import StepTrees
 from vllm_specplug.vllm_attention.latent import (
     LatentRequest,
     TreeCPUMLABackend,
@@ -32,9 +33,11 @@ from vllm_specplug.vllm_attention.latent import (
 )
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
-from vllm_specplug.vllm_v2.device_trees import StepTrees
 from vllm_specplug.vllm_v2.latent_backend import latent_requests
-from vllm_specplug.vllm_worker.latent_layers import check_compiled_routing, check_latent_rotary
+from vllm_specplug.vllm_worker.target.latent_layers import (
+    check_compiled_routing,
+    check_latent_rotary,
+)
 
 HEADS, NOPE, ROTARY = 3, 8, 4
 

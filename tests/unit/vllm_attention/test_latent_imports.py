@@ -15,7 +15,7 @@ _LATENT_ONLY = (
     "vllm.v1.attention.backends.mla.cpu_mla",
     "vllm_specplug.vllm_attention.latent",
     "vllm_specplug.vllm_v2.latent_backend",
-    "vllm_specplug.vllm_worker.latent_layers",
+    "vllm_specplug.vllm_worker.target.latent_layers",
 )
 _SHARED = ("vllm_specplug.vllm_v2.worker_cpu", "vllm_specplug.vllm_worker.proposer")
 

@@ -37,14 +37,14 @@ from vllm_specplug.vllm_attention.layer_support import (
     check_cache_dtypes,
     check_target_layers,
 )
-from vllm_specplug.vllm_worker.cache_groups import (
+from vllm_specplug.vllm_worker.memory.cache_groups import (
     CacheGroup,
     check_plain_attention,
     draft_group,
     last_layer,
     target_groups,
 )
-from vllm_specplug.vllm_worker.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 # Parameters of implementations that tree rows honour, or that the layer check covers elsewhere.

@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch
-from vllm_specplug.vllm_v2 import device_trees
-from vllm_specplug.vllm_v2.backend import step_plan
-from vllm_specplug.vllm_v2.device_trees import (
+from vllm_specplug.tree import step_trees
+from vllm_specplug.tree.step_trees import (
     TreeStore,
     ancestor_words,
     attach_trees,
@@ -27,6 +26,7 @@ from vllm_specplug.vllm_v2.device_trees import (
     set_positions,
     walk_trees,
 )
+from vllm_specplug.vllm_v2.backend import step_plan
 from vllm_specplug.vllm_v2.step_input import step_rows
 
 N = 16
@@ -49,7 +49,7 @@ class Recorder(TorchDispatchMode):
         for owner, name, new in (
             (InterpretedFunction, "run", launch),
             (JITFunction, "run", launch),
-            (device_trees, "has_kernels", lambda device: device.type == "meta"),
+            (step_trees, "has_kernels", lambda device: device.type == "meta"),
         ):
             self.replaced.enter_context(patch.object(owner, name, new))
         return super().__enter__()

@@ -13,7 +13,7 @@ import torch
 
 from tests.unit.tree.candidates import trees as random_trees
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees
+from vllm_specplug.tree.step_trees import StepTrees, TreeStore, attach_trees
 from vllm_specplug.vllm_v2.step_input import step_rows
 
 VOCAB = 6

@@ -14,14 +14,14 @@ from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, input_batch, stored
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.step_trees import StepTrees, TreeStore, attach_trees, walk_trees
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend, parent_rows
-from vllm_specplug.vllm_v2.device_trees import StepTrees, TreeStore, attach_trees, walk_trees
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_worker import cuda_kernels
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
+from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)

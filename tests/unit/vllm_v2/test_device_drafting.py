@@ -48,18 +48,18 @@ from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.metrics import StepStats
+from vllm_specplug.tree.step_trees import committed_rows
 from vllm_specplug.vllm_v2 import device_speculator
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
-from vllm_specplug.vllm_v2.device_trees import committed_rows
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_v2.host_step import HostCopy
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_context import StepRecord
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
-from vllm_specplug.vllm_worker.late_budget import LateBudget
 
 VOCAB = 64
 META = torch.device("meta")

@@ -28,8 +28,8 @@ from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
+from vllm_specplug.vllm_worker.cost.step_clock import HostClock, StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.step_clock import HostClock, StepClock
 
 # Operations of one step's trees, each of which is a launch on a GPU. Less is better; more needs a
 # reason.

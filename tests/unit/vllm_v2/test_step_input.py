@@ -11,7 +11,7 @@ import torch
 from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch, stored
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v2.device_trees import TreeStore, attach_trees, walk_trees
+from vllm_specplug.tree.step_trees import TreeStore, attach_trees, walk_trees
 from vllm_specplug.vllm_v2.step_input import HostRequest, next_tokens, step_rows, verified_step
 
 

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
 
+from tests.unit.tree.walk_oracle import walk_on_host
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, trees
-from tests.unit.vllm_v2.walk_oracle import walk_on_host
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_v2.device_trees import walk_trees
+from vllm_specplug.tree.step_trees import walk_trees
 from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from vllm.distributed import (
 
 from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
 from vllm_specplug.vllm_worker import ranks
-from vllm_specplug.vllm_worker.calibration import start_budget
+from vllm_specplug.vllm_worker.cost.calibration import start_budget
 from vllm_specplug.vllm_worker.warmup import warm_up_draft
 
 TIMEOUT = timedelta(seconds=90)

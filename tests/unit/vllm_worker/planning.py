@@ -14,7 +14,7 @@ from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
 
 MAX_NODES = 8
 

@@ -32,10 +32,10 @@ from vllm_specplug.kernels import top_candidates
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.options import parse_request_budget
 from vllm_specplug.tree import DraftTree, build_tree
-from vllm_specplug.vllm_v2.device_trees import TreeStore
+from vllm_specplug.tree.step_trees import TreeStore
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import HostRequest
-from vllm_specplug.vllm_worker.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import first_rank_reservation
 
 NUM_REQUESTS, NODES, DEPTH, HIDDEN, VOCAB = 8, 12, 4, 64, 32

@@ -19,7 +19,7 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
 from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
-from vllm_specplug.vllm_worker.calibration import calibrate, start_budget
+from vllm_specplug.vllm_worker.cost.calibration import calibrate, start_budget
 
 TIMEOUT = timedelta(seconds=30)
 

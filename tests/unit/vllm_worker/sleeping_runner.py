@@ -11,9 +11,9 @@ import torch
 from vllm.config import CacheConfig
 
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker.cost.step_clock import HostClock
 from vllm_specplug.vllm_worker.runner_view import RunnerView
-from vllm_specplug.vllm_worker.state_layers import StateLayers
-from vllm_specplug.vllm_worker.step_clock import HostClock
+from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
 
 class SleepingDrafter:

@@ -17,14 +17,14 @@ from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_worker import cuda_kernels
-from vllm_specplug.vllm_worker.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.cuda_kernels import (
     CudaKernels,
     LayerSample,
     StepLimits,
     TreeBuffers,
 )
-from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache
+from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
+from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)

@@ -13,10 +13,10 @@ import torch
 from vllm_specplug.drafting.caches import WindowSpec
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.device_draft_cache import CudaDraftCache
-from vllm_specplug.vllm_worker.device_window import DeviceWindowCache
-from vllm_specplug.vllm_worker.draft_cache import PagedDraftCache
-from vllm_specplug.vllm_worker.window_cache import WindowCache
+from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
+from vllm_specplug.vllm_worker.memory.device_window import DeviceWindowCache
+from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
+from vllm_specplug.vllm_worker.memory.window_cache import WindowCache
 
 HEADS, DIM, PAGE, LAYERS, TOKENS = 2, 32, 32, 2, 3
 WINDOW = WindowSpec(PAGE, HEADS, DIM)

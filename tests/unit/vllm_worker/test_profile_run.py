@@ -30,7 +30,7 @@ from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.seams import CPU_KERNELS
-from vllm_specplug.vllm_worker.state_layers import StateLayers
+from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
 CPU = torch.device("cpu")
 VOCAB, REQUESTS, NODES, TOKENS, DEPTH = 4096, 12, 7, 128, 4

@@ -117,7 +117,7 @@ def test_what_a_config_adds_changes_the_draft(name: str, tmp_path: Path) -> None
 
 
 def test_windows_are_asked_of_the_device(tmp_path: Path) -> None:
-    from vllm_specplug.vllm_process.spec_config import CAPABILITIES
+    from vllm_specplug.engine.spec_config import CAPABILITIES
 
     target = TargetInfo(TINY_TARGET, 64, None)
     for name, needs in (("mixed", {Capability.CONTEXT_WINDOW}), ("zlab", set())):

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The channel from a runner's output to /metrics, with vLLM's own classes at both ends.
+
+Run in an interpreter without the plugin where the order of events matters: decoders cache their
+types.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from prometheus_client import REGISTRY
+
+from tests.e2e.fork_server import run_code
+from vllm_specplug.engine import metrics_bridge
+from vllm_specplug.engine.spec_config import SpecPlugSpeculativeConfig
+from vllm_specplug.metrics import STATS_ATTRIBUTE, StepStats
+
+
+def make_payload() -> dict:
+    stats = StepStats()
+    stats.observe_draft(16, 2)
+    stats.observe_plain("batch", 3)
+    stats.observe_ms("verify", 31.5)
+    stats.tree_budget = 16
+    payload = stats.drain()
+    assert payload is not None
+    return payload
+
+
+ROUND_TRIP = """
+    import json
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
+    from vllm.v1.metrics.loggers import StatLoggerManager
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+    from vllm_specplug.engine import metrics_bridge
+    from vllm_specplug.engine import install
+
+    if {install}:
+        install()
+        wrapped = Scheduler.update_from_output, StatLoggerManager.__init__
+        install()
+        assert (Scheduler.update_from_output, StatLoggerManager.__init__) == wrapped
+        assert all(hasattr(w, "__wrapped__") for w in wrapped)
+        assert not any(hasattr(w.__wrapped__, "__wrapped__") for w in wrapped)
+    outputs = {{0: EngineCoreOutputs(), 1: EngineCoreOutputs(
+        scheduler_stats=SchedulerStats(num_running_reqs=5, kv_cache_usage=0.25))}}
+    metrics_bridge.attach_stats(outputs, {payload})
+    decoder = MsgpackDecoder(EngineCoreOutputs)
+    received = [
+        decoder.decode(MsgpackEncoder().encode(o)).scheduler_stats for o in outputs.values()
+    ]
+    assert received[0] is None
+    assert (received[1].num_running_reqs, received[1].kv_cache_usage) == (5, 0.25)
+    plain = decoder.decode(MsgpackEncoder().encode(
+        EngineCoreOutputs(scheduler_stats=SchedulerStats(num_waiting_reqs=2)))).scheduler_stats
+    assert isinstance(plain, SchedulerStats) and plain.num_waiting_reqs == 2
+    assert getattr(plain, "specplug_stats", None) is None
+    print("RECEIVED", json.dumps(getattr(received[1], "specplug_stats", None)))
+"""
+
+
+def round_trip(install: bool, payload: dict) -> str:
+    """What the front end receives, as text."""
+    code = textwrap.dedent(ROUND_TRIP.format(install=install, payload=payload))
+    # Nothing but this call may load the plugin.
+    stdout = run_code(code, env={"VLLM_PLUGINS": "none"})
+    return stdout.rpartition("RECEIVED")[2].strip()
+
+
+@pytest.mark.slow
+def test_statistics_survive_the_way_to_the_front_end_installed_twice():
+    payload = make_payload()
+    assert eval(round_trip(install=True, payload=payload)) == payload
+
+
+@pytest.mark.slow
+def test_without_the_bridge_the_front_end_drops_them():
+    """The reason for retyping the field; when this fails the bridge can go."""
+    assert round_trip(install=False, payload=make_payload()) == "null"
+
+
+class FakeScheduler:
+    """A scheduler whose statistics are on or off."""
+
+    def __init__(self, log_stats: bool) -> None:
+        self.log_stats = log_stats
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        from vllm.v1.engine import EngineCoreOutputs
+        from vllm.v1.metrics.stats import SchedulerStats
+
+        stats = SchedulerStats(num_running_reqs=1) if self.log_stats else None
+        return {0: EngineCoreOutputs(scheduler_stats=stats)}
+
+
+@pytest.fixture(scope="module")
+def scheduler_cls():
+    FakeScheduler.update_from_output = metrics_bridge.with_stats(FakeScheduler.update_from_output)
+    return FakeScheduler
+
+
+def test_scheduler_hands_on_what_the_runner_attached(scheduler_cls):
+    payload = make_payload()
+    output = SimpleNamespace(**{STATS_ATTRIBUTE: payload})
+    stats = scheduler_cls(log_stats=True).update_from_output(None, output)[0].scheduler_stats
+    assert stats.specplug_stats == payload
+    assert stats.num_running_reqs == 1
+
+
+def test_scheduler_leaves_other_outputs_alone(scheduler_cls):
+    stats = scheduler_cls(True).update_from_output(None, SimpleNamespace())[0].scheduler_stats
+    assert not hasattr(stats, "specplug_stats")
+
+
+def test_statistics_switched_off_stay_off(scheduler_cls):
+    output = SimpleNamespace(**{STATS_ATTRIBUTE: make_payload()})
+    outputs = scheduler_cls(log_stats=False).update_from_output(None, output)
+    assert outputs[0].scheduler_stats is None
+
+
+def make_vllm_config(plugin_method: str | None):
+    speculative_config = object.__new__(SpecPlugSpeculativeConfig)
+    object.__setattr__(speculative_config, "plugin_method", plugin_method)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(served_model_name=f"bridge-test-{plugin_method}"),
+        speculative_config=speculative_config,
+    )
+
+
+@pytest.fixture
+def manager_cls(monkeypatch):
+    """vLLM's manager, wrapped for this test only, with its own Prometheus logger left out."""
+    from vllm.v1.metrics import loggers
+
+    class NoPrometheus(loggers.PrometheusStatLogger):
+        def __init__(self, vllm_config, engine_indexes):
+            pass
+
+        def record(self, *args, **kwargs):
+            pass
+
+    stock = inspect.unwrap(loggers.StatLoggerManager.__init__)
+    wrapped = metrics_bridge.with_tree_logger(stock)
+    monkeypatch.setattr(loggers.StatLoggerManager, "__init__", wrapped)
+    return lambda config, engines: loggers.StatLoggerManager(
+        config, engines, custom_stat_loggers=[NoPrometheus], enable_default_loggers=False
+    )
+
+
+def test_front_end_counts_by_engine(manager_cls):
+    config = make_vllm_config("jetspec")
+    manager = manager_cls(config, [0, 1])
+    manager.record(metrics_bridge.TreeSchedulerStats(specplug_stats=make_payload()), None)
+    for _ in range(2):
+        stats = metrics_bridge.TreeSchedulerStats(specplug_stats=make_payload())
+        manager.record(stats, None, engine_idx=1)
+    manager.record(metrics_bridge.TreeSchedulerStats(), None)
+    manager.record(None, None)
+    for engine, drafts in (("0", 1), ("1", 2)):
+        labels = {"model_name": config.model_config.served_model_name, "engine": engine}
+        assert REGISTRY.get_sample_value("specplug:drafts_total", labels) == drafts
+
+
+def test_front_end_without_our_method_gets_no_logger(manager_cls):
+    manager = manager_cls(make_vllm_config(None), [0])
+    assert not [s for s in manager.stat_loggers if isinstance(s, metrics_bridge.TreeStatLogger)]

@@ -1,0 +1,480 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bad options, heads and combinations stop at config time, naming what is wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.tiny import make_head, make_tokenswift_heads
+from tests.unit.engine_config import engine_config
+
+pytestmark = pytest.mark.usefixtures("installed")
+
+VOCAB = 12
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    return make_head(tmp_path / "head", VOCAB)
+
+
+def _jetspec(head: Path, **options: Any) -> dict[str, Any]:
+    return {"method": "jetspec", "model": str(head), **options}
+
+
+def test_a_good_config_claims_the_worker_and_keeps_typed_options(target: Path, head: Path) -> None:
+    config = engine_config(target, _jetspec(head, num_speculative_tokens=24, tree_width=3))
+    spec = config.speculative_config
+    assert (spec.plugin_method, spec.method) == ("jetspec", "custom_class")
+    assert (spec.num_speculative_tokens, spec.tree_width, spec.draft_depth) == (24, 3, 4)
+    assert spec.aux_layers == (1, 2)  # zero-based ids 0 and 1 of the head, plus one
+    assert config.parallel_config.worker_cls.endswith("TreeCPUWorker")
+    assert "jetspec" in repr(spec) and str(head) not in repr(spec)
+    assert not config.scheduler_config.async_scheduling
+
+
+def test_the_config_survives_pickling(target: Path, head: Path) -> None:
+    spec = engine_config(target, _jetspec(head)).speculative_config
+    again = pickle.loads(pickle.dumps(spec))
+    assert again == spec and again.aux_layers == spec.aux_layers
+
+
+def test_the_hash_depends_on_the_auxiliary_layers(target: Path, head: Path) -> None:
+    spec = engine_config(target, _jetspec(head)).speculative_config
+    before = spec.compute_hash()
+    spec.plan = replace(spec.plan, hidden_layers=(1,))
+    assert spec.compute_hash() != before
+
+
+def test_spec_method_flag_is_accepted(target: Path, head: Path) -> None:
+    config = engine_config(target, None, spec_method="jetspec", spec_model=str(head), spec_tokens=6)
+    assert config.speculative_config.plugin_method == "jetspec"
+    assert config.speculative_config.num_speculative_tokens == 6
+
+
+def test_the_method_is_found_by_its_head(target: Path, head: Path, tmp_path: Path) -> None:
+    heads = {"jetspec": head, "ddtree": make_head(tmp_path / "dflash", VOCAB, causal=False)}
+    for name, folder in heads.items():
+        options = {"method": "tree", "model": str(folder), "tree_width": 3, "causal": True}
+        spec = engine_config(target, options).speculative_config
+        assert (spec.plugin_method, spec.method, spec.tree_width) == (name, "custom_class", 3)
+        assert spec.plan.settings.causal is True
+    flags = {"spec_method": "tree", "spec_model": str(head), "spec_tokens": 6}
+    assert engine_config(target, None, **flags).speculative_config.plugin_method == "jetspec"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "model=None.*'tree' needs a draft head"),
+        ({"model": "/nowhere"}, "model='/nowhere'.*no such folder"),
+        ({"model": "TARGET"}, "no method knows this kind of head.*LlamaForCausalLM"),
+        ({"model": "HEAD", "tree_widht": 3}, "no option 'tree_widht'.*'jetspec'"),
+        ({"model": "HEAD", "kv_budget": 3}, "kv_budget=3.*'jetspec' does not have it"),
+        ({"model": "HEAD", "async": True}, "no option 'async'"),
+    ],
+)
+def test_a_method_that_is_not_found(
+    target: Path, head: Path, options: dict[str, Any], message: str
+) -> None:
+    named = {"TARGET": str(target), "HEAD": str(head)}
+    options = {key: named.get(value, value) for key, value in options.items()}
+    with pytest.raises(ValueError, match=message):
+        engine_config(target, {"method": "tree", **options})
+
+
+def test_plain_and_foreign_methods_are_untouched(target: Path) -> None:
+    assert engine_config(target, None).speculative_config is None
+    config = engine_config(
+        target, {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    )
+    assert config.speculative_config.method == "ngram"
+    assert "specplug" not in config.parallel_config.worker_cls
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tree_widht": 3}, r"no option 'tree_widht' \(given 3\).*Did you mean 'tree_width'"),
+        ({"tree_width": 0}, "tree_width"),
+        ({"num_speculative_tokens": 300}, r"num_speculative_tokens=300 .*1\.\.256"),
+        ({"num_speculative_tokens": 2, "tree_depth": 3}, "at least tree_depth=3"),
+        ({"tree_depth": 9, "num_speculative_tokens": 16}, r"tree_depth=9 .*1\.\.4"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method='block'"),
+        ({"draft_sample_method": "probabilistic"}, "draft_sample_method='probabilistic'"),
+        ({"prompt_lookup_max": 4}, "prompt_lookup_max=4"),
+        ({"tree_kernel": "cute"}, "tree_kernel"),
+        ({"draft_tensor_parallel_size": 1}, "draft_tensor_parallel_size=1"),
+    ],
+)
+def test_bad_options(target: Path, head: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine_config(target, _jetspec(head, **options))
+
+
+def test_methods_leave_vllms_own_names_alone() -> None:
+    from typing import get_args
+
+    from vllm.config.speculative import SpeculativeMethod
+
+    from vllm_specplug.registry import legal_method_names
+
+    own = set(get_args(SpeculativeMethod))
+    nested = {name for part in own for name in get_args(part)} | own
+    assert {"ngram", "eagle3", "dspark"} <= nested
+    assert not nested & set(legal_method_names())
+
+
+def test_no_installed_method_takes_options_away_from_vllms_own(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_specplug.engine import spec_config
+
+    owners = {"prompt_lookup_max": ["stranger"]}
+    monkeypatch.setattr(spec_config, "owners_of", lambda key: owners.get(key, []))
+    spec = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    assert engine_config(target, spec).speculative_config.method == "ngram"
+
+
+def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
+    with pytest.raises(ValueError, match="tree_width=3 .*only the methods .*jetspec"):
+        engine_config(
+            target,
+            {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
+             "tree_width": 3},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*only drafts on the last rank"),
+        ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
+        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
+        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
+        ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
+        ({"max_num_scheduled_tokens": 8}, "needs 9 rows .*max_num_scheduled_tokens=8"),
+    ],
+)
+def test_engine_combinations(
+    target: Path, head: Path, engine: dict[str, Any], message: str | None
+) -> None:
+    spec = _jetspec(head, num_speculative_tokens=256 if message is None else 8)
+    with pytest.raises(ValueError, match=message or "needs 257 rows"):
+        engine_config(target, spec, **engine)
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_fp8_caches_are_read_by_whom_they_can_be(
+    target: Path, head: Path, tmp_path: Path, kind: str
+) -> None:
+    """Not by drafts over the target's own keys and values."""
+    spec = engine_config(target, _jetspec(head), kv_cache_dtype=kind).speculative_config
+    assert spec.plugin_method == "jetspec"
+    heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
+    for source in ("heads", "ngrams"):
+        assert engine_config(target, {**heads, "draft_source": source}, kv_cache_dtype=kind)
+    for options, message in (
+        ({**heads, "draft_source": "self"}, "draft_source='self' its drafts read the target"),
+        (heads, "draft_source='auto' its drafts read the target"),
+        (_jetspec(head, tree_kernel="triton"), "tree_kernel"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine_config(target, options, kv_cache_dtype=kind)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "scheme", "options", "message"),
+    [
+        ("cuda", "auto", None, {}, None),
+        ("cuda", "fp8", None, {}, None),
+        ("cuda", "fp8_e4m3", {"num_bits": 8}, {}, None),
+        ("cuda", "auto", {"num_bits": 8}, {}, None),
+        ("cuda", "fp8_e5m2", None, {}, "'fp8_e5m2' of .* on 'cuda'.*, or one of fp8, fp8_e4m3"),
+        ("cuda", "int8_per_token_head", None, {}, None),
+        ("cuda", "fp8_per_token_head", None, {}, None),
+        ("cuda", "int4_per_token_head", None, {}, "'int4_per_token_head' of .*, or one of fp8"),
+        ("cuda", "int8_per_token_head", None, {"tree_kernel": "reference"}, "tree_kernel='ref"),
+        ("cuda", "fp8", None, {"tree_kernel": "reference"}, "tree_kernel='reference'"),
+        ("cpu", "fp8_per_token_head", None, {}, "'fp8_per_token_head' of .* on 'cpu'"),
+        ("cpu", "fp8_e5m2", None, {}, None),
+        ("cpu", "auto", {"num_bits": 8}, {}, None),
+        ("xpu", "fp8", None, {}, "'fp8' of .* on 'xpu'"),
+    ],
+)
+def test_quantised_caches_by_device(
+    device: str, dtype: str, scheme: Any, options: dict[str, Any], message: str | None
+) -> None:
+    from vllm_specplug.engine.engine_args import _check_cache_dtype
+
+    config: Any = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(cache_dtype=dtype),
+        model_config=SimpleNamespace(dtype="torch.bfloat16"),
+        quant_config=SimpleNamespace(kv_cache_scheme=scheme),
+    )
+    fields = {"tree_kernel": "auto", "plan": None, "needs": frozenset, **options}
+    spec: Any = SimpleNamespace(**fields)
+    if message is None:
+        _check_cache_dtype("jetspec", spec, config)
+        return
+    with pytest.raises(ValueError, match=message):
+        _check_cache_dtype("jetspec", spec, config)
+
+
+def test_every_dtype_of_vllm_is_taken(target: Path, head: Path) -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        config = engine_config(target, _jetspec(head), dtype=dtype)
+        assert str(config.model_config.dtype) == f"torch.{dtype}"
+
+
+@pytest.mark.parametrize(
+    "connector", ["ExampleConnector", "SimpleCPUOffloadConnector", "MultiConnector"]
+)
+def test_kv_connectors(target: Path, connector: str) -> None:
+    """They may store or send slots of a layer before compaction has moved the accepted path."""
+    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*kv_connector='{connector}'.*Serve"):
+        engine_config(target, {"method": "ngram_tree"}, kv_transfer_config=transfer)
+    assert engine_config(target, None, kv_transfer_config=transfer).speculative_config is None
+
+
+def test_prompts_that_skip_layers(target: Path) -> None:
+    with pytest.raises(ValueError, match="'ngram_tree' .*kv_sharing_fast_prefill=True"):
+        engine_config(target, {"method": "ngram_tree"}, kv_sharing_fast_prefill=True)
+
+
+@pytest.mark.parametrize(("field", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
+def test_microbatching(target: Path, field: str, value: Any) -> None:
+    """Set on the finished config: vLLM switches it off on CPU."""
+    from vllm_specplug.engine.engine_args import check_engine_config
+
+    config = engine_config(target, {"method": "ngram_tree"})
+    check_engine_config(config)
+    setattr(config.parallel_config, field, value)
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{field}={value}"):
+        check_engine_config(config)
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "message"),
+    [
+        (None, "watermark_config", "watermarking"),
+        ("parallel_config", "enable_batch_sharded_sampling", "enable_batch_sharded_sampling=True"),
+        ("model_config", "enable_trace_replay", "enable_trace_replay=True"),
+        ("aux_output_config", "enable_return_routed_experts", "enable_return_routed_experts=True"),
+    ],
+)
+def test_what_takes_rows_for_consecutive_tokens_is_named(
+    target: Path, part: str | None, field: str, message: str
+) -> None:
+    from vllm_specplug.engine.engine_args import check_engine_config
+
+    config = engine_config(target, {"method": "ngram_tree"})
+    check_engine_config(config)
+    setattr(config if part is None else getattr(config, part), field, True)
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{message}"):
+        check_engine_config(config)
+
+
+def test_rows_that_are_reserved_ahead_follow_the_budget(target: Path) -> None:
+    from vllm_specplug.engine.placeholders import drafts_by_batch_size
+
+    def table(ahead: bool = True, **options: Any) -> list[int]:
+        method = {"method": "ngram_tree", **options}
+        config = engine_config(target, method, max_num_seqs=4, async_scheduling=ahead)
+        spec = config.speculative_config
+        return drafts_by_batch_size(spec, config.scheduler_config, spec.num_speculative_tokens)
+
+    options = {"num_speculative_tokens": 16, "max_step_rows": 24}
+    assert table(False, **options) == [16] * 5
+    assert table(**options) == [16, 16, 11, 7, 5]
+    # A scheduler that waits is told what the adaptive budget decided.
+    assert table(False, **options) == [16] * 5
+    assert table(False, **options, tree_budget=4) == table(**options, tree_budget=4)
+    assert table(**options, tree_budget=4) == [8, 8, 8, 7, 5]
+    assert table(**options, tree_budget=4, max_request_budget=0) == [4, 4, 4, 4, 4]
+    assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
+
+
+def test_rows_reserved_ahead_leave_some_for_one_more_request(target: Path) -> None:
+    """Else requests that fill the step keep all others out until one of them ends."""
+    from vllm_specplug.engine.placeholders import drafts_by_batch_size
+
+    options = {"method": "ngram_tree", "num_speculative_tokens": 63}
+    engine = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "async_scheduling": True}
+    config = engine_config(target, options, **engine)
+    table = drafts_by_batch_size(config.speculative_config, config.scheduler_config, 63)
+    for size in range(1, 6):
+        assert size * (1 + table[size]) < 64, size
+    assert 6 * (1 + table[6]) <= 64 and min(table) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),
+        ({"vocab_size": 16}, "vocab_size = 12, legal: 16"),
+        ({"num_hidden_layers": 1}, r"target_layer_ids = \[0, 1\].*0\.\.0"),
+    ],
+)  # fmt: skip
+def test_wrong_targets(
+    target: Path, head: Path, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=message):
+        engine_config(other, _jetspec(head))
+
+
+_FP8_CACHE = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
+                        "dynamic": False},
+}  # fmt: skip
+
+
+def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
+    target: Path, tmp_path: Path
+) -> None:
+    config = json.loads((target / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8_CACHE}))
+    heads = str(make_tokenswift_heads(tmp_path / "heads", VOCAB))
+    assert engine_config(tmp_path, {"method": "ngram_tree"}).speculative_config.plugin_method
+    with pytest.raises(
+        ValueError,
+        match="quantised KV cache: with draft_source='self' its drafts read",
+    ):
+        engine_config(tmp_path, {"method": "tokenswift", "model": heads, "draft_source": "self"})
+
+
+_HYBRID = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "engine", "spec", "message"),
+    [
+        ("Qwen3Next", 4, {}, {}, None),
+        ("Qwen3Next", 4, {"enable_prefix_caching": True}, {}, None),
+        ("Qwen3Next", 4, {}, {"method": "tokenswift", "draft_source": "self"},
+         "draft_source='self' on a target with recurrent states"),
+        ("Qwen3Next", 4, {"dtype": "float32"}, {}, r'dtype=float32 .*set dtype="bfloat16"'),
+        ("FalconH1", 2, {}, {}, r"recurrent layers other than Gated DeltaNet .*FalconH1"),
+    ],
+)  # fmt: skip
+def test_targets_with_recurrent_states(
+    tmp_path: Path, family: str, layers: int, engine: dict[str, Any], spec: dict[str, Any],
+    message: str | None,
+) -> None:  # fmt: skip
+    import transformers
+
+    sizes = {**_HYBRID, "num_hidden_layers": layers, "architectures": [f"{family}ForCausalLM"]}
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
+    spec = {"method": "ngram_tree", "num_speculative_tokens": 8, **spec}
+    if spec["method"] == "tokenswift":
+        spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 64))
+    engine = {"dtype": "bfloat16", "enable_prefix_caching": False, **engine}
+    if message is None:
+        assert engine_config(tmp_path, spec, **engine).model_config.is_hybrid
+        return
+    with pytest.raises(ValueError, match=message):
+        engine_config(tmp_path, spec, **engine)
+
+
+def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="model=None .*needs a draft head"):
+        engine_config(target, {"method": "jetspec", "num_speculative_tokens": 8})
+    with pytest.raises(ValueError, match="model='/nowhere/head' .*no such folder"):
+        engine_config(target, {"method": "jetspec", "model": "/nowhere/head"})
+    with pytest.raises(ValueError, match="hf download some/head"):
+        engine_config(target, {"method": "jetspec", "model": "some/head"})
+    weights = head / "model.safetensors"
+    torch.save(load_file(weights), head / "pytorch_model.bin")
+    weights.unlink()
+    with pytest.raises(ValueError, match="pickled weights .*safetensors"):
+        engine_config(target, _jetspec(head))
+
+
+def test_incomplete_and_misshapen_heads(target: Path, head: Path) -> None:
+    weights = head / "model.safetensors"
+    tensors = load_file(weights)
+    tensors["norm.weight"] = torch.ones(7)
+    tensors["surplus.weight"] = torch.ones(2)
+    del tensors["fc.weight"]
+    save_file(tensors, weights)
+    with pytest.raises(ValueError) as error:
+        engine_config(target, _jetspec(head))
+    text = str(error.value)
+    assert "missing fc.weight [64, 128]" in text
+    assert "unexpected surplus.weight [2]" in text
+    assert "misshapen norm.weight: config says [64], checkpoint has [7]" in text
+
+
+_MIXTURE = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ["self", "auto", "heads", "ngrams"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_mixture_of_experts_in_replicas_takes_no_draft_forwards_of_one_replica(
+    target: Path, tmp_path: Path, source: str, replicas: int
+) -> None:
+    """Replicas meet in every forward; one that ran one more would wait for the others for ever."""
+    config = json.loads((target / "config.json").read_text())
+    other = tmp_path / "mixture"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({**config, **_MIXTURE}))
+    heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
+    spec = {"method": "tokenswift", "model": str(heads), "draft_source": source}
+    if source == "ngrams":
+        spec["ngram_topk"] = 3
+    if replicas == 1 or source in ("heads", "ngrams"):
+        made = engine_config(other, spec, data_parallel_size=replicas)
+        assert made.model_config.is_moe
+        assert made.speculative_config.plan.settings.source == source
+        return
+    with pytest.raises(ValueError, match=f"draft_source='{source}'.*data_parallel_size=2"):
+        engine_config(other, spec, data_parallel_size=replicas)
+    # Dense replicas are engines of their own.
+    engine_config(target, spec, data_parallel_size=replicas)
+
+
+def test_what_multimodal_targets_do_not_give_is_named(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.config import ModelConfig, MultiModalConfig
+
+    from vllm_specplug.engine.engine_args import check_engine_config
+
+    heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
+    own = {"method": "tokenswift", "model": str(heads), "draft_source": "self"}
+    config, of_own_layers = (
+        engine_config(target, {"method": "ngram_tree"}),
+        engine_config(target, own),
+    )
+    monkeypatch.setattr(ModelConfig, "uses_mrope", True)
+    check_engine_config(config)
+    with pytest.raises(ValueError, match=r"'tokenswift' .*draft_source='self' on a multimodal or"):
+        check_engine_config(of_own_layers)
+    pruned = MultiModalConfig(video_pruning_rate=0.5)
+    with monkeypatch.context() as patch:
+        patch.setattr(config.model_config, "multimodal_config", pruned)
+        with pytest.raises(ValueError, match=r"'ngram_tree' .*video_pruning_rate=0.5"):
+            check_engine_config(config)

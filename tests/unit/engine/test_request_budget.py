@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request's own budget is checked where requests come in; tree schedulers do not pad."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from vllm_specplug.engine import install
+from vllm_specplug.engine.spec_config import SpecPlugSpeculativeConfig
+
+
+def _spec(plugin_method: str | None = "jetspec") -> Any:
+    spec = object.__new__(SpecPlugSpeculativeConfig)
+    values = {
+        "plugin_method": plugin_method,
+        "num_speculative_tokens": 8,
+        "max_draft_context": None,
+        "tree_budget": "auto",
+        "max_request_budget": None,
+    }
+    for name, value in values.items():
+        object.__setattr__(spec, name, value)
+    return spec
+
+
+@pytest.fixture(autouse=True)
+def _installed() -> None:
+    install()
+
+
+@pytest.mark.parametrize(
+    "extra", [None, {}, {"specplug_tree_budget": 0}, {"specplug_tree_budget": 8},
+              {"specplug_tree_budget": "auto", "specplug_max_draft_context": 0}]
+)  # fmt: skip
+def test_sensible_wishes_pass(extra: dict | None) -> None:
+    SamplingParams(extra_args=extra)._validate_spec_decode(_spec())
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"specplug_tree_budget": 9}, r"specplug_tree_budget=9 .*num_speculative_tokens=8"),
+        ({"specplug_tree_budget": "8"}, "specplug_tree_budget='8'"),
+        ({"specplug_max_draft_context": 1.5}, "specplug_max_draft_context=1.5"),
+    ],
+)
+def test_senseless_ones_are_refused_as_the_clients_mistake(extra: dict, message: str) -> None:
+    with pytest.raises(VLLMValidationError, match=message) as error:
+        SamplingParams(extra_args=extra)._validate_spec_decode(_spec())
+    assert error.value.parameter == next(iter(extra))
+
+
+def test_other_methods_do_not_care() -> None:
+    SamplingParams(extra_args={"specplug_tree_budget": 99})._validate_spec_decode(_spec(None))
+
+
+@pytest.mark.parametrize(("ours", "table"), [(True, [6] * 5), (False, None)])
+def test_only_our_schedulers_decline_placeholders(
+    monkeypatch: pytest.MonkeyPatch, ours: bool, table: list[int] | None
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_specplug.engine.placeholders import without_placeholders
+
+    def init(self: Any) -> None:
+        self.vllm_config = SimpleNamespace(speculative_config=_spec("jetspec" if ours else None))
+        self.dynamic_sd_lookup = None
+        self.num_spec_tokens = 6
+        self.scheduler_config = SimpleNamespace(max_num_seqs=4, async_scheduling=False)
+
+    monkeypatch.setattr(Scheduler, "__init__", without_placeholders(init))
+    assert Scheduler().dynamic_sd_lookup == table

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On a vLLM we do not know, our methods refuse and everything else works."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.fork_server import run_forked
+from vllm_specplug.engine import versions
+from vllm_specplug.engine.versions import device_problem
+
+
+def _drill(fault: str, model: str, folder: Path, after: str = "") -> tuple[str, str]:
+    """How an engine with jetspec and a plain one start, in a process of their own."""
+    log, result = folder / "log", folder / "result.json"
+    # The entry point would install the plugin before the fault is made.
+    job = [fault, after, model, str(result)]
+    drill = "tests.unit.engine.version_drill"
+    status = run_forked(drill, job, log, env={"VLLM_PLUGINS": "none"}, timeout_s=180)
+    assert status == 0, log.read_text()[-4000:]
+    ours, plain = json.loads(result.read_text())
+    return ours, plain
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tests.e2e.tiny import make_target
+
+    return str(make_target(tmp_path_factory.mktemp("target"), 12))
+
+
+# name: what goes wrong, and what the message must name
+FAULTS = {
+    "version": ('import vllm; vllm.__version__ = "0.40.1"', "0.40.1"),
+    "older": ('import vllm; vllm.__version__ = "0.31.2"', "0.31.2"),
+    "function": (
+        "import vllm.v1.attention.backends.registry as registry; del registry.register_backend",
+        "registry.register_backend",
+    ),
+    "method": (
+        "from vllm.v1.structured_output import StructuredOutputManager as manager; "
+        "del manager.validate_tokens",
+        "StructuredOutputManager.validate_tokens",
+    ),
+}
+
+# Goes wrong in the middle of what is changed: an object that cannot be wrapped.
+HALFWAY = (
+    "import vllm_specplug.engine.structured_output as ours; "
+    "ours.grammar_bitmask = lambda original: 1 / 0; "
+    "import vllm.engine.arg_utils as arg_utils; stock = arg_utils.SpeculativeConfig; "
+    "from vllm.v1.core.sched.scheduler import Scheduler; before = dict(vars(Scheduler))"
+)
+UNTOUCHED = (
+    "assert arg_utils.SpeculativeConfig is stock; "
+    "assert all(vars(Scheduler)[k] is v for k, v in before.items()); "
+)
+FAULTS["halfway"] = (
+    HALFWAY,
+    "StructuredOutputManager.grammar_bitmask could not be changed: division by zero",
+)
+
+
+@pytest.mark.xdist_group("version_drills")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_our_methods_refuse_with_the_exact_reason_and_plain_vllm_starts(
+    fault: str, model: str, tmp_path: Path
+) -> None:
+    script, named = FAULTS[fault]
+    after = UNTOUCHED if fault == "halfway" else ""
+    ours, plain = _drill(script, model, tmp_path, after)
+    assert "'jetspec' is not available" in ours and "pip install" in ours and "0.32.x" in ours
+    assert named in ours
+    assert ("vLLM is as it was" in ours) == (fault == "halfway")
+    assert plain == "STARTED"
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "refused"),
+    [("0.32.0", "cuda", False), ("0.33.1", "cpu", False), ("0.33.1", "cuda", True)],
+)
+def test_a_release_counts_where_its_tests_ran(monkeypatch, version, device, refused) -> None:
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", version)
+    problem = device_problem(device)
+    assert (problem is not None) == refused
+    assert problem is None or (version in problem and "only on cpu" in problem)
+
+
+def test_a_method_is_refused_where_the_release_was_not_tested(monkeypatch, model: str) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specplug.plugin import register
+
+    register()
+    monkeypatch.setattr(versions, "SUPPORTED_VLLM", {"0.32": ("cuda",), "0.33": ("cuda",)})
+    spec = {"method": "ngram_tree", "num_speculative_tokens": 4}
+    with pytest.raises(ValueError, match=r"'ngram_tree' is not available: .* only on cuda"):
+        EngineArgs(model=model, speculative_config=spec).create_engine_config()

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees as tensors do what the host's trees do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from tests.unit.tree.candidates import tree_of
+from tests.unit.tree.walk_oracle import walk_on_host
+from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, input_batch, stored, trees
+from vllm_specplug.kernels import ancestor_words as words_on_host
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.step_trees import (
+    NO_NODE,
+    ROOT,
+    TreeStore,
+    along_paths,
+    ancestor_words,
+    attach_trees,
+    committed_rows,
+    emitting_rows,
+    path_moves,
+    set_axes,
+    set_positions,
+    walk_trees,
+)
+from vllm_specplug.vllm_v2.step_input import step_rows
+
+CPU = torch.device("cpu")
+batches = st.lists(trees(), min_size=1, max_size=4)
+BLOCK = 4
+
+
+@given(batches, st.data())
+def test_any_prefix_of_stored_trees_is_attached(
+    batch: list[DraftTree], data: st.DataObject
+) -> None:
+    scheduled = [data.draw(st.integers(0, 12)) for _ in batch]
+    step, _, _ = attached(batch, scheduled=scheduled)
+    starts = step.rows.starts.tolist()
+    for i, tree in enumerate(batch):
+        first, end = starts[i], starts[i + 1]
+        shown = min(tree.num_nodes, scheduled[i])
+        parents, depths = step.parent_rows[first:end].tolist(), step.depths[first:end].tolist()
+        assert parents[0] == ROOT and depths[0] == 0
+        assert parents[1 : shown + 1] == (first + 1 + tree.parent_indices[:shown]).tolist()
+        assert depths[1 : shown + 1] == tree.depths[:shown].tolist()
+        # Unused nodes are out of reach.
+        assert set(parents[shown + 1 :]) <= {NO_NODE}
+
+
+@given(batches)
+def test_words_are_those_of_the_host(batch: list[DraftTree]) -> None:
+    step, _, _ = attached(batch)
+    padded = [
+        np.concatenate([t.parent_indices, np.full(12 - t.num_nodes, -1, np.int32)]) for t in batch
+    ]
+    assert torch.equal(ancestor_words(step), words_on_host(padded))
+
+
+def test_words_of_trees_wider_than_a_word() -> None:
+    tokens = np.zeros(150, np.int64)
+    tokens[60:] = np.arange(90) % VOCAB
+    parents = np.arange(-1, 149, dtype=np.int32)
+    chain = tree_of(tokens.tolist(), parents.tolist())
+    step, _, _ = attached([chain, chain.prefix(70)], num_nodes=150)
+    padded = np.concatenate([parents[:70], np.full(80, -1, np.int32)])
+    assert torch.equal(ancestor_words(step), words_on_host([parents, padded]))
+
+
+@given(batches, st.integers(0, 2**32 - 1))
+def test_the_walk_is_that_of_the_host(batch: list[DraftTree], seed: int) -> None:
+    step, tokens, contexts = attached(batch)
+    rng = np.random.default_rng(seed)
+    starts = step.rows.starts.tolist()
+    samples = torch.from_numpy(rng.integers(0, VOCAB, starts[-1]))
+    # Mostly a child, so that paths grow long.
+    for i, tree in enumerate(batch):
+        for node in range(tree.num_nodes):
+            if rng.random() < 0.7:
+                row = starts[i] + 1 + int(tree.parent_indices[node])
+                samples[row] = int(tree.token_ids[node])
+    walk = walk_trees(step, samples, tokens)
+    emitting = emitting_rows(step, walk)
+    # A slot is its block and offset; blocks in no order.
+    slots = np.concatenate([_slots(context, rng, 40 * i) for i, context in enumerate(contexts)])
+    cache = torch.arange(len(batch) * 40 * BLOCK)
+    for source, target in zip(
+        *(t.flatten() for t in path_moves(step, walk, torch.from_numpy(slots))), strict=True
+    ):
+        cache[target] = cache[source].clone()
+    for i, tree in enumerate(batch):
+        path, emitted = walk_on_host(tree, samples[starts[i] : starts[i + 1]].tolist())
+        assert walk.lengths[i] == len(path)
+        assert walk.emitted[i, : len(path) + 1].tolist() == emitted
+        rows = [starts[i], *(starts[i] + 1 + node for node in path)]
+        assert walk.path_rows[i, : len(rows)].tolist() == rows
+        assert emitting[starts[i] : starts[i] + len(rows)].tolist() == rows
+        # One move after the other, no row of the path is lost.
+        behind_root = slots[starts[i] : starts[i] + len(rows)]
+        assert cache[behind_root].tolist() == slots[rows].tolist()
+
+
+def _slots(context: int, rng: np.random.Generator, first_block: int) -> np.ndarray:
+    """Cache slots of a root at position `context` and of the 12 rows behind it."""
+    blocks, positions = first_block + rng.permutation(40), context + np.arange(13)
+    return blocks[positions // BLOCK] * BLOCK + positions % BLOCK
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_two_tokens_have_the_targets_joint_distribution(biased: bool) -> None:
+    """Though drafts hold some of them. The control draws again where no child has the sample."""
+    trials, draws = 20_000, np.random.default_rng(0)
+    target = np.random.default_rng(1)
+    first, second = target.dirichlet(np.ones(4)), target.dirichlet(np.ones(4), size=4)
+    tree = tree_of([2, 0, 2, 1], [-1, -1, 0, 0])
+    # Requests that are walked together.
+    together = 100
+    slots, contexts = list(range(together)), [5] * together
+    store = TreeStore(together, 4, VOCAB, CPU)
+    tokens = torch.nn.functional.pad(stored(store, [tree] * together, slots, contexts), (1, 0))
+    step = attach_trees(store, step_rows(input_batch(slots, contexts, [4] * together), 4))
+    pairs = np.zeros((4, 4))
+    accepted = 0
+    for _ in range(trials // together):
+        drawn = np.empty((together, 5), np.int64)
+        for row, p in enumerate([first, *second[tree.token_ids]]):
+            drawn[:, row] = draws.choice(4, together, p=p)
+            if biased:
+                held = tree.token_ids[tree.parent_indices == row - 1]
+                drawn[:, row] = np.where(
+                    np.isin(drawn[:, row], held), drawn[:, row], draws.choice(4, together, p=p)
+                )
+        walk = walk_trees(step, torch.from_numpy(drawn).flatten(), tokens.flatten())
+        accepted += int(walk.lengths.sum())
+        for emitted, length in zip(walk.emitted.tolist(), walk.lengths.tolist(), strict=True):
+            # Without an accepted draft the next step samples the second token plainly.
+            last = emitted[1] if length else draws.choice(4, p=second[emitted[0]])
+            pairs[emitted[0], last] += 1
+    assert trials / 4 < accepted < trials * 2
+    expected = trials * first[:, None] * second
+    p_value = stats.chisquare(pairs.flatten(), expected.flatten()).pvalue
+    assert p_value < 1e-6 if biased else p_value > 1e-3
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.data())
+def test_committed_rows_are_in_the_order_of_positions(
+    batch: list[DraftTree], data: st.DataObject
+) -> None:
+    """Prompt rows, the root, then the accepted path behind it; nothing of what was rejected."""
+    prompts = [data.draw(st.integers(0, 4)) for _ in batch]
+    slots_of, contexts = [5, 2, 0][: len(batch)], [9, 30, 4][: len(batch)]
+    store = TreeStore(SLOTS, 12, VOCAB, CPU)
+    tokens = stored(store, batch, slots_of, contexts)
+    vllms = input_batch(slots_of, contexts, [12] * len(batch), prompts)
+    step = attach_trees(store, step_rows(vllms, 12))
+    assert step.rows.covers_batch == (not any(prompts))
+    # All nodes hold what the row above samples where they are the first child.
+    samples = torch.full((13 * len(batch),), VOCAB + 1)
+    flat = torch.cat([torch.cat([torch.tensor([0]), t]) for t in tokens])
+    for row in reversed(range(len(flat))):
+        if step.parent_rows[row] >= 0:
+            samples[step.parent_rows[row]] = flat[row]
+    walk = walk_trees(step, samples, flat)
+    total = vllms.num_tokens
+    committed = committed_rows(step, walk, torch.arange(100, 100 + total), torch.arange(total))
+    first = 0
+    for i, prompt in enumerate(prompts):
+        root = first + prompt
+        path = [root, *(root + 1 + n for n in _first_children(batch[i]))]
+        count = prompt + len(path)
+        assert committed.computed_rows[first : first + count].tolist() == [
+            *range(first, root), *path,
+        ]  # fmt: skip
+        places = committed.slots[first : root + 13].tolist()
+        assert places[:count] == list(range(100 + first, 100 + first + count))
+        assert set(places[count:]) <= {-1}
+        positions = committed.positions[root : first + count].tolist()
+        assert positions == list(range(contexts[i], contexts[i] + len(path)))
+        assert committed.last_rows[i] == path[-1]
+        first = root + 13
+
+
+@given(st.lists(trees(), min_size=1, max_size=3), st.data())
+def test_positions_follow_depth_on_every_axis(batch: list[DraftTree], data: st.DataObject) -> None:
+    """Behind an image a root's position is none of its number in the sequence, and other on each
+    axis; rows of prompts and of padding keep theirs."""
+    prompts = [data.draw(st.integers(0, 4)) for _ in batch]
+    slots, contexts = [5, 2, 0][: len(batch)], [9, 30, 4][: len(batch)]
+    store = TreeStore(SLOTS, 12, VOCAB, CPU)
+    stored(store, batch, slots, contexts)
+    vllms = input_batch(slots, contexts, [12] * len(batch), prompts)
+    step = attach_trees(store, step_rows(vllms, 12))
+    total, padding = vllms.num_tokens, 3
+    # As in vLLM, a view of a buffer with more columns.
+    axes = torch.arange(3 * (total + 9)).reshape(3, -1).mul(7)[:, : total + padding]
+    line = axes[0].clone()
+    before = axes.clone()
+    set_axes(step, axes)
+    set_positions(step, line)
+    first = 0
+    for tree, prompt, context in zip(batch, prompts, contexts, strict=True):
+        root = first + prompt
+        assert torch.equal(axes[:, first : root + 1], before[:, first : root + 1])
+        at = slice(root + 1, root + 1 + tree.num_nodes)
+        depths = torch.from_numpy(tree.depths)
+        assert torch.equal(axes[:, at], before[:, root, None] + depths)
+        assert torch.equal(line[at], context + depths.long())
+        first = root + 13
+    assert torch.equal(axes[:, total:], before[:, total:])
+
+
+def _first_children(tree: DraftTree) -> list[int]:
+    path: list[int] = []
+    node = -1
+    while (tree.parent_indices == node).any():
+        node = int(np.flatnonzero(tree.parent_indices == node)[0])
+        path.append(node)
+    return path
+
+
+def _put(parents: list[int], tokens: list[int]) -> TreeStore:
+    store = TreeStore(2, len(parents), VOCAB, CPU)
+    given_tokens = torch.tensor([tokens])
+    legal = store.put(
+        torch.tensor([1]), torch.tensor([8]), given_tokens, torch.tensor([parents]),
+        torch.tensor([len(parents)]), torch.zeros(1, len(parents)),
+    )  # fmt: skip
+    assert int(legal.min()) >= 0 and int(legal.max()) < VOCAB
+    return store
+
+
+@pytest.mark.parametrize(
+    ("parents", "tokens", "reachable"),
+    [
+        ([-1, 0, 1], [1, 2, 3], [0, 1, 2]),
+        ([-1, 2, 0], [1, 2, 3], [0, 2]),  # a parent behind its child
+        ([-1, 1, 0], [1, 2, 3], [0, 2]),  # its own parent
+        ([-5, -1, 7], [1, 2, 3], [1]),
+        ([-1, -1, 0], [1, 1, 3], [0, 2]),  # siblings that repeat a token
+        ([-1, 0, 1], [1, VOCAB, 3], [0]),  # no token; what hangs below is lost with it
+        ([-1, 0, 1], [-1, 2, 3], []),
+    ],
+)
+def test_what_breaks_a_rule_is_out_of_reach(
+    parents: list[int], tokens: list[int], reachable: list[int]
+) -> None:
+    store = _put(parents, tokens)
+    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
+    got = []
+    for node in range(3):
+        row, above = node + 1, []
+        while row > 0:
+            above.append(row)
+            row = int(step.parent_rows[row])
+        if row == 0:
+            got.append(node)
+            assert step.depths[node + 1] == len(above)
+    assert got == reachable
+    # Whatever the tree was, its rows have legal positions and attend what exists.
+    assert int(step.depths.min()) >= 0 and int(step.depths.max()) <= 3
+    assert bool((ancestor_words(step) & 1 == 1).all())
+
+
+def test_a_tree_is_only_found_below_its_own_root() -> None:
+    """A slot that another request took over, and placeholders that nobody drafted."""
+    store = _put([-1, 0, -1], [1, 2, 3])
+    for context, is_found in ((8, True), (9, False)):
+        step = attach_trees(store, step_rows(input_batch([1], [context], [3]), 3))
+        assert (step.parent_rows[1:] != NO_NODE).all() == is_found
+        assert step.depths.tolist() == ([0, 1, 2, 1] if is_found else [0, 1, 2, 3])
+    store.clear(torch.tensor([1]))
+    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
+    assert step.parent_rows.tolist() == [ROOT, NO_NODE, NO_NODE, NO_NODE]
+
+
+@pytest.mark.parametrize(("first", "total"), [(1, 1 + 2 + 8), (3, 1 + 4), (5, 1)])
+def test_values_are_added_up_along_accepted_paths(first: int, total: int) -> None:
+    # Siblings 1 and 3, and 4 below 1.
+    store = _put([-1, -1, 0], [1, 3, 4])
+    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
+    samples, tokens = torch.tensor([first, 4, 7, 7]), torch.tensor([0, 1, 3, 4])
+    walk = walk_trees(step, samples, tokens)
+    assert along_paths(walk, torch.tensor([1, 2, 4, 8])).tolist() == [total]
+
+
+def test_rows_that_are_taken_out_are_not_accepted() -> None:
+    store = _put([-1, 0, 1], [1, 2, 3])
+    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
+    samples, tokens = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 2, 3])
+    assert walk_trees(step, samples, tokens).lengths.tolist() == [3]
+    dropped = torch.tensor([True, False, True, False])
+    walk = walk_trees(step.without(dropped), samples, tokens)
+    assert walk.lengths.tolist() == [1]
+    assert walk.emitted[0, :2].tolist() == [1, 2]

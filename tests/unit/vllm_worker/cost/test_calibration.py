@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibrations take bounded time, are kept, shared between ranks and replaced when broken."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
+from vllm_specplug.budget import Calibration
+from vllm_specplug.vllm_worker.cost import calibration as module
+from vllm_specplug.vllm_worker.cost.calibration import Calibrator, calibrate
+from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock
+from vllm_specplug.vllm_worker.runner_view import RunnerView
+
+
+def _alone(values: list[float]) -> list[float]:
+    return values
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
+    # Timings of a busy test machine are noisy; whether they are kept has a test of its own.
+    for limit in ("_MAX_NOISE", "_MAX_FALL"):
+        monkeypatch.setattr(module, limit, 1e9)
+    return tmp_path
+
+
+def test_measures_rows_context_and_drafts() -> None:
+    runner = SleepingRunner(row_ms=0.2)
+    measured = Calibrator(runner.state, _alone).measure()
+    assert measured.rows[0] == 1 and measured.rows[-1] == 64
+    assert measured.forward_ms[-1] > measured.forward_ms[0] + 5
+    assert all(time_ms >= 0.1 for time_ms in measured.logits_ms)
+    assert measured.attention_ms > 0
+    assert [(n, depths) for n, depths in runner.drafter.drafter.warmed_up[:1]] == [(1, [3])]
+    assert measured.draft_rows == (2.0, 4.0, 16.0, 64.0)
+    assert len(runner.drafter.drafter.forgotten) == 16
+
+
+def test_stops_in_time_with_what_it_has() -> None:
+    runner = SleepingRunner(row_ms=20.0)
+    measured = Calibrator(runner.state, _alone, time_limit_s=0.3).measure()
+    assert 2 <= len(measured.rows) < 8
+    assert measured.rows[0] == 1
+
+
+def test_ranks_run_the_same_forwards_and_agree() -> None:
+    """The slower rank follows the first one, forward by forward."""
+    script: list[list[float]] = []
+
+    def record(values: list[float]) -> list[float]:
+        script.append(values)
+        return values
+
+    first, second = SleepingRunner(), SleepingRunner(row_ms=0.4)
+    expected = calibrate(first.state, record, is_first_rank=True)
+    replay = iter(script)
+    assert calibrate(second.state, lambda values: next(replay), is_first_rank=False) == expected
+    assert second.rows == first.rows
+
+
+def test_is_measured_once_and_again_when_the_file_is_broken(cache_folder: Path) -> None:
+    runner = SleepingRunner()
+    measured = calibrate(runner.state, _alone, is_first_rank=True)
+    again = SleepingRunner()
+    assert calibrate(again.state, _alone, is_first_rank=True) == measured
+    assert not again.rows
+    (file,) = (cache_folder / "calibration").iterdir()
+    file.write_text("{")
+    calibrate(again.state, _alone, is_first_rank=True)
+    assert again.rows
+    assert isinstance(module._read(file), Calibration)
+
+
+def test_other_options_are_another_calibration(cache_folder: Path) -> None:
+    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
+    other = SleepingRunner()
+    other.vllm_config.model_config.dtype = torch.bfloat16
+    calibrate(other.state, _alone, is_first_rank=True)
+    assert other.rows
+    assert len(list((cache_folder / "calibration").iterdir())) == 2
+
+
+def test_times_of_a_busy_machine_are_used_but_not_kept(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_NOISE", 0.5)
+    measured = calibrate(SleepingRunner().state, _alone, is_first_rank=True)
+    assert measured.rows
+    assert not (cache_folder / "calibration").exists()
+
+
+@pytest.mark.parametrize(("first_ms", "is_kept"), [(43.9, True), (45.9, True), (48.9, False)])
+def test_times_that_fall_with_more_rows_are_not_kept(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch, first_ms: float, is_kept: bool
+) -> None:
+    found = Calibration(
+        rows=(1, 8, 12), forward_ms=(first_ms - 1.0, 42.9, 71.2), logits_ms=(1.0,) * 3,
+        context_ms=0.0, attention_ms=0.0, draft_rows=(1.0,), draft_ms=(0.1,),
+    )  # fmt: skip
+    monkeypatch.setattr(module, "_MAX_FALL", 1.05)
+    monkeypatch.setattr(Calibrator, "measure", lambda self: found)
+    monkeypatch.setattr(Calibrator, "is_noisy", False)
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "info", lambda text, *args: said.append(text % args))
+    assert calibrate(SleepingRunner().state, _alone, is_first_rank=True) == found
+    assert (cache_folder / "calibration").exists() == is_kept
+    assert ("not stored, fewer rows took longer than more" in said[-1]) != is_kept
+    # As files of earlier versions may hold such times.
+    monkeypatch.setattr(module, "_read", lambda path: found)
+    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
+    assert ("earlier calibration" in said[-1]) == is_kept
+
+
+def _start(monkeypatch: pytest.MonkeyPatch, runner: SleepingRunner) -> Any:
+    monkeypatch.setattr(
+        module, "get_world_group", lambda: SimpleNamespace(is_first_rank=True, world_size=1)
+    )
+    monkeypatch.setattr(module, "first_worker_values", _alone)
+    monkeypatch.setattr(module, "any_failed_worker", bool)
+    module.start_budget(runner.planner, runner.state)
+    return runner.planner
+
+
+def _fail(*args: Any, **kwargs: Any) -> Any:
+    raise ValueError("no such product")
+
+
+@pytest.mark.parametrize("what", ["forward", "logits"])
+def test_a_target_that_cannot_run_does_not_start(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    runner: Any = SleepingRunner()
+    if what == "forward":
+        runner._dummy_run = _fail
+    else:
+        runner.model.compute_logits = _fail
+    with pytest.raises(RuntimeError, match=r"target.*ValueError: no such product") as raised:
+        _start(monkeypatch, runner)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+@pytest.mark.parametrize("what", ["adapters", "draft"])
+def test_a_budget_is_fixed_where_anything_else_cannot_be_measured(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    runner: Any = SleepingRunner()
+    if what == "adapters":
+        runner.state.dummy_adapters = _fail
+    else:
+        runner.drafter.drafter.propose = _fail
+    said: list[str] = []
+    monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
+    assert _start(monkeypatch, runner).adaptive is None
+    assert "ValueError: no such product" in said[0]
+
+
+class _ClockedRunner(SleepingRunner):
+    """Time passes only here; while the machine is busy elsewhere everything takes three times as
+    long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: tuple[float, float]) -> None:
+        super().__init__()
+        self.now, self.busy = 0.0, busy
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+        self.model = SimpleNamespace(compute_logits=lambda hidden: self.take(0.005))
+        self.drafter.drafter.propose = lambda requests: self.take(0.006)
+
+    def take(self, seconds: float) -> None:
+        self.now += seconds * (3.0 if self.busy[0] <= self.now < self.busy[1] else 1.0)
+
+    def _dummy_run(
+        self, rows: int, context_len: int, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.take(0.040 + 0.001 * rows)
+        return torch.zeros(rows, 4), torch.zeros(1, 4)
+
+
+@pytest.mark.parametrize("start", [0.0, 0.4, 1.2, 2.5])
+def test_a_machine_busy_for_a_second_spoils_no_size(
+    start: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MAX_NOISE", 1.3)
+    runner = _ClockedRunner(monkeypatch, (start, start + 1.0))
+    calibrator = Calibrator(runner.state, _alone)
+    measured = calibrator.measure()
+    assert len(measured.rows) >= 6
+    expected = [40.0 + rows for rows in measured.rows]
+    assert measured.forward_ms == pytest.approx(expected)
+    assert measured.draft_ms == pytest.approx([6.0] * len(measured.draft_ms))
+    assert not calibrator.is_noisy
+    assert runner.now < 1.5 * module.TIME_LIMIT_S
+
+
+@pytest.mark.parametrize(
+    ("requests", "length"),
+    [(16, 1024), (3, 40), (1, 24), (64, 9), (1, 16), (3, 10), (1, 1), (2, 1000)],
+)
+def test_dummy_batches_attend_the_context_and_no_more_than_their_block_tables(
+    requests: int, length: int
+) -> None:
+    """Kernels read the table of a request of the whole context, and past its end after that."""
+    runner = SleepingRunner()
+    runner.scheduler_config.max_num_seqs, runner.max_model_len = requests, length
+    forward, seen = runner._dummy_run, []
+
+    def dummy_run(rows: int, context_len: int, **kwargs: Any) -> Any:
+        # Rows are spread evenly, one more on the last ones.
+        seen.append((rows, context_len + -(-rows // min(rows, requests))))
+        return forward(rows, context_len, **kwargs)
+
+    runner._dummy_run = dummy_run  # type: ignore[method-assign]
+    assert Calibrator(runner.state, _alone).measure().rows[0] == 1
+    short = min(64, length - 1)
+    assert {attended for rows, attended in seen if rows <= short} >= {short} - {0}
+    assert all(0 < attended <= length for _, attended in seen), seen
+
+
+def device_runner(
+    monkeypatch: pytest.MonkeyPatch, nodes: int = 8
+) -> tuple[_ClockedRunner, list[tuple[int, bool]]]:
+    """A runner whose requests read their context once, and the rows of its forwards with whether
+    they were of whole trees."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    runner, calls = _ClockedRunner(monkeypatch, (99.0, 99.0)), []
+    runner.device, runner.max_num_tokens, runner.max_model_len = torch.device("meta"), 2048, 2048
+    runner.scheduler_config.max_num_seqs = 128
+    runner.drafter.options.num_nodes = nodes
+
+    def dummy_run(rows: int, context_len: int, *, uniform_decode: bool = False) -> Any:
+        requests = rows // (nodes + 1) if uniform_decode else min(rows, 128)
+        context = context_len + -(-rows // requests)
+        calls.append((rows, uniform_decode))
+        reads = 1e-6 * requests * context + 2e-8 * (rows - requests) * context
+        runner.take(0.005 + 1e-5 * rows + reads)
+        return torch.zeros(rows, 4), None
+
+    runner._dummy_run = dummy_run  # type: ignore[method-assign, assignment]
+    return runner, calls
+
+
+@pytest.mark.parametrize(("limit", "most"), [(None, 1024), (300, 256)])
+@pytest.mark.parametrize("nodes", [8, 200])
+def test_on_a_device_nodes_do_not_read_the_context_again(
+    monkeypatch: pytest.MonkeyPatch, limit: int | None, most: int, nodes: int
+) -> None:
+    """Calls are launched ahead, and a tree's rows share what they read."""
+    runner, calls = device_runner(monkeypatch, nodes)
+    runner.vllm_config.speculative_config.max_step_rows = limit
+    measured = Calibrator(runner.state, _alone).measure()
+    # Milliseconds.
+    assert measured.context_ms == pytest.approx(1e-3, rel=0.01)
+    assert measured.attention_ms == pytest.approx(2e-5, rel=0.01)
+    # No step has more rows with logits.
+    assert measured.rows[-1] == most
+    assert calls[1:5] == [(1, False)] * (module._DEVICE_CALLS + 1)
+
+
+def test_on_a_device_the_hosts_part_of_a_call_is_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It launches in 1 to 4 ms what takes 5 ms and more."""
+    runner, _ = device_runner(monkeypatch)
+    launches = itertools.cycle([0.001, 0.004, 0.002])
+    passed = 0.0
+
+    def take(seconds: float) -> None:
+        nonlocal passed
+        runner.now += next(launches)
+        passed = max(passed, runner.now) + seconds
+
+    class Event:
+        def record(self) -> None:
+            self.at = passed
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1e3 * (end.at - self.at)
+
+    def wait() -> None:
+        runner.now = max(runner.now, passed)
+
+    def dummy_run(rows: int, **kwargs: Any) -> Any:
+        take(0.005 + 1e-5 * rows)
+        return torch.zeros(rows, 4), None
+
+    runner._dummy_run, runner.take = dummy_run, take  # type: ignore[method-assign, assignment]
+    runner.planner.clock = DeviceClock(Event)  # type: ignore[arg-type, assignment]
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    measured = Calibrator(runner.state, _alone).measure()
+    expected = [5.0 + 0.01 * rows for rows in measured.rows]
+    assert measured.forward_ms == pytest.approx(expected)
+
+
+def test_layers_with_a_state_get_no_rows_of_trees_without_their_states(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner, calls = device_runner(monkeypatch)
+    state = RunnerView(runner)
+    monkeypatch.setattr(type(state), "state_layers", SimpleNamespace(names=("layer",)))
+    monkeypatch.setattr(type(state), "_state_forward", RunnerView.dummy_forward)
+    measured = Calibrator(state, _alone).measure()
+    assert not any(are_trees for _, are_trees in calls)
+    assert measured.attention_ms == measured.context_ms > 0

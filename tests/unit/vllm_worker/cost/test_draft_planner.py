@@ -1,0 +1,496 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The planner applies what requests and options say, and learns from steps only what they show."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.vllm_worker.planning import (
+    MAX_NODES,
+    ChainDrafter,
+    options_of,
+    planner_of,
+    requests_of,
+)
+from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.options import (
+    check_request_limit,
+    parse_request_budget,
+    request_budget_limit,
+)
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner, best_nodes
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+
+
+def test_each_request_gets_what_it_asks_for() -> None:
+    planner = planner_of()
+    ask = [None, {"specplug_tree_budget": 0}, {"specplug_tree_budget": 2}]
+    got = [planner.nodes_for(str(i), extra, 50, 3) for i, extra in enumerate(ask)]
+    assert got == [(MAX_NODES, "budget"), (0, "opted_out"), (2, "batch")]
+
+
+def test_fixed_budgets_share_the_rows_and_requests_may_differ() -> None:
+    planner = planner_of(rows=20, tree_budget=6)
+    assert planner.nodes_for("a", None, 50, 2) == (6, "batch")
+    assert planner.nodes_for("a", None, 50, 5) == (3, "batch")
+    assert planner.nodes_for("a", None, 50, 12) == (0, "batch")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 2) == (8, "batch")
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 4)[0] == 4
+    # Full steps leave none, though the request asked for some.
+    assert planner.nodes_for("b", {"specplug_tree_budget": 8}, 50, 20) == (0, "batch")
+
+
+def test_contexts_past_the_limit_decode_plainly() -> None:
+    planner = planner_of(max_draft_context=60)
+    own = {"specplug_max_draft_context": 200}
+    assert planner.nodes_for("a", None, 60, 1)[0] == MAX_NODES
+    assert planner.nodes_for("a", None, 61, 1) == (0, "context")
+    assert planner.nodes_for("b", own, 61, 1)[0] == MAX_NODES
+    assert planner.nodes_for("b", own, 201, 1) == (0, "context")
+
+
+def test_a_request_that_ended_may_come_back_with_another_wish() -> None:
+    planner = planner_of()
+    assert planner.nodes_for("a", {"specplug_tree_budget": 0}, 5, 1)[0] == 0
+    planner.forget(["a"])
+    assert planner.nodes_for("a", None, 5, 1)[0] == MAX_NODES
+
+
+# What a client can send, and what offline callers can.
+HOSTILE = [
+    -1, 10**400, 10**5000, -(10**30), "many", "", 2.5, float("nan"), float("inf"), True, None, [1],
+    [[1], [2]], {}, ["x" * 10**6], np.arange(3), b"8",
+]  # fmt: skip
+
+
+def test_a_worker_takes_nothing_that_it_cannot_use() -> None:
+    for planner, own in (
+        (planner_of(), (MAX_NODES, "budget")),
+        (planner_of(tree_budget=6), (6, "batch")),
+    ):
+        for i, value in enumerate(HOSTILE):
+            for name in ("specplug_tree_budget", "specplug_max_draft_context"):
+                if name == "specplug_max_draft_context" and value is None:
+                    continue  # no limit
+                assert planner.nodes_for(f"{name}{i}", {name: value}, 50, 1) == own, (name, i)
+
+
+def test_the_operator_limits_what_requests_may_ask_for() -> None:
+    def most(**changes: Any) -> int:
+        options = options_of(num_speculative_tokens=256, **changes)
+        limit = request_budget_limit(options)
+        legal = parse_request_budget({"specplug_tree_budget": limit}, options)
+        with pytest.raises(ValueError, match=rf" to \w+={limit}\."):
+            parse_request_budget({"specplug_tree_budget": limit + 1}, options)
+        assert legal.nodes == limit
+        return limit
+
+    assert most() == most(tree_budget=0) == 32
+    assert (most(tree_budget=20), most(tree_budget=200)) == (40, 256)
+    assert (most(max_request_budget=0), most(max_request_budget=100)) == (0, 100)
+    check_request_limit(8, 8)
+    with pytest.raises(ValueError, match="max_request_budget=9.*num_speculative_tokens=8"):
+        check_request_limit(9, 8)
+
+
+@pytest.mark.parametrize("value", [-1, MAX_NODES + 1, "many", 2.5, True, None, [1]])
+def test_senseless_budgets_are_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="specplug_tree_budget=.*0 .*num_speculative_tokens=8"):
+        parse_request_budget({"specplug_tree_budget": value}, options_of())
+
+
+@pytest.mark.parametrize("value", [-1, "long", 0.5, False, 2**31, 2**64, 10**400])
+def test_senseless_context_limits_are_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="specplug_max_draft_context="):
+        parse_request_budget({"specplug_max_draft_context": value}, options_of())
+
+
+def test_drafts_where_it_pays_and_not_where_it_does_not() -> None:
+    cheap, dear = ChainDrafter(), ChainDrafter()
+    planner = planner_of()
+    trees = planner.draft(cheap, *requests_of(planner, [None] * 3))
+    assert cheap.asked and all(tree.num_nodes for tree in trees)
+    planner = planner_of(draft_ms=60.0)
+    trees = planner.draft(dear, *requests_of(planner, [None] * 3))
+    assert not dear.asked and not any(tree.num_nodes for tree in trees)
+    assert planner.stats.plain_steps == {"budget": 3}
+    assert planner.stats.tree_budget == 0
+
+
+@pytest.mark.parametrize("max_requests", [4, 8])
+def test_trees_leave_room_for_a_waiting_request(max_requests: int) -> None:
+    """Where the scheduler's rows are few: it serves running requests first."""
+    planner = planner_of(rows=12, scheduler_rows=12, max_requests=max_requests)
+    trees = planner.draft(ChainDrafter(score=-0.01), *requests_of(planner, [None] * 4))
+    rows = sum(1 + tree.num_nodes for tree in trees)
+    assert 4 < rows <= 12 - 12 // 5 if max_requests > 4 else rows == 12
+
+
+def test_a_fixed_request_among_adaptive_ones_always_drafts() -> None:
+    drafter = ChainDrafter(score=-4.0)
+    planner = planner_of(draft_ms=5.0)
+    requests = requests_of(planner, [{"specplug_tree_budget": 3}, None])
+    trees = planner.draft(drafter, *requests)
+    assert drafter.asked == [[3, 0]]
+    assert [tree.num_nodes for tree in trees] == [3, 0]
+
+
+def test_rows_reserved_ahead_are_filled_and_the_decision_holds_for_the_step_after() -> None:
+    """Whatever was reserved: what would pay does not depend on it, or it could never grow."""
+    wanted = []
+    for room in ([0, 0, 0], [1, 2, 8], [8, 8, 8]):
+        planner = planner_of()
+        requests, batch = requests_of(planner, [None] * 3)
+        drafter = ChainDrafter()
+        trees = planner.draft(drafter, requests, batch, room)
+        expected = [min(depth, most) for depth, most in zip(drafter.asked[0], room, strict=True)]
+        assert [tree.num_nodes for tree in trees] == expected
+        wanted.append(planner.wanted)
+    planner = planner_of()
+    trees = planner.draft(ChainDrafter(), *requests_of(planner, [None] * 3))
+    assert wanted == [planner.wanted] * 3 == [[tree.num_nodes for tree in trees]] * 3
+    assert sum(planner.wanted) > 0
+
+
+def test_nothing_is_reserved_where_drafts_do_not_pay_but_for_whom_fixed_it() -> None:
+    planner = planner_of(draft_ms=60.0)
+    requests, batch = requests_of(planner, [None, {"specplug_tree_budget": 3}, None])
+    planner.draft(ChainDrafter(), requests, batch, [8, 0, 8])
+    assert planner.wanted == [0, 3, 0]
+
+
+def test_the_best_nodes_of_a_tree_are_one() -> None:
+    tree = _tree([1, 2, 3, 4, 5], [-1, -1, 0, 1, 3], [1, 1, 2, 2, 3], [-1.0, -0.2, -3.0, -0.2, -2])
+    assert best_nodes(tree, 0).num_nodes == 0
+    assert best_nodes(tree, 1).token_ids.tolist() == [2]
+    three = best_nodes(tree, 3)
+    assert three.token_ids.tolist() == [1, 2, 4] and three.parent_indices.tolist() == [-1, -1, 1]
+    assert best_nodes(tree, 4).token_ids.tolist() == [1, 2, 4, 5]
+    assert best_nodes(tree, 5) is tree
+
+
+class _LateDrafter(ChainDrafter):
+    """Puts work off, and takes its time for it."""
+
+    def __init__(self, clock: list[float], **options: Any) -> None:
+        super().__init__(**options)
+        self.clock, self.caught_up = clock, 0
+
+    def flush_context(self) -> None:
+        self.caught_up += 1
+        self.clock[0] += 50.0
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        self.clock[0] += 3.0
+        return super().propose(requests)
+
+
+def test_work_of_steps_without_drafts_is_not_the_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: 1e-3 * clock[0])
+    planner = planner_of()
+    drafter = _LateDrafter(clock, score=-0.01)
+    learnt = []
+    assert planner.adaptive is not None
+    planner.adaptive.costs.observe_draft = lambda *args: learnt.append(args)  # type: ignore
+    for _ in range(8):
+        planner.begin_step()
+        planner.draft(drafter, *requests_of(planner, [None] * 2))
+        assert planner._now is not None
+        planner._now.is_warm = True
+    assert drafter.asked and drafter.caught_up == 1
+    assert planner._now.draft_ms == pytest.approx(3.0)
+
+
+def _learnt_drafts(planner: DraftPlanner, drafter: Any) -> list[tuple[Any, ...]]:
+    """What is learnt of drafts whose steps nobody looks at before they are over."""
+    learnt: list[tuple[Any, ...]] = []
+    assert planner.adaptive is not None
+    planner.adaptive.costs.observe_draft = lambda *args: learnt.append(args)  # type: ignore
+    for _ in range(8):
+        planner.begin_step()
+        planner.draft(drafter, *requests_of(planner, [None] * 2))
+    return learnt
+
+
+def test_drafts_are_timed_before_their_steps_are_looked_at() -> None:
+    assert len(_learnt_drafts(planner_of(), ChainDrafter(score=-0.01))) > 3
+
+
+def test_a_draft_costs_the_levels_that_it_ran() -> None:
+    drafter = ChainDrafter(score=-0.01)
+    planned = {depth for _, depth, _ in _learnt_drafts(planner_of(), drafter)}
+    drafter.levels_run = 1
+    ran = {depth for _, depth, _ in _learnt_drafts(planner_of(), drafter)}
+    assert ran == {1.0} and max(planned) > 1
+
+
+def test_nobody_to_draft_for_is_no_work() -> None:
+    drafter = ChainDrafter()
+    planner = planner_of()
+    assert planner.draft(drafter, DraftRequests(), Batch()) == []
+    assert planner.draft(drafter, *requests_of(planner, [{"specplug_tree_budget": 0}])) == []
+    assert not drafter.asked
+
+
+def _verified(num_computed: int, tree: DraftTree, path: list[int], first: int = 0) -> StepRequest:
+    return StepRequest(first, first, first + 1 + tree.num_nodes, num_computed, tree, path)
+
+
+def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    planner = planner_of()
+    assert planner.adaptive is not None
+    costs = planner.adaptive.costs
+    before = float(costs.verify_ms(5, 5, 0))
+    tree = DraftTree.chain([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
+    for _ in range(160):
+        planner.begin_step()
+        now[0] += 0.2
+        planner.observe(TreeStep([_verified(100, tree, [0, 1])]), ["a"], now[0])
+        now[0] += 0.006
+    # 200 ms of verification and 6 ms of everything else a step.
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) > 3 * before
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
+    assert planner.stats.predicted_actual == 320
+    assert planner.stats.predicted_accepted == pytest.approx(320, rel=0.25)
+
+
+def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    planner = planner_of()
+    assert planner.adaptive is not None
+    costs = planner.adaptive.costs
+    verify, rest = float(costs.verify_ms(5, 5, 0)), costs.rest_ms
+    for step in range(30):
+        planner.begin_step()
+        now[0] += 5.0
+        chunk = StepRequest(0, 200, 201, 0, DraftTree.empty())
+        planner.observe(TreeStep([chunk]), [f"r{step}"], now[0])
+        now[0] += 60.0
+    assert (float(costs.verify_ms(5, 5, 0)), costs.rest_ms) == (verify, rest)
+
+
+def _tree(tokens: list[int], parents: list[int], depths: list[int], scores: list[float]) -> Any:
+    return DraftTree(
+        np.array(tokens),
+        np.array(parents, np.int32),
+        np.array(depths, np.int32),
+        np.array(scores, np.float32),
+    )
+
+
+BROKEN = {
+    "a child outscores its parent and stands first": _tree([1, 2], [1, -1], [2, 1], [-0.1, -0.2]),
+    "a repeated sibling": _tree([5, 5], [-1, -1], [1, 1], [-0.1, -0.2]),
+    "a negative token": _tree([-1], [-1], [1], [-0.1]),
+    "a token past the vocabulary": _tree([1000], [-1], [1], [-0.1]),
+    "a wrong depth": _tree([1, 2], [-1, 0], [1, 3], [-0.1, -0.2]),
+    "a score that is no number": _tree([1], [-1], [1], [np.nan]),
+}
+
+
+class _BrokenDrafter(ChainDrafter):
+    """A sound tree for the first request, a broken one for the second."""
+
+    def __init__(self, broken: DraftTree, in_lookups: bool) -> None:
+        super().__init__()
+        self.broken, self.in_lookups = broken, in_lookups
+
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
+        found = super().lookup(requests)
+        return [found[0], self.broken] if self.in_lookups else found
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        return [DraftTree.chain([7], [-0.1]), self.broken]
+
+
+@pytest.mark.parametrize("name", BROKEN)
+@pytest.mark.parametrize("in_lookups", [False, True])
+@pytest.mark.parametrize("tree_budget", ["auto", MAX_NODES])
+def test_an_invalid_tree_is_dropped_counted_and_told_once(
+    name: str,
+    in_lookups: bool,
+    tree_budget: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Whatever vLLM's own logging configuration has become in this process.
+    log = logging.getLogger("vllm.specplug")
+    monkeypatch.setattr(log, "propagate", False)
+    monkeypatch.setattr(log, "handlers", [caplog.handler])
+    monkeypatch.setattr(log, "disabled", False)
+    caplog.set_level(logging.WARNING, logger=log.name)
+    planner = planner_of(tree_budget=tree_budget)
+    drafter = _BrokenDrafter(BROKEN[name], in_lookups)
+    for step in (1, 2):
+        requests, batch = requests_of(planner, [None, None])
+        trees = planner.draft(drafter, requests, batch)
+        assert [tree.num_nodes for tree in trees] == [1, 0]
+        assert planner.stats.plain_steps == {"invalid_tree": step}
+    warnings = [r.getMessage() for r in caplog.records if r.name == "vllm.specplug"]
+    assert len(warnings) == 1 and "DraftTree:" in warnings[0]
+
+
+class _GreedyDrafter(ChainDrafter):
+    """Three nodes more than anybody asked for."""
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        sizes = [budget + 3 for budget in requests.budgets]
+        return [DraftTree.chain(range(n), self.score * np.arange(1, n + 1)) for n in sizes]
+
+
+@pytest.mark.parametrize("tree_budget", ["auto", 6])
+def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
+    planner = planner_of(tree_budget=tree_budget)
+    requests, batch = requests_of(planner, [None, {"specplug_tree_budget": 2}])
+    trees = planner.draft(_GreedyDrafter(score=-0.01), requests, batch)
+    assert trees[1].num_nodes == 2
+    assert all(t.num_nodes <= b for t, b in zip(trees, requests.budgets, strict=True))
+
+
+# -- steps for which nothing is asked --------------------------------------------------------------
+
+
+def _at_rest(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
+    """Ids of a batch for which it was decided to draft nothing for a while."""
+    for _ in range(60):
+        requests, batch = requests_of(planner, [None] * count)
+        batch.req_ids = list(requests.req_ids)
+        assert not planner.rests(batch.req_ids)
+        planner.begin_step()
+        planner.draft(drafter, requests, batch)
+        if planner._resting:
+            return list(batch.req_ids)
+        planner.stats.drain()
+    raise AssertionError("never at rest")
+
+
+def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> None:
+    planner = planner_of(draft_ms=60.0)
+    drafter = ChainDrafter()
+    ids = _at_rest(planner, drafter)
+    assert planner.stats.plain_steps == {"budget": 3}
+    planner.stats.drain()
+    asked = len(drafter.asked)
+    rested = 0
+    while planner.rests(ids):
+        rested += 1
+        assert planner.is_resting
+    assert rested == 7 and not planner.is_resting and len(drafter.asked) == asked
+    assert planner.stats.plain_steps == {"budget": 3 * 7}
+
+
+@pytest.mark.parametrize("change", ["joined", "left", "ended", "has_lookup"])
+def test_another_batch_ends_the_rest(change: str) -> None:
+    planner = planner_of(draft_ms=60.0)
+    drafter = ChainDrafter()
+    ids = _at_rest(planner, drafter)
+    if change == "has_lookup":
+        # With lookups every step may find something, until they rest themselves.
+        planner = planner_of(draft_ms=60.0)
+        _at_rest(planner, _LookingDrafter())
+        assert planner.adaptive is not None and planner.adaptive.lookups.is_resting
+        return
+    assert planner.rests(ids)
+    if change == "ended":
+        planner.forget(["r1"])
+        assert not planner.rests(ids)
+    else:
+        assert not planner.rests([*ids, "r9"] if change == "joined" else ids[:-1])
+    assert planner.stats.plain_steps["budget"] == 3 + 3
+
+
+class _LookingDrafter(ChainDrafter):
+    """Looks things up, and finds nothing."""
+
+    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
+        return [DraftTree.empty()] * len(requests)
+
+
+class _OwingDrafter(ChainDrafter):
+    """Owes work for some requests; others can have no draft at all."""
+
+    def __init__(self, debts: dict[str, float], **options: Any) -> None:
+        super().__init__(**options)
+        self.debts = debts
+        self.paid: list[str] = []
+        self.is_off: list[bool] = []
+        self.shown = False
+
+    def set_deferred(self, is_deferring: bool) -> None:
+        self.is_off.append(is_deferring)
+
+    def pending_context_ms(self, req_ids: Any) -> list[float]:
+        return [self.debts.get(req_id, 0.0) for req_id in req_ids]
+
+    def materialize_context(self, requests: DraftRequests) -> None:
+        assert self.shown, "it has not seen what it is to work on"
+        for req_id in requests.for_forward()[1].req_ids:
+            self.paid.append(req_id)
+            assert self.debts.get(req_id, 0.0) < float("inf")
+            self.debts.pop(req_id, None)
+
+
+def test_who_has_no_context_is_not_drafted_for_and_counted() -> None:
+    planner = planner_of()
+    drafter = _OwingDrafter({"r0": 2.0, "r1": float("inf")}, score=-0.01)
+    for _ in range(8):
+        drafter.shown = False
+        planner.draft(
+            drafter, *requests_of(planner, [None] * 3),
+            show_committed=lambda: setattr(drafter, "shown", True),
+        )  # fmt: skip
+    assert drafter.asked and all(depths[1] == 0 for depths in drafter.asked)
+    assert any(depths[0] and depths[2] for depths in drafter.asked)
+    assert "r0" in drafter.paid and "r1" not in drafter.paid
+    assert planner.stats.plain_steps == {"no_context": 8}
+    assert not any(drafter.is_off)
+
+
+def test_a_request_that_fixed_its_budget_has_no_draft_without_a_context_either() -> None:
+    planner = planner_of()
+    drafter = _OwingDrafter({"r0": float("inf")}, score=-0.01)
+    drafter.shown = True
+    planner.draft(drafter, *requests_of(planner, [{"specplug_tree_budget": 4}, None]))
+    assert drafter.asked and drafter.asked[0][0] == 0
+
+
+def test_drafters_are_told_when_no_drafts_are_expected() -> None:
+    planner = planner_of(draft_ms=60.0)
+    drafter = _OwingDrafter({})
+    drafter.shown = True
+    for _ in range(60):
+        planner.draft(drafter, *requests_of(planner, [None] * 3))
+    assert drafter.is_off[-1]
+
+
+@pytest.mark.parametrize("tree_budget", [0, 4])
+def test_where_only_who_asks_is_drafted_for_contexts_wait(tree_budget: int) -> None:
+    planner = planner_of(tree_budget=tree_budget, max_request_budget=4)
+    drafter = _OwingDrafter({"r0": float("inf")})
+    shown: list[int] = []
+
+    def step(extras: list[dict | None]) -> list[DraftTree]:
+        requests, batch = requests_of(planner, extras)
+        return planner.draft(drafter, requests, batch, show_committed=lambda: shown.append(1))
+
+    asks = {"specplug_tree_budget": 4}
+    assert len(step([{"specplug_tree_budget": 0}] * 2)) == 0
+    assert drafter.is_off == ([True] if tree_budget == 0 else [])
+    assert len(shown) == (tree_budget > 0), "a step that keeps nothing for drafts showed it"
+    planner.forget(["r0", "r1"])
+    lost, drafted = step([asks, asks])
+    assert shown and (lost.num_nodes, drafted.num_nodes) == (0, 4)
+    assert planner.stats.plain_steps == {"no_context": 1}
+    planner.forget(["r1"])
+    assert [tree.num_nodes for tree in step([asks])] == [0]
+    assert len(drafter.asked) == 1, "nobody had a context, and the head ran"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step's times reach the cost model, and nothing waits for a device on the way."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.budget.calibrations import calibration
+from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
+from vllm_specplug.metrics import StepStats
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, HostClock, StepClock
+from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+
+
+class Device:
+    """A pretended one that passes events later than the host records them.
+
+    Reading an event that was not passed fails: a real one would make the host wait.
+    """
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.events: list[Event] = []
+
+    def make_event(self) -> Event:
+        return Event(self)
+
+    def catch_up(self, behind: int = 0) -> None:
+        """Passes all events but the last few."""
+        for event in self.events[: len(self.events) - behind]:
+            event.passed = True
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device, self.passed = device, False
+
+    def record(self) -> None:
+        self.at = self.device.now
+        self.device.events.append(self)
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.passed and end.passed, "the host would wait"
+        return 1e3 * (end.at - self.at)
+
+
+def test_a_device_is_read_once_it_has_passed_and_in_order() -> None:
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    times: list[float] = []
+    start = clock.mark()
+    device.now += 0.25
+    middle = clock.mark()
+    clock.measure(start, middle, times.append)
+    device.now += 0.5
+    clock.measure(middle, clock.mark(), times.append)
+    clock.poll()
+    assert times == []
+    device.catch_up(behind=1)
+    clock.poll()
+    assert times == [250.0]
+    device.catch_up()
+    clock.poll()
+    clock.poll()
+    assert times == [250.0, 500.0]
+
+
+def test_a_device_far_behind_does_not_pile_up_events() -> None:
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    times: list[float] = []
+    for _ in range(1000):
+        clock.measure(clock.mark(), clock.mark(), times.append)
+        clock.poll()
+    assert not times and len(clock._pending) < 100
+    device.catch_up()
+    clock.poll()
+    assert times and not clock._pending
+
+
+def test_later_only_every_fourth_step_is_timed_and_whole() -> None:
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    whole: list[float] = []
+    parts: list[tuple[int, float]] = []
+    before = clock.begin_step()
+    for step in range(1, 101):
+        device.now += 1.0
+        clock.measure(before, clock.mark(), lambda ms, step=step: parts.append((step, ms)))
+        device.now += 2.0
+        began = clock.begin_step()
+        clock.measure(before, began, whole.append)
+        before = began
+        device.catch_up()
+        clock.poll()
+    later = list(range(68, 101, 4))
+    assert parts == [(step, 1000.0) for step in (*range(1, 65), *later)]
+    # And the step before each, which ends where it begins.
+    assert whole[64:] == [3000.0] * len(whole[64:]) and len(whole) >= 64 + len(later)
+
+
+def test_a_pretended_device_notices_a_host_that_waits() -> None:
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    start = clock.mark()
+    with pytest.raises(AssertionError, match="wait"):
+        start.elapsed_time(clock.mark())
+
+
+def _planner(clock: StepClock) -> DraftPlanner:
+    options = SimpleNamespace(
+        num_speculative_tokens=8, tree_budget="auto", max_draft_context=None, max_request_budget=8
+    )
+    rows = RowBudget(max_nodes=8, max_step_rows=512)
+    planner = DraftPlanner(options, rows, StepStats(), 1000, clock)
+    planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=0.3)), rows, 4)
+    return planner
+
+
+TREE = DraftTree.chain([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
+
+
+def _serve(planner: DraftPlanner, clock: Any, steps: int, device: Device) -> None:
+    """Steps of five rows: 200 ms to the walk, 6 ms of everything else. The device is a step behind
+    the host."""
+    for _ in range(steps):
+        planner.begin_step()
+        device.now += 0.2
+        walked = clock.mark()
+        request = StepRequest(0, 0, 5, 100, TREE, [0, 1])
+        planner.observe(TreeStep([request]), ["a"], walked)
+        device.now += 0.006
+        device.catch_up(behind=2)
+
+
+def test_the_cost_model_learns_from_a_device_a_step_late() -> None:
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    planner = _planner(clock)
+    assert planner.adaptive is not None
+    costs = planner.adaptive.costs
+    learnt: list[float] = []
+    observe = costs.observe_verify
+    costs.observe_verify = lambda *args, **more: (  # type: ignore
+        learnt.append(args[3]),
+        observe(*args, **more),
+    )
+    _serve(planner, clock, 5, device)
+    assert learnt == []
+    _serve(planner, clock, 1, device)
+    # The fourth step is the first that means something.
+    assert learnt == pytest.approx([200.0])
+    assert len(planner.stats.milliseconds["verify"]) == 4
+    _serve(planner, clock, 160, device)
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
+
+
+def test_a_step_may_be_looked_at_when_others_are_over() -> None:
+    """Its walk is then measured after the whole of it."""
+    device = Device()
+    clock = DeviceClock(device.make_event)
+    planner = _planner(clock)
+    assert planner.adaptive is not None
+    planner.nodes_for("a", None, 100, 1)
+    costs = planner.adaptive.costs
+    late: list[Any] = []
+    for _ in range(160):
+        planner.begin_step()
+        device.now += 0.2
+        late.append((clock.mark(), planner.running))
+        device.now += 0.006
+        device.catch_up(behind=2)
+        if len(late) > 2:
+            walked, running = late.pop(0)
+            request = StepRequest(0, 0, 5, 100, TREE, [0, 1])
+            planner.observe(TreeStep([request]), ["a"], walked, running)
+    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
+    assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
+
+
+def test_a_device_that_lags_teaches_nothing_and_stops_nothing() -> None:
+    device = Device()
+    planner = _planner(DeviceClock(device.make_event))
+    assert planner.adaptive is not None
+    before = float(planner.adaptive.costs.verify_ms(5, 5, 500))
+    device.catch_up = lambda behind=0: None  # type: ignore[method-assign]
+    _serve(planner, planner.clock, 50, device)
+    assert float(planner.adaptive.costs.verify_ms(5, 5, 500)) == before
+    assert planner.stats.predicted_actual == 100
+
+
+def test_the_host_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    clock, times = HostClock(), []
+    start = clock.mark()
+    now[0] += 0.5
+    clock.measure(start, clock.mark(), times.append)
+    assert times == [500.0]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of drafted branches over a draft layer's pages equals dense attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
+from vllm_specplug.kernels.reference import dense_attention
+from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
+
+HEADS, DIM, BLOCK = 2, 32, 32
+# Of each request: slots of its context, and the pages that hold them.
+CONTEXTS, PAGES = [0, 5, 32, 70], [[7, 0, 0], [3, 0, 0], [1, 5, 0], [6, 2, 4]]
+PARENTS = [[-1, -1, 0, 2], [], [-1], [-1, 0, 1, -1, 3, 0]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_kernels() -> None:
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+
+def test_branches_attend_their_pages_and_their_ancestors() -> None:
+    torch.manual_seed(0)
+    layers = [
+        SimpleNamespace(
+            kv_cache=torch.full((8, HEADS, BLOCK, 2 * DIM), float("nan")),
+            spec=SimpleNamespace(window=None),
+        )
+        for _ in range(2)
+    ]
+    table = torch.tensor(PAGES, dtype=torch.int32)
+    cache = PagedDraftCache(layers, lambda: table, DIM**-0.5)  # type: ignore[arg-type]
+    keys, values = torch.randn(2, 2, 4, 96, HEADS, DIM)  # [layer, request, position]
+    for r, length in enumerate(CONTEXTS):
+        at = torch.arange(length)
+        slots = table[r, at // BLOCK].long() * BLOCK + at % BLOCK
+        assert cache.slots(r, length).tolist() == slots.tolist()
+        cache.write(keys[:, r, :length], values[:, r, :length], slots)
+    # Not all requests of the batch draft, and not in its order.
+    chosen = [3, 0, 2, 1]
+    requests = DraftRequests(req_indices=chosen, token_ids=[np.zeros(1)] * 4)
+    parents = [np.array(PARENTS[r], np.int32) for r in chosen]
+    attention = cache.branch_attention(requests, [CONTEXTS[r] for r in chosen], parents)
+    counts = [len(p) + 1 for p in parents]
+    for layer in range(2):
+        query = torch.randn(sum(counts), 2 * HEADS, DIM)
+        key, value = torch.randn(2, sum(counts), HEADS, DIM)
+        output, start = attention(layer, query, key, value), 0
+        for r, count, up in zip(chosen, counts, parents, strict=True):
+            rows, length = slice(start, start + count), CONTEXTS[r]
+            start += count
+            mask = torch.ones(count, length + count, dtype=torch.bool)
+            mask[:, length:] = words_to_bool(ancestor_words([up]), count)
+            expected, _ = dense_attention(
+                query[rows],
+                torch.cat([keys[layer, r, :length], key[rows]]),
+                torch.cat([values[layer, r, :length], value[rows]]),
+                DIM**-0.5,
+                2,
+                mask,
+            )
+            torch.testing.assert_close(output[rows], expected, atol=2e-5, rtol=2e-5)

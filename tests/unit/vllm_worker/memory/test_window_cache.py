@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Windows of drafting: what a ring holds, whom it serves, and that it never grows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_specplug.drafting.caches import WindowSpec
+from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
+from vllm_specplug.kernels.reference import dense_attention
+from vllm_specplug.vllm_worker.memory.window_cache import WindowCache, window_bytes
+
+HEADS, DIM = 2, 32
+SIZE = 40
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_kernels() -> None:
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+
+def key_of(token: int, position: int) -> torch.Tensor:
+    """A key [Hkv, Dh] that names its token and position."""
+    generator = torch.Generator().manual_seed(1000 * token + position)
+    return torch.randn(HEADS, DIM, generator=generator)
+
+
+def requests(lengths: dict[str, int], seed: int = 0) -> DraftRequests:
+    made = DraftRequests()
+    for i, (req_id, length) in enumerate(lengths.items()):
+        tokens = np.random.default_rng([seed, len(req_id), ord(req_id[0])]).integers(0, 50, 4000)
+        made.req_ids.append(req_id)
+        made.token_ids.append(tokens[: length + 1])
+        made.context_lens.append(length)
+        made.req_indices.append(i)
+    return made
+
+
+def fill(cache: WindowCache, asked: DraftRequests) -> int:
+    missing = cache.missing(asked)
+    pairs = list(zip(missing.token_ids.tolist(), missing.positions.tolist(), strict=True))
+    if pairs:
+        keys = torch.stack([key_of(*pair) for pair in pairs])
+        cache.write(keys, -keys, missing.slots)
+    return len(pairs)
+
+
+def check(cache: WindowCache, asked: DraftRequests, parents: list[np.ndarray]) -> None:
+    """Attention over the rings equals dense attention over the last `SIZE` tokens."""
+    torch.manual_seed(1)
+    counts = [len(p) + 1 for p in parents]
+    query = torch.randn(sum(counts), 2 * HEADS, DIM)
+    key, value = torch.randn(2, sum(counts), HEADS, DIM)
+    output = cache.attention(asked, parents)(query, key, value)
+    start = 0
+    for tokens, end, count, up in zip(
+        asked.token_ids, asked.context_lens, counts, parents, strict=True
+    ):
+        rows = slice(start, start + count)
+        start += count
+        at = range(max(0, end - SIZE), end)
+        window = [key_of(int(tokens[p]), p) for p in at]
+        stacked = torch.stack(window) if window else torch.empty(0, HEADS, DIM)
+        mask = torch.ones(count, len(window) + count, dtype=torch.bool)
+        mask[:, len(window) :] = words_to_bool(ancestor_words([up]), count)
+        expected, _ = dense_attention(
+            query[rows],
+            torch.cat([stacked, key[rows]]),
+            torch.cat([-stacked, value[rows]]),
+            DIM**-0.5,
+            2,
+            mask,
+        )
+        torch.testing.assert_close(output[rows], expected, atol=2e-5, rtol=2e-5)
+
+
+PARENTS = [np.array([-1, -1, 0, 2], np.int32), np.array([], np.int32), np.array([-1], np.int32)]
+
+
+def test_a_ring_holds_exactly_the_last_tokens_as_requests_grow() -> None:
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 3, torch.float32)
+    lengths = {"a": 3, "b": 0, "c": 39}
+    for step in range(40):
+        asked = requests(lengths)
+        written = fill(cache, asked)
+        # The first time a prompt's window, afterwards only what was committed in between.
+        assert written == (42 if step == 0 else 1 + 3 + 7)
+        check(cache, asked, PARENTS)
+        lengths = {"a": lengths["a"] + 1, "b": lengths["b"] + 3, "c": lengths["c"] + 7}
+
+
+def test_a_long_prompt_costs_its_window_alone_and_memory_stays() -> None:
+    spec = WindowSpec(SIZE, HEADS, DIM)
+    cache = WindowCache(spec, 1, torch.float32)
+    before = cache.kv_cache.nbytes
+    assert before == window_bytes(spec, 1, torch.float32)
+    asked = requests({"a": 3900})
+    assert fill(cache, asked) == SIZE
+    check(cache, asked, PARENTS[:1])
+    assert cache.kv_cache.nbytes == before
+
+
+def test_a_request_that_lost_its_ring_gets_it_back_from_its_tokens() -> None:
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 2, torch.float32)
+    first, second, third = (requests({name: 60}) for name in "abc")
+    for asked in (first, second, third):
+        assert fill(cache, asked) == SIZE  # the third takes the ring of the first
+    again = requests({"a": 61})
+    assert fill(cache, again) == SIZE
+    check(cache, again, PARENTS[:1])
+    assert fill(cache, requests({"c": 62})) == 2
+    assert set(cache.rings) == {"a", "c"} and not cache.free
+
+
+def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 3, torch.float32)
+    fill(cache, requests({"x": 10, "y": 10, "z": 10}))
+    asked = requests({"a": 50, "b": 7, "c": 90})
+    fill(cache, asked)
+    assert len({ring for ring, _ in cache.rings.values()}) == 3
+    check(cache, asked, PARENTS)
+
+
+def test_finished_requests_free_their_rings() -> None:
+    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 2, torch.float32)
+    fill(cache, requests({"a": 5, "b": 5}))
+    cache.forget(["a", "unknown"])
+    assert len(cache.free) == 1
+    # A new request with the same id starts over.
+    assert fill(cache, requests({"a": 5}, seed=1)) == 5

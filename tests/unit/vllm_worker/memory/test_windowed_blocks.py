@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sliding windows over pages: every row sees its window and nothing before it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.paged import layout_of, write_slots
+from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
+from vllm_specplug.vllm_worker.memory.windowed_blocks import WindowedBlocks
+
+SIZE, HEADS, KV_HEADS, DIM, ROWS, SCALE = 16, 4, 2, 16, 5, 0.4
+CONTEXTS = [0, 3, 16, 37, 200, 79]
+
+
+class Pages:
+    """Random contexts in shuffled pages, and one block of rows for each."""
+
+    def __init__(self, kind: str = "vec", dtype: torch.dtype = torch.float32) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.layout = layout_of(kind, dtype, SIZE, DIM)
+        blocks = [-(-n // SIZE) for n in CONTEXTS]
+        order = torch.randperm(sum(blocks), generator=generator)
+        self.table = torch.zeros(len(CONTEXTS) + 1, max(blocks), dtype=torch.int32)
+        self.cache = torch.zeros(sum(blocks), KV_HEADS, SIZE, 2 * DIM, dtype=dtype)
+        self.context, used = [], 0
+        for r, (n, count) in enumerate(zip(CONTEXTS, blocks, strict=True)):
+            # Row r + 1 of the table: a request's row is not its place in the batch.
+            self.table[r + 1, :count] = order[used : used + count].int()
+            used += count
+            key, value = torch.randn(2, n, KV_HEADS, DIM, generator=generator).to(dtype)
+            slots = [int(self.table[r + 1, p // SIZE]) * SIZE + p % SIZE for p in range(n)]
+            write_slots(self.layout, self.cache, slots, key, value)
+            self.context.append((key, value))
+        shape = (len(CONTEXTS) * ROWS, KV_HEADS, DIM)
+        self.key, self.value = torch.randn(2, *shape, generator=generator).to(dtype)
+        self.query = torch.randn(shape[0], HEADS, DIM, generator=generator).to(dtype)
+        self.requests = DraftRequests(
+            req_ids=[str(r) for r in range(len(CONTEXTS))],
+            token_ids=[torch.zeros(1).numpy()] * len(CONTEXTS),
+            context_lens=CONTEXTS,
+            req_indices=[r + 1 for r in range(len(CONTEXTS))],
+        )
+
+    def expected(self, causal: bool, window: int | None) -> torch.Tensor:
+        outputs = []
+        for r, n in enumerate(CONTEXTS):
+            rows = slice(r * ROWS, (r + 1) * ROWS)
+            key, value = (
+                torch.cat((old, new[rows])).double().repeat_interleave(HEADS // KV_HEADS, 1)
+                for old, new in zip(self.context[r], (self.key, self.value), strict=True)
+            )
+            distance = torch.arange(n, n + ROWS)[:, None] - torch.arange(n + ROWS)
+            seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+            if window is not None:
+                seen = seen & (distance < window)
+            scores = torch.einsum("ihd,jhd->hij", self.query[rows].double(), key) * SCALE
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hij,jhd->ihd", weights, value))
+        return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("kind", ["vec", "table"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [1, 3, 5, 6, 16, 17, 33, 64, 201, 204, 205, 4096])
+def test_rows_see_their_window(window: int, causal: bool, kind: str) -> None:
+    pages = Pages(kind)
+    blocks = WindowedBlocks(pages.requests, ROWS, causal, window, pages.table, pages.layout, SCALE)
+    output = blocks(pages.query, *pages.layout.views(pages.cache), pages.key, pages.value)
+    torch.testing.assert_close(
+        output.double(), pages.expected(causal, window), atol=2e-5, rtol=2e-5
+    )
+
+
+def test_bfloat16_is_as_near_as_its_numbers() -> None:
+    pages = Pages(dtype=torch.bfloat16)
+    blocks = WindowedBlocks(pages.requests, ROWS, True, 33, pages.table, pages.layout, SCALE)
+    output = blocks(pages.query, *pages.layout.views(pages.cache), pages.key, pages.value)
+    torch.testing.assert_close(output.double(), pages.expected(True, 33), atol=2e-2, rtol=2e-2)
+
+
+def test_each_layer_has_its_own_window_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = Pages()
+    monkeypatch.setattr(
+        "vllm_specplug.vllm_worker.memory.draft_cache.cpu_kv_layout", lambda cache: pages.layout
+    )
+    windows, masks = [None, 33, 33, 1000], [False, True, False, True]
+    layers: list[Any] = [
+        SimpleNamespace(kv_cache=pages.cache, spec=SimpleNamespace(window=window))
+        for window in windows
+    ]
+    cache = PagedDraftCache(layers, lambda: pages.table, SCALE)
+    attend = cache.block_attention(pages.requests, ROWS, masks)
+    for layer, (window, causal) in enumerate(zip(windows, masks, strict=True)):
+        output = attend(layer, pages.query, pages.key, pages.value)
+        expected = pages.expected(causal, window)
+        torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=2e-5)
+    assert not torch.allclose(pages.expected(True, 33), pages.expected(True, None), atol=1e-2)

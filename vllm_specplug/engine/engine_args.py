@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Combinations only the whole engine config shows, refused before any process starts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from typing import Any
+
+from vllm_specplug.drafting.method import Capability
+from vllm_specplug.engine.cpu_memory import fit_to_free_memory
+from vllm_specplug.engine.refusal import refused
+from vllm_specplug.engine.spec_config import (
+    SpecPlugSpeculativeConfig,
+    option_names,
+    refusal_message,
+    tree_config,
+)
+from vllm_specplug.kernels.cpu_layout import FP8_CACHES
+from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
+from vllm_specplug.options import REMOVED_OPTIONS, tree_option_names
+from vllm_specplug.registry import find_method, get_method, owners_of
+
+
+def _refuse(method: str, what: str, remedy: str) -> None:
+    raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
+
+
+def check_option_names(
+    spec_method: str | None, options: dict[str, Any] | None, spec_model: str | None = None
+) -> None:
+    """Refuses unknown keys of one of our methods, with the nearest legal name.
+
+    Raises:
+        ValueError: naming the key, its value and every legal key.
+    """
+    options = options or {}
+    found = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
+    if found is None:
+        return
+    method = found.name
+    legal = option_names(method)
+    for key, value in options.items():
+        name = key.replace("-", "_")
+        if name in REMOVED_OPTIONS and name not in legal:
+            raise ValueError(
+                f"speculative_config.{name} (given {value!r}) is no option any more: "
+                f"{REMOVED_OPTIONS[name]}. Leave it out."
+            )
+        # Another method's option is refused with its owners' names when the config is built.
+        if name not in legal and not owners_of(name):
+            near = difflib.get_close_matches(name, sorted(legal), n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            own = get_method(method).option_names()
+            usual = ("model", "num_speculative_tokens", *tree_option_names(), *own)
+            raise ValueError(
+                f"speculative_config has no option {key!r} (given {value!r}). {hint}"
+                f"Options of method {method!r}: {', '.join(usual)}."
+            )
+
+
+def check_engine_config(vllm_config: Any) -> None:
+    """Refuses targets and engine options that trees do not support.
+
+    Raises:
+        ValueError: naming the field, its value and what to do.
+    """
+    spec = tree_config(vllm_config)
+    if spec is None:
+        return
+    method = str(spec.plugin_method)
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+
+    if parallel.pipeline_parallel_size > 1:
+        _refuse(
+            method,
+            f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
+            "vLLM only drafts on the last rank, while every rank's layers need the tree's parents "
+            "and the accepted path: use pipeline_parallel_size=1 (tensor parallelism works)",
+        )
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
+    if parallel.use_ubatching:
+        size = f"ubatch_size={parallel.ubatch_size}"
+        _refuse(
+            method,
+            "enable_dbo=True" if parallel.enable_dbo else size,
+            "Leave microbatching out; the rows of a tree cannot be split",
+        )
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        _refuse(
+            method,
+            "kv_sharing_fast_prefill=True",
+            "Leave --kv-sharing-fast-prefill out: with it, layers that share a KV cache skip rows "
+            "of a step",
+        )
+    _check_kv_transfer(method, vllm_config)
+    _check_row_features(method, vllm_config)
+    if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16", "float16"):
+        _refuse(
+            method,
+            f"dtype={model.dtype}",
+            "Tree kernels read bfloat16, float16 and float32: use one",
+        )
+    _check_cache_dtype(method, spec, vllm_config)
+    if model.use_mla:
+        _check_latent(method, spec, vllm_config)
+    if model.is_hybrid or model.is_attention_free or model.has_inner_state:
+        _check_states(method, spec, vllm_config)
+    if model.is_encoder_decoder or model.runner_type != "generate":
+        _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
+    if model.is_multimodal_model or model.uses_mrope:
+        _check_multimodal(method, spec, model)
+    option = spec.plan.target_forward_option if spec.plan else None
+    if model.is_moe and parallel.data_parallel_size > 1 and option:
+        _refuse(
+            method,
+            f"{option} on a mixture-of-experts target with "
+            f"data_parallel_size={parallel.data_parallel_size}",
+            "Replicas run every forward together, and a draft forward is one replica's own: "
+            "use another setting of that option, or data_parallel_size=1",
+        )
+    _check_token_budget(method, spec, vllm_config.scheduler_config)
+
+
+def _check_row_features(method: str, vllm_config: Any) -> None:
+    """Refuses features of vLLM that take a request's rows for consecutive tokens."""
+    if vllm_config.watermark_config is not None:
+        _refuse(method, "watermarking", "It reads the rows before each row; leave watermarking out")
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        _refuse(
+            method,
+            "enable_batch_sharded_sampling=True",
+            "Leave it out: every rank walks all trees",
+        )
+    if vllm_config.model_config.enable_trace_replay:
+        _refuse(method, "enable_trace_replay=True", "Replay traces without speculation")
+    if vllm_config.aux_output_config.enabled:
+        _refuse(
+            method,
+            "enable_return_routed_experts=True",
+            "It takes a request's first rows for its accepted ones, and an accepted path may skip "
+            "rows of its tree: leave it out, or serve without speculation",
+        )
+
+
+def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) -> None:
+    """vLLM embeds text and images before the forward, and gives positions on every axis."""
+    target = f"a multimodal or M-RoPE target ({model.architectures[0]})"
+    option = spec.plan.target_forward_option if spec.plan else None
+    if option:
+        _refuse(
+            method,
+            f"{option} on {target}",
+            "A draft forward has token ids and one position each: use another setting of that "
+            "option, or a text-only target",
+        )
+    images = model.multimodal_config
+    if images is not None and images.is_multimodal_pruning_enabled():
+        _refuse(
+            method,
+            f"video_pruning_rate={images.video_pruning_rate}",
+            "vLLM computes the positions of all rows again where it prunes: leave it out",
+        )
+
+
+# What describes Gated DeltaNet layers in a model's config.
+# What vLLM's CPU kernels for them take. They look at the first step with requests, which would then
+# end an engine that has started.
+STATE_DTYPES = ["bfloat16"]
+_DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads")
+
+
+def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Refuses recurrent layers whose state cannot follow a tree: all but Gated DeltaNet. Whether
+    all layers are such is seen once they are built."""
+    model = vllm_config.model_config
+    if not all(hasattr(model.hf_text_config, name) for name in _DELTA_NET):
+        _refuse(
+            method,
+            f"recurrent layers other than Gated DeltaNet ({model.architectures[0]})",
+            "Their state cannot follow a tree; use a target of attention layers, or of attention "
+            "and Gated DeltaNet layers",
+        )
+    device = vllm_config.device_config.device_type
+    dtype = str(model.dtype).removeprefix("torch.")
+    if device == "cpu" and dtype not in STATE_DTYPES:
+        _refuse(
+            method,
+            f"dtype={dtype} on a target with Gated DeltaNet layers ({model.architectures[0]})",
+            'vLLM\'s CPU kernels for them only take bfloat16: set dtype="bfloat16"',
+        )
+    option = spec.plan.target_forward_option if spec.plan else None
+    if option:
+        _refuse(
+            method,
+            f"{option} on a target with recurrent states ({model.architectures[0]})",
+            "A draft forward would change them; use another setting of that option",
+        )
+
+
+def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Multi-head latent attention: its cache is read on a CPU, as vLLM's reference backend writes
+    it. Whether all layers are such, and what turns their queries, is seen once they are built."""
+    model = vllm_config.model_config
+    target = f"an MLA target ({model.architectures[0]})"
+    device = vllm_config.device_config.device_type
+    if device != "cpu":
+        _refuse(
+            method,
+            f"{target} on {device!r}",
+            "Trees over latent caches are only computed on CPUs; use a target with MHA or GQA, or "
+            "a chain method of vLLM's own",
+        )
+    if spec.tree_kernel not in ("auto", "reference"):
+        _refuse(
+            method,
+            f"tree_kernel={spec.tree_kernel!r} on {target}",
+            'Latent caches are only read with torch: use tree_kernel="auto" or "reference"',
+        )
+    wanted = vllm_config.cache_config.cache_dtype
+    dtype = str(model.dtype).removeprefix("torch.")
+    if wanted not in ("auto", dtype):
+        _refuse(
+            method,
+            f"kv_cache_dtype={wanted!r} on {target}",
+            'vLLM\'s CPU_MLA backend has none but kv_cache_dtype="auto"',
+        )
+    scheduler = vllm_config.scheduler_config
+    most = scheduler.max_num_scheduled_tokens
+    if not scheduler.enable_chunked_prefill and most is not None and most < model.max_model_len:
+        _refuse(
+            method,
+            f"max_num_scheduled_tokens={most} on {target}",
+            "Without chunked prefill, which vLLM turns off here, a longer prompt would never be "
+            f"scheduled: leave it out, or give at least max_model_len={model.max_model_len}",
+        )
+    option = spec.plan.target_forward_option if spec.plan else None
+    if _reads_target_cache(spec):
+        _refuse(
+            method,
+            f"{option} on {target}" if option else target,
+            "Its drafts read the target's keys and values by head, and a latent cache has none: "
+            f"use another {'setting of that option' if option else 'method'}",
+        )
+
+
+def _reads_target_cache(spec: SpecPlugSpeculativeConfig) -> bool:
+    """Whether drafts read the target's own keys and values, by head and as they were computed."""
+    option = spec.plan.target_forward_option if spec.plan else None
+    return Capability.TARGET_CACHE in spec.needs() or option is not None
+
+
+# vLLM's names of the quantised caches whose numbers tree rows are read from, by device.
+SERVED_CACHES: dict[str, tuple[str, ...]] = {
+    "cpu": tuple(FP8_CACHES),
+    "cuda": (*sorted(E4M3_CACHES), *TOKEN_SCALE_CACHES),
+}
+
+
+def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Tree rows are read and moved as numbers of the model's dtype or of 8 bits."""
+    wanted = vllm_config.cache_config.cache_dtype
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    # The layers of such a checkpoint turn "auto" into "fp8" when they are built.
+    scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
+    if wanted == dtype or (wanted == "auto" and scheme is None):
+        return
+    what = f"kv_cache_dtype={wanted!r} of a target of dtype {dtype}"
+    if wanted == "auto":
+        what = f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache"
+    remedy = f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are'
+    device = vllm_config.device_config.device_type
+    if device not in SERVED_CACHES:
+        _refuse(method, f"{what} on {device!r}", remedy)
+    served = SERVED_CACHES[device]
+    if wanted not in ("auto", *served):
+        _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
+    if device == "cuda" and spec.tree_kernel == "reference":
+        _refuse(method, f"{what} and tree_kernel={spec.tree_kernel!r}", remedy)
+    if _reads_target_cache(spec):
+        option = spec.plan.target_forward_option if spec.plan else None
+        drafts = f"with {option} its drafts" if option else "its drafts"
+        _refuse(method, f"{what}: {drafts} read the target's cache", remedy)
+
+
+def _check_kv_transfer(method: str, vllm_config: Any) -> None:
+    """A connector may store or send slots before the accepted path has been moved together."""
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    size = vllm_config.cache_config.kv_offloading_size
+    what = f"kv_transfer_config.kv_connector={transfer.kv_connector!r}"
+    if size is not None:
+        what = f"kv_offloading_size={size}"
+    _refuse(method, what, "Serve without a KV connector and without KV offloading")
+
+
+def _check_token_budget(
+    method: str, spec: SpecPlugSpeculativeConfig, scheduler_config: Any
+) -> None:
+    rows = spec.num_speculative_tokens + 1
+    for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+        most = getattr(scheduler_config, name)
+        if most is not None and rows > most:
+            raise ValueError(
+                f"speculative_config.num_speculative_tokens={spec.num_speculative_tokens} needs "
+                f"{rows} rows for one request, but {name}={most}. Lower num_speculative_tokens or "
+                f"raise --{name.replace('_', '-')}."
+            )
+
+
+def _take_prompts_whole(vllm_config: Any) -> None:
+    """Under speculation vLLM limits the rows of a step before its CPU platform turns chunked
+    prefill off and raises the limit's origin; a prompt that is longer would wait for ever."""
+    scheduler = vllm_config.scheduler_config
+    if tree_config(vllm_config) is not None and not scheduler.enable_chunked_prefill:
+        scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
+
+
+def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            check_option_names(self.spec_method, self.speculative_config, self.spec_model)
+            vllm_config = original(self, *args, **kwargs)
+            if self.max_num_scheduled_tokens is None:
+                _take_prompts_whole(vllm_config)
+            check_engine_config(vllm_config)
+            if tree_config(vllm_config) is not None:
+                fit_to_free_memory(vllm_config)
+        except ValueError as error:
+            message = refusal_message(error)
+            if message is None:
+                raise
+            raise refused(message) from None
+        return vllm_config
+
+    return create_engine_config

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `specplug inspect` says of a draft head. Reads configs and tensor headers; weights only of
+a released pickle, which serving would convert, too.
+
+Whether a head is served is asked of what serving asks: the engine's own config, built with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
+from vllm_specplug.drafting.head_path import resolve_head_path
+from vllm_specplug.drafting.method import Capability, Method
+from vllm_specplug.options import check_target
+from vllm_specplug.registry import BY_HEAD, get_method, head_owners, misfit, recognise_head
+
+
+def inspect_head(
+    model: str, target: str | None = None, method: str | None = None
+) -> dict[str, Any]:
+    """What a head is, what it needs, and whether it would be served on this machine.
+
+    Args:
+        model: a folder, or a hub id in the local cache.
+        target: the model it is to draft for; without one nothing is asked of the engine.
+        method: taken instead of the one that recognises the head.
+
+    Returns:
+        A JSON object; "served" is None where no target was given and nothing speaks against it.
+
+    Raises:
+        ValueError: when there is no such head, or its files cannot be read.
+    """
+    path = resolve_head_path(model, method or BY_HEAD)
+    head = read_head_files(path)
+    report: dict[str, Any] = {"head": str(path), "files": _files(head)}
+    kinds = head_owners(head)
+    report["kind"] = {kind.name: kind.summary for kind in kinds}
+    made_for = _made_for(head.config)
+    if made_for:
+        report["made_for"] = made_for
+    try:
+        chosen = recognise_head(path) if method is None else get_method(method)
+    except ValueError as error:
+        return {**report, "served": False, "reason": str(error)}
+    fitting = misfit(chosen, head)
+    if fitting is not None and (target is None or not chosen.needs_head):
+        reason = (
+            f"method {chosen.name!r} does not draft with this head, which is one of method "
+            f"{fitting.name!r}: {fitting.summary}"
+        )
+        return {**report, "served": False, "reason": reason}
+    report["needs"] = _needs(chosen.needs)
+    config = {"method": chosen.name, "model": str(path)}
+    report["speculative_config"] = config
+    if target is None:
+        reason = "name the target with --target to have it checked; the head may need more"
+        return {**report, "served": None, "reason": reason}
+    # Last: what is needed by this very head takes the place of what its method needs.
+    return {**report, "target": target, **_served(target, config, chosen)}
+
+
+def _files(head: HeadFiles) -> dict[str, Any]:
+    sizes = [math.prod(shape) for shape in head.tensors.values() if shape is not None]
+    return {
+        "architectures": list(head.architectures),
+        "model_type": head.config.get("model_type"),
+        "speculators_model_type": head.speculators_type,
+        "tensors": len(head.tensors),
+        "parameters": sum(sizes) if len(sizes) == len(head.tensors) else None,
+        "dtypes": sorted(head.dtypes),
+    }
+
+
+def _made_for(config: Mapping[str, Any]) -> str | None:
+    """The target that the head's own config names, where it does."""
+    found: Any = config.get("speculators_config")
+    for name in ("verifier", "name_or_path"):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
+def _needs(needs: frozenset[Capability]) -> dict[str, Any]:
+    from vllm_specplug.engine.spec_config import CAPABILITIES
+
+    return {
+        "capabilities": sorted(needs),
+        "devices": [name for name, given in CAPABILITIES.items() if needs <= given],
+    }
+
+
+def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, Any]:
+    """Whether an engine on `target` takes the head, and what it would make of it."""
+    from vllm_specplug.engine import install
+
+    install()
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_specplug.engine.spec_config import tree_config
+
+    try:
+        check_target(target)
+        # A copy: vLLM writes into what it is given.
+        engine = EngineArgs(model=target, speculative_config=dict(config)).create_engine_config()
+    except Exception as error:
+        return {"served": False, "reason": first_message(error)}
+    spec = tree_config(engine)
+    assert spec is not None and spec.plan is not None
+    return {
+        "needs": _needs(method.needs | spec.plan.needs),
+        "served": True,
+        "reason": None,
+        "depth": spec.draft_depth,
+        "target_layers": list(spec.plan.hidden_layers),
+    }
+
+
+def first_message(error: Exception) -> str:
+    """What was raised in the config's own words, without pydantic's frame."""
+    errors = getattr(error, "errors", None)
+    if callable(errors):
+        return "; ".join(entry["msg"].removeprefix("Value error, ") for entry in errors())
+    return f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

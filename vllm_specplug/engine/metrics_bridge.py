@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries a step's statistics from the runner's output to /metrics, and to the scheduler what the
+worker wants reserved (`placeholders.keep_reserved_rows`).
+
+Seam: metrics_bridge.
+
+What: (1) `Scheduler.update_from_output` is wrapped to copy attribute `specplug_stats` of the
+runner's output to the `SchedulerStats` it returns; (2) `EngineCoreOutputs.scheduler_stats` is
+retyped to a subclass of `SchedulerStats` that declares the field, because the front end decodes
+by declared type and drops everything else; (3) `StatLoggerManager.__init__` is wrapped to add one
+stat logger, when the engine runs one of our methods.
+
+Why: the numbers are made in a worker process and scraped in the API server's. vLLM has a channel
+between the two and no field on it for others; its plugin group for stat loggers gives the
+receiving end only, and switches statistics on for servers that do not use our methods.
+
+Remove when: vLLM lets a runner attach statistics that reach stat loggers (a free-form field on
+`ModelRunnerOutput` and `SchedulerStats`); then only the stat logger stays.
+
+Not wrapped by subclass: the front end's decoder caches the types of `EngineCoreOutputs` when it is
+first made, so the seams must be in place before an engine client exists. The plugin's entry point
+sees to that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.stats import SchedulerStats
+
+from vllm_specplug.engine.placeholders import keep_reserved_rows
+from vllm_specplug.metrics import STATS_ATTRIBUTE, PrometheusExporter
+
+
+@dataclass
+class TreeSchedulerStats(SchedulerStats):
+    """vLLM's statistics of a step, and the plugin's."""
+
+    # payload of metrics.StepStats
+    specplug_stats: dict[str, Any] | None = None
+
+
+class TreeStatLogger(AggregateStatLoggerBase):
+    """Receives the statistics in the front end and counts them, one label set per engine."""
+
+    def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
+        model_name = str(vllm_config.model_config.served_model_name)
+        self._exporters = {
+            index: PrometheusExporter({"model_name": model_name, "engine": str(index)})
+            for index in engine_indexes
+        }
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        payload = getattr(scheduler_stats, "specplug_stats", None)
+        exporter = self._exporters.get(engine_idx)
+        if payload is not None and exporter is not None:
+            exporter.observe(payload)
+
+    def log_engine_initialized(self) -> None:
+        pass
+
+
+def attach_stats(outputs: dict[int, EngineCoreOutputs], payload: dict[str, Any]) -> None:
+    """Put `payload` on the one output that carries scheduler statistics; without one (statistics
+    are switched off) it is dropped."""
+    for output in outputs.values():
+        stats = output.scheduler_stats
+        if stats is not None:
+            output.scheduler_stats = TreeSchedulerStats(**vars(stats), specplug_stats=payload)
+            return
+
+
+def with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Scheduler.update_from_output`, the payload on what it returns, and the rows that the worker
+    wants."""
+
+    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        outputs = original(self, scheduler_output, model_runner_output)
+        keep_reserved_rows(self, model_runner_output)
+        payload = getattr(model_runner_output, STATS_ATTRIBUTE, None)
+        if payload is not None:
+            attach_stats(outputs, payload)
+        return outputs
+
+    return update_from_output
+
+
+def with_tree_logger(original: Callable[..., None]) -> Callable[..., None]:
+    """`StatLoggerManager.__init__`, with a logger added if the engine runs one of our methods."""
+
+    def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, vllm_config, *args, **kwargs)
+        if _drafts_trees(vllm_config):
+            self.stat_loggers.append(TreeStatLogger(vllm_config, self.engine_indexes))
+
+    return init
+
+
+def _drafts_trees(vllm_config: Any) -> bool:
+    from vllm_specplug.engine.spec_config import tree_config
+
+    return tree_config(vllm_config) is not None

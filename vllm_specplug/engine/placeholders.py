@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resumed and prefix-hit requests come without placeholder drafts, and no request has more rows
+than a tree may have nodes.
+
+Seam: placeholders.
+
+What: `Scheduler.__init__` is wrapped; for our methods `dynamic_sd_lookup`, unset otherwise, is
+set to a table of drafts per request by batch size.
+
+Why: where it is unset, the scheduler pads a request that starts with a single row to
+1 + num_speculative_tokens rows of drafts -1, so that all requests of a step have as many rows and
+full CUDA graphs fit. Trees differ in size anyway, none of those drafts can be accepted, and every
+row costs a forward's share. A scheduler that works ahead reserves as many rows as the table has
+before it knows the trees, so the table has what the budget leaves a request of such a batch. A
+request only starts with that: `keep_reserved_rows` then cuts the reservation to what the worker
+asked for, which arrives with each step's output.
+
+Remove when: a proposer can say that it does not want the padding, and how many rows it wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE, ReservedRows
+from vllm_specplug.engine.spec_config import tree_config
+from vllm_specplug.options import max_scheduled_rows, request_budget_limit, rows_of_requests
+
+
+def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[int]:
+    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
+    most = scheduler_config.max_num_seqs
+    # No request leaves as much as one.
+    sizes = [max(1, size) for size in range(most + 1)]
+    if spec.tree_budget == "auto" and not scheduler_config.async_scheduling:
+        # The scheduler gets the trees themselves, of the sizes that the worker chose.
+        return [nodes for _ in sizes]
+    if spec.tree_budget != "auto":
+        nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
+    limit = max_scheduled_rows(scheduler_config)
+    rows = [rows_of_requests(size, spec.max_step_rows or limit, limit, most) for size in sizes]
+    return [
+        min(nodes, max(0, together // size - 1)) for size, together in zip(sizes, rows, strict=True)
+    ]
+
+
+def keep_reserved_rows(scheduler: Any, model_runner_output: Any) -> None:
+    """Cuts the reservations of a scheduler that works ahead to what its worker asked for.
+
+    Call when the output's step is accounted for: the step behind it is scheduled already, the one
+    after that is not.
+    """
+    reserved: ReservedRows | None = getattr(model_runner_output, RESERVED_ROWS_ATTRIBUTE, None)
+    if reserved is None:
+        return
+    for request in scheduler.running:
+        # A new list: vLLM shares its placeholders between requests.
+        if len(request.spec_token_ids) > (nodes := reserved.nodes(request.request_id)):
+            request.spec_token_ids = request.spec_token_ids[:nodes]
+
+
+def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:
+    """The scheduler's constructor, and the table after it."""
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        spec = tree_config(self.vllm_config)
+        if spec is not None and self.dynamic_sd_lookup is None:
+            self.dynamic_sd_lookup = drafts_by_batch_size(
+                spec, self.scheduler_config, self.num_spec_tokens
+            )
+
+    return init

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SpeculativeConfig` with the methods of the registry and their typed options.
+
+Must stay importable by dotted path before any plugin has run: the engine core and the
+workers unpickle instances of this class, possibly before they load plugins.
+
+vLLM reads the annotations of config classes as types: no `from __future__ import annotations`.
+"""
+
+import difflib
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ArgsKwargs
+from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
+from vllm.config.utils import config
+from vllm.logger import init_logger
+from vllm.utils.hashing import safe_hash
+
+from vllm_specplug.drafting.head_files import read_head_files
+from vllm_specplug.drafting.head_path import resolve_head_path
+from vllm_specplug.drafting.method import Capability, DraftPlan, Method, MethodOptions, TargetInfo
+from vllm_specplug.engine.versions import SeamReport, device_problem, refusal_text
+from vllm_specplug.kernels.packed_linear import packs_target
+from vllm_specplug.options import (
+    DEFAULT_CUDA_TREE_NODES,
+    DEFAULT_TREE_NODES,
+    TreeOptions,
+    changed_tree_options,
+    check_draft_weights,
+    check_kernel,
+    check_num_nodes,
+    check_request_limit,
+    check_target_products,
+    check_tree_budget,
+    check_tree_shape,
+    check_vllm_options,
+    is_number,
+    option_error,
+    tree_option_names,
+    value_error,
+)
+from vllm_specplug.registry import (
+    find_method,
+    get_method,
+    legal_method_names,
+    method_names,
+    misfit,
+    owners_of,
+)
+from vllm_specplug.seams import CPU_ADMISSION
+from vllm_specplug.seams.seam import resolve
+
+logger = init_logger("vllm.specplug.config")
+
+# What `custom_class` instantiates; the worker replaces it by the method's drafter.
+PROPOSER_PATH = "vllm_specplug.vllm_worker.proposer.DrafterHost"
+
+WORKERS = {
+    "cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorker",
+    "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorker",
+}
+CAPABILITIES = {
+    "cpu": frozenset(Capability),
+    "cuda": frozenset(
+        {
+            Capability.HIDDEN_STATES,
+            Capability.OUTPUT_STATES,
+            Capability.NEXT_TOKENS,
+            Capability.CONTEXT_CACHE,
+            Capability.WINDOW,
+            Capability.TARGET_CACHE,
+            Capability.TARGET_FORWARD,
+        }
+    ),
+}
+"""What a drafter is given on each device."""
+
+
+def current_device() -> str:
+    """This machine's, as the tables above name it."""
+    from vllm.platforms import current_platform
+
+    return "cuda" if current_platform.is_cuda() else current_platform.device_type
+
+
+# What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
+ONE_RANK = frozenset({Capability.TARGET_CACHE})
+
+
+@config
+class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
+    """vLLM's speculative options, the plugin's methods, the options of `TreeOptions` and those of
+    the method itself."""
+
+    # Names that the command line offers; `_take_method` is what decides.
+    method: Literal[(SpeculativeMethod, *legal_method_names())] | None = None  # type: ignore[valid-type]
+    """The name of the speculative method to use; vLLM's own, or one of vllm-specplug's."""
+    method_options: Any = None
+    """`MethodOptions` of the method. Made from the method's own keys, never given as such."""
+    plugin_method: str | None = None
+    """Set when the method is the plugin's; `method` then reads "custom_class". Never given."""
+    plan: DraftPlan | None = Field(default=None, init=False)
+    """What the method made of its options and its head."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_method(cls, values: Any) -> Any:
+        """Collects the keys that only the method has."""
+        if not isinstance(values, ArgsKwargs) or not values.kwargs:
+            return values
+        given = dict(values.kwargs)
+        for key in ("plugin_method", "method_options"):
+            if given.get(key) is not None:
+                raise option_error(key, given[key], "it is not an option", f"Leave {key} out")
+        name = given.get("method")
+        method = find_method(name, given.get("model"))
+        if method is not None and method.name != name:
+            logger.info(
+                "Draft head %s is one of method %r: %s", given["model"], method.name, method.summary
+            )
+            name = method.name
+        own = () if method is None else method.option_names()
+        for key in given:
+            owners = owners_of(key)
+            # A stranger's method may not take an option away from vLLM's own methods.
+            if owners and key not in own and key not in _vllm_defaults():
+                raise option_error(
+                    key,
+                    given[key],
+                    f"method {name!r} does not have it, only {', '.join(owners)}",
+                    f"Leave {key} out",
+                )
+        if method is not None:
+            _check_no_truth_values(given)
+            taken = {key: given.pop(key) for key in own if key in given}
+            given["method_options"] = method.parse_options(taken)
+            given["plugin_method"] = method.name
+            given["method"] = "custom_class"
+        return ArgsKwargs(values.args, given)
+
+    def __post_init__(self) -> Any:
+        if self.plugin_method is None:
+            changed = changed_tree_options(self)
+            if changed:
+                raise option_error(
+                    changed[0],
+                    getattr(self, changed[0]),
+                    f"only the methods {', '.join(method_names())} have it, not {self.method!r}",
+                    f"Leave {changed[0]} out or choose one of those methods",
+                )
+            return super().__post_init__()
+
+        method = get_method(self.plugin_method)
+        if self.num_speculative_tokens is None:
+            on_gpu = current_device() == "cuda"
+            nodes = DEFAULT_CUDA_TREE_NODES if on_gpu else DEFAULT_TREE_NODES
+            self.num_speculative_tokens = max(nodes, self.tree_depth or 0)
+        check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
+        check_tree_budget(self.tree_budget, self.num_speculative_tokens)
+        check_request_limit(self.max_request_budget, self.num_speculative_tokens)
+        check_vllm_options(self, _vllm_defaults(), method.name)
+        options: MethodOptions = self.method_options
+        target = self.target_model_config
+        info = TargetInfo(target.hf_text_config, target.max_model_len, target)
+        try:
+            self.plan = options.resolve(method.name, self, info)
+        except ValueError as error:
+            raise _naming_its_method(error, method, self.model) from None
+        self.model = PROPOSER_PATH
+        super().__post_init__()
+        self._claim_worker()
+        logger.info("%r", self)
+        return self
+
+    @property
+    def head_path(self) -> str | None:
+        """Folder of the draft checkpoint."""
+        return None if self.plan is None else self.plan.head_path
+
+    @property
+    def draft_depth(self) -> int | None:
+        """Depth that the method drafts to by itself."""
+        return None if self.plan is None else self.plan.depth
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Auxiliary hidden-state layers of the target, in vLLM's numbering (output of decoder
+        layer i is i + 1)."""
+        return () if self.plan is None else tuple(i + 1 for i in self.plan.hidden_layers)
+
+    @property
+    def reads_next_tokens(self) -> bool:
+        """Whether the draft's context of a token depends on the token after it."""
+        method = self.plugin_method
+        return method is not None and Capability.NEXT_TOKENS in get_method(method).needs
+
+    def use_eagle_block_drop(self) -> bool:
+        """Whether the scheduler takes the last block of a prefix hit as not cached."""
+        own = self.reads_next_tokens and not self.disable_eagle_block_drop
+        return own or super().use_eagle_block_drop()
+
+    def _claim_worker(self) -> None:
+        """Our worker builds the model runner with the tree mixin."""
+        from vllm.platforms import current_platform
+
+        device = current_device()
+        method = get_method(str(self.plugin_method))
+        needs = self.needs()
+        missing = sorted(needs - CAPABILITIES.get(device, frozenset()))
+        problem = device_problem(device) if device in WORKERS else None
+        if problem:
+            raise ValueError(refusal_text(method.name, SeamReport("", problem)))
+        if device not in WORKERS or missing:
+            lacking = f" (it needs {', '.join(missing)})" if missing else ""
+            raise ValueError(
+                f"Speculative method {method.name!r} does not run on device "
+                f"{current_platform.device_name!r} in this release{lacking}. Use a CPU build of "
+                "vLLM, or a chain method of vLLM's own."
+            )
+        _check_model_runner(method.name, device)
+        parallel = self.target_parallel_config
+        ranks = parallel.tensor_parallel_size
+        unshared = sorted(method.needs & ONE_RANK)
+        if ranks > 1 and unshared:
+            raise ValueError(
+                f"tensor_parallel_size={ranks} cannot be combined with speculative method "
+                f"{method.name!r}: it needs {', '.join(unshared)}, and a rank has some of the KV "
+                "heads. Use --tensor-parallel-size 1, or another method."
+            )
+        check_kernel(self.tree_kernel, device)
+        check_draft_weights(self.draft_weights, device)
+        check_target_products(self.target_products, device)
+        if parallel.worker_cls != "auto":
+            raise ValueError(
+                f"worker_cls={parallel.worker_cls!r} cannot be combined with "
+                f"speculative method {self.plugin_method!r}, which brings its own worker. "
+                "Leave --worker-cls out."
+            )
+        parallel.worker_cls = WORKERS[device]
+
+    def needs(self) -> frozenset[Capability]:
+        """What the method and its head need of the adapter of a device."""
+        method = get_method(str(self.plugin_method))
+        return method.needs | (self.plan.needs if self.plan else frozenset())
+
+    def compute_hash(self) -> str:
+        """The parent's hash, plus what changes the compiled graph: auxiliary layers, products."""
+        parent = super().compute_hash()
+        if self.plugin_method is None:
+            return parent
+        packs = current_device() == "cpu" and packs_target(self.target_products)
+        factors = str((parent, self.plugin_method, self.aux_layers, packs))
+        return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
+
+    def __repr__(self) -> str:
+        if self.plugin_method is None:
+            return super().__repr__()
+        head = Path(self.head_path).name if self.head_path else None
+        return (
+            f"SpeculativeConfig(method={self.plugin_method!r}, head={head!r}, "
+            f"nodes={self.num_speculative_tokens}, budget={self.tree_budget!r}, "
+            f"depth={self.draft_depth}, "
+            f"width={self.tree_width})"
+        )
+
+
+def _check_model_runner(method: str, device: str) -> None:
+    """Trees run in vLLM's V2 model runner, on a CPU without Triton by kernels of this package.
+
+    Raises:
+        ValueError: when the environment asks for V1.
+    """
+    from vllm import envs
+
+    asked = envs.VLLM_USE_V2_MODEL_RUNNER
+    if asked is False:
+        raise ValueError(
+            f"VLLM_USE_V2_MODEL_RUNNER=0 cannot be combined with speculative method {method!r}, "
+            "which runs in vLLM's V2 model runner only. Unset VLLM_USE_V2_MODEL_RUNNER."
+        )
+    if asked is None and device == "cpu" and not resolve(CPU_ADMISSION.target):
+        logger.info(
+            "Speculative method %r takes vLLM's V2 model runner, with CPU kernels of this package "
+            "in place of Triton's. Plain vLLM takes V1 on this machine: greedy answers are the "
+            "same, seeded ones are not, because the two runners draw other random numbers.",
+            method,
+        )
+
+
+def option_names(method: str) -> tuple[str, ...]:
+    """All keys that `--speculative-config` may have for one of our methods."""
+    internal = {"method_options", "plugin_method"}
+    shared = [
+        f.name for f in fields(SpecPlugSpeculativeConfig) if f.init and f.name not in internal
+    ]
+    return (*shared, *get_method(method).option_names())
+
+
+def _declared(name: str) -> Any:
+    """Annotation, bounds and default of an option."""
+    return vars(SpecPlugSpeculativeConfig)["__pydantic_fields__"][name]
+
+
+def _check_no_truth_values(given: dict[str, Any]) -> None:
+    """Refuses true and false for numbers, which pydantic would read as 1 and 0."""
+    for name in ("num_speculative_tokens", *tree_option_names()):
+        hint = _declared(name).annotation
+        if isinstance(given.get(name), bool) and is_number(hint):
+            raise _wrong_value(name, given[name], "")
+
+
+def _wrong_value(name: str, value: object, reason: str) -> ValueError:
+    """The refusal of an option's value; `reason` is pydantic's, for types without words."""
+    if name == "method":
+        return _unknown_method(value)
+    if name == "num_speculative_tokens":
+        try:
+            check_num_nodes(value)
+        except ValueError as error:
+            return error
+    if name in tree_option_names():
+        field = _declared(name)
+        return value_error(name, value, field.annotation, field.metadata, field.default)
+    return option_error(name, value, reason[:1].lower() + reason[1:], f"Correct {name}")
+
+
+def _unknown_method(name: object) -> ValueError:
+    ours = legal_method_names()
+    near = difflib.get_close_matches(str(name), [*ours, *_names(SpeculativeMethod)], n=1)
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    return option_error(
+        "method",
+        name,
+        f"legal: {', '.join(ours)}, and the methods of vLLM's own that its documentation lists",
+        f"{meant}`specplug options` says what each of the first drafts with",
+    )
+
+
+def _names(literal: Any) -> list[str]:
+    """The words of a `Literal`, which may hold others."""
+    return [
+        name
+        for part in get_args(literal)
+        for name in ([part] if isinstance(part, str) else _names(part))
+    ]
+
+
+def _naming_its_method(error: ValueError, method: Method, model: str | None) -> ValueError:
+    """A refusal of a head, with the method that it is made for where that is another one."""
+    try:
+        head = read_head_files(resolve_head_path(model, method.name))
+    except ValueError:
+        return error
+    fitting = misfit(method, head)
+    if fitting is None or fitting.name in str(error):
+        return error
+    return option_error(
+        "method",
+        method.name,
+        f"this head is one of method {fitting.name!r}, {fitting.summary}",
+        f'Use "method": "{fitting.name}", or a head of method {method.name!r}',
+    )
+
+
+def refusal_message(error: ValueError) -> str | None:
+    """What refused a config in the package's own words, without pydantic's frame; None where it was
+    vLLM that refused it, for a reason of its own."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if error.title != SpecPlugSpeculativeConfig.__name__:
+            return refusal_message(cause) if isinstance(cause, ValueError) else None
+        if cause is not None:
+            return str(cause)
+        name = str(first["loc"][0]) if first["loc"] else "method"
+        return str(_wrong_value(name, first["input"], first["msg"]))
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    origin = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
+    return str(error) if origin.startswith("vllm_specplug.") else None
+
+
+def _vllm_defaults() -> dict[str, Any]:
+    """Defaults of vLLM's own speculative options by name."""
+    defaults = {}
+    for field in fields(SpeculativeConfig):
+        default: Any = field.default
+        defaults[field.name] = default.default if hasattr(default, "default") else default
+    return defaults
+
+
+def speculative_config_class(stock: type) -> type:
+    """The class `EngineArgs` builds speculative configs from. Seam: spec_config."""
+    return SpecPlugSpeculativeConfig
+
+
+def tree_config(vllm_config: Any) -> SpecPlugSpeculativeConfig | None:
+    """Our speculative config of `vllm_config`, or None when another method (or none) runs."""
+    spec = vllm_config.speculative_config
+    if isinstance(spec, SpecPlugSpeculativeConfig) and spec.plugin_method is not None:
+        return spec
+    return None

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pages are zeroed before they are used where KV cache groups of unlike heads share memory.
+
+Seam: zeroed_pages.
+
+What: `get_kv_cache_configs` is wrapped; for our methods, configs whose groups have heads of several
+shapes say that new pages need to be zeroed, as vLLM's own do for several precisions.
+
+Why: a draft whose values are not finite has NaN for keys (`kernels.finite_values`), harmless to
+whoever does not attend it while the page is read as it was written. Read by a group of other heads,
+keys lie where values do, and attention multiplies those behind a request's last token by 0. The
+layers of drafts only write finite numbers.
+
+Remove when: kernels leave out the values of columns that a row does not attend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+
+from vllm_specplug.drafting.caches import DRAFT_LAYERS
+from vllm_specplug.engine.spec_config import tree_config
+
+
+class ZeroedKVCacheConfig(KVCacheConfig):
+    """Copied for the scheduler and sent to workers with its class."""
+
+    @property
+    def needs_kv_cache_zeroing(self) -> bool:
+        return True
+
+
+def has_unlike_heads(config: Any) -> bool:
+    """Whether groups with layers of the target that share memory have unlike heads or blocks."""
+    shapes = {
+        (spec.num_kv_heads, spec.head_size, spec.block_size)
+        for group in config.kv_cache_groups
+        if isinstance(spec := group.kv_cache_spec, AttentionSpec)
+        and not all(name.startswith(DRAFT_LAYERS) for name in group.layer_names)
+    }
+    return len(shapes) > 1
+
+
+def with_zeroed_pages(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """The KV cache configs of all workers."""
+
+    def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        configs = original(vllm_config, *args, **kwargs)
+        if tree_config(vllm_config) is not None:
+            for config in filter(has_unlike_heads, configs):
+                config.__class__ = ZeroedKVCacheConfig
+        return configs
+
+    return get_kv_cache_configs

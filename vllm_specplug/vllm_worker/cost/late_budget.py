@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The adaptive budget where a host learns of trees after it has launched the step behind them.
+
+What it decides before a draft forward rests on the lookups of an earlier step; what it decides on
+trees, once copies of them have come, is the reservation of a step that is not scheduled yet. In
+between, trees fill the rows that were reserved for them (`drafting.reserved_rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from vllm_specplug.budget import AdaptiveBudget, NextStep, Plan
+from vllm_specplug.tree import DraftTree
+
+if TYPE_CHECKING:
+    from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
+
+_EMPTY = DraftTree.empty()
+
+
+class LateBudget:
+    """Applies a planner's adaptive budget to trees that come later.
+
+    Args:
+        deepest: deepest node of a draft forward; 0 when the method has none.
+    """
+
+    def __init__(self, planner: DraftPlanner, deepest: int) -> None:
+        self.planner = planner
+        self.deepest = deepest
+        # The latest trees of lookups that the host has seen, by running request.
+        self._found: dict[str, DraftTree] = {}
+
+    @property
+    def budget(self) -> AdaptiveBudget:
+        assert self.planner.adaptive is not None
+        return self.planner.adaptive
+
+    def plan(
+        self,
+        # [R] requests that may draft
+        req_ids: Sequence[str],
+        # [R] about how many tokens each has
+        context_lens: Sequence[int],
+        # [R] most nodes of each tree
+        caps: Sequence[int],
+        # [R] deepest node worth drafting
+        depths: Sequence[int],
+        batch: Batch,
+    ) -> Plan:
+        """How deep a draft forward goes for each request, `Plan.depths`."""
+        step = NextStep(
+            req_ids=req_ids,
+            context_lens=context_lens,
+            caps=caps,
+            forward_limits=[max(0, min(depth, self.deepest)) for depth in depths],
+            fixed=[self.planner.has_own_budget(req_id) for req_id in req_ids],
+            num_roots=batch.num_roots,
+            root_context=batch.root_context,
+            other_rows=batch.other_rows,
+            other_context=batch.other_context,
+        )
+        budget = self.budget
+        budget.plan(step, [self._found.get(req_id, _EMPTY) for req_id in req_ids])
+        plan, budget.planned = budget.planned, None
+        assert plan is not None
+        return plan
+
+    def wanted(
+        self,
+        plan: Plan,
+        # [R] whole, as if there was room for all
+        trees: Sequence[DraftTree],
+        # [R] trees of lookups only
+        found: Sequence[DraftTree],
+        # [R] nodes of each that had a row
+        room: Sequence[int],
+    ) -> dict[str, int]:
+        """Nodes that were worth their cost, by request; of requests that ended meanwhile none."""
+        step, stats = plan.step, self.planner.stats
+        running = [self.planner.knows(req_id) for req_id in step.req_ids]
+        for r, is_running in enumerate(running):
+            if is_running:
+                self._found[step.req_ids[r]] = found[r]
+            else:
+                plan.leave_out(r)
+        trees, found = (
+            [tree if is_running else _EMPTY for tree, is_running in zip(some, running, strict=True)]
+            for some in (trees, found)
+        )
+        kept = self.budget.trim_late(plan, trees, found)
+        wanted: dict[str, int] = {}
+        for r, req_id in enumerate(step.req_ids):
+            if not running[r]:
+                continue
+            wanted[req_id] = step.caps[r]
+            if not step.fixed[r]:
+                wanted[req_id] = min(kept[r], step.caps[r])
+            if not min(trees[r].num_nodes, room[r]):
+                had_any = trees[r].num_nodes or self.deepest
+                stats.observe_plain("budget" if had_any else "no_draft")
+        stats.tree_budget = max(
+            min(tree.num_nodes, most) for tree, most in zip(trees, room, strict=True)
+        )
+        return wanted
+
+    def forget(self, req_ids: Iterable[str]) -> None:
+        """Drops requests that are not running any more."""
+        for req_id in req_ids:
+            self._found.pop(req_id, None)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of drafted rows over vLLM's GPU pages, and the drafter's own pages there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafting.device_requests import DeviceRequests
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
+from vllm_specplug.kernels.finite_values import make_finite
+from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels, StepLimits, TreeBuffers
+from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLayer
+
+
+def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:
+    """int32 [R]: each request's row of the batch's block table."""
+    if not isinstance(requests, DeviceRequests):
+        return device_tensor(requests.req_indices, device).to(torch.int32)
+    if requests.rows is not None:
+        return requests.rows
+    return torch.arange(len(requests), dtype=torch.int32, device=device)
+
+
+class CudaDraftRows:
+    """Attention of drafted rows over caches on the device; their own keys and values are in none.
+
+    Args:
+        kv_caches: [num_blocks, Hkv, block_size, 2 * Dh] of each layer.
+    """
+
+    def __init__(
+        self,
+        backend: CudaKernels,
+        kv_caches: list[torch.Tensor],
+        block_table: BlockTable,
+        scale: float,
+    ) -> None:
+        self.backend = backend
+        self.block_table = block_table
+        self.scale = scale
+        self.kv_caches = kv_caches
+        views = backend.views_of(kv_caches[0])
+        self.views = [views(cache) for cache in kv_caches]
+        self.kernel: ChosenKernel | None = None
+
+    def attention_of(
+        self, metadata: TreeAttnMetadata
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of rows whose own keys and values are not in the cache."""
+        # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
+        # variant for each.
+        metadata.query_starts = None
+        needs_words = metadata.mask_kind == "tree"
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            nonlocal needs_words
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            kernel = self.kernel_for(query, key)
+            if needs_words:
+                # Here, as the kernel may be another one than the target's.
+                self.backend.fill_words(metadata, kernel)
+                needs_words = False
+            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
+            return output
+
+        return attend
+
+    def metadata_of(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R]
+        context_lens: torch.Tensor,
+        # [R, rows] int32
+        parent_rows: torch.Tensor,
+        # [R] int32 of the block table; None for those of the batch
+        tables: torch.Tensor | None = None,
+    ) -> TreeAttnMetadata:
+        """Metadata of as many rows for each request, of none where it gets no draft."""
+        device, (count, rows) = self.backend.device, parent_rows.shape
+        starts = torch.arange(0, count * rows, rows, dtype=torch.int32, device=device)
+        counts = torch.full_like(starts, rows)
+        if isinstance(requests, DeviceRequests):
+            counts = torch.where(requests.budgets > 0, counts, 0)
+            longest = requests.max_context
+        else:
+            longest = max(requests.context_lens)
+        if tables is None:
+            tables = table_rows(requests, device)
+        words = (count * rows, -(-rows // 64))
+        return TreeAttnMetadata(
+            torch.stack([tables, starts, counts, context_lens.to(torch.int32), starts]),
+            self.block_table(),
+            max_rows=rows,
+            max_context=longest,
+            mask_words=torch.empty(words, dtype=torch.int64, device=device),
+            parent_rows=parent_rows.flatten(),
+        )
+
+    def kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
+        """The head may have other heads than the target, so its kernel is chosen for it."""
+        if self.kernel is None:
+            block_size = self.views[0][0].shape[1]
+            shape = (query.shape[1], key.shape[1], query.shape[2], block_size)
+            self.kernel = self.backend.choose(KernelShape.of(shape, query.dtype), for_drafts=True)
+        return self.kernel
+
+
+class CudaDraftCache(CudaDraftRows):
+    """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on the device."""
+
+    def __init__(
+        self,
+        backend: CudaKernels,
+        layers: list[DraftKVLayer],
+        block_table: BlockTable,
+        scale: float,
+    ) -> None:
+        super().__init__(backend, [layer.kv_cache for layer in layers], block_table, scale)
+        self.write_layer = backend.cache_writer()
+        limits = backend.limits
+        self.buffers = TreeBuffers(
+            StepLimits(
+                limits.num_requests,
+                limits.num_requests * MAX_TREE_ROWS,
+                MAX_TREE_ROWS,
+                limits.context,
+            ),
+            backend.device,
+        )
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+        make_finite(keys, values)
+        for kv_cache, key, value in zip(self.kv_caches, keys, values, strict=True):
+            self.write_layer(key, value, kv_cache, slots)
+
+    def block_attention(
+        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of `rows` block rows per request over its paged context and the block."""
+        # Masks differ only beside sliding windows, which this device's adapter does not give.
+        assert isinstance(causal, bool), causal
+        if isinstance(requests, DeviceRequests):
+            chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
+            parents = chain.repeat(len(requests), 1)
+            metadata = self.metadata_of(requests, requests.context_lens, parents)
+        else:
+            block = np.arange(-1, rows - 1, dtype=np.int32)
+            metadata = self.buffers.fill(
+                requests.req_indices,
+                range(0, rows * len(requests), rows),
+                requests.context_lens,
+                [block] * len(requests),
+                self.block_table(),
+            )
+        if not causal:
+            metadata.mask_kind = "full"
+        return self.attention_of(metadata)
+
+    def tree_attention(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R]
+        context_lens: torch.Tensor,
+        # [R, rows] int32
+        parent_rows: torch.Tensor,
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        return self.attention_of(self.metadata_of(requests, context_lens, parent_rows))

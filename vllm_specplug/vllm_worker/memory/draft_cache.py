@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draft layers' context keys and values, kept in vLLM's own pages.
+
+Each draft layer registers a cache of its own beside the target's layers, so it shares their
+blocks: prefix caching, preemption and memory accounting work without extra code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.selector import get_attn_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+from vllm_specplug.drafting.caches import BlockAttention, DraftCacheSpec
+from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.kernels import (
+    TreeAttnMetadata,
+    block_metadata,
+    tree_attn,
+    tree_metadata,
+)
+from vllm_specplug.kernels.finite_values import make_finite
+from vllm_specplug.vllm_attention.cpu import DraftCPUAttentionBackend, cpu_kv_layout
+from vllm_specplug.vllm_worker.memory.windowed_blocks import WindowedBlocks
+
+# int32 [>= B, max_blocks] of the batch, as it is when asked.
+BlockTable = Callable[[], torch.Tensor]
+
+
+class DraftKVLayer(AttentionLayerBase):
+    """A cache-only layer: vLLM allocates its pages, only the drafter reads and writes them.
+
+    Seam: draft_kv_layer.
+    """
+
+    is_draft_layer = True
+
+    def __init__(self, vllm_config: Any, name: str, spec: DraftCacheSpec) -> None:
+        context = vllm_config.compilation_config.static_forward_context
+        if name in context:
+            raise ValueError(f"duplicate attention layer name: {name}")
+        context[name] = self
+        model_config = vllm_config.model_config
+        self.spec = spec
+        self.dtype = model_config.dtype
+        # Layers of one KV cache spec and head count share a metadata builder, so a draft layer of
+        # the target's shape joins the target's. Any other gets a builder whose schedule nothing
+        # reads: it divides by query heads per KV head, and 0 of them would end the process.
+        parallel = vllm_config.parallel_config
+        shape = (model_config.get_num_kv_heads(parallel), model_config.get_head_size())
+        self.num_heads = (
+            model_config.get_num_attention_heads(parallel)
+            if shape == (spec.num_kv_heads, spec.head_dim)
+            else spec.num_kv_heads
+        )
+        self.kv_cache = torch.empty(0)
+        self.attn_backend: type[AttentionBackend] = DraftCPUAttentionBackend
+        if not model_config.use_mla:
+            self.attn_backend = get_attn_backend(
+                head_size=spec.head_dim,
+                dtype=self.dtype,
+                kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+            )
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return self.attn_backend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        return FullAttentionSpec(
+            block_size=vllm_config.cache_config.block_size,
+            num_kv_heads=self.spec.num_kv_heads,
+            head_size=self.spec.head_dim,
+            dtype=self.dtype,
+        )
+
+
+class PagedDraftCache:
+    """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on CPU."""
+
+    def __init__(self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float) -> None:
+        self.block_table = block_table
+        self.scale = scale
+        self.layout = cpu_kv_layout(layers[0].kv_cache)
+        self.windows = [layer.spec.window for layer in layers]
+        self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+        from vllm import _custom_ops as ops
+
+        make_finite(keys, values)
+        for (key_cache, value_cache), key, value in zip(self.caches, keys, values, strict=True):
+            ops.cpu_attn_reshape_and_cache(
+                key, value, key_cache, value_cache, slots, self.layout.isa
+            )
+
+    def slots(self, req_index: int, num_tokens: int) -> np.ndarray:
+        """int64 [num_tokens], the slots of a request's first tokens."""
+        size = self.layout.block_size
+        blocks = self.block_table()[req_index, : -(-num_tokens // size)].numpy().astype(np.int64)
+        return (blocks[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
+
+    def block_attention(
+        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
+    ) -> BlockAttention:
+        """Attention of `rows` block rows per request over its paged context and the block."""
+        block_table = self.block_table()
+        masks = [causal] * len(self.caches) if isinstance(causal, bool) else list(causal)
+        metadata = {
+            mask: block_metadata(
+                req_indices=requests.req_indices,
+                context_lens=requests.context_lens,
+                rows=rows,
+                causal=mask,
+                block_table=block_table,
+            )
+            for mask in set(masks)
+        }
+        longest = max(requests.context_lens) + rows
+        windowed = {
+            (window, mask): WindowedBlocks(
+                requests, rows, mask, window, block_table, self.layout, self.scale
+            )
+            for window, mask in set(zip(self.windows, masks, strict=True))
+            if window is not None and longest > window
+        }
+        attend_all = [self._attention(metadata[mask]) for mask in masks]
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            window = self.windows[layer]
+            sliding = None if window is None else windowed.get((window, masks[layer]))
+            if sliding is None:
+                return attend_all[layer](layer, query, key, value)
+            key_cache, value_cache = self.caches[layer]
+            return sliding(query, key_cache, value_cache, key, value)
+
+        return attend
+
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    ) -> BlockAttention:
+        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
+        metadata = tree_metadata(
+            requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
+        )
+        return self._attention(metadata)
+
+    def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
+        """Rows whose own keys and values come as a dense tail."""
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            key_cache, value_cache = self.caches[layer]
+            output = torch.empty_like(query)
+            tree_attn(
+                query,
+                key_cache,
+                value_cache,
+                output,
+                metadata,
+                self.scale,
+                self.layout,
+                tail_key=key,
+                tail_value=value,
+            )
+            return output
+
+        return attend

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a drafter keeps beside vLLM's pages: taken out of the memory for caches, then bound."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from vllm_specplug.options import option_error
+from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, last_layer
+from vllm_specplug.vllm_worker.memory.window_cache import window_bytes, without_windows
+from vllm_specplug.vllm_worker.ranks import first_rank_values
+from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.self_draft import partial_cache_bytes
+
+
+def memory_for_caches(state: RunnerView, available: int) -> int:
+    """Bytes that are left of `available` for vLLM's caches.
+
+    Raises:
+        ValueError: when nothing would be left.
+    """
+    drafter = state.drafter
+    available = _without_tree_states(state, available)
+    partial_bytes = partial_cache_bytes(state)
+    if partial_bytes >= available:
+        kept = drafter.partial_cache_spec()
+        assert kept is not None
+        requests, budget = kept.options
+        raise option_error(
+            requests,
+            kept.max_requests,
+            f"partial caches of {budget}={kept.budget} tokens each take "
+            f"{partial_bytes / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
+            f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
+        )
+    spec = drafter.window_spec()
+    return without_windows(spec, state.max_requests, state.dtype, available) - partial_bytes
+
+
+def drafter_memory(state: RunnerView) -> torch.Tensor:
+    """As many bytes on the device as a drafter keeps beside vLLM's pages, for vLLM's memory
+    profile.
+
+    Raises:
+        ValueError: when there are not so many.
+    """
+    window, kept = state.drafter.window_spec(), state.drafter.partial_cache_spec()
+    size = partial_cache_bytes(state)
+    if window is not None:
+        size += window_bytes(window, state.max_requests, state.dtype)
+    try:
+        return torch.empty(size, dtype=torch.uint8, device=state.device)
+    except torch.OutOfMemoryError:
+        problem = f"take {size / 2**20:.0f} MiB, more than the device has free"
+        if kept is None:
+            assert window is not None
+            raise ValueError(
+                f"The draft head's windows of {window.size} tokens for {state.max_requests} "
+                f"requests {problem}. Lower --max-num-seqs."
+            ) from None
+        raise option_error(
+            kept.options[0],
+            kept.max_requests,
+            f"partial caches of {kept.options[1]}={kept.budget} tokens each {problem}",
+            f"Lower {kept.options[0]} or {kept.options[1]}",
+        ) from None
+
+
+def most_tree_rows(state: RunnerView) -> int:
+    """Rows of trees in the largest step."""
+    most = state.vllm_config.speculative_config.max_step_rows or state.max_rows
+    return min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
+
+
+def _without_tree_states(state: RunnerView, available: int) -> int:
+    """Less what the rows of trees keep in layers with a state until the walk."""
+    rows = most_tree_rows(state)
+    kept = rows * state.state_layers.row_bytes
+    if kept >= available:
+        raise ValueError(
+            f"{rows} rows of trees keep {kept / 2**20:.0f} MiB in the target's layers with a "
+            f"state, all of the {available / 2**20:.0f} MiB for caches. Lower max_step_rows, "
+            "num_speculative_tokens or max_num_seqs, or raise VLLM_CPU_KVCACHE_SPACE."
+        )
+    return available - kept
+
+
+def bind_drafter_memory(state: RunnerView, method: str) -> None:
+    """Gives the drafter its windows and its partial caches. Call once vLLM's caches exist.
+
+    Raises:
+        ValueError: when the target's layers cannot serve them.
+    """
+    drafter = state.drafter
+    window = drafter.window_spec()
+    if window is not None:
+        group, name = last_layer(state.target_groups(), state.layers, method)
+        layer = state.layers[name]
+        shape, wanted = (
+            (layer.num_kv_heads, layer.head_size),
+            (window.num_kv_heads, window.head_dim),
+        )
+        if shape != wanted:
+            raise ValueError(
+                f"Speculative method {method!r} reads the cache of the target's last layer "
+                f"{name!r}, which has {shape[0]} KV heads of {shape[1]}; the head was made for "
+                f"{wanted[0]} of {wanted[1]}. Use another method, or a target whose layers have "
+                "one shape."
+            )
+        backend = state.runner.tree_backend
+        drafter.bind_window(
+            backend.draft_window(window, state),
+            backend.target_cache(
+                state.layers[name].kv_cache,
+                partial(state.block_table, group),
+                scale=window.head_dim**-0.5,
+            ),
+        )
+    spec = drafter.partial_cache_spec()
+    if spec is not None:
+        check_plain_attention(
+            state.layers,
+            method,
+            "drafts with the target's own layers over partial caches",
+            "Use another method, or other settings of this one",
+        )
+        forward = state.runner.tree_backend.self_draft(state, spec)
+        drafter.bind_target_forward(forward, first_rank_values)
