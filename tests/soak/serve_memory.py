@@ -5,14 +5,17 @@
     python -m tests.soak.serve_memory --method none --requests 5000
 
 Serves the demo's model to clients that never repeat a prompt, and notes every 20 seconds how much
-the worker keeps resident, in MiB: in all, in heaps, in large blocks and of files. At the end
-it names the mappings that grew most. docs/operations.md says what grows and why.
+the worker keeps resident, in MiB: in all, in heaps, in large blocks and of files; and what of its
+heaps glibc counts as in use and as free. At the end it names the mappings that grew most.
+docs/operations.md says what grows and why.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
+import os
 import random
 import re
 import sys
@@ -76,6 +79,42 @@ def worker_of(server: int) -> int:
     return max(children, key=lambda child: child.memory_info().rss).pid
 
 
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd",
+            "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+class HeapOfWorker:
+    """What the server's worker gets as its extension."""
+
+    def heap_use(self) -> dict[str, int]:
+        """MiB in glibc's heaps, in use and free."""
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+        mallinfo2.restype = _Mallinfo2
+        info = mallinfo2()
+        return {"heap_in_use": info.uordblks // _MIB, "heap_free": info.fordblks // _MIB}
+
+
+def heap_use(server: VllmServer) -> dict[str, int]:
+    """The answer of the server's worker."""
+    answer = post(server, "/collective_rpc", {"method": "heap_use"})
+    use: dict[str, int] = answer["results"][0]
+    return use
+
+
+def post(server: VllmServer, path: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        server.base_url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)
+
+
 class Clients:
     """Threads that each send one request after the other."""
 
@@ -102,13 +141,7 @@ class Clients:
                 "max_tokens": rng.randint(16, 128),
                 "temperature": rng.choice((0.0, 0.8)),
             }
-            request = urllib.request.Request(
-                f"{self.server.base_url}/v1/chat/completions",
-                json.dumps(body).encode(),
-                {"Content-Type": "application/json"},
-            )
-            with urllib.request.urlopen(request, timeout=300) as response:
-                answer = json.load(response)
+            answer = post(self.server, "/v1/chat/completions", body)
             with self._lock:
                 self.done += 1
                 self.tokens += answer["usage"]["total_tokens"]
@@ -127,7 +160,7 @@ def watch(server: VllmServer, args: argparse.Namespace) -> list[dict[str, Any]]:
         sample = {
             "s": round(time.monotonic() - start), "requests": clients.done,
             "tokens": clients.tokens, "rss": sum(kinds.values()) // _MIB,
-            **{kind: size // _MIB for kind, size in kinds.items()},
+            **{kind: size // _MIB for kind, size in kinds.items()}, **heap_use(server),
             "api_server": psutil.Process(server.pid).memory_info().rss // _MIB,
             "engine_core": psutil.Process(psutil.Process(worker).ppid()).memory_info().rss // _MIB,
         }  # fmt: skip
@@ -158,7 +191,10 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=8, help="requests at once; default: 8")
     args = parser.parse_args()
     trees = None if args.method == "none" else speculative_config("smollm2", args.method)
-    spec = ServerSpec(args.method, str(prepare_target("smollm2")), trees, enforce_eager=True)
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # or it has no /collective_rpc
+    extension = ("--worker-extension-cls", "tests.soak.serve_memory.HeapOfWorker")
+    model = str(prepare_target("smollm2"))
+    spec = ServerSpec(args.method, model, trees, enforce_eager=True, extra_args=extension)
     with VllmServer(spec, cache_dir() / "logs" / f"memory_{args.method}.log") as server:
         server.wait_healthy()
         watch(server, args)
