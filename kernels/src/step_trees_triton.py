@@ -201,7 +201,7 @@ def committed_rows_triton(
     slot_mapping: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`step_trees.Committed`: computed rows, slots, positions [T], and last rows [R]. No host
+    """`step_trees.CommitMap`: computed rows, slots, positions [T], and last rows [R]. No host
     synchronisation."""
     num_reqs, max_rows = path_rows.shape
     sizes = (len(positions), len(positions), len(positions), num_reqs)

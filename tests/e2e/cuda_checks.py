@@ -181,7 +181,7 @@ def check_trees_without_their_mask_diverge() -> None:
 
 
 def _chain(trees: Any) -> torch.Tensor:
-    return (trees.rows.places - 1).to(torch.int32)
+    return (trees.rows.offsets - 1).to(torch.int32)
 
 
 def check_uncompacted_paths_diverge() -> None:

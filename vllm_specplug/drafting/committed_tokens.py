@@ -96,7 +96,7 @@ class CommittedTokens:
         )
 
 
-class CommittedSteps:
+class CommitBuffer:
     """Shows a drafter what steps committed: those of several at once where it may see them late.
 
     While nothing is drafted, a step then only keeps what it computed.

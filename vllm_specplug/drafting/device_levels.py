@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tree.beam.draft_level_by_level` on a device: tensors of fixed shapes, and no read on the host.
 
-Every level has as many places per request as it can ever hold; a place without a node scores
+Every level has as many entries per request as it can ever hold; an entry without a node scores
 -inf. Levels are kept whole, and what the best nodes of all of them are is decided once, at the
 end: a node that is not among them has no descendant that is.
 
-Letters: R requests, F places of a frontier per request, K candidates of one node, N nodes of a
+Letters: R requests, F entries of a frontier per request, K candidates of one node, N nodes of a
 tree at most, C nodes of all levels.
 """
 
@@ -28,8 +28,8 @@ from vllm_specplug.tree.draft_tree import ROOT
 MOST_LOGITS = 1 << 25
 
 
-def most_places(tree_depth: int) -> int:
-    """Most places of a frontier: all that was expanded is queried again at every level, and
+def most_frontier_width(tree_depth: int) -> int:
+    """Most entries of a frontier: all that was expanded is queried again at every level, and
     kernels limit these rows."""
     return (MAX_TREE_ROWS - 1) // max(tree_depth - 1, 1)
 
@@ -40,14 +40,14 @@ class DeviceFrontier:
 
     # [R, F] int64; a legal token also where there is no node
     token_ids: torch.Tensor
-    # [R, F] int64 place of each one's parent in the frontier before this one; 0 for anchors
+    # [R, F] int64 index of each parent in the frontier before this one; 0 for anchors
     parents: torch.Tensor
     # levels drafted so far: 0 when the frontier holds the anchors
     depth: int
 
     def rows_in(self, width: int) -> torch.Tensor:
         """[R * F] int64: each one's parent as a row of the frontier before this one, whose
-        requests lie one after the other with `width` places each."""
+        requests lie one after the other with `width` entries each."""
         count = len(self.parents)
         first = torch.arange(0, count * width, width, device=self.parents.device)
         return (first[:, None] + self.parents).flatten()
@@ -55,12 +55,12 @@ class DeviceFrontier:
 
 class LevelRows:
     """Rows of all levels of a draft, as attention takes them: those of one request lie together,
-    its root, then the places of every frontier. All are queried again at every level."""
+    its root, then the entries of every frontier. All are queried again at every level."""
 
     def __init__(self) -> None:
-        # Places of the last frontier, and its first row.
-        self.places, self._first = 1, 0
-        # Of each level [R, places, ...]: parents of the rows, then q, k and v
+        # Width of the last frontier, and its first row.
+        self.width, self._first = 1, 0
+        # Of each level [R, width, ...]: parents of the rows, then q, k and v
         self._parents: list[torch.Tensor] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []
 
@@ -68,10 +68,10 @@ class LevelRows:
         """Takes in a level."""
         if frontier.depth:
             self._parents.append(frontier.parents.to(torch.int32) + self._first)
-            self._first += self.places
+            self._first += self.width
         else:
             self._parents.append(torch.full_like(frontier.parents, -1, dtype=torch.int32))
-        self.places = frontier.parents.shape[1]
+        self.width = frontier.parents.shape[1]
 
     def attend(
         self,
@@ -81,14 +81,14 @@ class LevelRows:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """The level's rows: query [R * places, Hq, Dh], key and value [R * places, Hkv, Dh] ->
-        [R * places, Hq, Dh]."""
-        shape = (len(self._parents[-1]), self.places)
+        """The level's rows: query [R * width, Hq, Dh], key and value [R * width, Hkv, Dh] ->
+        [R * width, Hq, Dh]."""
+        shape = (len(self._parents[-1]), self.width)
         self._rows.append(tuple(x.reshape(*shape, *x.shape[1:]) for x in (query, key, value)))
         joined = [torch.cat(parts, dim=1).flatten(0, 1) for parts in zip(*self._rows, strict=True)]
         mixed = attention(torch.cat(self._parents, dim=1))(*joined)
         mixed = mixed.reshape(shape[0], -1, *mixed.shape[1:])
-        return mixed[:, -self.places :].flatten(0, 1)
+        return mixed[:, -self.width :].flatten(0, 1)
 
 
 def level_candidates(
@@ -143,7 +143,7 @@ def draft_levels_on_device(
     device, count = anchors.device, len(anchors)
     front = DeviceFrontier(anchors[:, None], torch.zeros_like(anchors)[:, None], 0)
     above = torch.zeros((count, 1), dtype=torch.float64, device=device)
-    # Of each level [R, nodes]: token, parent as a place among all levels' nodes, score.
+    # Of each level [R, nodes]: token, parent as an index among all levels' nodes, score.
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     first, drafted = ROOT, 0
     for level in range(num_levels):
@@ -192,13 +192,13 @@ def _best_nodes(
         scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
     scores = scores.masked_fill(deep > depths[:, None], float("-inf"))
     scores, order = scores.sort(dim=1, descending=True, stable=True)
-    # Place of every node in the order of scores, behind one for the root.
-    places = torch.empty_like(order).scatter_(
+    # Rank of every node by score, behind one for the root.
+    ranks = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=device).expand_as(order)
     )
-    places = torch.nn.functional.pad(places, (1, 0), value=ROOT)
+    ranks = torch.nn.functional.pad(ranks, (1, 0), value=ROOT)
     scores, order = scores[:, :num_nodes], order[:, :num_nodes]
-    above = places.gather(1, parents.gather(1, order) + 1)
+    above = ranks.gather(1, parents.gather(1, order) + 1)
     drafted = scores.isfinite().sum(1)
     return DeviceTrees(
         token_ids=tokens.gather(1, order),

@@ -62,9 +62,9 @@ class BranchStatistics:
     def _counts_of(self, size: int) -> tuple[list[float], list[float], list[float]]:
         counts = self._counts.get(size)
         if counts is None:
-            place = min(size, len(self._FIRST)) - 1
-            shares = [self._FIRST[place] * self._LOWER_RANK**rank for rank in range(self._RANKS)]
-            shares += [self._LATER[place]] * (self._DEPTHS - 1)
+            index = min(size, len(self._FIRST)) - 1
+            shares = [self._FIRST[index] * self._LOWER_RANK**rank for rank in range(self._RANKS)]
+            shares += [self._LATER[index]] * (self._DEPTHS - 1)
             counts = self._counts[size] = (
                 [share * self._WEIGHT for share in shares],
                 [self._WEIGHT] * len(shares),

@@ -102,11 +102,11 @@ class _Growing:
 
     def tree(self) -> DraftTree:
         """All nodes, as they are."""
-        places = np.full(self.drafted + 1, ROOT, np.int32)  # parent -1 looks itself up at the end
-        places[self.nodes["number"]] = np.arange(len(self.nodes), dtype=np.int32)
+        index_of = np.full(self.drafted + 1, ROOT, np.int32)  # parent -1 looks itself up at the end
+        index_of[self.nodes["number"]] = np.arange(len(self.nodes), dtype=np.int32)
         return DraftTree(
             token_ids=self.nodes["token"].copy(),
-            parent_indices=places[self.nodes["parent"]],
+            parent_indices=index_of[self.nodes["parent"]],
             depths=self.nodes["depth"].copy(),
             scores=as_scores(self.nodes["score"]),
         )

@@ -53,11 +53,11 @@ def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
             merged.append(node)
     # Ties go to the node seen first: a parent is always seen before its children.
     kept = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
-    place = {node: i for i, node in enumerate(kept)}
-    place[ROOT] = ROOT
+    index_of = {node: i for i, node in enumerate(kept)}
+    index_of[ROOT] = ROOT
     return DraftTree(
         token_ids=np.array([tokens[n] for n in kept], dtype=np.int64),
-        parent_indices=np.array([place[parents[n]] for n in kept], dtype=np.int32),
+        parent_indices=np.array([index_of[parents[n]] for n in kept], dtype=np.int32),
         depths=np.array([depths[n] for n in kept], dtype=np.int32),
         scores=np.array([scores[n] for n in kept], dtype=np.float32),
     )

@@ -136,8 +136,8 @@ class StepRows:
     contexts: torch.Tensor
     # [M] int64 slot of each row's request
     row_slots: torch.Tensor
-    # [M] int32, see `places`
-    local_places: torch.Tensor
+    # [M] int32, see `offsets`
+    local_pos: torch.Tensor
     # [M] int64 row in the target forward
     query_rows: torch.Tensor
     max_rows: int
@@ -150,9 +150,9 @@ class StepRows:
     """Logits rows of the request that has most in this step, known on the host."""
 
     @cached_property
-    def places(self) -> torch.Tensor:
-        """int64 [M]: place within the request, 0 for the root, node + 1 for nodes."""
-        return self.local_places.long()
+    def offsets(self) -> torch.Tensor:
+        """int64 [M]: offset of the row within its request, 0 for the root, node + 1 for nodes."""
+        return self.local_pos.long()
 
     @cached_property
     def row_requests(self) -> torch.Tensor:
@@ -199,8 +199,8 @@ def attach_trees(store: TreeStore, rows: StepRows) -> StepTrees:
                 rows.contexts, len(rows.query_rows),
             ),
         )  # fmt: skip
-    node = (rows.places - 1).clamp_min(0)
-    is_node = rows.places > 0
+    node = (rows.offsets - 1).clamp_min(0)
+    is_node = rows.offsets > 0
     context = rows.contexts[rows.row_requests]
     is_known = is_node & (store.root_positions[rows.row_slots] == context)
     parent = store.parents[rows.row_slots, node]
@@ -209,7 +209,7 @@ def attach_trees(store: TreeStore, rows: StepRows) -> StepTrees:
     parent_rows = torch.where(
         is_reachable, root_rows + 1 + parent, torch.where(is_node, NO_NODE, ROOT)
     )
-    depths = torch.where(is_known, store.depths[rows.row_slots, node], rows.places.to(torch.int32))
+    depths = torch.where(is_known, store.depths[rows.row_slots, node], rows.offsets.to(torch.int32))
     above = torch.where(is_reachable, parent_rows, root_rows).long()
     return StepTrees(rows, parent_rows.to(torch.int32), depths, above)
 
@@ -245,11 +245,11 @@ def set_axes(
 def ancestor_words(trees: StepTrees) -> torch.Tensor:
     """int64 [M, W]: bit j % 64 of word j // 64 is set where a row attends row j of its own tree:
     the root, its ancestors and itself."""
-    places = trees.rows.places
+    offsets = trees.rows.offsets
     width = -(-trees.rows.max_rows // _WORD_BITS)
-    words = torch.zeros((len(places), width), dtype=torch.int64, device=places.device)
-    bit = torch.ones_like(places) << (places % _WORD_BITS)
-    words.scatter_(1, (places // _WORD_BITS)[:, None], bit[:, None])
+    words = torch.zeros((len(offsets), width), dtype=torch.int64, device=offsets.device)
+    bit = torch.ones_like(offsets) << (offsets % _WORD_BITS)
+    words.scatter_(1, (offsets // _WORD_BITS)[:, None], bit[:, None])
     above = trees.above
     for _ in range(_rounds(trees.rows.max_rows)):
         words = words | words[above]
@@ -312,9 +312,9 @@ def walk_trees(
 
 
 def emitting_rows(trees: StepTrees, walk: Walk) -> torch.Tensor:
-    """int64 [M]: at place i of a request, the row whose distribution its emitted token i is from;
+    """int64 [M]: at offset i of a request, the row whose distribution its emitted token i is from;
     past the path the root's."""
-    return walk.path_rows[trees.rows.row_requests, trees.rows.places]
+    return walk.path_rows[trees.rows.row_requests, trees.rows.offsets]
 
 
 def along_paths(
@@ -350,10 +350,10 @@ def path_moves(
 
 
 @dataclass(frozen=True)
-class Committed:
+class CommitMap:
     """Which rows of a forward are final after the walk: its T rows in the order of positions."""
 
-    # [T] int64 row in which the token of each place was computed
+    # [T] int64 row in which the token of each position was computed
     computed_rows: torch.Tensor
     # [T] int64 slot that it owns after compaction; -1 where nothing was committed
     slots: torch.Tensor
@@ -370,13 +370,13 @@ def committed_rows(
     slot_mapping: torch.Tensor,
     # [T] int64 positions of the forward
     positions: torch.Tensor,
-) -> Committed:
+) -> CommitMap:
     """Rows before the roots as they stand, then each accepted path behind its root."""
     rows = trees.rows
     if has_kernels(positions.device):
         from vllm_specplug.kernels.step_trees_triton import committed_rows_triton
 
-        return Committed(
+        return CommitMap(
             *committed_rows_triton(
                 rows.starts, rows.query_rows, rows.contexts, walk.path_rows, walk.lengths,
                 slot_mapping, positions,
@@ -385,13 +385,13 @@ def committed_rows(
     computed = torch.arange(len(positions), device=positions.device)
     at = rows.query_rows
     computed[at] = at[emitting_rows(trees, walk)]
-    is_path = rows.places <= walk.lengths[rows.row_requests]
+    is_path = rows.offsets <= walk.lengths[rows.row_requests]
     slots = slot_mapping.clone()
     slots[at] = torch.where(is_path, slot_mapping[at], -1)
     linear = positions.clone()
-    linear[at] = rows.contexts[rows.row_requests].to(linear.dtype) + rows.places
+    linear[at] = rows.contexts[rows.row_requests].to(linear.dtype) + rows.offsets
     last = walk.path_rows.gather(1, walk.lengths[:, None].long())[:, 0]
-    return Committed(computed, slots, linear, at[last])
+    return CommitMap(computed, slots, linear, at[last])
 
 
 def warm_up(num_nodes: int, device: torch.device) -> None:

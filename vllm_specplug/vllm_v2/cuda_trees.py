@@ -34,7 +34,7 @@ def parent_rows(trees: StepTrees) -> torch.Tensor:
     """`TreeAttnMetadata.parent_rows` int32 [M]. What no walk can reach hangs below its root."""
     rows = trees.rows
     above = trees.above - rows.starts[rows.row_requests]
-    return torch.where(rows.local_places == 0, -1, above).to(torch.int32)
+    return torch.where(rows.local_pos == 0, -1, above).to(torch.int32)
 
 
 class CudaTreeBackend(CudaKernels, TreeBackend):

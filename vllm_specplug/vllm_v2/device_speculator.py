@@ -32,7 +32,7 @@ from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, 
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.step_trees import Committed
+from vllm_specplug.tree.step_trees import CommitMap
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2 import draft_inputs, host_step
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
@@ -482,7 +482,7 @@ class DeviceSpeculator(TreeSpeculator):
             budgets[i] = max(nodes, 0)
         return budgets
 
-    def _next_tokens(self, input_batch: Any, final: Committed) -> torch.Tensor:
+    def _next_tokens(self, input_batch: Any, final: CommitMap) -> torch.Tensor:
         """The token after each row's, int64 [T]; 0 where none is known."""
         counts = torch.diff(input_batch.query_start_loc[: input_batch.num_reqs + 1])
         slots = torch.repeat_interleave(
@@ -530,7 +530,7 @@ def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, to
     return trees, first[:, -1]
 
 
-def _all_rows(final: Committed, aux_hidden_states: list[torch.Tensor] | None) -> CommittedTokens:
+def _all_rows(final: CommitMap, aux_hidden_states: list[torch.Tensor] | None) -> CommittedTokens:
     """What a drafter observes: every row of the forward. Those that committed nothing have no slot,
     and kernels that write caches pass over them; which they are is only known on the device."""
     return CommittedTokens(

@@ -159,16 +159,16 @@ class DraftGraphs(CudaGraphManager):
         )
         return drafted is not None
 
-    def _fill(self, requests: DeviceRequests, chosen: np.ndarray, places: int) -> None:
+    def _fill(self, requests: DeviceRequests, chosen: np.ndarray, num_requests: int) -> None:
         count = len(requests)
         columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
         torch.stack(columns, dim=1, out=self.batch[:count])
-        lines = np.full(places, self._padding)
+        lines = np.full(num_requests, self._padding)
         lines[: len(chosen)] = chosen
         # The same from step to step while no request comes or goes.
-        if not np.array_equal(lines, self._lines[:places]):
-            self._lines[:places] = lines
-            self.lines[:places].copy_(pinned(lines, self.device), non_blocking=True)
+        if not np.array_equal(lines, self._lines[:num_requests]):
+            self._lines[:num_requests] = lines
+            self.lines[:num_requests].copy_(pinned(lines, self.device), non_blocking=True)
         if self.states is None:
             return
         states = self._drafter.request_states
@@ -178,8 +178,8 @@ class DraftGraphs(CudaGraphManager):
         else:
             self.states[:count].copy_(states)
 
-    def _draft(self, places: int, depth: int) -> None:
-        lines = self.lines[:places]
+    def _draft(self, num_requests: int, depth: int) -> None:
+        lines = self.lines[:num_requests]
         anchors, contexts, budgets, depths = self.batch[lines].unbind(1)
         requests = DeviceRequests(
             anchors=anchors,

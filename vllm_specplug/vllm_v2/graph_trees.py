@@ -40,7 +40,7 @@ def row_parents(
         return chain
     at = trees.rows.query_rows
     above = at[trees.above].to(torch.int32) - starts[trees.rows.row_requests]
-    chain[at] = torch.where(trees.rows.local_places == 0, chain[at], above)
+    chain[at] = torch.where(trees.rows.local_pos == 0, chain[at], above)
     return chain
 
 
@@ -83,10 +83,10 @@ class GraphTrees:
 
         A request of no rows is padding: kernels skip it, and no row follows the last request's.
         """
-        places = len(seq_lens)
-        starts = self.starts[: places + 1]
+        num_requests = len(seq_lens)
+        starts = self.starts[: num_requests + 1]
         # Its stride is the graph's number of requests.
-        plan = self.plan[: PLAN_ROWS * places].view(PLAN_ROWS, places)
+        plan = self.plan[: PLAN_ROWS * num_requests].view(PLAN_ROWS, num_requests)
         parents = self.parents[:num_rows]
         if step_trees.has_kernels(plan.device):
             from vllm_specplug.kernels.step_trees_triton import fill_plan_triton
@@ -103,7 +103,7 @@ class GraphTrees:
             # Not so in a capture, where vLLM's lengths may be shorter than its rows.
             contexts = (seq_lens - counts).clamp_min(0)
             first = starts[:-1]
-            torch.stack([self.requests[:places], first, counts, contexts, first], out=plan)
+            torch.stack([self.requests[:num_requests], first, counts, contexts, first], out=plan)
             parents.copy_(row_parents(trees, starts, num_rows))
         return TreeAttnMetadata(
             plan,

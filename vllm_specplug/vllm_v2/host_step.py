@@ -78,7 +78,7 @@ def step_table(
         )
     slots = slots.long()
     totals = lengths[slots]
-    places = totals[:, None] - torch.arange(width, 0, -1, device=slots.device)
+    positions = totals[:, None] - torch.arange(width, 0, -1, device=slots.device)
     columns = [
         input_batch.seq_lens[: len(slots)],
         totals,
@@ -87,7 +87,7 @@ def step_table(
         *([walk.lengths] if walk is not None else ()),
     ]
     parts = [torch.stack([column.to(torch.int32) for column in columns], dim=1)]
-    parts.append(token_ids[slots[:, None], places.clamp_min(0)].to(torch.int32))
+    parts.append(token_ids[slots[:, None], positions.clamp_min(0)].to(torch.int32))
     if walk is not None:
         parts.append(walk.path_rows.to(torch.int32))
     return torch.cat(parts, dim=1)

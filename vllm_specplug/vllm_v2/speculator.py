@@ -17,12 +17,12 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_specplug.drafting.committed_tokens import CommittedSteps, CommittedTokens
+from vllm_specplug.drafting.committed_tokens import CommitBuffer, CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.step_trees import Committed, TreeStore, Walk
+from vllm_specplug.tree.step_trees import CommitMap, TreeStore, Walk
 from vllm_specplug.vllm_v2.penalty_processor import draft_penalty
 from vllm_specplug.vllm_v2.step_context import StepContext, StepRecord
 from vllm_specplug.vllm_v2.step_input import (
@@ -102,10 +102,10 @@ class TreeSpeculator(BaseSpeculator):
         self.target_graphs = target_graphs
 
     @cached_property
-    def committed_steps(self) -> CommittedSteps:
+    def commit_buffer(self) -> CommitBuffer:
         """What the drafter has not seen. The hidden states of a device are not kept for it: a graph
         writes where its last replay did."""
-        return CommittedSteps(self.proposer.drafter, keeps=self.device.type == "cpu")
+        return CommitBuffer(self.proposer.drafter, keeps=self.device.type == "cpu")
 
     # -- requests that come and go -----------------------------------------------------------
 
@@ -133,7 +133,7 @@ class TreeSpeculator(BaseSpeculator):
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         """Drops state of requests that are not running any more; of those in `ended` for good."""
         if gone:
-            self.committed_steps.flush()
+            self.commit_buffer.flush()
         self.proposer.drafter.forget(gone)
         self.planner.forget(ended)
         self.begun.difference_update(gone)
@@ -217,7 +217,7 @@ class TreeSpeculator(BaseSpeculator):
         """
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
-        if self.committed_steps.is_late:
+        if self.commit_buffer.is_late:
             # The next step writes its own in the same place.
             final = replace(final, slots=final.slots.clone(), positions=final.positions.clone())
         make = partial(
@@ -229,16 +229,16 @@ class TreeSpeculator(BaseSpeculator):
             self.step.walk is None,
         )
         if batch is None:
-            self.committed_steps.add(lambda: replace(make(), output_states=last_hidden_states))
+            self.commit_buffer.add(lambda: replace(make(), output_states=last_hidden_states))
         else:
             # Now: `batch` has views of tokens that the next step adds to.
             known = make()
             following = torch.from_numpy(next_tokens(known.positions.numpy(), batch))
             known = replace(known, next_token_ids=following, output_states=last_hidden_states)
-            self.committed_steps.add(lambda: known)
+            self.commit_buffer.add(lambda: known)
         new = [i for i, req_id in enumerate(req_ids) if req_id not in self.begun]
         if new:
-            self.committed_steps.flush()
+            self.commit_buffer.flush()
         for i in new:
             self.begun.add(req_ids[i])
             # Its first step has no drafts, and its rows are in the order of positions.
@@ -291,7 +291,7 @@ class TreeSpeculator(BaseSpeculator):
         requests, others = self._draft_requests(batch, most)
         others.req_ids = may_rest
         drafted = self.planner.draft(
-            drafter, requests, others, self._room(requests), self.committed_steps.flush
+            drafter, requests, others, self._room(requests), self.commit_buffer.flush
         )
         drafted = first_rank_trees(drafted, requests.budgets)
         trees = [DraftTree.empty()] * len(batch)
@@ -405,7 +405,7 @@ class TreeSpeculator(BaseSpeculator):
 
 
 def _committed_tokens(
-    committed: Committed,
+    committed: CommitMap,
     req_ids: list[str],
     # [R + 1] first row of each request
     starts: np.ndarray,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.tree.step_trees import Committed, StepTrees, Walk, committed_rows
+from vllm_specplug.tree.step_trees import CommitMap, StepTrees, Walk, committed_rows
 from vllm_specplug.vllm_attention.state_rows import StateStep
 
 
@@ -54,7 +54,7 @@ class StepContext:
         self.walked: Any = None
         self.compacted: Any = None
 
-    def committed(self, input_batch: Any) -> Committed:
+    def committed(self, input_batch: Any) -> CommitMap:
         """The rows whose tokens are final, once the trees are walked."""
         assert self.slots is not None
         num_tokens = input_batch.num_tokens
@@ -64,7 +64,7 @@ class StepContext:
             assert self.trees is not None
             return committed_rows(self.trees, self.walk, slots, positions)
         rows = torch.arange(num_tokens, device=slots.device)
-        return Committed(rows, slots, positions, input_batch.logits_indices)
+        return CommitMap(rows, slots, positions, input_batch.logits_indices)
 
     def record(self, running: Any) -> StepRecord:
         """The step as it is learnt from, perhaps later; `running` is `DraftPlanner.running`."""

@@ -30,7 +30,7 @@ def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
         starts=starts,
         contexts=input_batch.seq_lens[:num_reqs] - counts,
         row_slots=input_batch.expanded_idx_mapping,
-        local_places=input_batch.expanded_local_pos,
+        local_pos=input_batch.expanded_local_pos,
         query_rows=input_batch.logits_indices,
         max_rows=max_nodes + 1,
         # Rows of padding may hold anything, as in vLLM's own attention.

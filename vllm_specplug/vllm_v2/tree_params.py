@@ -109,7 +109,7 @@ class TreeBadWords(TreeAwareParam):
         num_words, longest = int(stock.num_bad_words.np[batch].max()), self.longest[batch].max()
         index = torch.arange(num_words, device=logits.device)
         matches = index < stock.num_bad_words.gpu[slots][:, None]
-        # [M, B] places of each word among its request's tokens
+        # [M, B] offsets of each word among its request's tokens
         offsets = stock.bad_word_offsets.gpu[slots, : num_words + 1].long()
         starts, ends = offsets[:, :-1], offsets[:, 1:]
         words = stock.bad_word_token_ids.gpu
@@ -121,9 +121,9 @@ class TreeBadWords(TreeAwareParam):
             token = output_tail(paths, position, total_lens, states.all_token_ids.gpu, slots)
             # Words do not reach into the prompt.
             token = torch.where(position >= prompt_lens[:, None], token, -1)
-            place = ends - 1 - back
-            wanted = words[slots[:, None], place.clamp_min(0)]
-            matches &= (place < starts) | (wanted == token)
+            index = ends - 1 - back
+            wanted = words[slots[:, None], index.clamp_min(0)]
+            matches &= (index < starts) | (wanted == token)
         last = words[slots[:, None], (ends - 1).clamp_min(0)].long()
         # Two words may have one last token: the least of what they leave of it.
         return logits.scatter_reduce_(1, last, torch.where(matches, -_INF, _INF), "amin")
@@ -166,10 +166,10 @@ class TreeThinkingBudget(TreeAwareParam):
         # The marker that is forced may have begun already.
         begun = torch.zeros_like(slots)
         for length in range(1, len(end_ids)):
-            place = (lens - length - first).long()[:, None]
-            place = place + torch.arange(length, device=logits.device)
-            matches = (tail.gather(1, place.clamp(0, width - 1)) == end_ids[:length]).all(1)
-            begun = torch.where(matches & (place[:, 0] >= 0), length, begun)
+            index = (lens - length - first).long()[:, None]
+            index = index + torch.arange(length, device=logits.device)
+            matches = (tail.gather(1, index.clamp(0, width - 1)) == end_ids[:length]).all(1)
+            begun = torch.where(matches & (index[:, 0] >= 0), length, begun)
         token = end_ids[begun].long()[:, None]
         forced = torch.where(is_forced[:, None], _FORCED, logits.gather(1, token))
         return logits.scatter_(1, token, forced)
@@ -225,9 +225,9 @@ class TreeProcessor(TreeAwareParam):
         lasts = torch.zeros_like(slots).scatter_reduce_(0, request, index, "amax")
         columns = torch.arange(paths.tokens.shape[1], device=logits.device)
         try:
-            for place in range(parents.most_rows):
+            for offset in range(parents.most_rows):
                 # A request that has no such row shows its last one again, for nothing.
-                rows = torch.minimum(roots + place, lasts)
+                rows = torch.minimum(roots + offset, lasts)
                 lengths = paths.lengths[rows]
                 is_path = columns < lengths[:, None]
                 # What is past the path writes the first token onto itself.
@@ -247,7 +247,7 @@ class TreeProcessor(TreeAwareParam):
                 )
                 before = logits[rows]
                 after = self.stock.apply(before.clone(), shown)
-                is_new = (roots + place <= lasts)[:, None]
+                is_new = (roots + offset <= lasts)[:, None]
                 logits[rows] = torch.where(is_new, after, before)
         finally:
             total_lens[slots] = committed

@@ -50,8 +50,8 @@ def tree_paths(
     parents: StepParents,
     # [M] token of every row
     input_ids: torch.Tensor,
-    # [M] place within the row's request, 0 for its root
-    places: torch.Tensor,
+    # [M] offset within the row's request, 0 for its root
+    offsets: torch.Tensor,
     longest: int,
 ) -> TreePaths:
     """Every row's path; rows without a parent have none.
@@ -59,13 +59,13 @@ def tree_paths(
     Args:
         longest: P, at least the greatest depth.
     """
-    num_rows = len(places)
-    rows = torch.arange(num_rows, device=places.device)
+    num_rows = len(offsets)
+    rows = torch.arange(num_rows, device=offsets.device)
     is_node = parents.parent_rows >= 0
     above = torch.where(is_node, parents.parent_rows.long(), rows)
     # After k rounds of doubling a row knows its 2 ** k nearest ancestors: their tokens, by depth.
     depth = torch.where(is_node, parents.depths.long() - 1, longest)
-    tokens = torch.full((num_rows, longest + 1), -1, dtype=torch.int64, device=places.device)
+    tokens = torch.full((num_rows, longest + 1), -1, dtype=torch.int64, device=offsets.device)
     tokens.scatter_(1, depth[:, None], input_ids[:, None].long())
     # Rows that are no nodes share the last column.
     tokens = tokens[:, :longest]

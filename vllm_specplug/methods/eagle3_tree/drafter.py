@@ -23,7 +23,7 @@ from vllm_specplug.drafting.device_levels import (
     LevelRows,
     draft_levels_on_device,
     level_candidates,
-    most_places,
+    most_frontier_width,
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
@@ -65,7 +65,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
     _roots: torch.Tensor
     # [B] where the rows of those positions lie among the tokens that wait, from the end; None when
     # `_roots` is up to date
-    _root_places: torch.Tensor | None
+    _root_rows: torch.Tensor | None
     # [B, C] what `_roots` are to be made of, where tokens were put off; None when they are
     _root_outputs: torch.Tensor | None
     is_device_cache = False
@@ -75,7 +75,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         """Sets up what is kept of committed tokens; `hidden_size` is that of their states."""
         self.begin_backlog(self.embed_tokens.device, self._write_context)
         self._roots = self.embed_tokens.new_zeros(0, hidden_size)
-        self._root_places = self._root_outputs = None
+        self._root_rows = self._root_outputs = None
 
     @abstractmethod
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
@@ -98,13 +98,13 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         if committed.last_rows is not None:
             last = committed.last_rows.to(rows.device)
             # Of a device rows are in no order; those that were not accepted repeat their root's.
-            places = (rows == last[:, None]).int().argmax(1) - len(rows)
-            self._root_places = self._root_outputs = None
+            root_rows = (rows == last[:, None]).int().argmax(1) - len(rows)
+            self._root_rows = self._root_outputs = None
             if self.backlog.is_deferring:
                 # Other tokens may be written before these, or instead of them.
-                self._root_outputs = outputs[places]
+                self._root_outputs = outputs[root_rows]
             else:
-                self._root_places = places
+                self._root_rows = root_rows
         self.backlog.add(
             outputs, following, committed.positions, committed.slots,
             req_ids=committed.req_ids, owners=committed.owners,
@@ -121,8 +121,8 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         states = self.target_states(outputs)
         key, value = self.head.context_kv(self._embed(following, positions), states, positions)
         self.cache.write(key[None], value[None], slots)
-        if self._root_places is not None:
-            self._roots, self._root_places = states[self._root_places], None
+        if self._root_rows is not None:
+            self._roots, self._root_rows = states[self._root_rows], None
 
     def bind_cache(self, cache: DraftCache) -> None:
         super().bind_cache(cache)
@@ -222,7 +222,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
-            frontier_width=min(self.frontier_width, most_places(options.tree_depth)),
+            frontier_width=min(self.frontier_width, most_frontier_width(options.tree_depth)),
         )
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -263,11 +263,11 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
                 return mixed[-len(query) :]
             # Rows of one request lie together.
             order = np.argsort(np.concatenate(owners), kind="stable")
-            place = np.empty_like(order)
-            place[order] = np.arange(len(order))
+            inverse = np.empty_like(order)
+            inverse[order] = np.arange(len(order))
             index = device_tensor(order, device)
             mixed = attention(0, *(part[index] for part in joined))
-            return mixed[device_tensor(place[-len(query) :], device)]
+            return mixed[device_tensor(inverse[-len(query) :], device)]
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             nonlocal states
@@ -301,7 +301,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
 class DeviceLevels:
     """A draft on the device, level by level: what its expanded nodes left there.
 
-    Rows of one request lie together: its root, then the places of every frontier.
+    Rows of one request lie together: its root, then the entries of every frontier.
     """
 
     def __init__(
@@ -326,7 +326,7 @@ class DeviceLevels:
         states = self.states
         if depth:
             # Below the roots, states are those that the level before put out.
-            states = states[frontier.rows_in(self.rows.places)]
+            states = states[frontier.rows_in(self.rows.width)]
         self.rows.add(frontier)
         last = drafter.options.max_model_len - 1
         positions = (self.starts + depth).clamp_max(last).long().repeat_interleave(shape[1])

@@ -294,20 +294,20 @@ class LocalTreeBuilder:
         """`expander` for the frontiers of all requests."""
         head, options, confidence = self.head, self.options, self.confidence
         states = ranks = torch.empty(0)
-        # Places of each request in the frontier before.
-        places = 1
+        # Width of the frontier before.
+        above = 1
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal states, ranks, places
+            nonlocal states, ranks, above
             depth, shape = frontier.depth, frontier.token_ids.shape
             read = frontier.token_ids.flatten()
             if depth == 0:
                 states = head.initial_state(len(read))
             if depth:
-                ranks, states = self._step(read, frontier.rows_in(places), states)
+                ranks, states = self._step(read, frontier.rows_in(above), states)
             elif options.anchor_input:
                 ranks, states = head.step(read, states, self.embed_tokens)
-            places = shape[1]
+            above = shape[1]
             # [R, M], [R, 1, M]
             candidates, own = ids[:, depth], log_probs[:, depth, None].float()
             fused = own.expand(*shape, -1)

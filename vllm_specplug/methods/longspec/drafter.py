@@ -30,7 +30,7 @@ from vllm_specplug.drafting.device_levels import (
     LevelRows,
     draft_levels_on_device,
     level_candidates,
-    most_places,
+    most_frontier_width,
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
@@ -241,7 +241,7 @@ class LongSpecDrafter(HeadDrafter):
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
-            frontier_width=min(FRONTIER_WIDTH, most_places(options.tree_depth)),
+            frontier_width=min(FRONTIER_WIDTH, most_frontier_width(options.tree_depth)),
         )
 
     def _fill_windows(self, requests: DraftRequests | DeviceRequests) -> None:
@@ -279,9 +279,9 @@ class LongSpecDrafter(HeadDrafter):
             joined = [torch.cat(parts)[index] for parts in zip(*levels, strict=True)]
             window = cast(DraftWindow, self.window)
             mixed = window.attention(requests, rows.parent_arrays())(*joined)
-            place = np.empty_like(order)
-            place[order] = np.arange(len(order))
-            return mixed[torch.from_numpy(place[-len(query) :])]
+            inverse = np.empty_like(order)
+            inverse[order] = np.arange(len(order))
+            return mixed[torch.from_numpy(inverse[-len(query) :])]
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             rows.add(frontier)

@@ -294,11 +294,11 @@ def compact_sampling_mask(
 ) -> None:
     starts, sampled = cu_num_logits_ptr.tolist(), num_sampled_tokens_ptr.tolist()
     for row in range(grid[0]):
-        request, place = divmod(row, ROWS_PER_REQUEST)
+        request, offset = divmod(row, ROWS_PER_REQUEST)
         counts_ptr[row] = 0
-        if place >= sampled[request]:
+        if offset >= sampled[request]:
             continue
-        kept = logits_ptr[starts[request] + place, :vocab_size].isfinite()
+        kept = logits_ptr[starts[request] + offset, :vocab_size].isfinite()
         tokens = kept.nonzero()[:max_num_kept, 0]
         token_ids_ptr[row, : len(tokens)] = tokens.to(token_ids_ptr.dtype)
         bits = np.packbits(kept.numpy(), bitorder="little")

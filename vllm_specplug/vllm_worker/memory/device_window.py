@@ -182,8 +182,8 @@ class PagedDeviceTargetCache(CudaDraftRows):
         blocks = self.block_table()[tables.long(), positions // size]
         # A request that gets no draft may have no such page.
         blocks = blocks.clamp(0, num_blocks - 1).long()
-        places = positions % size
-        return key_cache[blocks, places], value_cache[blocks, places]
+        offsets = positions % size
+        return key_cache[blocks, offsets], value_cache[blocks, offsets]
 
 
 def _none(device: torch.device) -> WindowTokens:

@@ -182,8 +182,8 @@ def local_tree_policy(tables: LocalTables, fusion: Fusion, budget: int, width: i
 class FusedTrees:
     """Trees of R requests grown depth by depth, together.
 
-    All nodes scored so far compete for the `budget` best places of their request; the next depth
-    grows only from nodes of the last one that hold a place. Scores fall along a path, so no node
+    All nodes scored so far compete to be among the `budget` best of their request. The next depth
+    grows only from kept nodes of the last one. Scores fall along a path, so no node
     outside can have a descendant inside: the tree is exactly the best one.
 
     Nodes are rows of parallel tensors: request, parent row (-1: the root), depth, target token,
@@ -264,9 +264,9 @@ class FusedTrees:
         order = order[torch.argsort(self.request[order], stable=True)]
         counts = torch.bincount(self.request, minlength=self.num_requests)
         starts = counts.cumsum(0) - counts
-        place = torch.arange(len(order)) - starts[self.request[order]]
+        rank = torch.arange(len(order)) - starts[self.request[order]]
         kept = torch.zeros(len(order), dtype=torch.bool)
-        kept[order[place < self.budget]] = True
+        kept[order[rank < self.budget]] = True
         return kept
 
     def matched(self, truth: torch.Tensor) -> torch.Tensor:
