@@ -48,8 +48,8 @@ H100 = Device("H100", 2.43e12, 700e12)
 CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
 BATCHES = (1, 8)
 NODES = 31
-# Levels of a tree that is drafted level by level, rows of one, and tokens that TokenSwift drafts.
-LEVELS, LEVEL_ROWS, DRAFTED = 5, 8, 3
+# Levels of a tree that is drafted level by level, rows of one, and TokenSwift's heads.
+LEVELS, LEVEL_ROWS, TOKENSWIFT_HEADS = 5, 8, 3
 # Tokens of LongSpec's window and of TokenSwift's partial cache.
 WINDOW, PARTIAL = 512, 1024
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * ITEM
@@ -99,15 +99,17 @@ DRAFTS = {
         ),
         lambda context: TOKEN_BYTES * min(context, WINDOW),
     ),
+    # One forward pass of the target over one token per request; the heads read its result. The LM
+    # head scores all depths in one product.
     "tokenswift, self": Draft(
-        DRAFTED * TARGET_WEIGHTS,
-        lambda context, batch, device: DRAFTED * LAYERS * attention_us(
+        TARGET_WEIGHTS + TOKENSWIFT_HEADS * HIDDEN * HIDDEN,
+        lambda context, batch, device: LAYERS * attention_us(
             min(context, PARTIAL), 0, device, batch
         ),
         lambda context: LAYERS * TOKEN_BYTES * min(context, PARTIAL),
     ),
     "tokenswift, heads": Draft(
-        3 * HIDDEN * HIDDEN + HIDDEN * VOCAB, lambda *_: 0.0, lambda context: 0,
+        TOKENSWIFT_HEADS * HIDDEN * HIDDEN + HIDDEN * VOCAB, lambda *_: 0.0, lambda context: 0,
     ),
     "n-grams": Draft(0, lambda *_: 0.0, lambda context: 0),
 }  # fmt: skip
@@ -133,13 +135,18 @@ def page(device: Device) -> str:
     titles = [f"{context:,} tokens" for context in CONTEXTS]
     sections = [
         "# Drafts over long contexts: a model",
-        "Nothing here was measured: costs are of the bytes that are read and the products that are "
-        f"made. A Qwen3-8B in bfloat16 where a copy moves {device.copy / 1e12:.2f} TB/s and "
-        f"products make {device.product / 1e12:.0f} TFLOP/s (unless given, those of "
-        "[an H100](../bench/results/gpu_h100.md), where this gave plain steps within 3 %). A step "
-        f"verifies {NODES} nodes and drafts the next. Numbers are its time in plain steps, and "
-        f"thus the tokens per step to break even. Levels: {LEVELS} of {LEVEL_ROWS} rows; the "
-        f"window of `longspec` {WINDOW} tokens, the partial cache of `tokenswift` {PARTIAL}.",
+        "This page compares the cost of drafting over long contexts. Nothing here was measured: "
+        "the model counts the\nbytes that a step reads and the products that it computes.",
+        "- Target: a Qwen3-8B in bfloat16 on a device that copies "
+        f"{device.copy / 1e12:.2f} TB/s and computes {device.product / 1e12:.0f} TFLOP/s.\n"
+        "  The defaults are the rates of [an H100](../bench/results/gpu_h100.md), whose plain "
+        "steps the model predicts within 3 %.\n"
+        f"- Step: it verifies {NODES} nodes and drafts the next tree.\n"
+        "- Number: the time of such a step divided by that of a plain step. Drafting pays if a "
+        "step yields more tokens than\n  this.\n"
+        f"- Drafts by levels (`eagle3_tree`, `longspec`): {LEVELS} levels of {LEVEL_ROWS} rows.\n"
+        f"- The window of `longspec` is {WINDOW} tokens, the partial cache of `tokenswift` "
+        f"{PARTIAL} tokens.",
     ]
     for batch in BATCHES:
         many = "one request" if batch == 1 else f"{batch} requests"

@@ -22,9 +22,9 @@ def test_what_grows_with_the_context(batch: int) -> None:
         name: [model.in_plain_steps(name, c, batch, model.H100) for c in model.CONTEXTS]
         for name in model.DRAFTS
     }
-    # A pass over the target is the dearer the less its caches weigh beside its weights.
+    # One more pass over the target's weights; the longer the context, the less they weigh.
     own = costs["tokenswift, self"]
-    assert own == sorted(own, reverse=True) and own[0] > 3.5 and own[-1] < 2.5
+    assert own == sorted(own, reverse=True) and 1.9 < own[0] < 2.5 and own[-1] < 1.6
     assert all(costs["n-grams"][i] == min(of[i] for of in costs.values()) for i in range(5))
     # One more layer over the context per level, and what it keeps does not grow.
     caches = [model.DRAFTS["longspec"].cache(c) for c in model.CONTEXTS]
