@@ -139,8 +139,8 @@ def page(device: Device) -> str:
         "the model counts the\nbytes that a step reads and the products that it computes.",
         "- Target: a Qwen3-8B in bfloat16 on a device that copies "
         f"{device.copy / 1e12:.2f} TB/s and computes {device.product / 1e12:.0f} TFLOP/s.\n"
-        "  The defaults are the rates of [an H100](../bench/results/gpu_h100.md), whose plain "
-        "steps the model predicts within 3 %.\n"
+        "  The defaults are the rates of [an H100](../bench/results/gpu_h100.md). There the model "
+        "predicts plain steps\n  within 3 %.\n"
         f"- Step: it verifies {NODES} nodes and drafts the next tree.\n"
         "- Number: the time of such a step divided by that of a plain step. Drafting pays if a "
         "step yields more tokens than\n  this.\n"
