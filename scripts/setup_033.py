@@ -30,6 +30,8 @@ VERSION = "0.33.0"
 LOCAL_VERSION = f"{VERSION}+cpu"
 # Compiled, and for GPUs only.
 SKIPPED_FOLDERS = ("vllm/third_party/deep_gemm/",)
+# What 0.33 requires on a CPU and 0.32 does not.
+ADDED_PACKAGES = ("orjson>=3.11.6",)
 
 
 def main() -> int:
@@ -55,14 +57,14 @@ def make(venv: Path, base: Path) -> None:
     if not libraries:
         raise SystemExit(f"{base} has no CPU build of vLLM. Run `make setup` first.")
     with tempfile.TemporaryDirectory() as folder:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
-        subprocess.run(
-            [*pip, "--only-binary=:all:", "--dest", folder, f"vllm=={VERSION}"], check=True
-        )
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+        only = ["--no-deps", "--only-binary=:all:"]
+        subprocess.run([*pip, "download", *only, "--dest", folder, f"vllm=={VERSION}"], check=True)
         (wheel,) = Path(folder).glob("*.whl")
         subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", venv], check=True)
         site = next((venv / "lib").glob("python3*/site-packages"))
         extract(wheel, site)
+        subprocess.run([*pip, "install", *only, "--target", site, *ADDED_PACKAGES], check=True)
     for library in libraries:
         shutil.copy2(library, site / "vllm")
     # Behind what lies here; its own .pth files count, among them that of the project.
