@@ -4,18 +4,32 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import pytest
 import torch
 
-from tests.unit.methods.block.train.tiny_heads import make_head
+from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.blocks import (
     anchor_range,
+    block_attention,
     pack_blocks,
     run_blocks,
     sample_anchors,
     thin_anchors,
 )
+from vllm_specplug.methods.block.train.start import head_config_for
 from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.target import TargetWeights
+
+
+def make_head(target_folder, causal=True):
+    weights = TargetWeights(target_folder)
+    config = head_config_for(
+        weights.config, (0, 2), num_layers=2, block_size=4, draft_vocab_size=64, causal=causal
+    )
+    torch.manual_seed(3)
+    return BlockHead(config).eval(), weights.tables().embed_tokens.float()
 
 
 @torch.no_grad()
@@ -75,8 +89,6 @@ def test_thinning_keeps_order_and_small_sets():
 
 
 def _floats(batch):
-    from dataclasses import replace
-
     return replace(batch, aux=batch.aux.float())
 
 
@@ -85,3 +97,31 @@ def test_a_head_is_made_for_contexts_as_long_as_its_target(target_folder):
     head, _ = make_head(target_folder)
     config = json.loads((target_folder / "config.json").read_text())
     assert head.config.max_position_embeddings == config["max_position_embeddings"] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_equals_torch_sdpa(causal):
+    """The concatenated-scores attention against scaled_dot_product_attention over a full mask."""
+    blocks, size, context = 3, 5, 7
+    q = torch.randn(blocks * size, 4, 8)
+    k, v = torch.randn(blocks * size, 2, 8), torch.randn(blocks * size, 2, 8)
+    ck, cv = torch.randn(context, 2, 8), torch.randn(context, 2, 8)
+    seen = torch.tensor([1, 4, 7])
+    visible = torch.arange(context)[None] < seen[:, None]
+    mask = torch.zeros(blocks, context).masked_fill(~visible, float("-inf"))
+    got = block_attention(q, k, v, ck, cv, mask, block_size=size, scale=0.4, causal=causal)
+    rows = torch.arange(blocks * size)
+    same = rows[:, None] // size == rows[None] // size
+    inside = same & (rows[None] <= rows[:, None]) if causal else same
+    allowed = torch.cat((visible.repeat_interleave(size, 0), inside), 1)
+    keys, values = torch.cat((ck, k)), torch.cat((cv, v))
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1),
+        keys.transpose(0, 1),
+        values.transpose(0, 1),
+        attn_mask=allowed,
+        scale=0.4,
+        enable_gqa=True,
+    ).transpose(0, 1)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
