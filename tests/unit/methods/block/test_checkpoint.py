@@ -10,52 +10,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.unit.methods.block.published import (
+    SPECULATORS_QWEN3_8B,
+    TINY_TARGET,
+    ZLAB_QWEN3_8B,
+    tiny,
+)
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig, default_target_layer_ids
 from vllm_specplug.methods.block.head import BlockHead
 
-TARGET = {"hidden_size": 32, "vocab_size": 50, "num_hidden_layers": 6}
+TARGET = {**TINY_TARGET, "num_hidden_layers": 6}
 
 
 def zlab_config(**changes) -> dict:
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "vocab_size": 50,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1e5,
-        "layer_types": ["full_attention"] * 2,
-        "block_size": 8,
-        "dflash_config": {"mask_token_id": 49, "target_layer_ids": [1, 4]},
-    }
-    config.update(changes)
-    return config
-
-
-def speculators_config(**changes) -> dict:
-    layer = {
-        k: v
-        for k, v in zlab_config().items()
-        if k not in ("architectures", "block_size", "dflash_config")
-    }
-    config = {
-        "speculators_model_type": "dflash",
-        "architectures": ["DFlashSpeculator"],
-        "transformer_layer_config": layer,
-        "draft_vocab_size": 20,
-        "block_size": 8,
-        "aux_hidden_state_layer_ids": [2, 5],
-        "mask_token_id": 49,
-        "sliding_window_non_causal": False,
-    }
-    config.update(changes)
-    return config
+    """Without the fields that a head need not have."""
+    config = tiny(ZLAB_QWEN3_8B)
+    for name in ("num_target_layers", "sliding_window", "use_sliding_window"):
+        del config[name]
+    return {**config, **changes}
 
 
 def write(folder, config: dict, tensors: dict, name: str = "model.safetensors"):
@@ -76,7 +49,7 @@ def test_zlab_head_loads_with_its_names(tmp_path, tensors):
     head, extras = load_block_head(write(tmp_path / "h", zlab_config(), tensors), TARGET)
     for name, tensor in tensors.items():
         assert torch.equal(head.state_dict()[name], tensor), name
-    assert head.config.target_layer_ids == (1, 4)
+    assert head.config.target_layer_ids == (1, 3)
     assert head.config.causal is False
     assert extras.mask_from_embedding
     assert extras.d2t is None
@@ -106,7 +79,7 @@ def test_causality_is_read_from_every_container(changes, causal):
 
 
 def test_block_size_is_read_from_top_level_or_container():
-    assert BlockHeadConfig.from_dict(zlab_config()).block_size == 8
+    assert BlockHeadConfig.from_dict(zlab_config()).block_size == 5
     nested = zlab_config(
         dflash_config={"block_size": 7, "target_layer_ids": [1], "mask_token_id": 1}
     )
@@ -148,22 +121,22 @@ def test_prefixed_names_and_an_index_of_shards(tmp_path, tensors):
 
 
 def test_speculators_head_with_draft_vocabulary_and_own_tables(tmp_path, tensors):
-    d2t = torch.arange(20)  # draft id i is target id 2 i
+    d2t = torch.arange(20) // 2  # draft id i is target id i + i // 2
     shipped = {
         **tensors,
         "d2t": d2t,
-        "t2d": torch.zeros(50, dtype=torch.bool),
-        "lm_head.weight": torch.randn(20, 32),
-        "embed_tokens.weight": torch.randn(50, 32),
+        "t2d": torch.zeros(30, dtype=torch.bool),
+        "lm_head.weight": torch.randn(20, 16),
+        "embed_tokens.weight": torch.randn(30, 16),
     }
-    folder = write(tmp_path / "h", speculators_config(), shipped)
+    folder = write(tmp_path / "h", tiny(SPECULATORS_QWEN3_8B), shipped)
     head, extras = load_block_head(folder, TARGET, dtype=torch.bfloat16)
-    assert head.config.target_layer_ids == (1, 4)  # that format counts the embedding as 0
+    assert head.config.target_layer_ids == (1, 3)  # that format counts the embedding as 0
     assert head.config.causal is False
-    assert torch.equal(extras.target_ids(20), torch.arange(0, 40, 2))
+    assert torch.equal(extras.target_ids(20), torch.arange(20) + d2t)
     assert extras.lm_head.dtype == torch.bfloat16
     assert not extras.mask_from_embedding
-    expected = shipped["embed_tokens.weight"][49].bfloat16()
+    expected = shipped["embed_tokens.weight"][29].bfloat16()
     assert torch.equal(head.mask_embedding, expected)
 
 
@@ -171,7 +144,7 @@ def test_saved_head_reads_back_unchanged(tmp_path):
     torch.manual_seed(1)
     config = replace(BlockHeadConfig.from_dict(zlab_config()), draft_vocab_size=10, causal=True)
     head = BlockHead(config)
-    d2t = torch.tensor([0, 0, 3, 3, 3, 7, 7, 20, 20, 40])
+    d2t = torch.tensor([0, 0, 3, 3, 3, 7, 7, 10, 10, 20])
     save_block_head(tmp_path / "out", head, d2t=d2t)
     again, extras = load_block_head(tmp_path / "out", TARGET)
     assert again.config == config
@@ -188,14 +161,14 @@ def test_saved_head_reads_back_unchanged(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "target", "words"),
     [
-        ({}, {"hidden_size": 64}, ["target_hidden_size = 32", "64"]),
-        ({}, {"vocab_size": 60}, ["vocab_size = 50", "60"]),
-        ({}, {"num_hidden_layers": 4}, ["target_layer_ids = [1, 4]", "[4]", "0..3"]),
-        ({"dflash_config": {"target_layer_ids": [1, 4]}}, {}, ["mask_token_id = None", "0..49"]),
+        ({}, {"hidden_size": 64}, ["target_hidden_size = 16", "64"]),
+        ({}, {"vocab_size": 60}, ["vocab_size = 30", "60"]),
+        ({}, {"num_hidden_layers": 3}, ["target_layer_ids = [1, 3]", "[3]", "0..2"]),
+        ({"dflash_config": {"target_layer_ids": [1, 3]}}, {}, ["mask_token_id = None", "0..29"]),
         (
-            {"dflash_config": {"target_layer_ids": [1, 4], "mask_token_id": 50}},
+            {"dflash_config": {"target_layer_ids": [1, 3], "mask_token_id": 30}},
             {},
-            ["mask_token_id = 50", "0..49"],
+            ["mask_token_id = 30", "0..29"],
         ),
         ({"draft_vocab_size": 20}, {}, ["d2t", "draft_vocab_size = 20"]),
     ],
@@ -261,8 +234,8 @@ def test_draft_map_must_be_distinct_target_ids(tmp_path, tensors, d2t):
 
 
 def test_mask_embedding_tensor_wins_over_the_token_row(tmp_path, tensors):
-    own = torch.full((32,), 3.0)
-    config = zlab_config(dflash_config={"target_layer_ids": [1, 4]})
+    own = torch.full((16,), 3.0)
+    config = zlab_config(dflash_config={"target_layer_ids": [1, 3]})
     folder = write(tmp_path / "h", config, {**tensors, "mask_embedding": own})
     head, extras = load_block_head(folder, TARGET)
     assert torch.equal(head.mask_embedding, own)
