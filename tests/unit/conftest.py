@@ -116,7 +116,9 @@ def kv_folders(target_model, tmp_path_factory) -> tuple[Path, Path]:
     for name, count, seed in (("train", 12, 0), ("held", 4, 9)):
         sequences = greedy_sequences(target_model, count, seed)
         offsets = [draw_offset(len(s.tokens), 256, rng) for s in sequences]
-        write_kv_shard(root / name / "shard-00000", sequences, offsets, target_model)
+        write_kv_shard(
+            root / name / "shard-00000", sequences, offsets, target_model, tokens_per_batch=100
+        )
     return root / "train", root / "held"
 
 

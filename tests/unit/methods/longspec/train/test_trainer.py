@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
@@ -20,7 +21,6 @@ from vllm_specplug.methods.longspec.train.features import (
     KVFeatureStore,
     draw_offset,
     offset_positions,
-    write_kv_shard,
 )
 from vllm_specplug.methods.longspec.train.objective import (
     LongSpecObjective,
@@ -30,12 +30,11 @@ from vllm_specplug.methods.longspec.train.objective import (
     window_attention,
 )
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
-from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.level_trees import TreePolicy, attention
 from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
-VOCAB = 40
+VOCAB = 64
 
 
 def masked(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor):
@@ -71,50 +70,17 @@ def test_stale_attention_ends_before_the_query(length: int, staleness: int) -> N
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=256,
-        eos_token_id=1,
-        initializer_range=0.3,
-    )
-    folder = tmp_path_factory.mktemp("target")
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def features(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
-    rng = np.random.default_rng(0)
-    # Texts with a rule to learn: a token is followed by itself plus one.
-    sequences = []
-    for i, length in enumerate((24, 31, 18, 40, 22, 35)):
-        start = int(rng.integers(2, VOCAB))
-        tokens = (start + np.arange(length)) % (VOCAB - 2) + 2
-        sequences.append(TokenSequence(tokens, 3, f"kind{i % 2}/x"))
-    folder = tmp_path_factory.mktemp("features")
-    offsets = [draw_offset(len(s.tokens), 256, rng) for s in sequences]
-    write_kv_shard(folder / "shard-0000", sequences, offsets, model, tokens_per_batch=70)
-    return folder
+def store(kv_folders: tuple[Path, Path]) -> KVFeatureStore:
+    return KVFeatureStore(kv_folders[0])
 
 
 def test_features_are_the_targets_last_layer_at_shifted_positions(
-    target: Path, features: Path
+    target_model: Any, store: KVFeatureStore
 ) -> None:
-    model = LlamaForCausalLM.from_pretrained(target, dtype=torch.bfloat16).eval()
-    store = KVFeatureStore(features)
     assert any(int(s.positions[-1]) >= len(s) for s in (store[i] for i in range(len(store))))
     for sequence in (store[0], store[3]):
         with torch.no_grad():
-            output = model.model(
+            output = target_model.model(
                 input_ids=sequence.tokens[None],
                 position_ids=sequence.positions[None],
                 attention_mask=torch.ones(1, len(sequence), dtype=torch.int64),
@@ -154,7 +120,7 @@ def make_head(window: int = 16) -> LongSpecHead:
     return LongSpecHead(config)
 
 
-def make_trainer(features: Path, **options: object) -> Trainer:
+def make_trainer(store: KVFeatureStore, **options: object) -> Trainer:
     torch.manual_seed(2)
     recipe = LongSpecRecipe(
         optimizer="adamw", adam_learning_rate=1e-2, tokens_per_step=60, warmup_steps=1, **options
@@ -162,7 +128,7 @@ def make_trainer(features: Path, **options: object) -> Trainer:
     return Trainer(
         make_head(),
         random_tables().to(torch.bfloat16),
-        KVFeatureStore(features),
+        store,
         LongSpecObjective(recipe),
     )
 
@@ -171,36 +137,34 @@ def random_tables() -> DraftTables:
     return DraftTables(torch.randn(VOCAB, 32), torch.randn(VOCAB, 32), torch.arange(VOCAB))
 
 
-def test_checkpointing_changes_memory_and_not_the_gradient(features: Path) -> None:
+def test_checkpointing_changes_memory_and_not_the_gradient(store: KVFeatureStore) -> None:
     grads = []
     for flag in (False, True):
-        trainer = make_trainer(features, gradient_checkpointing=flag)
+        trainer = make_trainer(store, gradient_checkpointing=flag)
         trainer.accelerator.backward(trainer.step_loss().total)
         grads.append(trainer.head.cross_attn.q_proj.weight.grad.clone())
     torch.testing.assert_close(*grads)
 
 
-def test_noise_draws_every_staleness_and_can_be_switched_off(features: Path) -> None:
-    trainer = make_trainer(features)
+def test_noise_draws_every_staleness_and_can_be_switched_off(store: KVFeatureStore) -> None:
+    trainer = make_trainer(store)
     drawn = set()
     for trainer.step in range(30):
         drawn.update(trainer.objective.draw(trainer).staleness)
     assert drawn == {1, 2, 3, 4}
-    quiet = make_trainer(features, max_staleness=1)
+    quiet = make_trainer(store, max_staleness=1)
     assert set(quiet.objective.draw(quiet).staleness) == {1}
 
 
-def test_supervised_rows_start_at_the_last_prompt_token(features: Path) -> None:
-    store = KVFeatureStore(features)
+def test_supervised_rows_start_at_the_last_prompt_token(store: KVFeatureStore) -> None:
     batch = pack([store[0], store[1]], [1, 2])
-    first = torch.arange(2, len(store[0]) - 1)
-    second = torch.arange(2, len(store[1]) - 1) + len(store[0])
+    first = torch.arange(store[0].prompt_len - 1, len(store[0]) - 1)
+    second = torch.arange(store[1].prompt_len - 1, len(store[1]) - 1) + len(store[0])
     assert torch.equal(batch.rows, torch.cat([first, second]))
     assert torch.equal(batch.labels, batch.tokens[batch.rows + 1])
 
 
-def test_padding_changes_no_state_that_counts(features: Path) -> None:
-    store = KVFeatureStore(features)
+def test_padding_changes_no_state_that_counts(store: KVFeatureStore) -> None:
     sequences = [store[0], store[1]]
     head, embed = make_head().eval(), torch.randn(VOCAB, 32)
     plain, padded = pack(sequences, [1, 2]), pack(sequences, [1, 2], multiple=64)
@@ -212,9 +176,8 @@ def test_padding_changes_no_state_that_counts(features: Path) -> None:
     torch.testing.assert_close(actual[: len(expected)], expected)
 
 
-def test_drafting_a_chain_is_the_training_forward_at_each_staleness(features: Path) -> None:
+def test_drafting_a_chain_is_the_training_forward_at_each_staleness(store: KVFeatureStore) -> None:
     """Depth d of a draft reads a cache that ends d + 1 positions before it."""
-    store = KVFeatureStore(features)
     sequence, head = store[3], make_head(window=64).eval()
     tables = random_tables()
     anchor = 20
@@ -223,7 +186,7 @@ def test_drafting_a_chain_is_the_training_forward_at_each_staleness(features: Pa
     tokens = sequence.tokens.clone()
     for depth, node in enumerate(range(3)):
         # The drafted chain stands in for the text; its cache entries are never read.
-        changed = sequence.__class__(**{**vars(sequence), "tokens": tokens, "prompt_len": 1})
+        changed = replace(sequence, tokens=tokens, prompt_len=1)
         batch = pack([changed], [depth + 1])
         with torch.no_grad():
             states = run_packed(head, batch, tables.embed_tokens)
@@ -232,10 +195,13 @@ def test_drafting_a_chain_is_the_training_forward_at_each_staleness(features: Pa
         tokens[anchor + depth + 1] = tree.token_ids[node]
 
 
-def test_evaluation_accepts_what_a_perfect_drafter_knows(features: Path) -> None:
+def test_evaluation_accepts_what_a_perfect_drafter_knows(store: KVFeatureStore) -> None:
     """A layer that always finds the successor is accepted to the full depth, any other is not."""
-    store = KVFeatureStore(features)
-    sequences = [store[i] for i in range(3)]
+    # A token is followed by itself plus one.
+    sequences = [
+        replace(s, tokens=(7 * s.prompt_len + torch.arange(len(s))) % (VOCAB - 2) + 2)
+        for s in (store[i] for i in range(3))
+    ]
     table, lm_head = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
 
     class Successor(LongSpecHead):
