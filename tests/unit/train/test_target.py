@@ -13,7 +13,7 @@ import torch
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.start import head_config_for, init_from_target
 from vllm_specplug.train.features import forward_features
-from vllm_specplug.train.target import TargetWeights, decoder_of, norm_gains
+from vllm_specplug.train.target import TargetWeights, decoder_of
 
 VOCAB, HIDDEN, LAYERS = 40, 32, 3
 _COMMON = {
@@ -112,14 +112,6 @@ def test_a_head_starts_from_what_the_targets_layers_do(tmp_path: Path, family: s
     if family == "Gemma3Text":
         q_norm = layers[LAYERS - 1].self_attn.q_norm.weight + 1
         torch.testing.assert_close(head.layers[1].self_attn.q_norm.weight, q_norm)
-
-
-@pytest.mark.parametrize("bias", [0.0, 0.5])
-def test_gains_of_a_norm(bias: float) -> None:
-    norm = torch.nn.LayerNorm(6)
-    torch.nn.init.normal_(norm.weight)
-    torch.nn.init.constant_(norm.bias, bias)
-    torch.testing.assert_close(norm_gains(norm), norm.weight.data, rtol=1e-4, atol=1e-4)
 
 
 def test_what_cannot_be_trained_for_is_named(tmp_path: Path) -> None:
