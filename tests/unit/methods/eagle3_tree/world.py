@@ -13,20 +13,19 @@ import pytest
 import torch
 
 from tests.unit.drafters import load_drafter, requests_of
+from tests.unit.methods.dense_trees import tree_attention
 from tests.unit.methods.eagle3_tree.heads import write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.reference import ReferenceHead
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
-from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.tree import DraftTree
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, DIM = 40, 16, 4, 2, 8
+VOCAB, HIDDEN, KV_HEADS, DIM = 40, 16, 2, 8
 # Tokens of each request, the anchor last; the shortest has one before it.
 LENGTHS = [2, 7, 20, 33]
 LAYERS = (1, 3, 4)
@@ -45,21 +44,15 @@ class DenseCache:
     def branch_attention(
         self, requests: DraftRequests, context_lens: Any, parents: list[np.ndarray]
     ) -> Any:
+        indices = getattr(requests, "req_indices", range(len(parents)))
+        slots = [
+            slice(100 * index, 100 * index + length)
+            for index, length in zip(indices, context_lens, strict=True)
+        ]
+
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            out, start = torch.empty_like(q), 0
-            indices = getattr(requests, "req_indices", range(len(parents)))
-            for index, length, up in zip(indices, context_lens, parents, strict=True):
-                rows = slice(start, start + len(up) + 1)
-                start = rows.stop
-                slots = slice(100 * index, 100 * index + length)
-                mask = torch.ones(len(up) + 1, length + len(up) + 1, dtype=torch.bool)
-                mask[:, length:] = words_to_bool(ancestor_words([up]), len(up) + 1)
-                out[rows], _ = dense_attention(
-                    q[rows], torch.cat([self.key[slots], k[rows]]),
-                    torch.cat([self.value[slots], v[rows]]), DIM**-0.5, HEADS // KV_HEADS, mask,
-                )  # fmt: skip
-            assert start == len(q)
-            return out
+            contexts = [(self.key[at], self.value[at]) for at in slots]
+            return tree_attention(q, k, v, contexts, parents)
 
         return attend
 

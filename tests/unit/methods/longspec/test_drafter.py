@@ -13,8 +13,8 @@ import torch
 
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
 from tests.unit.drafters import load_drafter, requests_of
+from tests.unit.methods.dense_trees import tree_attention
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
@@ -61,23 +61,14 @@ class DenseWindow:
 
     def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> Any:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            out, start = torch.empty_like(query), 0
-            for req_id, end, up in zip(
-                requests.req_ids, requests.context_lens, parents, strict=True
-            ):
-                rows = slice(start, start + len(up) + 1)
-                start = rows.stop
+            contexts = []
+            for req_id, end in zip(requests.req_ids, requests.context_lens, strict=True):
                 kept = [self.store[req_id, p] for p in range(max(0, end - WINDOW), end)]
                 empty = torch.empty(0, KV_HEADS, HEAD_DIM)
                 k = torch.stack([k for k, _ in kept]) if kept else empty
                 v = torch.stack([v for _, v in kept]) if kept else empty
-                mask = torch.ones(len(up) + 1, len(kept) + len(up) + 1, dtype=torch.bool)
-                mask[:, len(kept) :] = words_to_bool(ancestor_words([up]), len(up) + 1)
-                out[rows], _ = dense_attention(
-                    query[rows], torch.cat([k, key[rows]]), torch.cat([v, value[rows]]),
-                    HEAD_DIM**-0.5, HEADS // KV_HEADS, mask,
-                )  # fmt: skip
-            return out
+                contexts.append((k, v))
+            return tree_attention(query, key, value, contexts, parents)
 
         return attend
 

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of drafted trees over contexts in plain tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
+from vllm_specplug.kernels.reference import dense_attention
+
+# Keys and values [n, Hkv, Dh] of a request's context.
+Context = tuple[torch.Tensor, torch.Tensor]
+
+
+def tree_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    contexts: list[Context],
+    parents: list[np.ndarray],
+) -> torch.Tensor:
+    """Rows [T, Hq, Dh] of all requests, each its anchor and then its nodes with `parents`: a row
+    attends its request's context and its own branch."""
+    out, start = torch.empty_like(query), 0
+    for (old_keys, old_values), up in zip(contexts, parents, strict=True):
+        rows, length = slice(start, start + len(up) + 1), len(old_keys)
+        start = rows.stop
+        mask = torch.ones(len(up) + 1, length + len(up) + 1, dtype=torch.bool)
+        mask[:, length:] = words_to_bool(ancestor_words([up]), len(up) + 1)
+        out[rows], _ = dense_attention(
+            query[rows], torch.cat([old_keys, key[rows]]), torch.cat([old_values, value[rows]]),
+            query.shape[-1] ** -0.5, query.shape[1] // key.shape[1], mask,
+        )  # fmt: skip
+    assert start == len(query)
+    return out
