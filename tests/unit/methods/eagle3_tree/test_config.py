@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.methods.absurd import ABSURD
+from tests.unit.methods.absurd import ABSURD, taken_or_refused
 from tests.unit.methods.eagle3_tree import published
 from tests.unit.methods.eagle3_tree.published import SPECULATORS_GEMMA4_31B, small
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
@@ -54,11 +55,6 @@ def test_deepspec_names_layers_from_zero() -> None:
     config = read(published.DEEPSPEC_QWEN3_4B)
     assert config.target_layer_ids == (1, 9, 17, 25, 33)
     assert config.draft_vocab_size == config.vocab_size == 151936
-
-
-def test_positions_on_three_axes_are_those_of_text() -> None:
-    config = read(published.SPECFORGE_QWEN25_VL_7B, 28)
-    assert (config.rope_scaling, config.rope_theta) == (None, 1e6)
 
 
 @pytest.mark.parametrize(
@@ -135,17 +131,10 @@ _KEYS = sorted({*published.SPECFORGE_QWEN3_4B, "eagle_config", "eagle_aux_hidden
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(_KEYS), ABSURD, min_size=1, max_size=3))
 def test_whatever_a_config_holds_is_taken_or_refused(tmp_path_factory, changes) -> None:
-    import json
-
     folder = tmp_path_factory.mktemp("head")
     raw = {**small(published.SPECFORGE_QWEN3_4B), **changes}
     (folder / "config.json").write_text(json.dumps(raw))
-    message = ""
-    try:
-        Eagle3Config.from_pretrained(folder, num_target_layers=8)
-    except ValueError as error:
-        message = str(error)
-    assert len(message) < 4000
+    taken_or_refused(lambda: Eagle3Config.from_pretrained(folder, num_target_layers=8))
 
 
 @pytest.mark.parametrize(
