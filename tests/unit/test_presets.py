@@ -41,15 +41,3 @@ def test_a_missing_folder_says_where_it_was_looked_for(
     monkeypatch.setattr(targets, "__file__", str(tmp_path / "package" / "targets.py"))
     with pytest.raises(ValueError, match="is not in this installation"):
         default_head("smollm2")
-
-
-@pytest.mark.parametrize(
-    ("target", "method", "message"),
-    [
-        ("llama", "jetspec", "known: smollm2"),
-        ("smollm2", "eagle", "known: ddtree"),
-    ],
-)
-def test_unknown_names(target: str, method: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        speculative_config(target, method)

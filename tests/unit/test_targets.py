@@ -133,11 +133,6 @@ def test_two_at_once_prepare_once(steps: FakeSteps) -> None:
     assert any("waiting" in message for message in said)
 
 
-def test_unknown_target() -> None:
-    with pytest.raises(ValueError, match="known: smollm2"):
-        prepare_target("llama")
-
-
 def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
     assert cache_dir() == tmp_path
