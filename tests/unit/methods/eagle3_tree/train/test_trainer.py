@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.world import LENGTHS, World
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.train.evaluate import (
@@ -36,8 +37,7 @@ def sequence_of(world: World, r: int, prompt_len: int = 1) -> FeatureSequence:
 def test_runs_of_an_anchor_are_drafts_along_the_answer(layout: str, tmp_path: Path) -> None:
     """Run k equals the head of the equations as a chain along the next k tokens."""
     world = World(tmp_path, layout)
-    head, _ = load_eagle3_head(tmp_path, {"hidden_size": 16, "vocab_size": 40,
-                                          "num_hidden_layers": 8})  # fmt: skip
+    head, _ = load_eagle3_head(tmp_path, SMALL)
     chosen = [torch.tensor([0, 4]), torch.tensor([3, 16, 17]), torch.tensor([29])]
     batch = pack([sequence_of(world, r) for r in (1, 2, 3)], chosen, steps=3)
     with torch.no_grad():
@@ -66,8 +66,7 @@ def test_simulated_trees_are_those_that_serving_drafts(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.commit_all()
     served = world.drafter.propose(world.requests([16] * 4, [8] * 4))
-    head, _ = load_eagle3_head(tmp_path, {"hidden_size": 16, "vocab_size": 40,
-                                          "num_hidden_layers": 8})  # fmt: skip
+    head, _ = load_eagle3_head(tmp_path, SMALL)
     for r, n in enumerate(LENGTHS):
         drafter = SequenceDrafter(head, sequence_of(world, r), tables_of(world))
         tree = drafter.draft(n - 1, TreePolicy(16, depth=4))
@@ -78,8 +77,7 @@ def test_simulated_trees_are_those_that_serving_drafts(tmp_path: Path) -> None:
 def test_acceptance_counts_what_the_answer_follows(tmp_path: Path) -> None:
     world = World(tmp_path)
     sequence = sequence_of(world, 3)
-    head, _ = load_eagle3_head(tmp_path, {"hidden_size": 16, "vocab_size": 40,
-                                          "num_hidden_layers": 8})  # fmt: skip
+    head, _ = load_eagle3_head(tmp_path, SMALL)
     whole = TreePolicy(4000, depth=2, width=12, expand_width=12)
     report = evaluate_eagle3(head, [sequence], tables_of(world), {"whole": whole})
     # A tree of the whole draft vocabulary accepts exactly the tokens that are in it.
