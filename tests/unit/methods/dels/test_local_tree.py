@@ -128,19 +128,6 @@ def test_the_chain_is_the_papers() -> None:
     assert tree.token_ids.tolist() == path
 
 
-def test_branches_differ() -> None:
-    """Siblings of different branches are drawn from different distributions."""
-    case = Case(alpha=(0.0, 3.0, 3.0, 3.0))
-    ids, log_probs = case.candidates()
-    (tree,) = case.builder.build(ids, log_probs, [5], [40], [2], [4])
-    below = {
-        int(parent): tree.token_ids[tree.parent_indices == parent].tolist()
-        for parent in np.flatnonzero(tree.depths == 1)
-    }
-    full = [children for children in below.values() if len(children) == 4]
-    assert len(full) > 1 and any(children != full[0] for children in full)
-
-
 def test_weights_of_zero_are_the_block_head_exactly() -> None:
     zero = (0.0,) * DEPTH
     case = Case(alpha=zero, beta=zero)
