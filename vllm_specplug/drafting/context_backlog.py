@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Committed tokens whose context keys and values are computed later, or never."""
+"""Committed tokens whose context keys and values are computed later or never."""
 
 from __future__ import annotations
 
@@ -14,69 +14,75 @@ from vllm_specplug.drafting.waiting_tokens import DeferredTokens
 if TYPE_CHECKING:
     import torch
 
-# Columns with a row for each of M tokens, in the order in which they were added: computes and
-# stores the tokens' keys and values. The last column is their slots.
+# Computes and stores the keys and values of M tokens. It takes columns of M rows, in the order in
+# which the tokens were added. The last column holds the slots.
 WriteContext = Callable[..., None]
 
-# Decoded tokens kept at most. A row of 128 costs about half a row of 16 (a core with AVX-512).
+# Largest number of joined tokens. A row of a pass over 128 rows costs about half as much as a row
+# of a pass over 16 rows (a core with AVX-512).
 MAX_TOKENS = 128
-# Tokens of one pass over what was put off.
+# Largest number of deferred tokens in one pass.
 _MOST_AT_ONCE = 1024
-# Hidden states that may be put off: 11,000 tokens of five layers of 576 numbers, 1,600 of 4,096.
+# Memory for deferred hidden states: 11,000 tokens of five layers of 576 numbers, 1,600 of 4,096.
 DEFERRED_BYTES = 64 << 20
-# Passes over fewer tokens say nothing of what a token costs.
+# Smallest pass that is timed. Shorter ones do not show what a token costs.
 _FEWEST_TIMED = 32
 
 
 class ContextBacklog:
-    """What a drafter keeps of committed tokens that no draft has needed yet.
+    """Keeps the committed tokens that no draft has needed yet.
 
-    Tokens wait in two ways. Up to `max_tokens` decoded ones are joined to one pass. And while
-    drafts do not pay, `is_deferring` is set and everything waits until its request is to be drafted
-    for: most requests end before that, and their context is never computed. What is kept of them
-    is bounded by `put_off_bytes`; when that is full, tokens are written as they come.
+    Tokens wait in two ways:
 
-    Whether a cache slot holds the context of its token is known by slot, as vLLM may give a block
-    to several requests: see `begin`.
+    - Joined tokens: up to `max_tokens` decoded tokens are written in one pass.
+    - Deferred tokens: while `is_deferring` is set, tokens wait until their request is drafted for.
+      Most requests end before that, and their context is never computed. `deferred_bytes` limits
+      the memory of these tokens. Tokens beyond the limit are joined.
 
-    The slots of joined tokens belong to running requests only: call `flush` before any of their
-    pages can change hands, else it would write into another request's, or into those of another
-    layer. What was put off is written for requests that run, to slots that are theirs.
+    vLLM may give one block to several requests. So the backlog records for each cache slot whether
+    it holds the context of its token (`begin`).
+
+    Call `flush` before a page of a running request can get another owner. Otherwise joined tokens
+    would be written into the pages of another request or layer. Deferred tokens are written only
+    for running requests, to slots that these own.
 
     Args:
-        write: takes the columns of all waiting tokens.
-        max_tokens: tokens at which they are written without being asked for.
-        put_off_bytes: 0 where nothing is put off.
+        write: computes and stores the context of some tokens.
+        max_tokens: number of joined tokens that starts a pass.
+        deferred_bytes: memory for deferred tokens; 0 defers none.
     """
 
     def __init__(
         self,
         write: WriteContext,
         max_tokens: int = MAX_TOKENS,
-        put_off_bytes: int = 0,
+        deferred_bytes: int = 0,
     ) -> None:
         self._write = write
         self._max_tokens = max_tokens
         self._parts: list[tuple[torch.Tensor, ...]] = []
         self._num_tokens = 0
-        self._waiting = DeferredTokens(put_off_bytes) if put_off_bytes else None
+        self._waiting = DeferredTokens(deferred_bytes) if deferred_bytes else None
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._incomplete: set[str] = set()
         self.is_deferring = False
-        """Whether tokens wait until their request is to be drafted for."""
+        """Whether new tokens wait until their request is drafted for."""
         self.token_ms = 0.0
-        """Milliseconds that writing a token takes, once it was seen."""
+        """Milliseconds of writing one token; 0 until a pass was timed."""
 
     @classmethod
     def on(
         cls, device: torch.device, write: WriteContext, knows_slots: bool = True
     ) -> ContextBacklog:
-        """The backlog of a drafter on `device`; nothing is put off unless the slots of a request
-        are known (`begin`).
+        """Returns the backlog of a drafter on `device`.
 
-        Other devices than CPUs have no time to win, as a step there is bound by its launches: there
-        nothing waits.
+        Only a CPU saves time by waiting. Launches bound the steps of other devices, so no token
+        waits there.
+
+        Args:
+            knows_slots: whether the drafter knows the slots of its requests (`begin`). Otherwise
+                no token is deferred.
         """
         if device.type != "cpu":
             return cls(write, 1)
@@ -84,7 +90,7 @@ class ContextBacklog:
 
     @property
     def knows_slots(self) -> bool:
-        """Whether it is noted which slots hold their context."""
+        """Whether the backlog records which slots hold their context."""
         return self._waiting is not None
 
     def add(
@@ -93,12 +99,12 @@ class ContextBacklog:
         req_ids: Sequence[str] = (),
         owners: np.ndarray | None = None,
     ) -> None:
-        """Takes tokens in; each column has M rows and must not change later.
+        """Adds M tokens.
 
         Args:
+            columns: tensors of M rows, which must not change later.
             req_ids: requests of the step.
-            owners: int64 [M] which of them each token is of; None where that is not known, and
-                nothing is put off.
+            owners: int64 [M] indices into `req_ids`. With None no token is deferred.
         """
         count = len(columns[0])
         if not count:
@@ -114,7 +120,7 @@ class ContextBacklog:
             self.flush()
 
     def flush(self) -> None:
-        """Computes and stores what is waiting and was not put off."""
+        """Writes the context of all joined tokens."""
         if not self._parts:
             return
         import torch
@@ -129,8 +135,7 @@ class ContextBacklog:
             self._waiting.written(columns[-1].numpy())
 
     def set_deferred(self, is_deferring: bool) -> None:
-        """From here on tokens wait until their request is drafted for, or no longer do. What was
-        put off stays so."""
+        """Switches the deferral of new tokens on or off. Deferred tokens stay deferred."""
         if self._waiting is None:
             return
         if is_deferring and not self.is_deferring:
@@ -140,11 +145,14 @@ class ContextBacklog:
     # -- requests --------------------------------------------------------------------------
 
     def begin(self, req_id: str, slots: np.ndarray) -> None:
-        """A request starts or resumes with these slots in the cache, computed by others; call it
-        once everything committed so far was added.
+        """Starts or resumes a request whose prefix other requests have computed.
 
-        What waits of them is written: a prefix that was met again will be met again. Where the
-        context of one was dropped, the request cannot be drafted for (`is_incomplete`).
+        Deferred tokens of the prefix are written, because a prefix that recurs will recur again.
+        If the context of a token was dropped, the request cannot be drafted for (`is_incomplete`).
+        Add all committed tokens before this call.
+
+        Args:
+            slots: cache slots of the prefix.
         """
         if self._waiting is None:
             return
@@ -159,27 +167,29 @@ class ContextBacklog:
             self._incomplete.add(req_id)
 
     def is_incomplete(self, req_id: str) -> bool:
-        """Whether a request has tokens whose context was dropped."""
+        """Returns whether the context of any token of the request was dropped."""
         return req_id in self._incomplete
 
     def num_waiting(self, req_ids: Sequence[str]) -> list[int]:
-        """Tokens of each request that were put off."""
+        """Returns the number of deferred tokens of each request."""
         if self._waiting is None or not self._waiting.num_tokens:
             return [0] * len(req_ids)
         numbers = [self._numbers.get(req_id, -1) for req_id in req_ids]
         return self._waiting.counts(numbers)
 
     def write(self, req_ids: Iterable[str]) -> None:
-        """Computes and stores everything that waits of some requests, before they are drafted
-        for."""
+        """Writes the context of all tokens of some requests. Call it before a draft for them."""
         self.flush()
         if self._waiting is not None and self._waiting.num_tokens:
             numbers = [self._numbers[req_id] for req_id in req_ids if req_id in self._numbers]
             self._write_rows(self._waiting.rows_of(numbers))
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Requests ended or lose their pages. What waits of them goes on waiting while there is
-        room: the prefix cache may hand their blocks on, and a session takes its own again."""
+        """Forgets requests that ended or lose their pages.
+
+        Their deferred tokens are kept while there is room, because another request may hit their
+        blocks in the prefix cache.
+        """
         self.flush()
         if self._waiting is None:
             return

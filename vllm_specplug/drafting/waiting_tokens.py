@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which cache slots hold the draft context of their token, and what waits to be written to them."""
+"""The deferred tokens of a drafter, found by request and by cache slot."""
 
 from __future__ import annotations
 
@@ -12,35 +12,43 @@ import numpy as np
 if TYPE_CHECKING:
     import torch
 
-# States of a slot beside the row in which its token waits.
+# States of a slot that has no deferred token.
 _WRITTEN, _MISSING = -1, -2
-# Owners of a row beside the numbers of requests.
+# Owners of a row that belongs to no running request.
 _FREE, _ENDED = -1, -2
 
 
 class DeferredTokens:
-    """Rows of tokens that wait, found by request and by cache slot; on the host.
+    """A buffer on the host with one row per deferred token.
+
+    It also records which cache slots hold the draft context of their token.
 
     Args:
-        most_bytes: that all rows may take.
+        most_bytes: limit on the memory of all rows.
     """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        # One per column; the last one is slots.
+        # One buffer per column. The last column holds the slots.
         self._buffers: list[torch.Tensor] = []
-        # [rows] number of the request each is of
+        # [rows] number of the request that owns the row
         self._owners = np.empty(0, np.int64)
-        # [slots] the row in which each slot's token waits, or its state
+        # [slots] row of the slot's deferred token, or the state of the slot
         self._states = np.empty(0, np.int64)
-        # Rows of each running request that has any.
+        # Number of rows of each running request.
         self._counts: Counter[int] = Counter()
         self.num_tokens = 0
-        """Tokens that wait, of running requests and of ended ones."""
+        """Deferred tokens of running and of ended requests."""
 
     def put(self, columns: Sequence[torch.Tensor], owners: np.ndarray) -> bool:
-        """Takes in a row of each column for each of M tokens, the last column being their slots,
-        unless there is no room for them; rows of ended requests make room."""
+        """Stores M tokens, and returns whether there was room for them.
+
+        Rows of ended requests are dropped to make room.
+
+        Args:
+            columns: tensors of M rows. The last one holds the slots.
+            owners: int64 [M] numbers of the requests.
+        """
         import torch
 
         slots = columns[-1].numpy()
@@ -58,34 +66,34 @@ class DeferredTokens:
         return True
 
     def written(self, slots: np.ndarray) -> None:
-        """The context of the tokens at these slots is in the cache."""
+        """Records that the cache holds the context of these slots."""
         self._release(slots)
         self._states[slots] = _WRITTEN
 
     def lookup(self, slots: np.ndarray) -> tuple[np.ndarray, bool]:
-        """The rows in which tokens at these slots wait, and whether the context of all others is
-        in the cache."""
+        """Returns the rows of deferred tokens at these slots. Also returns whether the cache holds
+        the context of all other slots."""
         self._reach(slots)
         states = self._states[slots]
         return states[states >= 0], not bool((states == _MISSING).any())
 
     def rows_of(self, numbers: Sequence[int]) -> np.ndarray:
-        """The rows of some requests."""
+        """Returns the rows of some requests."""
         return np.flatnonzero(np.isin(self._owners, numbers))
 
     def counts(self, numbers: Sequence[int]) -> list[int]:
-        """Waiting tokens of each request."""
+        """Returns the number of deferred tokens of each request."""
         return [self._counts[number] for number in numbers]
 
     def take(self, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """The columns of some rows, a copy."""
+        """Returns a copy of some rows, by column."""
         import torch
 
         index = torch.from_numpy(rows)
         return tuple(buffer[index] for buffer in self._buffers)
 
     def end(self, numbers: Sequence[int]) -> None:
-        """Requests ended; their tokens make room for those of others."""
+        """Marks the rows of ended requests, which other tokens may replace."""
         self._owners[self.rows_of(numbers)] = _ENDED
         for number in numbers:
             self._counts.pop(number, None)
@@ -97,7 +105,7 @@ class DeferredTokens:
             self._states = np.append(self._states, np.full(more, _MISSING))
 
     def _release(self, slots: np.ndarray) -> None:
-        """These slots have new tokens: what waited for them is of no use."""
+        """Drops the deferred tokens of these slots, which get new tokens."""
         self._reach(slots)
         if self.num_tokens:
             states = self._states[slots]
@@ -120,7 +128,7 @@ class DeferredTokens:
             return None
         excess = self.num_tokens + count - most
         if excess > 0:
-            # The oldest are not known: rows are used again in any order.
+            # Rows are reused in any order, so the oldest ones are not known.
             self._drop(ended[:excess])
         if self.num_tokens + count > len(self._owners):
             self._grow(columns, min(most, max(2 * len(self._owners), self.num_tokens + count)))
