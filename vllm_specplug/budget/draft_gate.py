@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests a draft forward pays for, and how deep, decided before it is run.
+"""Decides before a draft forward which requests it pays for, and how deep it goes.
 
-What a forward will find is not known beforehand, but what earlier ones found is: how many nodes
-of which acceptance probability a forward of depth D added to what lookups had found anyway. That
-histogram, averaged over all requests and scaled by how each request compares with it, stands in
-for the candidates to come; whether they pay is then the same question as for real ones.
+The candidates of a forward are unknown until it has run. A histogram of earlier forwards stands in
+for them. It counts the nodes that a forward of depth D added to those of lookups, by probability of
+acceptance. It is averaged over all requests and scaled by a factor per request. Whether these nodes
+pay is then the same question as for real ones.
 """
 
 from __future__ import annotations
@@ -18,294 +18,311 @@ import numpy.typing as npt
 from vllm_specplug.budget.cost_curve import Floats
 
 Ints = npt.NDArray[np.int64]
+DraftCost = Callable[[npt.ArrayLike, npt.ArrayLike], Floats]
+"""Milliseconds of drafting by number of requests and depth."""
 
 _EDGES = np.array([0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96])
 _BINS = len(_EDGES) + 1
 
 _DECAY = 0.99
-"""Decay of earlier drafts in the histograms, per draft."""
+"""Decay of earlier drafts in the histogram, per draft."""
 _PRIOR_DRAFTS = 3.0
 _PRIOR_FIRST, _PRIOR_DEEPER = 0.65, 0.7
-"""Until something was drafted: the best node of each depth has this probability, times its parent's
-below the first."""
+"""Prior probability of the best node of the first depth, and of a deeper one given its parent."""
 
 _REQUEST_DECAY = 0.9
 _REQUEST_PRIOR = 2.0
-"""Expected tokens that "this request is like the others" is worth."""
+"""Weight, in expected tokens, of the prior that a request is like the others."""
 
 IMPOSSIBLE_MS = 1e9
 """Time of a step with more rows than it may have."""
 
 TURN_ON, STAY_ON = 1.04, 1.02
-"""How much better than without it drafting must look to start, and to go on. The choice that looks
-best of many is one whose estimate errs upwards, so what looks equal is a loss."""
+"""How much better than plain decoding drafting must look to start, and to go on. The best of many
+estimates tends to be too high, so a choice that looks equal is a loss."""
 PROBE_SHARE = 0.005
-"""Share of the time for forwards that only measure whether drafting, or drafting deeper, would pay.
-"""
-DEBT_STEPS = 32
-"""Steps of drafts that have to pay for what they need first, see `DraftGate.decide`."""
+"""Share of the time for forwards that only measure whether drafting, or drafting deeper, pays."""
+PAYBACK_STEPS = 32
+"""Number of steps over which a pending cost is spread at least."""
 
 
 @dataclass(frozen=True)
 class GateDecision:
-    """Which requests get a draft forward."""
+    """The requests that get a draft forward."""
 
     depths: Ints
-    """[R] deepest node to draft, 0 for no forward."""
+    """[R] deepest node to draft; 0 for no forward."""
     gain: float
-    """Expected tokens per millisecond over those without any forward; 1 without."""
+    """Expected tokens per millisecond, relative to a step without any forward."""
     is_probe: bool = False
 
 
-def _hints(owners: Ints, num_reqs: int) -> Ints:
-    """[num_reqs] 1 for requests that own a node of lookups, else 0."""
-    hints: Ints = np.minimum(np.bincount(owners, minlength=num_reqs), 1)
-    return hints
+@dataclass(frozen=True)
+class _Choices:
+    """The estimates of all choices: the first `sizes[i]` requests draft to depth option j."""
+
+    # [sizes] numbers of requests
+    sizes: Ints
+    # [sizes, depths, bins] expected tokens and milliseconds with the nodes of the best bins
+    tokens: Floats
+    milliseconds: Floats
+    plain_rate: float
+    """Tokens per millisecond of a step without any forward."""
+
+    def best(self, pending_ms: Floats) -> tuple[int, int, float]:
+        """Returns the index of the best size, that of the best depth, and their gain.
+
+        Args:
+            pending_ms: [sizes] additional milliseconds.
+        """
+        rates = (self.tokens / (self.milliseconds + pending_ms[:, None, None])).max(axis=2)
+        best = int(np.argmax(rates))
+        size, depth = divmod(best, rates.shape[1])
+        return size, depth, float(rates.flat[best]) / self.plain_rate
 
 
 class DraftGate:
     """Decides on draft forwards.
 
     Args:
-        deepest: deepest node a forward can draft.
+        deepest: deepest node that a forward can draft.
     """
 
     def __init__(self, deepest: int) -> None:
         assert deepest >= 1
         self.deepest = deepest
-        steps = {1, 2, 3, 5, 8, 12, 16, 32, deepest}
-        self._depth_options = np.array(sorted(d for d in steps if d <= deepest))
-        # [2, deepest, _BINS] nodes a forward added, by "lookups found something", depth and
-        # probability; their number and their sum of probabilities
-        self._counts = np.zeros((2, deepest, _BINS))
-        self._sums = np.zeros((2, deepest, _BINS))
-        # [2, deepest] drafts behind them
-        self._drafts = np.full((2, deepest), _PRIOR_DRAFTS)
+        options = {1, 2, 3, 5, 8, 12, 16, 32, deepest}
+        self._depth_options = np.array(sorted(d for d in options if d <= deepest))
+        # [deepest, bins] nodes that forwards added: number, and sum of probabilities
+        self._counts = np.zeros((deepest, _BINS))
+        self._sums = np.zeros((deepest, _BINS))
+        # [deepest] number of drafts that reached each depth
+        self._drafts = np.full(deepest, _PRIOR_DRAFTS)
         probability = _PRIOR_FIRST
         for depth in range(deepest):
             place = np.searchsorted(_EDGES, probability)
-            self._counts[:, depth, place] = _PRIOR_DRAFTS
-            self._sums[:, depth, place] = _PRIOR_DRAFTS * probability
+            self._counts[depth, place] = _PRIOR_DRAFTS
+            self._sums[depth, place] = _PRIOR_DRAFTS * probability
             probability *= _PRIOR_DEEPER
+        # By slot: tokens that forwards added, and tokens that the histogram expected.
         self._found = np.full(64, _REQUEST_PRIOR)
         self._expected = np.full(64, _REQUEST_PRIOR)
-        # What `_make_averages` gives, until something is observed.
+        # The result of `_make_averages`, until the next observation.
         self._averages: tuple[Floats, Floats] | None = None
         self.is_on = True
-        """Whether the last decision was that drafts pay."""
-        # Steps for which drafts would have paid but for what they need first.
-        self._steps_in_debt = 0
-        self._is_in_debt = False
+        """Whether drafts paid off in the last decision."""
+        # Steps in which drafts would have paid off without their pending costs.
+        self._steps_pending = 0
+        self._is_pending = False
         self._steps_since_forward = 0
         self._probes = 0
-        # Milliseconds that a forward deeper than wanted may take more.
+        # Milliseconds that a forward of full depth may additionally take.
         self._depth_credit = 0.0
 
     def decide(
         self,
         # [R] slots of the requests that may draft
         slots: Ints,
-        # [R] deepest node allowed for each
+        # [R] deepest node that each may draft
         limits: Ints,
-        # [N] probabilities of the nodes that lookups found, and whose they are (0..R-1)
+        # [N] probabilities of the nodes from lookups, and their requests (0..R-1)
         found: Floats,
         owners: Ints,
         base_tokens: float,
-        # requests, depth -> ms of drafting
-        draft_ms: Callable[[npt.ArrayLike, npt.ArrayLike], Floats],
-        # [M + 1] ms of a step with 0..M nodes, drafting excluded
+        draft_ms: DraftCost,
+        # [M + 1] ms of a step with 0..M nodes, without drafting
         step_ms: Floats,
-        # [R] what a token of each request counts, None for alike
+        # [R] weight of a token of each request; None for equal weights
         weights: Floats | None = None,
-        # [R] ms that the first forward for each request takes beside the forward itself
-        debts: Floats | None = None,
+        # [R] additional ms of the first forward for each request
+        pending_ms: Floats | None = None,
     ) -> GateDecision:
-        """Which requests to run a draft forward for, and to which depth.
+        """Chooses the requests that draft, and their depth.
 
-        Debts are paid once, and nobody knows for how many steps: they are spread over `DEBT_STEPS`
-        and as many more as drafts would have paid without them. So a debt is taken on, at the
-        latest, when as much has been lost by waiting.
+        A pending cost is paid once, but the number of drafts that follow is unknown. It is spread
+        over `PAYBACK_STEPS` steps, and over as many more as drafts would have paid off without it.
+        So it is paid, at the latest, when waiting has lost as much.
         """
         num_reqs = len(slots)
-        none = GateDecision(np.zeros(num_reqs, np.int64), 1.0)
+        depths = np.zeros(num_reqs, np.int64)
         allowed = limits > 0
         if not allowed.any():
-            return none
+            return GateDecision(depths, 1.0)
         self._grow(int(slots.max()))
-        hints = _hints(owners, num_reqs)
         weights = np.ones(num_reqs) if weights is None else weights
+        pending_ms = np.zeros(num_reqs) if pending_ms is None else pending_ms
         scale = self._found[slots] / self._expected[slots]
-        debts = np.zeros(num_reqs) if debts is None else debts
-        # Of equals those come first that owe least.
-        order = np.lexsort((debts, np.where(allowed, -scale * weights, np.inf)))
+        # Of equal requests, those with the smallest pending cost come first.
+        order = np.lexsort((pending_ms, np.where(allowed, -scale * weights, np.inf)))
         order = order[: int(allowed.sum())]
-        most = len(order)
-        sizes = np.array(sorted({-(-most // 4), -(-most // 2), most}))
+        bins = _BINS - 1 - np.searchsorted(_EDGES, found)
+        choices = self._choices(
+            scale[order],
+            weights[order],
+            np.bincount(bins, minlength=_BINS),
+            base_tokens + np.bincount(bins, found * weights[owners], _BINS).cumsum(),
+            base_tokens,
+            draft_ms,
+            step_ms,
+        )
+        size, depth, gain = self._best(choices, pending_ms[order])
+        self.is_on = gain >= (STAY_ON if self.is_on else TURN_ON)
+        if not self.is_on:
+            probe_ms = float(draft_ms(1, self.deepest))
+            probed = self._probe(allowed, pending_ms, probe_ms, float(step_ms[0]))
+            if probed is None:
+                return GateDecision(depths, 1.0)
+            depths[probed] = limits[probed]
+            return GateDecision(depths, gain, is_probe=True)
+        self._steps_since_forward = self._steps_pending = 0
+        chosen = order[: choices.sizes[size]]
+        depths[chosen] = np.minimum(limits[chosen], self._depth_options[depth])
+        is_probe = self._probes_depth(limits[chosen], depths[chosen], draft_ms, float(step_ms[0]))
+        if is_probe:
+            depths[chosen] = limits[chosen]
+        return GateDecision(depths, gain, is_probe)
 
-        # [2, deepest, bins] average additions of one forward by depth reached, best bins first
+    def _choices(
+        self,
+        # [R'] of the requests that may draft, the best ones first
+        scale: Floats,
+        weights: Floats,
+        # [bins] nodes from lookups, and expected tokens with those of the best bins
+        found: Ints,
+        found_tokens: Floats,
+        base_tokens: float,
+        draft_ms: DraftCost,
+        step_ms: Floats,
+    ) -> _Choices:
         if self._averages is None:
             self._averages = self._make_averages()
         counts, sums = self._averages
-        # [sizes, 2] forwards for the first `size` requests, scaled by what they find, and by what
-        # that counts
-        of_kind = hints[order][:, None] == np.arange(2)
-        forwards = (scale[order, None] * of_kind).cumsum(axis=0)[sizes - 1]
-        weighted = ((scale * weights)[order, None] * of_kind).cumsum(axis=0)[sizes - 1]
-        # [sizes, depths, bins] candidates in all, best bins first
-        place = _BINS - 1 - np.searchsorted(_EDGES, found)
-        shape = (len(sizes), len(self._depth_options), _BINS)
-        found_counts = np.bincount(place, minlength=_BINS)
-        found_sums = np.bincount(place, found * weights[owners], _BINS)
-        nodes = (forwards @ counts.reshape(2, -1)).reshape(shape) + found_counts
-        gains = (weighted @ sums.reshape(2, -1)).reshape(shape) + found_sums
-        nodes = np.maximum(np.cumsum(nodes, axis=2), 0.0)
-        gains = np.cumsum(gains, axis=2)
-        all_ms = np.arange(len(step_ms))
+        most = len(scale)
+        sizes = np.array(sorted({-(-most // 4), -(-most // 2), most}))
+        # [sizes, 1, 1] number of average forwards that the forwards for these requests amount to
+        forwards = scale.cumsum()[sizes - 1, None, None]
+        weighted = (scale * weights).cumsum()[sizes - 1, None, None]
+        nodes = np.maximum(found.cumsum() + forwards * counts, 0.0)
         drafting = draft_ms(sizes[:, None], self._depth_options)
-        ms = np.interp(nodes, all_ms, step_ms, right=IMPOSSIBLE_MS) + drafting[:, :, None]
-        rates = ((base_tokens + gains) / ms).max(axis=2)
+        numbers = np.arange(len(step_ms))
+        found_ms = np.interp(found.cumsum(), numbers, step_ms, right=IMPOSSIBLE_MS)
+        return _Choices(
+            sizes,
+            found_tokens + weighted * sums,
+            np.interp(nodes, numbers, step_ms, right=IMPOSSIBLE_MS) + drafting[:, :, None],
+            max(base_tokens / float(step_ms[0]), float((found_tokens / found_ms).max())),
+        )
 
-        plain = base_tokens / float(step_ms[0])
-        if len(found):
-            without = (base_tokens + np.cumsum(found_sums)) / np.interp(
-                np.cumsum(found_counts), all_ms, step_ms, right=IMPOSSIBLE_MS
-            )
-            plain = max(plain, float(without.max()))
-
-        enough = STAY_ON if self.is_on else TURN_ON
-        best = int(np.argmax(rates))
-        gain = float(rates.flat[best]) / plain
-        owed = debts[order].cumsum()[sizes - 1]
-        self._is_in_debt = gain >= enough and bool(owed[-1])
-        if self._is_in_debt:
-            self._steps_in_debt += 1
-            ms = ms + (owed / (DEBT_STEPS + self._steps_in_debt))[:, None, None]
-            rates = ((base_tokens + gains) / ms).max(axis=2)
-            best = int(np.argmax(rates))
-            gain = float(rates.flat[best]) / plain
-        size, depth = divmod(best, len(self._depth_options))
-        depths = np.zeros(num_reqs, np.int64)
-        if gain >= enough:
-            self.is_on = True
-            self._steps_since_forward = self._steps_in_debt = 0
-            chosen = order[: sizes[size]]
-            depths[chosen] = np.minimum(limits[chosen], self._depth_options[depth])
-            is_probe = self._sees_deeper(limits[chosen], depths[chosen], draft_ms, step_ms)
-            if is_probe:
-                depths[chosen] = limits[chosen]
-            return GateDecision(depths, gain, is_probe)
-        self.is_on = False
-        self._steps_since_forward += 1
-        probed = self._probe(allowed, debts, float(draft_ms(1, self.deepest)), float(step_ms[0]))
-        if probed is None:
-            return GateDecision(depths, 1.0)
-        depths[probed] = limits[probed]
-        return GateDecision(depths, gain, is_probe=True)
+    def _best(self, choices: _Choices, pending_ms: Floats) -> tuple[int, int, float]:
+        """Returns what `_Choices.best` does, with the pending costs [R'] spread over steps."""
+        pending = pending_ms.cumsum()[choices.sizes - 1]
+        size, depth, gain = choices.best(np.zeros(len(pending)))
+        pays = gain >= (STAY_ON if self.is_on else TURN_ON)
+        self._is_pending = pays and bool(pending[-1])
+        if not self._is_pending:
+            return size, depth, gain
+        self._steps_pending += 1
+        return choices.best(pending / (PAYBACK_STEPS + self._steps_pending))
 
     def _probe(
-        self, allowed: npt.NDArray[np.bool_], debts: Floats, probe_ms: float, plain_ms: float
+        self, allowed: npt.NDArray[np.bool_], pending_ms: Floats, probe_ms: float, plain_ms: float
     ) -> int | None:
-        """Index of a request to draft for although it does not pay; None for none.
+        """Returns the index of a request to draft for although drafts do not pay, or None.
 
-        In turn, so that no request depends on another's estimate for ever; but not of those that
-        owe more than the probe itself, unless all do.
+        Requests take turns, so none depends on the estimates of another forever. A request with a
+        pending cost above `probe_ms` is skipped, unless all of them have one.
         """
-        most_debt = max(probe_ms, float(debts[allowed].min()))
-        candidates = np.flatnonzero(allowed & (debts <= most_debt))
+        self._steps_since_forward += 1
+        most_pending = max(probe_ms, float(pending_ms[allowed].min()))
+        candidates = np.flatnonzero(allowed & (pending_ms <= most_pending))
         chosen = int(candidates[self._probes % len(candidates)])
-        price = probe_ms + float(debts[chosen])
+        price = probe_ms + float(pending_ms[chosen])
         if self._steps_since_forward * PROBE_SHARE * plain_ms < price:
             return None
         self._probes += 1
         self._steps_since_forward = 0
         return chosen
 
-    def _sees_deeper(
+    def _probes_depth(
         self,
-        # [R] of the requests to draft for: deepest node allowed, and wanted
+        # [R'] of the requests to draft for: deepest node allowed, and chosen
         limits: Ints,
-        wanted: Ints,
-        draft_ms: Callable[[npt.ArrayLike, npt.ArrayLike], Floats],
-        step_ms: Floats,
+        chosen: Ints,
+        draft_ms: DraftCost,
+        plain_ms: float,
     ) -> bool:
-        """Whether this forward goes as deep as it may, to measure what lies below the depth that
-        looks best: what was never drafted keeps its first estimate."""
-        if (limits == wanted).all():
+        """Returns whether this forward goes as deep as allowed, to measure the depths below the
+        chosen one. Otherwise these would keep their prior."""
+        if (limits == chosen).all():
             return False
-        deep, shallow = draft_ms(len(limits), np.array([limits.mean(), wanted.mean()]))
-        self._depth_credit += PROBE_SHARE * float(step_ms[0])
+        deep, shallow = draft_ms(len(limits), np.array([limits.mean(), chosen.mean()]))
+        self._depth_credit += PROBE_SHARE * plain_ms
         if self._depth_credit < deep - shallow:
             return False
         self._depth_credit = 0.0
         return True
 
     def rest(self, steps: int) -> None:
-        """Steps went by for which nothing was decided, and nothing drafted."""
+        """Counts plain steps for which no decision was made."""
         self._steps_since_forward += steps
-        self._steps_in_debt += steps * self._is_in_debt
+        self._steps_pending += steps * self._is_pending
 
     def observe(
         self,
-        # [R] requests that got a forward, by slot, and how deep it went
+        # [R] slots of the requests that got a forward, and the depth it reached
         slots: Ints,
         reached: Ints,
-        # [N] probability, depth and owner (0..R-1) of the nodes there are with the forward
+        # [N] probability, depth and request (0..R-1) of all nodes
         nodes: tuple[Floats, Ints, Ints],
-        # [M] the same of those that lookups had found without it
+        # [M] the same of the nodes from lookups
         found: tuple[Floats, Ints, Ints],
     ) -> None:
-        """Learns from what forwards added."""
+        """Learns from the nodes that forwards added."""
         num_reqs = len(slots)
         if not num_reqs:
             return
         self._grow(int(slots.max()))
-        hints = _hints(found[2], num_reqs)
         new_counts = np.zeros(self._counts.size)
         new_sums = np.zeros(self._counts.size)
         for sign, (probabilities, depths, owners) in ((1.0, nodes), (-1.0, found)):
             inside = depths <= np.minimum(reached, self.deepest)[owners]
-            p, d, o = probabilities[inside], depths[inside], owners[inside]
-            cell = (hints[o] * self.deepest + d - 1) * _BINS + np.searchsorted(_EDGES, p)
-            new_counts += sign * np.bincount(cell, minlength=new_counts.size)
-            new_sums += sign * np.bincount(cell, p, new_sums.size)
-        # [2, deepest] drafts that reached each depth
-        per_depth = np.zeros((2, self.deepest))
-        for kind in (0, 1):
-            of_kind = reached[hints == kind]
-            per_depth[kind] = (of_kind[:, None] > np.arange(self.deepest)).sum(axis=0)
-
-        averages = (self._sums / self._drafts[:, :, None]).sum(axis=2)
-        expected = np.cumsum(averages, axis=1)[hints, np.minimum(reached, self.deepest) - 1]
+            p = probabilities[inside]
+            cells = (depths[inside] - 1) * _BINS + np.searchsorted(_EDGES, p)
+            new_counts += sign * np.bincount(cells, minlength=new_counts.size)
+            new_sums += sign * np.bincount(cells, p, new_sums.size)
+        # [deepest] drafts that reached each depth
+        per_depth = (reached[:, None] > np.arange(self.deepest)).sum(axis=0)
+        averages = (self._sums / self._drafts[:, None]).sum(axis=1)
+        expected = np.cumsum(averages)[np.minimum(reached, self.deepest) - 1]
         keep = _DECAY**per_depth
         self._drafts = self._drafts * keep + per_depth
-        self._counts = self._counts * keep[:, :, None] + new_counts.reshape(self._counts.shape)
-        self._sums = self._sums * keep[:, :, None] + new_sums.reshape(self._sums.shape)
+        self._counts = self._counts * keep[:, None] + new_counts.reshape(self._counts.shape)
+        self._sums = self._sums * keep[:, None] + new_sums.reshape(self._sums.shape)
         self._averages = None
-
-        added = np.bincount(nodes[2], nodes[0], num_reqs) - np.bincount(
-            found[2], found[0], num_reqs
+        added = np.bincount(nodes[2], nodes[0], num_reqs)
+        added -= np.bincount(found[2], found[0], num_reqs)
+        prior = (1 - _REQUEST_DECAY) * _REQUEST_PRIOR
+        self._found[slots] = _REQUEST_DECAY * self._found[slots] + prior + np.maximum(added, 0.0)
+        self._expected[slots] = (
+            _REQUEST_DECAY * self._expected[slots] + prior + np.maximum(expected, 1e-3)
         )
-        decayed = _REQUEST_DECAY
-        prior = (1 - decayed) * _REQUEST_PRIOR
-        self._found[slots] = decayed * self._found[slots] + prior + np.maximum(added, 0.0)
-        self._expected[slots] = decayed * self._expected[slots] + prior + np.maximum(expected, 1e-3)
 
     def _make_averages(self) -> tuple[Floats, Floats]:
-        """[2, depth options, bins] nodes one forward adds, and their probabilities."""
-        weights = self._drafts[:, :, None]
+        """[depth options, bins] nodes that one forward adds in the best bins, and the sum of their
+        probabilities."""
+        weights = self._drafts[:, None]
         options = self._depth_options - 1
-        counts = np.cumsum(self._counts / weights, axis=1)[:, options, ::-1]
-        sums = np.cumsum(self._sums / weights, axis=1)[:, options, ::-1]
-        return counts, sums
+        counts = np.cumsum(self._counts / weights, axis=0)[options, ::-1]
+        sums = np.cumsum(self._sums / weights, axis=0)[options, ::-1]
+        return np.cumsum(counts, axis=1), np.cumsum(sums, axis=1)
 
     def reset(self, slot: int) -> None:
-        """A new request took this slot."""
+        """Gives this slot to a new request."""
         self._grow(slot)
         self._found[slot] = self._expected[slot] = _REQUEST_PRIOR
 
     def _grow(self, slot: int) -> None:
         while slot >= len(self._found):
-            self._found = np.concatenate([self._found, np.full(len(self._found), _REQUEST_PRIOR)])
-            self._expected = np.concatenate(
-                [self._expected, np.full(len(self._expected), _REQUEST_PRIOR)]
-            )
+            prior = np.full(len(self._found), _REQUEST_PRIOR)
+            self._found = np.concatenate([self._found, prior])
+            self._expected = np.concatenate([self._expected, prior])

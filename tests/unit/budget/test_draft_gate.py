@@ -23,7 +23,7 @@ def _decide(
     draft_ms: float = 0.2,
     found: tuple[np.ndarray, np.ndarray] = (np.empty(0), np.empty(0, np.int64)),
     limits: list[int] | None = None,
-    debts: list[float] | None = None,
+    pending_ms: list[float] | None = None,
 ) -> np.ndarray:
     draft = CostCurve([1, 100], [draft_ms, 100 * draft_ms])
     return gate.decide(
@@ -34,7 +34,7 @@ def _decide(
         num_reqs,
         lambda requests, depth: draft(requests * (np.asarray(depth) + 1)),
         step_ms,
-        debts=None if debts is None else np.array(debts),
+        pending_ms=None if pending_ms is None else np.array(pending_ms),
     ).depths
 
 
@@ -197,7 +197,7 @@ def test_a_debt_is_taken_on_once_as_much_was_lost_by_waiting() -> None:
         assert (_decide(gate, draft_ms=0.1) > 0).all(), "without debts they are drafted for"
         gate.is_on = False
         steps = 0
-        while not (_decide(gate, draft_ms=0.1, debts=[50.0] * 4) > 0).all():
+        while not (_decide(gate, draft_ms=0.1, pending_ms=[50.0] * 4) > 0).all():
             steps += 1
         waited[probability] = steps
     assert waited[0.9] == 0
@@ -207,7 +207,7 @@ def test_a_debt_is_taken_on_once_as_much_was_lost_by_waiting() -> None:
 def test_debts_do_not_count_where_drafts_bring_nothing() -> None:
     gate = _closed()
     for _ in range(3000):
-        depths = _decide(gate, draft_ms=0.5, debts=[50.0] * 4)
+        depths = _decide(gate, draft_ms=0.5, pending_ms=[50.0] * 4)
         assert (depths > 0).sum() <= 1
         _observe(gate, depths, 0.02)
 
@@ -216,7 +216,7 @@ def test_probes_leave_those_alone_that_owe_more_than_a_probe() -> None:
     gate = _closed()
     seen = set()
     for _ in range(3000):
-        depths = _decide(gate, draft_ms=0.5, debts=[30.0, 1.0, 30.0, 0.0])
+        depths = _decide(gate, draft_ms=0.5, pending_ms=[30.0, 1.0, 30.0, 0.0])
         seen |= set(np.flatnonzero(depths).tolist())
         _observe(gate, depths, 0.02)
     assert seen == {1, 3}
@@ -229,7 +229,7 @@ def test_where_all_owe_the_cheapest_is_probed_and_its_debt_is_part_of_the_share(
     for step in range(steps):
         # In a service requests end, and those that take their place have debts of their own.
         owed = [debt * (i not in paid) for i, debt in enumerate(debts)]
-        depths = _decide(gate, draft_ms=0.5, debts=owed)
+        depths = _decide(gate, draft_ms=0.5, pending_ms=owed)
         for i in np.flatnonzero(depths).tolist():
             assert not paid or i in paid, "who has paid is probed first"
             spent += owed[i] + 0.5 * (DEEPEST + 1)
@@ -245,5 +245,5 @@ def test_of_equals_those_are_drafted_for_that_owe_least() -> None:
     for _ in range(100):
         _observe(gate, np.full(4, DEEPEST), 0.9)
     # There are rows for three nodes, and one request has as many.
-    depths = _decide(gate, draft_ms=1.0, step_ms=FLAT_MS[:4], debts=[9.0, 9.0, 0.0, 9.0])
+    depths = _decide(gate, draft_ms=1.0, step_ms=FLAT_MS[:4], pending_ms=[9.0, 9.0, 0.0, 9.0])
     assert np.flatnonzero(depths).tolist() == [2]
