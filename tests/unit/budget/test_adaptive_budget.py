@@ -258,15 +258,16 @@ def test_drafts_by_level_cost_by_their_levels() -> None:
     for _ in range(30):
         depths = controller.plan(next_step(1), [DraftTree.empty()])
         if any(depths):
-            worth = controller.worth
+            thresholds = controller.thresholds
         trees = controller.trim([tree(0.8) if any(depths) else DraftTree.empty()])
         controller.observe(["r0"], trees, [[0, 1] if trees[0].num_nodes > 1 else []])
-    assert worth is not None and 0 < worth.node < 0.2 and worth.node < worth.level < 1
+    assert thresholds is not None and 0 < thresholds.node < 0.2
+    assert thresholds.node < thresholds.level < 1
     # Whoever fixed its budget gets all of it.
     controller.plan(next_step(1, fixed=[True]), [DraftTree.empty()])
-    assert controller.worth is None
+    assert controller.thresholds is None
     block = budget()
-    assert any(block.plan(next_step(1), [DraftTree.empty()])) and block.worth is None
+    assert any(block.plan(next_step(1), [DraftTree.empty()])) and block.thresholds is None
 
 
 def test_requests_that_end_leave_nothing_behind() -> None:
@@ -332,7 +333,7 @@ def test_a_rest_that_is_not_asked_for_step_by_step_is_the_same_rest() -> None:
     told._note_rest()
     for name in ("_due", "_emitted"):
         np.testing.assert_allclose(getattr(asked.fairness, name), getattr(told.fairness, name))
-    assert asked._plain_credit == pytest.approx(told._plain_credit)
+    assert asked.trials.plain_credit == pytest.approx(told.trials.plain_credit)
 
 
 def test_nobody_rests_for_a_request_that_ended() -> None:

@@ -337,7 +337,7 @@ class DraftPlanner:
                 root_context=batch.root_context,
                 other_rows=batch.other_rows,
                 other_context=batch.other_context,
-                debts=[0.0 if debt == math.inf else debt for debt in debts],
+                pending_ms=[0.0 if debt == math.inf else debt for debt in debts],
             ),
             found,
         )
@@ -346,12 +346,12 @@ class DraftPlanner:
         count = sum(1 for depth in depths if depth)
         if count:
             requests.forward_depths[:] = depths
-            if budget.worth is not None:
-                worth = budget.worth
+            if budget.thresholds is not None:
+                thresholds = budget.thresholds
                 # Rows that are reserved cost what they cost: they are filled.
-                min_node_prob = worth.node if room is None else 0.0
+                min_node_prob = thresholds.node if room is None else 0.0
                 requests = replace(
-                    requests, min_node_prob=min_node_prob, min_level_prob=worth.level
+                    requests, min_node_prob=min_node_prob, min_level_prob=thresholds.level
                 )
             show_committed()
             owes = any(debt and depth for debt, depth in zip(debts, depths, strict=True))
