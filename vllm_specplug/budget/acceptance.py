@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How probable it is that a node will be accepted, learnt while serving.
+"""The probability that a node is accepted, learnt while serving.
 
-Drafters score a node by the log-probability they give its path. Those are honest to different
-degrees: a head is too sure of deep nodes, lookups are right in one text and wrong in the next.
-So scores are calibrated twice, by what the target really accepted:
+Drafters score a node with the log-probability of its path. A head overestimates deep nodes, and the
+quality of lookups differs between texts. Two corrections use the nodes that the target accepted:
 
-- a table over all requests, by depth and score, of the share that was accepted. It starts as
-  "the score is the probability", weighs that prior like a few observations, and forgets;
-- an offset in log-odds per request, zero for a new one, shrunk to zero and forgetting as well.
+- A table of acceptance rates by depth and score, over all requests. Its prior is that the score is
+  the probability. Older observations decay.
+- A log-odds offset per request. It starts at zero, is shrunk to zero, and decays as well.
 """
 
 from __future__ import annotations
@@ -20,35 +19,36 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-# Log-odds of the score at the table's columns; dense where decisions fall.
+# Log-odds of the score at the columns of the table. They are dense in the range of most decisions.
 _LOG_ODDS = np.array([-6.0, -4.5, -3.5, -2.5, -1.75, -1.0, -0.35, 0.35, 1.0, 1.75, 2.75, 4.0, 6.0])
 _PRIOR = 1.0 / (1.0 + np.exp(-_LOG_ODDS))
 _KNOTS = np.log(_PRIOR)
 """Scores (log-probabilities) of the columns."""
 _COLUMNS = len(_KNOTS)
 
-# Row of the table by depth; deeper ones share the last row.
+# Row of the table by depth. Deeper nodes share the last row.
 _ROW_OF_DEPTH = np.array([0, 0, 1, 2, 3, 4, 4, 5, 5, 5, 6])
 _ROWS = int(_ROW_OF_DEPTH[-1]) + 1
 
 _PRIOR_WEIGHT = 6.0
-"""Observations that the prior of one entry of the table is worth."""
+"""Weight of the prior of one entry, in observations."""
 _TABLE_DECAY = 0.998
 """Decay of earlier observations per step."""
 
 _OFFSET_PRECISION = 4.0
-"""1 / variance of log-odds offsets between requests."""
+"""Prior precision of an offset: 1 / variance of the offsets of all requests."""
 _OFFSET_DECAY = 0.98
 """Decay of a request's earlier evidence per step."""
 _OFFSET_LIMIT = 3.0
 _NESTED = 2.0
-"""Nodes of one path fall together: the variance of their sum over that of independent nodes."""
+"""Variance of the accepted nodes of a path, relative to independent nodes. A rejected node also
+rejects its descendants."""
 
 
 class AcceptanceModel:
-    """Acceptance probabilities of nodes, by score, depth and request.
+    """Predicts the acceptance probability of nodes by score, depth and request.
 
-    Arrays `slots` name requests; a slot comes from `slot_of`.
+    Arrays `slots` identify requests by the results of `slot_of`.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class AcceptanceModel:
         self._refresh()
 
     def slot_of(self, req_id: str) -> tuple[int, bool]:
-        """The slot of a request and whether it is new; a new one starts from the population."""
+        """Returns the slot of a request, and whether the request is new."""
         slot = self._slots.get(req_id)
         is_new = slot is None
         if slot is None:
@@ -93,8 +93,8 @@ class AcceptanceModel:
         # [N] each node's request
         slots: npt.NDArray[np.integer],
     ) -> Floats:
-        """[N] probability that each node's path is accepted; a child's is not above its parent's
-        but for the last bit."""
+        """[N] probability that each node is accepted with its whole path. Except for rounding, a
+        child is never more probable than its parent."""
         base = self._population(*_position(scores, depths))
         odds = np.exp(self._offsets)[slots]
         return base * odds / (1.0 - base + base * odds)
@@ -107,7 +107,7 @@ class AcceptanceModel:
         # [N] whether the node's path was accepted
         accepted: npt.NDArray[np.bool_],
     ) -> Floats:
-        """Learns from the nodes of one verified step; returns what was expected of each, [N]."""
+        """Learns from the nodes of a verified step. Returns the predicted probabilities [N]."""
         row, left, weight = _position(scores, depths)
         odds = np.exp(self._offsets)[slots]
         base = self._population(row, left, weight)
@@ -147,9 +147,9 @@ class AcceptanceModel:
 
     def _refresh(self) -> None:
         table = (self._hits + _PRIOR_WEIGHT * _PRIOR) / (self._trials + _PRIOR_WEIGHT)
-        # Never falling with the score and never rising with depth: so no child exceeds its parent.
-        # By score halfway between the two nearest such tables, so that noise favours neither; by
-        # depth the lower one, since deep entries may still be mere prior.
+        # The table must not fall with the score or rise with depth, so no child exceeds its parent.
+        # By score, the mean of both monotone envelopes avoids a bias. By depth the lower envelope
+        # is used, because deep entries may still be the prior.
         rising = np.maximum.accumulate(table, axis=1)
         rising += np.minimum.accumulate(table[:, ::-1], axis=1)[:, ::-1]
         self._table = np.minimum.accumulate(rising, axis=0) / 2.0
@@ -158,7 +158,7 @@ class AcceptanceModel:
 def _position(
     scores: npt.NDArray[np.floating], depths: npt.NDArray[np.integer]
 ) -> tuple[Ints, Ints, Floats]:
-    """Where nodes lie in the table: row, left column, weight of the right one."""
+    """Returns the place of nodes in the table: row, left column, weight of the right column."""
     place = np.interp(scores, _KNOTS, np.arange(_COLUMNS))
     left = np.minimum(place.astype(np.int64), _COLUMNS - 2)
     row = _ROW_OF_DEPTH[np.minimum(depths, len(_ROW_OF_DEPTH) - 1)]
@@ -166,7 +166,7 @@ def _position(
 
 
 def chosen_nodes(paths: Sequence[Sequence[int]], counts: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """[sum of counts] True at the nodes of `paths`, for trees of `counts` nodes in a row."""
+    """[sum of counts] True for the nodes of `paths`, in trees of `counts` nodes each."""
     flags = np.zeros(sum(counts), np.bool_)
     first = 0
     for path, count in zip(paths, counts, strict=True):

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How each request fares beside plain decoding, and what that makes its tokens count.
+"""Weights for requests that drafts have slowed down.
 
-All requests of a step wait for the rows of all. A request whose drafts are seldom accepted pays for
-those of the others: the sum of tokens grows while its own come later than they would plainly. What
-it is behind raises the weight of its tokens, so that rows of others must promise more until it has
-caught up.
+All requests of a step wait for all of its rows. So a request whose drafts are rarely accepted gets
+its tokens later than with plain decoding. While it is behind, its tokens have a higher weight, and
+the nodes of other requests need a higher probability to be chosen.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from vllm_specplug.budget.cost_curve import Floats
 Ints = npt.NDArray[np.int64]
 
 GAIN = 20.0
-"""Weight for being behind by all of one's tokens: at 5 % a token counts twice."""
+"""Increase of the weight by the share of tokens that a request is behind: 5 % doubles it."""
 MAX_WEIGHT = 4.0
-"""Largest weight. More would let one hopeless request forbid drafts to all others."""
+"""Largest weight. With more, one hopeless request could forbid drafts to all others."""
 _PRIOR_TOKENS = 8.0
-"""Tokens on time that every request is taken to begin with: one dear step is no trend."""
+"""Tokens that every request is assumed to have got in time, so one expensive step counts little."""
 
 
 class FairnessWeights:
-    """Tokens of each request beside those that plain decoding would have given it meanwhile.
+    """Counts the tokens of each request, and those that plain decoding would have emitted.
 
-    Requests that may not draft share one entry, which is reset whenever there are none.
+    Requests that may not draft share one entry. It is reset when there are none.
     """
 
     def __init__(self) -> None:
-        # [slots + 1] tokens that plain decoding would have given, and tokens; last those of all
-        # requests that may not draft.
+        # [slots + 1] tokens that plain decoding would have emitted, and tokens emitted. The last
+        # entry is that of all requests that may not draft.
         self._due = np.zeros(64)
         self._emitted = np.zeros(64)
 
     def reset(self, slot: int) -> None:
-        """A new request took this slot."""
+        """Gives this slot to a new request."""
         while slot >= len(self._due) - 1:
             more = np.zeros(len(self._due))
             self._due = np.concatenate([self._due[:-1], more, self._due[-1:]])
@@ -48,14 +47,13 @@ class FairnessWeights:
         self,
         # [R] requests that might draft, -1 for ended ones
         slots: Ints,
-        # rows that yield a token: of these requests and of all others
+        # rows that yield a token, of these requests and of all others
         num_roots: int,
-        # milliseconds of the step over those of a plain one
+        # milliseconds of the step relative to a plain one
         ratio: float,
         steps: int = 1,
     ) -> None:
-        """A step, or several alike, gives every request one token, later than plain decoding would
-        have."""
+        """Counts one token per request and step, for one step or several equal ones."""
         slots = slots[slots >= 0]
         if num_roots > len(slots):
             slots = np.append(slots, -1)
@@ -65,11 +63,11 @@ class FairnessWeights:
         self._emitted[slots] += steps
 
     def accepted(self, slots: Ints, counts: Ints) -> None:
-        """So many drafted tokens of each request were accepted."""
+        """Counts the accepted draft tokens of each request."""
         self._emitted[slots] += counts
 
     def weights(self, slots: Ints, num_roots: int) -> Floats:
-        """[R] what a token of each request counts, 1 on average over all `num_roots` requests."""
+        """[R] weight of a token of each request. The mean over all `num_roots` requests is 1."""
         slots = np.append(slots, -1)
         due, emitted = self._due[slots], self._emitted[slots]
         behind = (due - emitted) / (emitted + _PRIOR_TOKENS)

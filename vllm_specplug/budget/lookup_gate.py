@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether lookups pay: with many requests they take more than a millisecond per step, and most of
-what they find is not worth its row."""
+"""Skips lookups that do not pay. With many requests they take more than a millisecond per step, and
+most of the nodes that they find do not pay for their rows."""
 
 from __future__ import annotations
 
 _REST_STEPS = 8
-"""Steps without lookups after which they are tried again."""
+"""Number of steps without lookups, before they are tried again."""
 _FIRST_STEPS = 16
-"""Steps with lookups before they may rest."""
+"""Number of steps with lookups, before they may rest."""
 _LEARNING_RATE = 0.03
 _SPIKE_WEIGHT = 0.5
-"""Share of a single step's worth that counts at once: a text that begins to repeat itself is to be
+"""Share of a single step's saving that counts at once. So a text that begins to repeat itself is
 looked up in the next step."""
 
 
 class LookupGate:
-    """Lets lookups rest while what they find is worth less than the time they take."""
+    """Lets lookups rest while they save less time than they take."""
 
     def __init__(self) -> None:
         self.is_on = True
-        """False where ranks draft together: their clocks differ, and their decisions may not."""
-        # Steps, worth and cost by number of requests, doubling: another load, another answer.
+        """False if ranks draft together, because their clocks differ."""
+        # Steps, saving and cost by load: the number of requests, rounded to powers of two.
         self._averages: dict[int, tuple[int, float, float]] = {}
         self._load = 0
         self._rest_steps = 0
 
     def rests(self, num_requests: int) -> bool:
-        """Whether the step that begins goes without lookups. Call once a step."""
+        """Returns whether this step goes without lookups. Call it once per step."""
         load = num_requests.bit_length()
         if load != self._load:
             self._load, self._rest_steps = load, 0
@@ -37,22 +37,26 @@ class LookupGate:
 
     @property
     def is_resting(self) -> bool:
-        """Whether steps to come go without lookups."""
+        """Whether the next step goes without lookups."""
         return self._rest_steps > 0
 
     def advance(self, steps: int) -> None:
-        """So many steps went by in which nobody asked."""
+        """Counts steps in which `rests` was not called."""
         self._rest_steps = max(0, self._rest_steps - steps)
 
-    def observe(self, worth_ms: float, cost_ms: float) -> None:
-        """In a step without a draft forward, lookups and choosing among what they found took
-        `cost_ms`, and what was chosen is expected to save `worth_ms`."""
+    def observe(self, saved_ms: float, cost_ms: float) -> None:
+        """Learns from a step without a draft forward.
+
+        Args:
+            saved_ms: expected saving of the chosen nodes.
+            cost_ms: time of the lookups and of the choice among their nodes.
+        """
         if not self.is_on:
             return
-        seen, worth, cost = self._averages.get(self._load, (0, 0.0, 0.0))
+        seen, saved, cost = self._averages.get(self._load, (0, 0.0, 0.0))
         rate = max(_LEARNING_RATE, 1.0 / (seen + 1))
-        worth += rate * (worth_ms - worth)
+        saved += rate * (saved_ms - saved)
         cost += rate * (cost_ms - cost)
-        self._averages[self._load] = seen + 1, worth, cost
-        if seen + 1 >= _FIRST_STEPS and max(worth, _SPIKE_WEIGHT * worth_ms) < cost:
+        self._averages[self._load] = seen + 1, saved, cost
+        if seen + 1 >= _FIRST_STEPS and max(saved, _SPIKE_WEIGHT * saved_ms) < cost:
             self._rest_steps = _REST_STEPS

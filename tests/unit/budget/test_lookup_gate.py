@@ -6,24 +6,24 @@ from __future__ import annotations
 from vllm_specplug.budget.lookup_gate import LookupGate
 
 
-def _looked_up(gate: LookupGate, steps: int, worth_ms: float, cost_ms: float = 1.0) -> int:
+def _looked_up(gate: LookupGate, steps: int, saved_ms: float, cost_ms: float = 1.0) -> int:
     """In how many of these steps was looked up."""
     count = 0
     for _ in range(steps):
         if not gate.rests(8):
             count += 1
-            gate.observe(worth_ms, cost_ms)
+            gate.observe(saved_ms, cost_ms)
     return count
 
 
 def test_what_pays_never_rests() -> None:
-    assert _looked_up(LookupGate(), 500, worth_ms=1.2) == 500
+    assert _looked_up(LookupGate(), 500, saved_ms=1.2) == 500
 
 
 def test_what_does_not_pay_is_tried_every_ninth_step() -> None:
     gate = LookupGate()
-    assert _looked_up(gate, 16, worth_ms=0.8) == 16
-    assert _looked_up(gate, 900, worth_ms=0.8) == 100
+    assert _looked_up(gate, 16, saved_ms=0.8) == 16
+    assert _looked_up(gate, 900, saved_ms=0.8) == 100
 
 
 def test_rare_finds_pay_together() -> None:
@@ -39,16 +39,16 @@ def test_rare_finds_pay_together() -> None:
 
 def test_a_text_that_begins_to_repeat_itself_is_looked_up_at_once() -> None:
     gate = LookupGate()
-    _looked_up(gate, 300, worth_ms=0.0)
+    _looked_up(gate, 300, saved_ms=0.0)
     while gate.rests(8):
         pass
     gate.observe(2.5, 1.0)
-    assert _looked_up(gate, 100, worth_ms=2.5) == 100
+    assert _looked_up(gate, 100, saved_ms=2.5) == 100
 
 
 def test_steps_that_nobody_asked_about_count() -> None:
     gate = LookupGate()
-    _looked_up(gate, 16, worth_ms=0.0)
+    _looked_up(gate, 16, saved_ms=0.0)
     assert gate.is_resting and gate.rests(8)
     gate.advance(6)
     assert gate.is_resting and gate.rests(8)
@@ -59,7 +59,7 @@ def test_steps_that_nobody_asked_about_count() -> None:
 
 def test_another_load_has_averages_of_its_own() -> None:
     gate = LookupGate()
-    _looked_up(gate, 16, worth_ms=0.0)
+    _looked_up(gate, 16, saved_ms=0.0)
     assert gate.is_resting and not gate.rests(1)
     gate.observe(4.0, 0.5)
     assert not gate.rests(1)
@@ -71,4 +71,4 @@ def test_another_load_has_averages_of_its_own() -> None:
 def test_ranks_that_draft_together_never_rest() -> None:
     gate = LookupGate()
     gate.is_on = False
-    assert _looked_up(gate, 200, worth_ms=0.0) == 200
+    assert _looked_up(gate, 200, saved_ms=0.0) == 200
