@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which nodes are worth their rows: the most expected tokens per millisecond, exactly.
+"""Chooses the nodes with the most expected tokens per millisecond, exactly.
 
-A step that verifies the nodes S of all its requests yields, on average, R + sum of p_i over S
-tokens: one of the target's own per request, and for every node its probability of being accepted.
-It takes C(|S|) + sum of a_i over S milliseconds, where C is any curve over the number of nodes
-(flat up to some rows, stairs, linear) and a_i is what node i costs by itself, such as the
-attention over its request's context. Wanted is the S with the best ratio.
+A step that verifies a set S of nodes yields R + sum of p_i over S tokens on average: one token of
+the target per request, and each node with its probability of acceptance. The step takes
+C(|S|) + sum of a_i over S milliseconds. C is any function of the number of nodes. a_i is the
+additional cost of node i, such as attention to the context of its request. The best S has the
+highest ratio.
 
-For a fixed rate r, the S that maximises tokens - r * milliseconds contains the n best nodes by
-p_i - r * a_i for some n, so sorting and one pass over n find it whatever the curve. Dinkelbach's
-iteration (W. Dinkelbach, On nonlinear fractional programming, 1967) sets r to the ratio reached
-and repeats until it stays; it ends at the best ratio, after two or three rounds.
+For a fixed rate r, the S that maximises tokens - r * milliseconds consists of the n best nodes by
+p_i - r * a_i, for some n. One sort and one pass over n find it for any C. Dinkelbach's iteration
+(W. Dinkelbach, On nonlinear fractional programming, 1967) sets r to the ratio reached and repeats
+until r stays the same. It ends at the best ratio after two or three rounds.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MAX_ROUNDS = 8
 
 @dataclass(frozen=True)
 class Allocation:
-    """The nodes a step should verify."""
+    """The nodes that a step should verify."""
 
     kept: npt.NDArray[np.bool_]
-    """[N] True for the nodes that pay."""
+    """[N] True for the nodes to verify."""
     tokens: float
     """Expected tokens of the step."""
     milliseconds: float
@@ -42,19 +42,19 @@ class Allocation:
 
 
 def allocate(
-    # [N] each node's probability of being accepted, not larger than its parent's
+    # [N] probability that each node is accepted, not larger than that of its parent
     probabilities: Floats,
-    # [N + 1] or longer, ms of a step that verifies n nodes; [0] is the plain step
+    # [N + 1] or longer: ms of a step that verifies n nodes; [0] is the plain step
     step_ms: Floats,
     base_tokens: float,
-    # [N] ms of each node by itself, None for none
+    # [N] additional ms of each node; None for none
     node_ms: Floats | None = None,
 ) -> Allocation:
-    """The nodes with the best expected tokens per millisecond.
+    """Returns the nodes with the most expected tokens per millisecond.
 
-    Nodes must be given parents first. Nodes of one tree must have equal `node_ms`, then a node is
-    never kept without its ancestors: these are at least as probable, and come first in a tie.
-    Of several best choices the one with the fewest nodes is taken.
+    Parents must come before their children, and nodes of one tree must have equal `node_ms`. Then
+    no node is kept without its ancestors, which are at least as probable and win ties. Of several
+    best choices, the one with the fewest nodes is returned.
     """
     num_nodes = len(probabilities)
     assert len(step_ms) > num_nodes and base_tokens > 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds as a function of rows: measured once, corrected while serving."""
+"""Milliseconds as a function of rows, measured at start and corrected while serving."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 
-# Corrections are a Gaussian process over the knots, in log time: how sure they are is counted in
-# the variance of a single step's time.
+# Corrections are a Gaussian process over the knots, in log time. The unit of all variances is the
+# variance of a single step's time.
 _SHARED_VARIANCE = 0.2
-"""Variance that all knots share: the machine is slower or faster than it was measured."""
+"""Variance shared by all knots: the machine is slower or faster than measured."""
 _KNOT_VARIANCE = 0.1
-"""Variance of one knot: the curve has another shape. Shared with knots near it."""
+"""Variance of one knot, shared with nearby knots: the curve has another shape."""
 _CORRELATION_LENGTH = 2.0
-"""Doublings of rows over which knots share it."""
+"""Doublings of rows over which knots share this variance."""
 _TREE_VARIANCE = 0.3
-"""Variance of what steps with draft trees take more than others of as many rows."""
+"""Variance of the factor between steps with and without draft trees."""
 TREE_FADING = 0.002
-"""Share of what trees take by themselves that every step without any takes from it: where they seem
-too dear for any to be verified, nothing else would ever show that they no longer are."""
+"""Decay of the additional cost of trees in every step without trees. If trees seem too expensive to
+be verified, nothing else would show that they no longer are."""
 _FORGETTING_RATE = 0.04
-"""Share of the prior variance that every step restores: older observations count less."""
+"""Share of the prior variance that every step restores, so that older observations count less."""
 _MAX_RESIDUAL = 0.1
-"""Largest difference of one observation, in log time: an interrupted step moves the curve by 2 %,
-a lasting change of speed is still followed within some tens of steps."""
+"""Limit on the residual of one observation, in log time. An interrupted step moves the curve by
+2 %. The curve still follows a lasting change within some tens of steps."""
 _MIN_WEIGHT = 0.25
-"""Weight in a step's size from which on the step counts as a measurement of a knot."""
+"""Least interpolation weight of a knot for a step to count as a measurement of that knot."""
 _MAX_REPEATS = 8
-"""Consecutive differences of one sign beyond which confidence does not grow further."""
+"""Number of consecutive large residuals of one sign after which their weight stays constant."""
 
 
 class CostCurve:
-    """Piecewise linear in rows, never falling, with a correction learnt from real steps.
+    """A piecewise linear, non-decreasing curve with a correction learnt from real steps.
 
-    The correction is one logarithm per knot, and one for all steps with draft trees: these take
-    longer than plain ones of as many rows, which were what was measured at first. Every step
-    corrects the knots beside it, and the others by what they have in common with these: a slowdown
-    of the whole machine does not have to be learnt row count by row count, and a size that was not
-    seen for long follows its neighbours but is quick to learn when it is.
+    The correction has one logarithm per knot and one for all steps with draft trees, which take
+    longer than plain steps of as many rows. Every step corrects the knots next to its size, and the
+    other knots through the shared variance. So a slowdown of the whole machine is learnt for all
+    sizes at once. A size that did not occur for long follows its neighbours, and is corrected
+    quickly when it occurs.
     """
 
     def __init__(self, rows: Sequence[float], milliseconds: Sequence[float]) -> None:
-        """`rows` ascending, at least one; `milliseconds` > 0, times measured at them."""
+        """Takes at least one size in rows, in ascending order, and the times measured for them."""
         self.rows: Floats = np.asarray(rows, np.float64)
         measured = np.asarray(milliseconds, np.float64)
         assert len(self.rows) == len(measured) > 0 and (measured > 0).all()
         assert (np.diff(self.rows) > 0).all()
         if len(self.rows) == 1:
-            # A single time says nothing about the slope: every row is taken to cost its share.
+            # A single time does not show the slope. Every row is assumed to cost its share.
             self.rows = np.array([self.rows[0], 2 * self.rows[0]])
             measured = np.array([measured[0], 2 * measured[0]])
-        # More rows cannot take less time, and noise only adds to it: a size costs at most what a
-        # larger one was measured at.
+        # More rows cannot take less time, and noise only adds time. So a size costs at most the
+        # time of a larger one.
         self.measured: Floats = np.minimum.accumulate(measured[::-1])[::-1]
-        # [knots + 1], the last one that of trees.
+        # [knots + 1] corrections; the last one is that of trees
         self._logs = np.zeros(len(self.rows) + 1)
         distances = np.abs(np.subtract.outer(np.log2(self.rows), np.log2(self.rows)))
         self._prior_covariance: Floats = np.zeros((len(self._logs), len(self._logs)))
@@ -66,7 +66,7 @@ class CostCurve:
         )
         self._prior_covariance[-1, -1] = _TREE_VARIANCE
         self._covariance = self._prior_covariance.copy()
-        # By knot: how often in a row times were too long (> 0) or too short to be believed.
+        # By knot: number of consecutive large residuals, positive if steps took too long.
         self._surprises = np.zeros(len(self.rows), np.int64)
         self._steps = 0
         self._last_seen = np.zeros(len(self.rows), np.int64)
@@ -74,8 +74,8 @@ class CostCurve:
         self._values = self.measured
 
     def __call__(self, rows: npt.ArrayLike) -> Floats:
-        """Milliseconds of `rows`; past the last knot along the last slope, below the first knot
-        the first value."""
+        """Returns the milliseconds of `rows`. The last slope continues beyond the last knot. Below
+        the first knot, the value is that of the first knot."""
         rows = np.asarray(rows, np.float64)
         knots, values = self.rows, self._values
         slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
@@ -83,7 +83,7 @@ class CostCurve:
 
     @property
     def tree_factor(self) -> float:
-        """What a step with draft trees takes over a plain one of as many rows, at least 1."""
+        """Time of a step with draft trees relative to a plain one of as many rows; at least 1."""
         return float(np.exp(self._logs[-1]))
 
     def observe(
@@ -94,11 +94,11 @@ class CostCurve:
         *,
         has_trees: bool = False,
     ) -> None:
-        """A real step of `rows` rows took `milliseconds`.
+        """Learns from a real step of `rows` rows that took `milliseconds`.
 
         Args:
-            expected: what the step was taken to cost, where the time has other shares than the
-                curve's as well; default: the curve at `rows`, times `tree_factor` with trees.
+            expected: predicted time, if the step has other costs too. The default is the curve at
+                `rows`, multiplied by `tree_factor` for a step with trees.
             has_trees: whether the step verified any draft tree.
         """
         if expected is None:
@@ -117,7 +117,7 @@ class CostCurve:
                 self._last_seen[knot] = self._steps
                 if not has_trees:
                     self._last_seen_plain[knot] = self._steps
-        # One step of odd length was interrupted; several of a size in a row are the truth.
+        # One large residual is an interruption. Several in a row show a change.
         sign = int(np.sign(error)) if abs(error) > _MAX_RESIDUAL else 0
         before = self._surprises[nearest]
         self._surprises[nearest] = before + sign if before * sign >= 0 and sign else sign
@@ -135,17 +135,17 @@ class CostCurve:
         self._values = np.maximum.accumulate(self.measured * np.exp(self._logs[:-1]))
 
     def age(self, rows: float, *, plain: bool = False) -> int:
-        """Steps since a size like `rows` was last observed, or since it was in a `plain` step; all
-        sizes count as seen at first."""
+        """Returns the number of steps since a size like `rows` occurred, in a `plain` step if set.
+        Before that, it is the number of all steps."""
         seen = self._last_seen_plain if plain else self._last_seen
         return self._steps - int(seen[self._nearest(rows)])
 
     def is_surprising(self, rows: float) -> bool:
-        """Whether a size like `rows` was far from what was expected when last observed."""
+        """Returns whether the last step of a size like `rows` had a large residual."""
         return bool(self._surprises[self._nearest(rows)])
 
     def sizes_near(self, rows: float) -> list[float]:
-        """The two knots above `rows`, and the one below, where there are."""
+        """Returns the two knots above `rows` and the one below, as far as they exist."""
         above = self.rows[self.rows > rows][:2].tolist()
         return above + self.rows[self.rows < rows][-1:].tolist()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs: verification by rows and context, drafting by rows, and the rest."""
+"""The cost model of a step: verification by rows and context, drafting by rows, and the rest."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _REST_LEARNING_RATE = 0.05
 _FIRST_REST_MS = 1.0
 
 LEVEL_ROWS = 8
-"""What a level of a draft costs whatever its rows, in rows: its weights are read once."""
+"""Fixed cost of one level of a draft, in rows: its weights are read once."""
 
 
 def draft_rows(requests: npt.ArrayLike, depth: npt.ArrayLike, by_level: bool) -> Floats:
-    """Size of a draft forward, in rows.
+    """Returns the size of a draft forward in rows.
 
     Args:
-        requests: that are drafted for.
-        depth: deepest node drafted, on average over them.
-        by_level: whether each level is a pass of its own; else there is one, of depth + 1 rows of
-            each request.
+        requests: number of requests that draft.
+        depth: deepest node, averaged over these requests.
+        by_level: whether each level is a separate pass. Otherwise one pass has depth + 1 rows per
+            request.
     """
     requests, depth = np.asarray(requests, np.float64), np.asarray(depth, np.float64)
     rows: Floats = depth * (requests + LEVEL_ROWS) if by_level else requests * (depth + 1)
@@ -35,33 +35,33 @@ def draft_rows(requests: npt.ArrayLike, depth: npt.ArrayLike, by_level: bool) ->
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times measured on this machine before serving; plain numbers, fit for JSON."""
+    """Times measured on this machine before serving, as numbers that fit into JSON."""
 
     rows: tuple[float, ...]
-    """Rows of the measured forwards."""
+    """Numbers of rows of the measured forwards."""
     forward_ms: tuple[float, ...]
-    """Target forward of that many rows with next to no context, without logits."""
+    """Target forward of that many rows with a short context, without logits."""
     logits_ms: tuple[float, ...]
     """Logits of that many rows."""
     context_ms: float
-    """A request's first row attending one more token of context, all layers."""
+    """Cost of one more token of context for the first row of a request, over all layers."""
     attention_ms: float
-    """Every further row of a request attending one more token. Kernels of devices read a context
-    once for all rows of a tree."""
+    """The same for every further row of the request. Kernels of devices read a context once for all
+    rows of a tree."""
     draft_rows: tuple[float, ...]
     draft_ms: tuple[float, ...]
-    """Draft forward of that many rows, see the function `draft_rows`."""
+    """Draft forward of that many rows (function `draft_rows`)."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Returns the fields by name."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        """The inverse of `to_json`.
+        """Inverts `to_json`.
 
         Raises:
-            ValueError: when a field is missing, not a number, or no time.
+            ValueError: if a field is missing or is not a valid time.
         """
         try:
             lists = {
@@ -88,10 +88,10 @@ class Calibration:
 
 
 class StepCostModel:
-    """Milliseconds of a step's parts, refreshed by the times of real steps.
+    """Predicts the milliseconds of the parts of a step, and learns from real steps.
 
     Args:
-        by_level: whether drafts take a pass for each level.
+        by_level: whether a draft runs one pass per level.
     """
 
     def __init__(self, calibration: Calibration, by_level: bool = False) -> None:
@@ -102,9 +102,9 @@ class StepCostModel:
         self.context_ms = calibration.context_ms
         self.attention_ms = calibration.attention_ms
         self.rest_ms = _FIRST_REST_MS
-        """Scheduling, lookups, bookkeeping and transport of a plain step."""
+        """Milliseconds of a plain step outside forward and sampling, such as scheduling."""
         self.tree_rest_ms = 0.0
-        """What a step with trees takes for these beyond `rest_ms`."""
+        """Additional milliseconds of a step with trees for the same work."""
 
     def verify_ms(
         self,
@@ -115,14 +115,14 @@ class StepCostModel:
         *,
         has_trees: bool = False,
     ) -> Floats:
-        """Target forward and walk.
+        """Returns the milliseconds of target forward and tree walk.
 
         Args:
             rows: rows of the forward.
-            sampled: those of them that need logits.
-            context: tokens attended by the first row of each request, summed.
-            more_context: those attended by further rows.
-            has_trees: whether there are nodes among the rows.
+            sampled: rows that need logits.
+            context: sum of the tokens attended by the first row of each request.
+            more_context: sum of the tokens attended by all other rows.
+            has_trees: whether any row is a draft node.
         """
         attention = self.context_ms * context + self.attention_ms * more_context
         plain = self.forward(rows) + self.logits(sampled) + attention
@@ -137,14 +137,14 @@ class StepCostModel:
         context: float,
         other_context: float = 0.0,
     ) -> Floats:
-        """[num_nodes + 1] ms of a step, drafting left out, with 0, 1, ... nodes more.
+        """[num_nodes + 1] ms of a step with 0, 1, ... additional nodes, without drafting.
 
         Args:
-            roots: rows that are sampled whatever is drafted.
+            roots: rows that are sampled even without drafts.
             nodes: nodes that are verified in any case.
             other_rows: rows that are not sampled.
             context: tokens attended by the roots.
-            other_context: those attended by the other rows.
+            other_context: tokens attended by the other rows.
         """
         sampled = roots + nodes + np.arange(num_nodes + 1)
         plain = self.verify_ms(sampled + other_rows, sampled, context, other_context) + self.rest_ms
@@ -155,11 +155,11 @@ class StepCostModel:
         return with_trees
 
     def draft_ms(self, requests: npt.ArrayLike, depth: npt.ArrayLike) -> Floats:
-        """A draft forward; arguments as in the function `draft_rows`."""
+        """Returns the milliseconds of a draft forward. Arguments are those of `draft_rows`."""
         return self.draft(draft_rows(requests, depth, self.by_level))
 
     def observe_draft(self, requests: int, depth: float, milliseconds: float) -> None:
-        """A real draft forward took this long."""
+        """Learns from a real draft forward."""
         self.draft.observe(float(draft_rows(requests, depth, self.by_level)), milliseconds)
 
     def observe_verify(
@@ -172,18 +172,18 @@ class StepCostModel:
         *,
         has_trees: bool = False,
     ) -> None:
-        """A real step of this shape, see `verify_ms`, took this long."""
+        """Learns from a real step. Its shape is given as for `verify_ms`."""
         expected = float(self.verify_ms(rows, sampled, context, more_context, has_trees=has_trees))
         self.forward.observe(rows, milliseconds, expected, has_trees=has_trees)
 
     def observe_rest(self, milliseconds: float, *, has_trees: bool = False) -> None:
-        """Time of a step outside forward, walk and drafting, while the engine was busy."""
+        """Learns from the time of a real step outside forward, walk and drafting."""
         expected = self.rest_ms + (self.tree_rest_ms if has_trees else 0.0)
         error = _REST_LEARNING_RATE * (min(max(milliseconds, 0.0), 4.0 * expected + 1.0) - expected)
         if not has_trees:
             self.rest_ms += error
             self.tree_rest_ms *= 1.0 - TREE_FADING
             return
-        # Half of it may be the whole machine's: plain steps may be long ago.
+        # Plain steps may be long ago, so half of the error may concern them too.
         self.rest_ms = max(0.0, self.rest_ms + 0.5 * error)
         self.tree_rest_ms = max(0.0, self.tree_rest_ms + 0.5 * error)
