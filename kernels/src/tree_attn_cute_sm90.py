@@ -103,7 +103,7 @@ def tree_attn_cute(
     if prepared is None:
         call = Call(
             query, key_cache, value_cache, output, meta, scale, tail_key, tail_value,
-            _multiprocessors_of(query.device), splits, stages, features, specialised=specialised,
+            _num_sms_of(query.device), splits, stages, features, specialised=specialised,
         )  # fmt: skip
         prepared = _Prepared(call, query.device)
         if len(_prepared) >= _MAX_PREPARED:
@@ -137,12 +137,12 @@ class _Prepared:
                 except driver.DriverError as error:
                     raise CuteUnavailable(str(error)) from error
                 # Counted from the last: descriptors and empty parameters come first.
-                places = {
+                step_indices = {
                     name: index - len(named)
                     for index, (name, _) in enumerate(named)
                     if name in _STEP_PARAMETERS
                 }
-                self._kernels.append((kernel, parameters, places))
+                self._kernels.append((kernel, parameters, step_indices))
 
     def launch(
         self,
@@ -159,22 +159,22 @@ class _Prepared:
             )
             # Without a merge there is a grid less.
             grids = self._call.grids(meta.num_trees)
-            for grid, (kernel, parameters, places) in zip(grids, self._kernels, strict=False):
-                for name, place in places.items():
-                    parameters.set(place, values[name])
+            for grid, (kernel, parameters, step_indices) in zip(grids, self._kernels, strict=False):
+                for name, index in step_indices.items():
+                    parameters.set(index, values[name])
                 kernel.launch(grid, parameters, stream)
 
 
 _STEP_PARAMETERS = frozenset(
     (
         "query", "output", "tail_key", "tail_value", "plan", "parents", "table", "part_out",
-        "part_lse", "part_record", "num_trees", "forced", "slots",
+        "part_lse", "part_record", "num_trees", "forced_parts", "slots",
     )
 )  # fmt: skip
 _lock = threading.Lock()
 _prepared: dict[tuple, _Prepared] = {}
 _kernels: dict[tuple[int, str], tuple[driver.Kernel, tuple[int, ...]]] = {}
-_multiprocessors: dict[int, int] = {}
+_num_sms: dict[int, int] = {}
 # Partial results by stream. A larger one replaces a smaller; captured graphs may still use the
 # smaller, so none is ever freed.
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}
@@ -207,11 +207,11 @@ def drop_workspace(stream: int) -> None:
             del _prepared[own, call]
 
 
-def _multiprocessors_of(device: torch.device) -> int:
-    if device.index not in _multiprocessors:
+def _num_sms_of(device: torch.device) -> int:
+    if device.index not in _num_sms:
         properties = torch.cuda.get_device_properties(device)
-        _multiprocessors[device.index] = properties.multi_processor_count
-    return _multiprocessors[device.index]
+        _num_sms[device.index] = properties.multi_processor_count
+    return _num_sms[device.index]
 
 
 def _load(

@@ -21,7 +21,7 @@ import triton.language as tl
 
 from .cuda_contract import TOKEN_SCALE_BYTES
 from .cute.config import TILE_N, WAVES
-from .cute.launch import Shares, share_out
+from .cute.launch import GridSplit, split_grid
 from .features import PLAIN, AttnFeatures, FeatureKind
 from .lse_merge_triton import merge_parts
 from .tree_attn_triton_kernel import _tree_attn_kernel
@@ -132,7 +132,7 @@ def config_for(
     return TreeAttnConfig.choose(packed_rows, head_dim, itemsize, shared_memory, major, dense, kind)
 
 
-def places_of(config: TreeAttnConfig, num_sms: int) -> int:
+def resident_ctas_of(config: TreeAttnConfig, num_sms: int) -> int:
     """Programs that about run at once: two a multiprocessor, of the largest tiles one."""
     return num_sms * (1 if config.block_m == _MAX_BLOCK_M else 2)
 
@@ -147,22 +147,22 @@ def tail_config(
     """Tiles of half-precision tails behind another kernel's prefix, where `config` is the choice
     for whole trees."""
     programs = trees * num_kv_heads * triton.cdiv(packed_rows, SMALL_TAIL.block_m)
-    places = places_of(SMALL_TAIL, _device_limits(device)[0])
-    return SMALL_TAIL if programs <= places else config
+    resident_ctas = resident_ctas_of(SMALL_TAIL, _device_limits(device)[0])
+    return SMALL_TAIL if programs <= resident_ctas else config
 
 
-def shares_of(
+def grid_split_of(
     trees: int, blocks: int, config: TreeAttnConfig, longest: int, num_sms: int, splits: int | None
-) -> Shares:
+) -> GridSplit:
     """How a grid is shared out among trees that attend at most `longest` columns, of at most
     `blocks` programs each; `splits` forces the parts of even trees."""
-    tiles, places = triton.cdiv(longest, TILE_N), places_of(config, num_sms)
-    shares = share_out(trees, blocks, tiles, places, splits, MIN_TILES)
-    several_may_be_cut = tiles >= 2 * MIN_TILES and WAVES[0] * places > blocks
-    if trees == 1 and splits is None and not shares.parts and several_may_be_cut:
+    tiles, resident_ctas = triton.cdiv(longest, TILE_N), resident_ctas_of(config, num_sms)
+    split = split_grid(trees, blocks, tiles, resident_ctas, splits, MIN_TILES)
+    several_may_be_cut = tiles >= 2 * MIN_TILES and WAVES[0] * resident_ctas > blocks
+    if trees == 1 and splits is None and not split.parts and several_may_be_cut:
         # Kernels are warmed up with one tree, which must take the variant that several may.
-        return Shares(1, 2, 1)
-    return shares
+        return GridSplit(1, 2, 1)
+    return split
 
 
 def most_workspace_bytes(device: torch.device) -> int:
@@ -229,14 +229,14 @@ def tree_attn_triton(
         config = tail_config(config, query.device, meta.num_trees, num_kv_heads, packed_rows)
     row_tiles = triton.cdiv(meta.max_rows * group, config.block_m)
     attended = (min(meta.max_context, window) if window else meta.max_context) + meta.max_rows
-    shares = shares_of(
+    split = grid_split_of(
         meta.num_trees, row_tiles * num_kv_heads, config, attended, num_sms,
         splits if prefix is None else 1,
     )  # fmt: skip
-    cut = shares.parts > 0
+    cut = split.parts > 0
     part_out, part_lse, part_record = query, query, meta.plan
     if cut:
-        part_shape = (shares.parts, meta.max_rows, num_heads)
+        part_shape = (split.parts, meta.max_rows, num_heads)
         part_out = query.new_empty((*part_shape, head_dim), dtype=torch.float32)
         part_lse = query.new_empty(part_shape, dtype=torch.float32)
         part_record = query.new_empty((meta.num_trees, 2), dtype=torch.int32)
@@ -250,7 +250,7 @@ def tree_attn_triton(
     context_out, context_lse = (query, query) if prefix is None else prefix
     prefix_strides = (*context_out.stride()[:2], context_lse.stride(0))
     assert prefix is None or (context_out.stride(2) == 1 and context_lse.stride(1) == 1)
-    _tree_attn_kernel[(row_tiles, num_kv_heads, shares.slots)](
+    _tree_attn_kernel[(row_tiles, num_kv_heads, split.slots)](
         query,
         key_cache,
         value_cache,
@@ -268,9 +268,9 @@ def tree_attn_triton(
         context_lse,
         scale * LOG2_E,
         meta.num_trees,
-        shares.forced,
-        places_of(config, num_sms),
-        shares.slots - meta.num_trees,
+        split.forced_parts,
+        resident_ctas_of(config, num_sms),
+        split.slots - meta.num_trees,
         meta.max_rows,
         meta.plan.stride(0),
         words.stride(0),

@@ -85,8 +85,8 @@ def _slot_scales(
 # Numbers that change from step to step must not make new variants of the kernel.
 _STEP_NUMBERS = [
     "num_trees",
-    "forced",
-    "places",
+    "forced_parts",
+    "resident_ctas",
     "extra",
     "plan_stride",
     "words_stride",
@@ -129,8 +129,8 @@ def _tree_attn_kernel(
     scale_log2,
     num_trees,
     # what a launch knows of the schedule when SPLIT, see `part_of_slot`
-    forced,
-    places,
+    forced_parts,
+    resident_ctas,
     extra,
     part_rows,
     plan_stride,
@@ -198,8 +198,8 @@ def _tree_attn_kernel(
     first = tl.program_id(0) * BLOCK_M
     if SPLIT:
         tree, part, parts = part_of_slot(
-            plan, plan_stride, num_trees, forced, places, extra, tl.num_programs(1), slot,
-            WINDOW, GROUP, BLOCK_M, MIN_TILES,
+            plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, tl.num_programs(1),
+            slot, WINDOW, GROUP, BLOCK_M, MIN_TILES,
         )  # fmt: skip
         if tree < 0:
             return

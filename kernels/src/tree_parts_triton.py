@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tree a program of a split launch works on, and which part of it.
 
-The schedule of `cute.shares`, where its terms are explained, in Triton: the grid has a slot per
+The schedule of `cute.tile_scheduler` in Triton: the grid has a slot per
 tree and slots for parts, and every program finds from the lengths on the device what its slot does.
 Tiles are of TILE columns whatever the tile of the products, and a context's are its own: the tree's
 columns begin at a tile boundary.
@@ -48,19 +48,19 @@ def _trees(plan, plan_stride, num_trees, base, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def _parts(tiles, share):
+def _parts(tiles, size):
     """Parts of a tree, none of which exceeds five quarters of a share; 0 for one without tiles."""
-    return tl.maximum((4 * tiles + 3 * share - 1) // (4 * share), tl.minimum(tiles, 1))
+    return tl.maximum((4 * tiles + 3 * size - 1) // (4 * size), tl.minimum(tiles, 1))
 
 
 @triton.jit
-def _divided(tiles, parts, MIN_TILES: tl.constexpr):
+def _tiles_per_part(tiles, parts, MIN_TILES: tl.constexpr):
     return tl.maximum(tl.cdiv(tiles, tl.maximum(parts, 1)), MIN_TILES)
 
 
 @triton.jit
-def _share(
-    plan, plan_stride, num_trees, forced, places, extra, num_heads,
+def _part_size(
+    plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     """Tiles that parts aim at; `num_heads` KV heads, slots for `extra` parts."""
@@ -72,12 +72,12 @@ def _share(
         all_work += tiles * tl.cdiv(rows * GROUP, BLOCK_M)
     total = tl.sum(all_tiles, 0)
     # Parts must find their slots, whatever the lengths.
-    least = _divided(total, extra, MIN_TILES)
-    share = tl.maximum(_divided(total, forced, MIN_TILES), least)
-    if forced == 0:
+    least = _tiles_per_part(total, extra, MIN_TILES)
+    size = tl.maximum(_tiles_per_part(total, forced_parts, MIN_TILES), least)
+    if forced_parts == 0:
         option = tl.arange(0, _WAVES)
-        waves = (_WAVES - option) * places // num_heads
-        shares = tl.maximum(_divided(tl.sum(all_work, 0), waves, MIN_TILES), least)
+        waves = (_WAVES - option) * resident_ctas // num_heads
+        sizes = tl.maximum(_tiles_per_part(tl.sum(all_work, 0), waves, MIN_TILES), least)
         cut_blocks = tl.zeros([_WAVES, _LANES], tl.int32)
         largest_part = tl.zeros([_WAVES, _LANES], tl.int32)
         load = tl.zeros([_WAVES, _LANES], tl.int32)
@@ -86,7 +86,7 @@ def _share(
         for base in range(0, num_trees, _LANES):
             tiles, rows = _trees(plan, plan_stride, num_trees, base, WINDOW)
             blocks = tl.cdiv(rows * GROUP, BLOCK_M)[None, :]
-            parts = _parts(tiles[None, :], shares[:, None])
+            parts = _parts(tiles[None, :], sizes[:, None])
             cut = parts > 1
             largest = tl.cdiv(tiles[None, :], tl.maximum(parts, 1))
             cut_blocks += tl.where(cut, blocks * parts, 0)
@@ -94,63 +94,63 @@ def _share(
             load += blocks * (tiles[None, :] + tl.where(cut, _CUT_COST * parts, _WHOLE_COST))
             whole_blocks += tl.where(cut, 0, blocks)
             largest_whole = tl.maximum(largest_whole, tl.where(cut, 0, tiles[None, :]))
-        of_parts = tl.cdiv(tl.sum(cut_blocks, 1) * num_heads, places)
+        of_parts = tl.cdiv(tl.sum(cut_blocks, 1) * num_heads, resident_ctas)
         of_parts *= tl.max(largest_part, 1) + _CUT_COST
-        even = tl.cdiv(tl.sum(load, 1) * num_heads, places)
+        even = tl.cdiv(tl.sum(load, 1) * num_heads, resident_ctas)
         of_whole = tl.max(largest_whole, 1) + _WHOLE_COST
-        in_waves = of_parts + tl.cdiv(tl.sum(whole_blocks, 1) * num_heads, places) * of_whole
+        in_waves = of_parts + tl.cdiv(tl.sum(whole_blocks, 1) * num_heads, resident_ctas) * of_whole
         times = tl.maximum(of_parts, tl.minimum(even + 3 * of_whole // 4, in_waves))
         fastest = tl.sum(tl.where(option == 0, times, 0), 0)
-        share = tl.sum(tl.where(option == 0, shares, 0), 0)
+        size = tl.sum(tl.where(option == 0, sizes, 0), 0)
         for i in tl.static_range(1, _WAVES):
             time = tl.sum(tl.where(option == i, times, 0), 0)
-            coarser = tl.sum(tl.where(option == i, shares, 0), 0)
+            coarser = tl.sum(tl.where(option == i, sizes, 0), 0)
             better = 17 * time < 16 * fastest
-            share = tl.where(better, coarser, share)
+            size = tl.where(better, coarser, size)
             fastest = tl.where(better, time, fastest)
-    return share
+    return size
 
 
 @triton.jit
 def part_of_slot(
-    plan, plan_stride, num_trees, forced, places, extra, num_heads, slot,
+    plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads, slot,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     """(tree, part, parts) of a slot; tree is -1 where there is nothing to do."""
-    share = _share(
-        plan, plan_stride, num_trees, forced, places, extra, num_heads, WINDOW, GROUP, BLOCK_M,
-        MIN_TILES,
+    size = _part_size(
+        plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads, WINDOW, GROUP,
+        BLOCK_M, MIN_TILES,
     )  # fmt: skip
     all_large = tl.zeros([_LANES], tl.int32)
     all_small = tl.zeros([_LANES], tl.int32)
     for base in range(0, num_trees, _LANES):
         tiles, _ = _trees(plan, plan_stride, num_trees, base, WINDOW)
-        large, small = _counts(tiles, _parts(tiles, share), share)
+        large, small = _slot_counts(tiles, _parts(tiles, size), size)
         all_large += large
         all_small += small
     before_large = tl.sum(all_large, 0)
     before_small = tl.sum(all_small, 0)
-    of_over = before_large % _HIGH
-    of_middling = of_over + before_large // _HIGH
-    of_small = of_middling + before_small % _HIGH
+    end_of_parts = before_large % _HIGH
+    end_of_large = end_of_parts + before_large // _HIGH
+    end_of_medium = end_of_large + before_small % _HIGH
     before_large *= 0
     before_small *= 0
     found = before_large - 1
     parts_found = before_large + 1
     for base in range(0, num_trees, _LANES):
         tiles, _ = _trees(plan, plan_stride, num_trees, base, WINDOW)
-        parts = _parts(tiles, share)
-        large, small = _counts(tiles, parts, share)
+        parts = _parts(tiles, size)
+        large, small = _slot_counts(tiles, parts, size)
         ahead_large = before_large + tl.cumsum(large, 0) - large
         ahead_small = before_small + tl.cumsum(small, 0) - small
-        place = of_small + ahead_small // _HIGH
-        place = tl.where(small == 1, of_middling + ahead_small % _HIGH, place)
-        place = tl.where(large >= _HIGH, of_over + ahead_large // _HIGH, place)
-        place = tl.where(parts > 1, ahead_large % _HIGH, place)
-        inside = slot - place
-        here = (inside >= 0) & (inside < parts)
+        first_slot = end_of_medium + ahead_small // _HIGH
+        first_slot = tl.where(small == 1, end_of_large + ahead_small % _HIGH, first_slot)
+        first_slot = tl.where(large >= _HIGH, end_of_parts + ahead_large // _HIGH, first_slot)
+        first_slot = tl.where(parts > 1, ahead_large % _HIGH, first_slot)
+        own_part = slot - first_slot
+        here = (own_part >= 0) & (own_part < parts)
         tree = base + tl.arange(0, _LANES)
-        found = tl.maximum(found, tl.max(tl.where(here, tree + inside * _HIGH, -1), 0))
+        found = tl.maximum(found, tl.max(tl.where(here, tree + own_part * _HIGH, -1), 0))
         parts_found = tl.maximum(parts_found, tl.max(tl.where(here, parts, 1), 0))
         before_large += tl.sum(large, 0)
         before_small += tl.sum(small, 0)
@@ -159,12 +159,12 @@ def part_of_slot(
 
 
 @triton.jit
-def _counts(tiles, parts, share):
+def _slot_counts(tiles, parts, size):
     """Parts of a cut tree, whole trees above a share, above half of one, and of less: two in a
     number each."""
     whole = parts == 1
-    over = whole & (tiles > share)
-    middling = whole & (tiles <= share) & (2 * tiles > share)
-    small = whole & (2 * tiles <= share)
-    large = tl.where(parts > 1, parts, tl.where(over, _HIGH, 0))
-    return large, tl.where(middling, 1, tl.where(small, _HIGH, 0))
+    above_size = whole & (tiles > size)
+    above_half = whole & (tiles <= size) & (2 * tiles > size)
+    small = whole & (2 * tiles <= size)
+    large = tl.where(parts > 1, parts, tl.where(above_size, _HIGH, 0))
+    return large, tl.where(above_half, 1, tl.where(small, _HIGH, 0))

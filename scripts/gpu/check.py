@@ -49,7 +49,7 @@ def specs(device: str) -> list[ProblemSpec]:
         return [
             small,
             small.replace(shape="full", dense=True),
-            small.replace(places=2, shape="chain"),
+            small.replace(skipped=2, shape="chain"),
         ]
     base = ProblemSpec(((100, 16), (1000, 64), (0, 5)))
     edges = tuple((c, 7) for c in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257))
@@ -69,7 +69,7 @@ def specs(device: str) -> list[ProblemSpec]:
         base.replace(trees=((32000, 64),)),
         base.replace(trees=((32000, 256), (5, 3)), page=128),
     ]
-    cases += [base.replace(trees=((4000, 63),) * 4, page=p, places=3) for p in (16, 128)]
+    cases += [base.replace(trees=((4000, 63),) * 4, page=p, skipped=3) for p in (16, 128)]
     cases += [
         base.replace(trees=((700, 31),) * 32),
         base.replace(shape="chain", trees=((5000, 0),) * 9),
@@ -92,7 +92,7 @@ def random_spec(rng: random.Random) -> ProblemSpec:
         dtype=rng.choice((BF16, FP16)),
         shape=rng.choice(("tree", "chain", "full")) if dense else rng.choice(("tree", "chain")),
         dense=dense,
-        places=rng.choice((0, 0, 3)),
+        skipped=rng.choice((0, 0, 3)),
         seed=rng.randint(0, 10**6),
     )  # fmt: skip
 
@@ -111,7 +111,7 @@ class KernelChecks:
         return spec.replace(adjacent=True) if self.name == "flash" else spec
 
     def unsupported(self, spec: ProblemSpec) -> str | None:
-        if self.name == "flash" and (spec.dense or spec.places):
+        if self.name == "flash" and (spec.dense or spec.skipped):
             return "Triton serves it alone"
         return unsupported(self.name, spec, self.device)
 

@@ -29,7 +29,7 @@ class ProblemSpec:
     """Whether the trees' own keys come as dense tails."""
     poison: bool = True
     """Whether slots nobody owns hold NaN."""
-    places: int = 0
+    skipped: int = 0
     """Trees of no rows at the end of the plan."""
     adjacent: bool = False
     """Whether trees lie side by side, as kernels that leave the context to FlashAttention need
@@ -51,7 +51,7 @@ class ProblemSpec:
             f"B{len(self.trees)} ctx {min(contexts)}-{max(contexts)} nodes {min(nodes)}-"
             f"{max(nodes)} H{self.num_heads}/{self.num_kv_heads} D{self.head_dim} "
             f"page {self.page} {str(self.dtype).removeprefix('torch.')} {self.shape}"
-            f"{' dense' * self.dense}{f' +{self.places}' * bool(self.places)}"
+            f"{' dense' * self.dense}{f' +{self.skipped}' * bool(self.skipped)}"
             f"{' adjacent' * self.adjacent}"
         )
 
@@ -101,7 +101,7 @@ class Problem:
         gap = 0 if spec.adjacent else 1
         starts = np.cumsum([gap, *(rows[:-1] + gap)])
         first = np.cumsum([0, *rows[:-1]])
-        plan = np.zeros((5, len(rows) + spec.places), dtype=np.int32)
+        plan = np.zeros((5, len(rows) + spec.skipped), dtype=np.int32)
         plan[:, : len(rows)] = (range(len(rows)), starts, rows, contexts, first)
         parents = [self._parents(int(n), rng) for n in rows]
         self.meta = TreeAttnMetadata(

@@ -140,8 +140,8 @@ class DeviceTrees:
             parts = [np.concatenate([[-1], p + 1]) for p in self.parents]
         return torch.from_numpy(np.concatenate(parts).astype(np.int32))
 
-    def metadata(self, places: int = 0) -> TreeAttnMetadata:
-        """`places` more trees of no rows, as a graph for a larger batch has them."""
+    def metadata(self, skipped: int = 0) -> TreeAttnMetadata:
+        """`skipped` more trees of no rows, as a graph for a larger batch has them."""
         columns = [
             [r + 1, start, rows, context, first]
             for r, (start, rows, context, first) in enumerate(
@@ -154,7 +154,7 @@ class DeviceTrees:
                 )
             )
         ]
-        columns += [[10**6, 10**6, 0, 10**6, 10**6]] * places
+        columns += [[10**6, 10**6, 0, 10**6, 10**6]] * skipped
         return TreeAttnMetadata(
             plan=torch.tensor(columns, dtype=torch.int32).t().contiguous(),
             parent_rows=self.parent_rows(),
@@ -185,7 +185,7 @@ class DeviceTrees:
         self,
         *,
         splits: int | None = None,
-        places: int = 0,
+        skipped: int = 0,
         features: AttnFeatures | None = None,
     ) -> None:
         """The kernel against the oracle; `features` are told to the kernel alone."""
@@ -196,7 +196,7 @@ class DeviceTrees:
             self.key_cache,
             self.value_cache,
             output,
-            self.metadata(places),
+            self.metadata(skipped),
             self.scale,
             features=features or self.features,
             splits=splits,

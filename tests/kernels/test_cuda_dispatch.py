@@ -55,7 +55,7 @@ def test_reference_matches_branches_run_as_chains(dense, mask):
     problem = DeviceTrees([(0, 0), (40, 20), (3, 66)], dense=dense, mask=mask)
     output = torch.zeros_like(problem.query)
     tree_attn_cuda_reference(
-        problem.query, problem.key_cache, problem.value_cache, output, problem.metadata(places=1),
+        problem.query, problem.key_cache, problem.value_cache, output, problem.metadata(skipped=1),
         problem.scale, **problem.tail,
     )  # fmt: skip
     for start, rows, expected in zip(problem.starts, problem.rows, problem.expected(), strict=True):

@@ -34,7 +34,7 @@ CONTEXTS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1000, 32767, 32768)
 
 @cute.jit
 def schedule_of(
-    context: Int32, rows: Int32, dense: Int32, share: Int32, window: Int32, out: cute.Tensor
+    context: Int32, rows: Int32, dense: Int32, size: Int32, window: Int32, out: cute.Tensor
 ):
     first = schedule.first_tile(context, window)
     tail = schedule.tail_begin(context, dense)
@@ -42,21 +42,23 @@ def schedule_of(
     out[0] = schedule.full_tiles(context)
     out[1] = tail
     out[2] = total
-    parts = schedule.parts_of(total - first, share)
+    parts = schedule.parts_of(total - first, size)
     out[3] = parts
     for part in cutlass.range(parts + 1):
         out[4 + part] = schedule.part_begin(first, total - first, parts, part)
 
 
 @cute.jit
-def shares_of(
-    work: Int32, parts: Int32, part: Int32, whole: Int32, heads: Int32, places: Int32,
+def part_sizes(
+    work: Int32, parts: Int32, part: Int32, whole: Int32, heads: Int32, resident_ctas: Int32,
     out: cute.Tensor,
 ):  # fmt: skip
-    out[0] = schedule.divided(work, parts)
+    out[0] = schedule.tiles_per_part(work, parts)
     for i in cutlass.range_constexpr(len(WAVES)):
-        out[1 + i] = schedule.wave_share(work, WAVES[i], places, heads)
-    out[1 + len(WAVES)] = schedule.estimate(parts, part, work, 9 * part, whole, heads, places)
+        out[1 + i] = schedule.wave_part_tiles(work, WAVES[i], resident_ctas, heads)
+    out[1 + len(WAVES)] = schedule.estimate_makespan(
+        parts, part, work, 9 * part, whole, heads, resident_ctas
+    )
     out[2 + len(WAVES)] = schedule.row_blocks(part, whole, 128)
 
 
@@ -140,8 +142,8 @@ def test_tiles_and_parts():
     for context, window in itertools.product(CONTEXTS, (0, 1, 64, 100)):
         for rows in (1, 2, 64, 65, 257):
             for dense in (0, 1):
-                for share in (2, 3, 7, 33, 600):
-                    numbers = (context, rows, dense, share, window)
+                for size in (2, 3, 7, 33, 600):
+                    numbers = (context, rows, dense, size, window)
                     run(*map(Int32, numbers), from_dlpack(out))
                     full, tail, total, parts, *begins = out.tolist()
                     begins = begins[: parts + 1]
@@ -154,23 +156,25 @@ def test_tiles_and_parts():
                     assert begins[0] == lowest // TILE_N and begins[-1] == total
                     sizes = np.diff(begins)
                     assert sizes.min() > 0 and sizes.max() - sizes.min() <= 1
-                    # as large as may be, and none over five quarters of a share
+                    # as large as may be, and none over five quarters of a size
                     tiles = total - begins[0]
-                    assert 4 * tiles <= 5 * share * parts + share * (parts > 1)
-                    assert parts == 1 or 4 * tiles > (4 * (parts - 1) + 1) * share
+                    assert 4 * tiles <= 5 * size * parts + size * (parts > 1)
+                    assert parts == 1 or 4 * tiles > (4 * (parts - 1) + 1) * size
 
 
 def test_shares_are_those_of_the_simulation():
     out = torch.zeros(3 + len(WAVES), dtype=torch.int32)
-    run = compile_for(shares_of, *map(Int32, (1, 1, 1, 1, 1, 1)), from_dlpack(out))
-    for work, parts, part, whole, heads, places in itertools.product(
+    run = compile_for(part_sizes, *map(Int32, (1, 1, 1, 1, 1, 1)), from_dlpack(out))
+    for work, parts, part, whole, heads, resident_ctas in itertools.product(
         (1, 500, 2**21), (0, 1, 70), (0, 16), (0, 19), (1, 3, 32), (108, 264)
     ):
-        run(*map(Int32, (work, parts, part, whole, heads, places)), from_dlpack(out))
-        batch = cute_schedule.Batch([work], [1], heads, places)
-        expected = [cute_schedule.divided(work, parts)]
-        expected += [cute_schedule.wave_share(batch, waves) for waves in WAVES]
-        estimated = cute_schedule.estimate_of(parts, part, work, 9 * part, whole, heads, places)
+        run(*map(Int32, (work, parts, part, whole, heads, resident_ctas)), from_dlpack(out))
+        batch = cute_schedule.Batch([work], [1], heads, resident_ctas)
+        expected = [cute_schedule.tiles_per_part(work, parts)]
+        expected += [cute_schedule.wave_part_tiles(batch, waves) for waves in WAVES]
+        estimated = cute_schedule.makespan_of(
+            parts, part, work, 9 * part, whole, heads, resident_ctas
+        )
         expected += [estimated]
         assert out.tolist() == [*expected, -(-part * whole // 128)]
 

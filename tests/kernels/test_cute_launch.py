@@ -63,11 +63,11 @@ def test_a_stream_that_ends_leaves_nothing(monkeypatch):
     assert tree_attn_cute_sm90._prepared == {(8, "call"): "d"}
 
 
-def plan(trees: DeviceTrees, splits: int | None = 1, workspace=no_workspace, places: int = 0):
+def plan(trees: DeviceTrees, splits: int | None = 1, workspace=no_workspace, skipped: int = 0):
     inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
     tail = (trees.tail.get("tail_key"), trees.tail.get("tail_value"))
     return plan_launches(
-        *inputs, trees.metadata(places), trees.scale, *tail, 132, workspace, splits
+        *inputs, trees.metadata(skipped), trees.scale, *tail, 132, workspace, splits
     )
 
 
@@ -121,7 +121,7 @@ def test_the_workspace_is_sized_by_the_trees_not_by_their_buffers():
         asked.append(shape)
         return some_workspace(*shape)
 
-    plan(trees, splits=3, workspace=workspace, places=1)
+    plan(trees, splits=3, workspace=workspace, skipped=1)
     assert asked == [(2 * 3 + 3 * 2 // 4, 32, 4, 64, 2)]
 
 
@@ -154,7 +154,7 @@ def test_no_box_reaches_into_another_page(page, box):
 def test_small_trees_leave_room_for_a_second_block():
     for config in all_configs():
         if isinstance(config, ForwardConfig):
-            assert config.blocks_per_multiprocessor == (2 if config.warpgroups == 1 else 1)
+            assert config.ctas_per_sm == (2 if config.warpgroups == 1 else 1)
 
 
 def test_splits_fill_the_device():
@@ -363,7 +363,7 @@ def test_a_decode_prepares_its_launches_once(fake_device, monkeypatch):
         trees.contexts = [9000 + 3 * step, 8100 + 4 * step]
         trees.rows = [13 - step % 7, 16 - step % 9]
         trees.parents = [np.arange(-1, n - 2, dtype=np.int32) for n in trees.rows]
-        meta = trees.metadata(places=step % 3)
+        meta = trees.metadata(skipped=step % 3)
         # other tokens of a step, and other addresses
         query = torch.cat([trees.query] * (1 + step % 2))
         output = torch.empty_like(query)

@@ -80,8 +80,11 @@ def test_constants_count_of_what_the_kernel_shares_with_others(tmp_path: Path) -
 
 
 def test_every_source_counts() -> None:
-    assert {"forward_sm90.py", "turns.py", "specialised.py", "cuda_contract.py"} <= {
-        path.name for path in sources()
-    }
+    assert {
+        "forward_sm90.py",
+        "mainloop_basic.py",
+        "mainloop_specialised.py",
+        "cuda_contract.py",
+    } <= {path.name for path in sources()}
     digests = {cute_resources.digest([*sources()][:n]) for n in range(len(sources()) + 1)}
     assert len(digests) == len(sources()) + 1

@@ -2,7 +2,7 @@
 """How evenly the CuTe kernel's schedule cuts batches, simulated; not a measurement.
 
 Times are tiles with the assumed costs of blocks and parts (`config.WHOLE_COST`, `config.CUT_COST`);
-places are blocks that run at once.
+`resident_ctas` is the number of blocks that run at once.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from tests.kernels.cute_schedule import (
     Part,
     makespan,
     mean_load,
+    part_size_of,
     parts_of,
-    share_of,
     slots_of,
     tiles_of,
     up,
 )
 from vllm_specplug.kernels.cute.config import WAVES, ForwardConfig
-from vllm_specplug.kernels.cute.launch import Shares, share_out, warpgroups_for
+from vllm_specplug.kernels.cute.launch import GridSplit, split_grid, warpgroups_for
 
 # A100, H100, B200
 MULTIPROCESSORS = (108, 132, 148)
@@ -50,7 +50,7 @@ def batch_of(
     rows: int | list[int],
     group: int,
     heads: int,
-    multiprocessors: int,
+    num_sms: int,
     *,
     specialised: bool = False,
 ) -> Batch:
@@ -64,7 +64,7 @@ def batch_of(
         [tiles_of(c, r) for c, r in zip(contexts, each, strict=True)],
         [up(r * group, config.tile_m) for r in each],
         heads,
-        multiprocessors * config.blocks_per_multiprocessor,
+        num_sms * config.ctas_per_sm,
     )
 
 
@@ -74,7 +74,7 @@ def unevenness(batch: Batch, parts: list[Part]) -> float:
 
 
 def simulate(batch: Batch) -> float:
-    return unevenness(batch, slots_of(batch, batch.shares()))
+    return unevenness(batch, slots_of(batch, batch.grid_split()))
 
 
 def cut(batch: Batch, parts: int) -> list[Part]:
@@ -91,15 +91,15 @@ def former_cut(batch: Batch) -> list[Part]:
     trees if these are shorter; row blocks and costs do not count."""
     trees, blocks = len(batch.tiles), batch.heads * max(batch.row_blocks)
     bound = 1 << (max(batch.tiles) - 1).bit_length()
-    even = share_out(1, trees * blocks, bound, batch.places, None).forced or 1
+    even = split_grid(1, trees * blocks, bound, batch.resident_ctas, None).forced_parts or 1
     if even == 1 and (trees == 1 or bound < 32):
         return [Part(tree, 0, count, False) for tree, count in enumerate(batch.tiles)]
-    extra = max(up(4 * batch.places, blocks), trees * even if even > 1 else 1)
+    extra = max(up(4 * batch.resident_ctas, blocks), trees * even if even > 1 else 1)
     total = sum(batch.tiles)
     fair = max(2, up(total, trees * even))
     usual = up(5 * sum(min(t, fair) for t in batch.tiles), 4 * trees)
-    share = max(2, min(fair, usual), up(total, extra))
-    pieces = [(tree, count, parts_of(count, share)) for tree, count in enumerate(batch.tiles)]
+    size = max(2, min(fair, usual), up(total, extra))
+    pieces = [(tree, count, parts_of(count, size)) for tree, count in enumerate(batch.tiles)]
     parts = [
         Part(tree, count * i // n, count * (i + 1) // n, n > 1)
         for tree, count, n in pieces
@@ -125,7 +125,7 @@ def skews() -> list[tuple[str, Batch]]:
 
 def even_share(batch: Batch) -> float:
     """Tiles of a place, without costs."""
-    return batch.work * batch.heads / batch.places
+    return batch.work * batch.heads / batch.resident_ctas
 
 
 @st.composite
@@ -145,9 +145,9 @@ def batches(draw: st.DrawFn) -> Batch:
         rows = [draw(each_rows) for _ in contexts]
         rows[draw(st.integers(0, len(rows) - 1))] = most_rows
     group, heads = draw(st.sampled_from(HEADS))
-    multiprocessors = draw(st.sampled_from(MULTIPROCESSORS))
+    num_sms = draw(st.sampled_from(MULTIPROCESSORS))
     specialised = draw(st.booleans())
-    return batch_of(contexts, rows, group, heads, multiprocessors, specialised=specialised)
+    return batch_of(contexts, rows, group, heads, num_sms, specialised=specialised)
 
 
 # Below, the costs of blocks and parts rule, and no size of parts is even.
@@ -161,7 +161,7 @@ def test_skewed_batches_keep_all_places_busy():
     ratios, former = {}, {}
     for name, batch in skews():
         if even_share(batch) >= ENOUGH:
-            key = (name, batch.heads, batch.places, *batch.row_blocks)
+            key = (name, batch.heads, batch.resident_ctas, *batch.row_blocks)
             ratios[key] = simulate(batch)
             former[key] = unevenness(batch, former_cut(batch))
     assert len(ratios) > 2000
@@ -182,7 +182,7 @@ def test_the_simulation_notices_splits_of_the_grid():
 
 
 def test_even_batches_take_about_the_fewest_tiles_of_any_cut():
-    """Whole trees that fill the places once are not cut: on an H100 eight of 65 rows over 4,096
+    """Whole trees that fill the device once are not cut: on an H100 eight of 65 rows over 4,096
     tokens took a quarter longer in parts."""
     ratios = {}
     cells = itertools.product((1000, 4000, 16_000), (2, 4, 8, 12, 32), (16, 65, 257), (False, True))
@@ -190,7 +190,7 @@ def test_even_batches_take_about_the_fewest_tiles_of_any_cut():
         batch = batch_of([context] * trees, rows, 4, 8, 132, specialised=specialised)
         most = min(32, batch.tiles[0] // 2)
         fewest = min(makespan(batch, cut(batch, n)) for n in range(1, most + 1))
-        chosen = slots_of(batch, batch.shares())
+        chosen = slots_of(batch, batch.grid_split())
         ratios[context, trees, rows, specialised] = makespan(batch, chosen) / fewest
     assert ratios[4000, 8, 65, False] == 1.0
     assert sum(ratios.values()) < 1.035 * len(ratios)
@@ -202,9 +202,9 @@ def test_even_batches_take_about_the_fewest_tiles_of_any_cut():
 def test_any_batch_finds_its_slots(batch, splits):
     """Every tile once; slots and partial results suffice; no place is idle for longer than the
     largest block takes, nor for half as long as the others work."""
-    shares = batch.shares(splits)
-    parts = slots_of(batch, shares)
-    assert len(parts) <= shares.slots
+    split = batch.grid_split(splits)
+    parts = slots_of(batch, split)
+    assert len(parts) <= split.slots
     seen: list[list[int]] = [[] for _ in batch.tiles]
     for part in parts:
         assert part.size > 0
@@ -212,13 +212,13 @@ def test_any_batch_finds_its_slots(batch, splits):
     assert seen == [list(range(count)) for count in batch.tiles]
     cut = [part for part in parts if part.cut]
     # The kernel writes parts of cut trees by their slot.
-    assert cut == parts[: len(cut)] and len(cut) <= shares.parts
-    if shares.parts:
-        share = share_of(batch, shares)
-        assert all(4 * (part.size - 1) <= 5 * share for part in parts)
+    assert cut == parts[: len(cut)] and len(cut) <= split.parts
+    if split.parts:
+        size = part_size_of(batch, split)
+        assert all(4 * (part.size - 1) <= 5 * size for part in parts)
     if splits is None:
         blocks = max(batch.row_blocks) * batch.heads
-        assert shares.parts * blocks <= 2 * WAVES[0] * batch.places or len(batch.tiles) == 1
+        assert split.parts * blocks <= 2 * WAVES[0] * batch.resident_ctas or len(batch.tiles) == 1
         if sum(batch.row_blocks) * batch.heads <= 4000:
             longest, mean = makespan(batch, parts), mean_load(batch, parts)
             assert longest <= mean + max((part.cost for part in parts), default=0)
@@ -227,9 +227,9 @@ def test_any_batch_finds_its_slots(batch, splits):
 
 
 def test_few_tiles_are_left_whole():
-    assert share_out(32, 8, 16, 264, None) == Shares(0, 32, 0)
-    assert share_out(1, 8, 1, 264, None) == Shares(0, 1, 0)
+    assert split_grid(32, 8, 16, 264, None) == GridSplit(0, 32, 0)
+    assert split_grid(1, 8, 1, 264, None) == GridSplit(0, 1, 0)
     # an even batch that fills the device, but long enough that it may be uneven
-    assert share_out(33, 8, 512, 264, None).parts
+    assert split_grid(33, 8, 512, 264, None).parts
     # parts of so many blocks would be more than four waves
-    assert share_out(2, 600, 512, 132, None) == Shares(0, 2, 0)
+    assert split_grid(2, 600, 512, 132, None) == GridSplit(0, 2, 0)

@@ -27,14 +27,14 @@ GROUP, BLOCK_M = 4, 64
 
 @triton.jit
 def _some_slots(
-    plan, num_trees, forced, places, extra, num_heads, slots, out,
+    plan, num_trees, forced_parts, resident_ctas, extra, num_heads, slots, out,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     slot = tl.load(slots + program)
     tree, part, parts = part_of_slot(
-        plan, num_trees, num_trees, forced, places, extra, num_heads, slot, WINDOW, GROUP, BLOCK_M,
-        MIN_TILES,
+        plan, num_trees, num_trees, forced_parts, resident_ctas, extra, num_heads, slot, WINDOW,
+        GROUP, BLOCK_M, MIN_TILES,
     )  # fmt: skip
     tl.store(out + 3 * program, tree)
     tl.store(out + 3 * program + 1, part)
@@ -60,23 +60,23 @@ def test_slots_are_those_of_the_simulation(splits: int | None, window: int) -> N
         contexts = [draw.choice([0, 900, draw.randint(0, longest)]) for _ in range(trees)]
         rows = [draw.choice([0, 1, 16, 65, 257]) for _ in range(trees)]
         rows[-1] = 257
-        places = draw.choice([216, 264])
+        resident_ctas = draw.choice([216, 264])
         tiles = [tiles_of(c, r, window) for c, r in zip(contexts, rows, strict=True)]
         blocks = [up(r * GROUP, BLOCK_M) for r in rows]
-        batch = Batch(tiles, blocks, heads, places, MIN_TILES)
-        shares = batch.shares(splits)
-        assert shares.parts
+        batch = Batch(tiles, blocks, heads, resident_ctas, MIN_TILES)
+        split = batch.grid_split(splits)
+        assert split.parts
         plan = torch.zeros(5, trees, dtype=torch.int32)
         plan[2], plan[3] = torch.tensor(rows), torch.tensor(contexts)
         plan[3][plan[2] == 0] = -(10**6)  # of a skipped tree, nothing else is read
-        parts = slots_of(batch, shares)
+        parts = slots_of(batch, split)
         cut = sum(part.cut for part in parts)
-        edges = {0, cut - 1, cut, len(parts) - 1, len(parts), shares.slots - 1}
-        asked = sorted({*edges, *draw.choices(range(len(parts)), k=6)} & {*range(shares.slots)})
+        edges = {0, cut - 1, cut, len(parts) - 1, len(parts), split.slots - 1}
+        asked = sorted({*edges, *draw.choices(range(len(parts)), k=6)} & {*range(split.slots)})
         out = torch.zeros(len(asked), 3, dtype=torch.int32)
         _some_slots[(len(asked),)](
-            plan, trees, shares.forced, places, shares.slots - trees, heads, torch.tensor(asked),
-            out, window, GROUP, BLOCK_M, MIN_TILES,
+            plan, trees, split.forced_parts, resident_ctas, split.slots - trees, heads,
+            torch.tensor(asked), out, window, GROUP, BLOCK_M, MIN_TILES,
         )  # fmt: skip
         for slot, (tree, index, count) in zip(asked, out.tolist(), strict=True):
             if slot >= len(parts):
@@ -90,7 +90,7 @@ def test_slots_are_those_of_the_simulation(splits: int | None, window: int) -> N
 
 @pytest.fixture
 def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 16 multiprocessors: one KV head has as many places as eight have on an H100."""
+    """A device of 16 SMs: one KV head has as many resident blocks as eight have on an H100."""
     limits = (16, 227 * 1024, 9)
     monkeypatch.setitem(tree_attn_triton._LIMITS, torch.device("cpu"), limits)
 
@@ -107,7 +107,7 @@ def test_31_short_contexts_beside_a_long_one(longest: int) -> None:
 @pytest.mark.parametrize("mask", ["tree", pytest.param("causal", marks=pytest.mark.full)])
 def test_trees_of_unlike_row_blocks_beside_a_long_context(mask: str) -> None:
     specs = [(1200, 40), (200, 7), (80, 0), (0, 90), (1000, 3), (31, 64)]
-    DeviceTrees(specs, group=4, mask=mask).check(places=2)
+    DeviceTrees(specs, group=4, mask=mask).check(skipped=2)
     features = AttnFeatures(window=600, soft_cap=1.5, sinks=torch.randn(4))
     DeviceTrees(specs, group=4, mask=mask, features=features).check()
 

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from vllm_specplug.kernels import tree_attn_triton
 from vllm_specplug.kernels.tree_attn_triton import (
     TreeAttnConfig,
-    shares_of,
+    grid_split_of,
     tree_words,
 )
 
@@ -75,7 +75,7 @@ def test_shared_prefix_blocks():
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_places_without_a_tree_are_skipped(splits):
-    DeviceTrees([(300, 5), (3, 2)], group=1).check(splits=splits, places=3)
+    DeviceTrees([(300, 5), (3, 2)], group=1).check(splits=splits, skipped=3)
 
 
 def test_the_check_notices_a_wrong_mask():
@@ -133,8 +133,8 @@ def test_one_tree_takes_the_variant_that_several_may(longest):
     """Kernels are warmed up with one."""
     config = TreeAttnConfig.choose(64, 128, 2, 227 * 1024)
     for blocks in (1, 8, 100, 230, 264, 500, 1055, 1056, 2000):
-        one = shares_of(1, blocks, config, longest, 132, None)
+        one = grid_split_of(1, blocks, config, longest, 132, None)
         for trees in (2, 3, 7, 40):
-            several = shares_of(trees, blocks, config, longest, 132, None)
+            several = grid_split_of(trees, blocks, config, longest, 132, None)
             assert one.parts or not several.parts, (blocks, trees)
-    assert not shares_of(1, 8, config, longest, 132, 1).parts
+    assert not grid_split_of(1, 8, config, longest, 132, 1).parts

@@ -18,7 +18,7 @@ from tests.ptx.ptx_memory import GlobalMemory, TensorMap
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cuda_contract import PLAN_CONTEXT, PLAN_ROW_COUNT
 from vllm_specplug.kernels.cute.compile import Compiled, compile_config
-from vllm_specplug.kernels.cute.launch import Launch, Shares, TensorMapSpec, plan_launches
+from vllm_specplug.kernels.cute.launch import GridSplit, Launch, TensorMapSpec, plan_launches
 from vllm_specplug.kernels.cute.launch_params import (
     ADDRESS,
     COMBINE_PARAMETERS,
@@ -104,7 +104,7 @@ class MachineTrees(DeviceTrees):
         self,
         *,
         splits: int | None = 1,
-        places: int = 0,
+        skipped: int = 0,
         timing: Timing = LATE,
         features: AttnFeatures | None = None,
         specialised: bool = False,
@@ -112,7 +112,7 @@ class MachineTrees(DeviceTrees):
         """Output [T, Hq, Dh], 7 in rows of no tree, and how often each instruction ran."""
         told = features or self.features
         output = torch.full(self.query.shape, 7.0, dtype=self.dtype)
-        meta = self.metadata(places)
+        meta = self.metadata(skipped)
         parts: list[torch.Tensor] = []
 
         def workspace(count: int, rows: int, heads: int, head_dim: int, trees: int):
@@ -143,9 +143,9 @@ class MachineTrees(DeviceTrees):
             [tiles_of(c, r, dense=dense, window=window) for c, r in pairs],
             [up(r * told["group"], launch.config.tile_m) for _, r in pairs],
             told["num_kv_heads"],
-            told["places"],
+            told["resident_ctas"],
         )
-        expected = record_of(batch, Shares(told["forced"], told["slots"], 0))
+        expected = record_of(batch, GridSplit(told["forced_parts"], told["slots"], 0))
         found = dict(enumerate(record.tolist()))
         assert {tree: found[tree] for tree in expected} == expected
 

@@ -72,7 +72,7 @@ def test_cubin(config, tmp_path):
 
     taken = cute_resources.resources(kernel.cubin, config)
     assert taken.stack_bytes == 0 and "LDL" not in sass and "STL" not in sass, "spilled registers"
-    assert taken.blocks >= getattr(config, "blocks_per_multiprocessor", 1), "the blocks do not fit"
+    assert taken.blocks >= getattr(config, "ctas_per_sm", 1), "the blocks do not fit"
     page = cute_resources.PAGE.read_text()
     compiler, recorded = cute_resources.recorded(page)
     on_demand = cute_resources.recorded_on_demand(page)

@@ -89,7 +89,7 @@ def test_head_size_of_narrower_bands(page):
 @pytest.mark.parametrize("splits", [2, 3])
 def test_splits_are_merged_and_short_contexts_leave_some_empty(splits):
     specs = [(330, 5), (3, 2), (0, 9), (190, 0)]
-    counts = MachineTrees(specs, dtype=BF16, head_dim=96).check(splits=splits, places=2)
+    counts = MachineTrees(specs, dtype=BF16, head_dim=96).check(splits=splits, skipped=2)
     assert ran(counts, "ex2.approx")
 
 
@@ -110,7 +110,7 @@ def test_split_dense_tails():
 
 @variant(64)
 def test_places_without_a_tree_are_skipped():
-    MachineTrees([(70, 5), (3, 2)], dtype=FP16, head_dim=64).check(places=3)
+    MachineTrees([(70, 5), (3, 2)], dtype=FP16, head_dim=64).check(skipped=3)
 
 
 @variant(64)

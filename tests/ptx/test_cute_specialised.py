@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 
 from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from vllm_specplug.kernels import AttnFeatures
-from vllm_specplug.kernels.cute.config import LAG, ForwardConfig
+from vllm_specplug.kernels.cute.config import CP_ASYNC_LAG, ForwardConfig
 from vllm_specplug.kernels.cute.launch import warpgroups_for
 
 TIMINGS = pytest.mark.parametrize("timing", [LATE, EARLY])
@@ -65,7 +65,7 @@ def test_the_last_block_may_have_a_warpgroup_less(nodes):
 @variant(64)
 @pytest.mark.parametrize("mask", ["tree", "causal", "full"])
 def test_dense_tails_of_more_tiles_than_the_producer_lags(mask):
-    specs = [(0, 15), (40, 64 * (LAG + 1)), (64, 90)]
+    specs = [(0, 15), (40, 64 * (CP_ASYNC_LAG + 1)), (64, 90)]
     trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=1, dense=True, mask=mask)
     trees.check(timing=EARLY, specialised=True)
 
@@ -87,7 +87,7 @@ def test_parts_of_several_row_blocks(specialised, timing):
     """Trees of three row blocks, two and one beside a long context of two; a tenth of 31 x 1k."""
     specs = [(64 * 14 + 3, 16), (90, 30), *[(100 + n, 2 + n) for n in range(3)], (0, 12)]
     trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
-    counts = trees.check(splits=None, timing=timing, specialised=specialised, places=2)
+    counts = trees.check(splits=None, timing=timing, specialised=specialised, skipped=2)
     assert ran(counts, "lg2.approx"), "nothing was cut"
 
 
@@ -138,4 +138,4 @@ def test_small_trees_are_served_as_ever():
 
 def test_too_few_stages_are_refused():
     with pytest.raises(AssertionError):
-        ForwardConfig(64, "bfloat16", 2, 16, LAG + 1, specialised=True)
+        ForwardConfig(64, "bfloat16", 2, 16, CP_ASYNC_LAG + 1, specialised=True)

@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # What changes from step to step: numbers, and pointers into the middle of a buffer.
 STEP_ARGUMENTS = {
-    "forced", "places", "extra", "part_rows", "plan_stride", "words_stride", "table_stride",
-    "paths_stride", "emitted_stride", "num_depths", "width", "max_width", "num_nodes",
-    "budgets", "depths", "context_lens", "req_indices", "prefix_lse_head", "num_rows", "stride",
-    "num_pieces", "count", "longest", "num_branches", "length", "num_ranks",
-    "num_trees", "row_stride_a", "row_stride_b", "key_row", "value_row",
-    "columns", "columns_stride", "lens", "part_chunks", "num_parts", "num_paths", "num_lookup",
-    "num_tokens", "room", "num_reqs", "last_stride", "limits",
+    "forced_parts", "resident_ctas", "extra", "part_rows", "plan_stride", "words_stride",
+    "table_stride", "paths_stride", "emitted_stride", "num_depths", "width", "max_width",
+    "num_nodes", "budgets", "depths", "context_lens", "req_indices", "prefix_lse_head", "num_rows",
+    "stride", "num_pieces", "count", "longest", "num_branches", "length", "num_ranks", "num_trees",
+    "row_stride_a", "row_stride_b", "key_row", "value_row", "columns", "columns_stride", "lens",
+    "part_chunks", "num_parts", "num_paths", "num_lookup", "num_tokens", "room", "num_reqs",
+    "last_stride", "limits",
 }  # fmt: skip
 # Addresses of results, kept from before the loop over the context to behind that over the tree.
 SPILLS = {

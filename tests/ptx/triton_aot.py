@@ -80,8 +80,8 @@ def tree_attention(
         "tail_key_head", "tail_value_row", "tail_value_head", "prefix_row", "prefix_head",
     )  # fmt: skip
     numbers = (
-        "num_trees", "forced", "places", "extra", "part_rows", "plan_stride", "words_stride",
-        "table_stride", "lse_row", "lse_head", "prefix_lse_head",
+        "num_trees", "forced_parts", "resident_ctas", "extra", "part_rows", "plan_stride",
+        "words_stride", "table_stride", "lse_row", "lse_head", "prefix_lse_head",
     )  # fmt: skip
     compiled = compile_kernel(
         f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}"

@@ -5,14 +5,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from .launch_params import NUMBER_KINDS
+from .launch_params import SCALAR_DTYPES
 
 ELEMENT_BYTES = 2
 
 
 def element_type(name: str):
     types = (cutlass.Float32, cutlass.BFloat16, cutlass.Float16)
-    return dict(zip(NUMBER_KINDS, types, strict=True))[name]
+    return dict(zip(SCALAR_DTYPES, types, strict=True))[name]
 
 
 @cute.jit
@@ -30,12 +30,12 @@ def int32_at(address: Int64, index: Int32) -> Int32:
 
 
 @cute.jit
-def number_at(address: Int64, index: Int32, kind: Int32) -> Float32:
-    """Element `index` of an array of numbers of a kind of `NUMBER_KINDS`."""
+def scalar_at(address: Int64, index: Int32, dtype: Int32) -> Float32:
+    """Element `index` of an array of numbers of a dtype of `SCALAR_DTYPES`."""
     value = Float32(0.0)
-    for i in cutlass.range_constexpr(len(NUMBER_KINDS)):
-        element = element_type(NUMBER_KINDS[i])
-        if kind == i:
-            place = address + Int64(index) * (element.width // 8)
-            value = global_array(element, place, 1)[0].to(Float32)
+    for i in cutlass.range_constexpr(len(SCALAR_DTYPES)):
+        element = element_type(SCALAR_DTYPES[i])
+        if dtype == i:
+            element_address = address + Int64(index) * (element.width // 8)
+            value = global_array(element, element_address, 1)[0].to(Float32)
     return value

@@ -14,13 +14,13 @@ from ..cuda_contract import (
     PLAN_ROW_COUNT,
     PLAN_ROW_START,
 )
-from . import shares
+from . import tile_scheduler
 from .access import ELEMENT_BYTES, element_type, global_array, int32_at
 from .config import CombineConfig
 from .forward_sm90 import placeholders
 from .launch_params import COMBINE_PARAMETERS
 
-LANES = shares.LANES
+LANES = tile_scheduler.LANES
 
 
 class CombineSplits:
@@ -83,5 +83,5 @@ class CombineSplits:
             element = Int64(row_start + row) * p.output_row + Int64(head) * p.output_head + lane
             for i in cutlass.range_constexpr(config.head_dim // LANES):
                 address = p.output + (element + LANES * i) * ELEMENT_BYTES
-                place = global_array(self.dtype, address, 1)
-                place[0] = (merged[i] * inverse).to(self.dtype)
+                out = global_array(self.dtype, address, 1)
+                out[0] = (merged[i] * inverse).to(self.dtype)

@@ -29,7 +29,7 @@ WHOLE_COST, CUT_COST = 2, 4
 
 HEAD_DIMS = (64, 96, 128)
 # Longer windows are as good as none, and positions within this much of each other fit 32 bits.
-LONGEST_WINDOW = 1 << 30
+MAX_WINDOW = 1 << 30
 DTYPES = ("bfloat16", "float16")
 MIN_PAGE, MAX_PAGE = 16, 1024
 # Slots of a box of the copy engine: of the smallest page, and a whole tile.
@@ -48,7 +48,7 @@ SPECIALISED_WARPGROUPS = 2
 # (warpgroups, specialised) of what is compiled
 SCHEMES = (*((w, False) for w in WARPGROUP_CHOICES), (SPECIALISED_WARPGROUPS, True))
 # Tiles between the copies of a masked tile and the wait for them, with a producer.
-LAG = 2
+CP_ASYNC_LAG = 2
 # K/V tiles in shared memory, by head size and warpgroups. One warpgroup alone cannot load,
 # multiply and take exponentials at once, so two blocks share a multiprocessor and the stages are
 # those that leave room for both; three warpgroups fill it by themselves.
@@ -98,7 +98,7 @@ class ForwardConfig:
         if self.stages == 0:
             default = DEFAULT_STAGES[self.head_dim, self.warpgroups]
             object.__setattr__(self, "stages", default)
-        least = LAG + 2 if self.specialised else 2
+        least = CP_ASYNC_LAG + 2 if self.specialised else 2
         assert self.stages >= least and self.shared_bytes <= SHARED_LIMIT, self
 
     @property
@@ -110,12 +110,12 @@ class ForwardConfig:
         return f"tree_attn_sm90_{shape}_{path}{scheme}{features}"
 
     @property
-    def placed(self) -> bool:
+    def needs_positions(self) -> bool:
         """Whether it matters how far a key is from a row."""
         return self.window or self.alibi
 
     @property
-    def rescaled(self) -> bool:
+    def prescaled(self) -> bool:
         """Whether scores are scaled before the softmax."""
         return self.soft_cap or self.alibi
 
@@ -130,16 +130,16 @@ class ForwardConfig:
         return WARPGROUP_ROWS * self.warpgroups
 
     @property
-    def math_threads(self) -> int:
+    def mma_threads(self) -> int:
         """Threads that compute."""
         return WARPGROUP_THREADS * self.warpgroups
 
     @property
     def threads(self) -> int:
-        return self.math_threads + 32 * self.specialised
+        return self.mma_threads + 32 * self.specialised
 
     @property
-    def blocks_per_multiprocessor(self) -> int:
+    def ctas_per_sm(self) -> int:
         """Blocks that run at once; more than two are not counted on."""
         if self.warpgroups > 1:
             return 1  # by registers
@@ -157,12 +157,12 @@ class ForwardConfig:
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: Q, stages of K and V, mask words, parents, barriers, turn."""
+        """Dynamic shared memory: Q, stages of K and V, mask words, parents, barriers, slot."""
         query = self.tile_m * self.head_dim * 2
         words = self.tile_m * MASK_WORDS * 8
         parents = -(-MAX_TREE_ROWS * 4 // 128) * 128
-        turn = 16
-        return query + 2 * self.stages * self.tile_bytes + words + parents + 128 + turn
+        work_tile = 16
+        return query + 2 * self.stages * self.tile_bytes + words + parents + 128 + work_tile
 
 
 @dataclass(frozen=True)
@@ -201,12 +201,14 @@ def all_configs() -> list[ForwardConfig | CombineConfig]:
 
 def tuning_configs() -> list[ForwardConfig]:
     """Variants worth measuring against the defaults, at the head size that is used most."""
-    in_turns = [
+    basic = [
         ForwardConfig(128, "bfloat16", warpgroups, box, stages)
         for box in (0, *BOXES)
         for warpgroups, stages in ((1, 4), (1, 6), (3, 3))
     ]
-    return in_turns + [
-        ForwardConfig(128, "bfloat16", SPECIALISED_WARPGROUPS, box, LAG + 2, specialised=True)
+    return basic + [
+        ForwardConfig(
+            128, "bfloat16", SPECIALISED_WARPGROUPS, box, CP_ASYNC_LAG + 2, specialised=True
+        )
         for box in BOXES
     ]

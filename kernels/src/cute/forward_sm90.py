@@ -3,7 +3,7 @@
 
 A block takes `tile_m` packed rows (tree row x query head of one KV head) of one tree and a share of
 its tiles, see `shares`. Packed row p is tree row p // G, head p % G of the group. K/V tiles stand
-in a ring of stages. There are two schemes, of which a variant has one: `turns`, in which all
+in a ring of stages. There are two schemes, of which a variant has one: `passes`, in which all
 threads load and compute, and `specialised`, in which a warp loads and warpgroups run apart.
 
 Full tiles (all context) come by the copy engine, a box a page where pages are smaller than a tile,
@@ -29,7 +29,7 @@ from ..cuda_contract import (
     PLAN_ROW_COUNT,
     PLAN_ROW_START,
 )
-from . import pages, schedule, shares
+from . import pages, schedule, tile_scheduler
 from .access import ELEMENT_BYTES, element_type, global_array, int32_at
 from .bundle import Bundle
 from .config import (
@@ -40,8 +40,8 @@ from .config import (
     ForwardConfig,
 )
 from .launch_params import FLOAT, FORWARD_PARAMETERS, INT
-from .specialised import Specialised
-from .turns import Turns
+from .mainloop_basic import MainloopBasic
+from .mainloop_specialised import MainloopSpecialised
 
 # Of a warpgroup.
 WARPS = 4
@@ -56,7 +56,7 @@ def placeholders(parameters) -> Bundle:
     return Bundle(**{name: types.get(kind, Int64)(0) for name, kind in parameters})
 
 
-class TreeAttnForwardSm90(Turns, Specialised):
+class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
     """The attention kernel of one `ForwardConfig`."""
 
     def __init__(self, config: ForwardConfig) -> None:
@@ -144,7 +144,7 @@ class TreeAttnForwardSm90(Turns, Specialised):
     ):  # fmt: skip
         config = self.config
         thread, _, _ = cute.arch.thread_idx()
-        row_block, kv_head, turn = cute.arch.block_idx()
+        row_block, kv_head, slot = cute.arch.block_idx()
         window = p.window if cutlass.const_expr(config.window) else Int32(0)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
 
@@ -162,26 +162,26 @@ class TreeAttnForwardSm90(Turns, Specialised):
         s_words = smem.allocate_tensor(Uint64, words_layout, byte_alignment=128)
         s_parents = smem.allocate_tensor(Int32, cute.make_layout(MAX_TREE_ROWS), byte_alignment=128)
         barriers = smem.allocate_array(Int64, config.barriers)
-        s_turn = smem.allocate_tensor(Int32, cute.make_layout(3), byte_alignment=4)
+        s_work = smem.allocate_tensor(Int32, cute.make_layout(3), byte_alignment=4)
 
-        tree = turn
+        tree = slot
         part = Int32(0)
         parts = Int32(1)
         if p.slots > p.num_trees:
             if warp == 0:
-                found = shares.of_slot(p, window, turn, thread, config.tile_m)
+                found = tile_scheduler.work_of_slot(p, window, slot, thread, config.tile_m)
                 if thread == 0:
-                    s_turn[0] = found[0]
-                    s_turn[1] = found[1]
-                    s_turn[2] = found[2]
+                    s_work[0] = found[0]
+                    s_work[1] = found[1]
+                    s_work[2] = found[2]
                     if found[0] >= 0 and found[1] == 0 and row_block == 0 and kv_head == 0:
                         record = global_array(Int32, p.part_record + Int64(found[0]) * 8, 2)
-                        record[0] = turn
+                        record[0] = slot
                         record[1] = found[2]
             cute.arch.sync_threads()
-            tree = s_turn[0]
-            part = s_turn[1]
-            parts = s_turn[2]
+            tree = s_work[0]
+            part = s_work[1]
+            parts = s_work[2]
 
         # Uniform over the block, so that all its threads or none meet at the barriers.
         rows = Int32(0)
@@ -194,8 +194,8 @@ class TreeAttnForwardSm90(Turns, Specialised):
         if first_packed < packed_rows:
             context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
             tail = schedule.tail_begin(context, p.dense)
-            # Columns before `seen` are out of every row's sight, and their pages another request's.
-            seen = schedule.first_seen(context, window)
+            # Columns before `first_column` are out of every row's sight, and their pages another request's.
+            first_column = schedule.first_visible(context, window)
             first = schedule.first_tile(context, window)
             tiles = schedule.total_tiles(tail, rows) - first
             begin = schedule.part_begin(first, tiles, parts, part)
@@ -212,12 +212,12 @@ class TreeAttnForwardSm90(Turns, Specialised):
                 rows=rows,
                 context=context,
                 tail=tail,
-                seen=seen,
-                full_begin=(seen + TILE_N - 1) // TILE_N,
+                first_visible=first_column,
+                full_begin=(first_column + TILE_N - 1) // TILE_N,
                 full_end=schedule.full_tiles(context),
                 # every row attends the context from this column on: none is deeper than there
                 # are rows before it
-                seen_by_all=context + rows - window,
+                visible_to_all=context + rows - window,
                 # columns that lie in the cache
                 cached=context + (1 - p.dense) * rows,
                 mask_start=mask_start,
@@ -243,8 +243,8 @@ class TreeAttnForwardSm90(Turns, Specialised):
                     for stage in cutlass.range_constexpr(config.stages):
                         cute.arch.mbarrier_init(barriers + stage, 1)
                         if cutlass.const_expr(config.specialised):
-                            released = barriers + config.stages + stage
-                            cute.arch.mbarrier_init(released, active * WARPS)
+                            empty = barriers + config.stages + stage
+                            cute.arch.mbarrier_init(empty, active * WARPS)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.sync_threads()
 
@@ -253,15 +253,15 @@ class TreeAttnForwardSm90(Turns, Specialised):
             value_boxes = cute.make_tensor(s_value.iterator, box_layout.outer)
             ring = (copy_key, copy_value, keys, values, key_boxes, value_boxes, barriers)
             if cutlass.const_expr(config.specialised):
-                if b.warp == config.math_threads // 32:
+                if b.warp == config.mma_threads // 32:
                     self.produce(p, b, begin, end, *ring)
                 else:
                     self.consume(
-                        p, b, begin, end, turn, part, parts, mma_scores, mma_output,
+                        p, b, begin, end, slot, part, parts, mma_scores, mma_output,
                         s_query, s_key, s_value, s_words, s_parents, barriers,
                     )  # fmt: skip
             else:
-                self.take_turns(
-                    p, b, begin, end, turn, part, parts, mma_scores, mma_output,
+                self.run_basic(
+                    p, b, begin, end, slot, part, parts, mma_scores, mma_output,
                     s_query, s_key, s_value, s_words, s_parents, *ring,
                 )  # fmt: skip

@@ -20,9 +20,9 @@ from .config import (
     BOXES,
     DTYPES,
     HEAD_DIMS,
-    LONGEST_WINDOW,
     MAX_PAGE,
     MAX_SPLITS,
+    MAX_WINDOW,
     MIN_PAGE,
     MIN_SPLIT_TILES,
     MIN_UNEVEN_TILES,
@@ -34,7 +34,7 @@ from .config import (
     CombineConfig,
     ForwardConfig,
 )
-from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS, NUMBER_KINDS
+from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS, SCALAR_DTYPES
 
 # Parts that fill the device this well, relative to the best, are enough.
 GOOD_FILL = 0.85
@@ -77,18 +77,20 @@ def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | Non
     return None
 
 
-def choose_splits(blocks: int, tiles: int, places: int, least_tiles: int = MIN_SPLIT_TILES) -> int:
+def choose_splits(
+    blocks: int, tiles: int, resident_ctas: int, min_tiles: int = MIN_SPLIT_TILES
+) -> int:
     """Parts of a tree for a grid of `blocks` (without parts) over at most `tiles` tiles.
 
-    `places` blocks run at once, and a part has at least `least_tiles`. The fewest parts are taken
+    `resident_ctas` blocks run at once, and a part has at least `min_tiles`. The fewest parts are taken
     that come close to the best filling of the waves that any number gives.
     """
     if blocks == 0:
         return 1
-    most = max(1, min(MAX_SPLITS, tiles // least_tiles, WAVES[0] * places // blocks))
+    most = max(1, min(MAX_SPLITS, tiles // min_tiles, WAVES[0] * resident_ctas // blocks))
 
     def fill(splits: int) -> float:
-        waves = blocks * splits / places
+        waves = blocks * splits / resident_ctas
         return waves / math.ceil(waves)
 
     best = max(fill(splits) for splits in range(1, most + 1))
@@ -96,10 +98,10 @@ def choose_splits(blocks: int, tiles: int, places: int, least_tiles: int = MIN_S
 
 
 @dataclass(frozen=True)
-class Shares:
+class GridSplit:
     """How a grid is shared out among trees; see `shares` for what blocks make of it."""
 
-    forced: int
+    forced_parts: int
     """Parts that all tiles are cut into, about; 0: chosen on the device by the lengths."""
     slots: int
     """Of the grid; as many as trees: none is cut."""
@@ -107,36 +109,36 @@ class Shares:
     """Most parts of trees that are cut."""
 
 
-def share_out(
+def split_grid(
     trees: int,
     blocks: int,
     tiles: int,
-    places: int,
+    resident_ctas: int,
     splits: int | None,
-    least_tiles: int = MIN_SPLIT_TILES,
-) -> Shares:
-    """Shares of `trees` trees of at most `tiles` tiles and `blocks` blocks each.
+    min_tiles: int = MIN_SPLIT_TILES,
+) -> GridSplit:
+    """GridSplit of `trees` trees of at most `tiles` tiles and `blocks` blocks each.
 
-    `places` blocks run at once; `splits` forces the parts of even trees. How long each tree is,
+    `resident_ctas` blocks run at once; `splits` forces the parts of even trees. How long each tree is,
     only the device knows: there are slots for parts of long ones even where an even batch has none.
     """
     if splits is None and trees > 1:
-        forced, extra = 0, -(-WAVES[0] * places // blocks)
-        even = choose_splits(trees * blocks, tiles, places, least_tiles)
+        forced_parts, extra = 0, -(-WAVES[0] * resident_ctas // blocks)
+        even = choose_splits(trees * blocks, tiles, resident_ctas, min_tiles)
         cut = extra > 1 and (even > 1 or tiles >= MIN_UNEVEN_TILES)
     else:
-        even = splits or choose_splits(blocks, tiles, places, least_tiles)
-        forced = extra = trees * even
+        even = splits or choose_splits(blocks, tiles, resident_ctas, min_tiles)
+        forced_parts = extra = trees * even
         cut = even > 1
     if not cut:
-        return Shares(0, trees, 0)
+        return GridSplit(0, trees, 0)
     # The kernel aims at shares of at least what `extra` parts of everything would have. A tree that
     # is cut has more than five quarters of one, and at most three quarters of a part more than it
-    # has shares.
+    # has split.
     cut_trees = min(trees, (4 * extra - 1) // 5)
     most = extra + 3 * cut_trees // 4
     assert max(most, trees) < 1 << 15, "the kernel counts parts and trees in half an integer"
-    return Shares(forced, trees + extra, most)
+    return GridSplit(forced_parts, trees + extra, most)
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ class Call:
         scale: float,
         tail_key: torch.Tensor | None,
         tail_value: torch.Tensor | None,
-        multiprocessors: int,
+        num_sms: int,
         splits: int | None = None,
         stages: int = 0,
         features: AttnFeatures = PLAIN,
@@ -207,7 +209,7 @@ class Call:
         dense = tail_key is not None
         group = self.num_heads // self.num_kv_heads
         self.bounds = Bounds.of(meta.max_rows, meta.max_context, group, specialised=specialised)
-        window = min(features.window, LONGEST_WINDOW)
+        window = min(features.window, MAX_WINDOW)
         # A dense tail begins at a tile boundary, and a window within a tile: one tile more each.
         self.tiles = self.bounds.tiles + dense
         if window:
@@ -225,11 +227,11 @@ class Call:
         )
         self.merge = CombineConfig(self.head_dim, dtype)
         self.row_blocks = -(-packed // self.config.tile_m)
-        self.places = multiprocessors * self.config.blocks_per_multiprocessor
+        self.resident_ctas = num_sms * self.config.ctas_per_sm
         self.splits = splits
         box = self.config.box
         self.descriptors = (_tensor_map(key_cache, box), _tensor_map(value_cache, box))
-        self._shares: dict[int, Shares] = {}
+        self._grid_splits: dict[int, GridSplit] = {}
         self.fixed = {
             "key": key_cache.data_ptr(),
             "value": value_cache.data_ptr(),
@@ -251,28 +253,28 @@ class Call:
             "tail_value_head": tail_value.stride(1) if dense else 0,
             "num_kv_heads": self.num_kv_heads,
             "num_heads": self.num_heads,
-            "places": self.places,
+            "resident_ctas": self.resident_ctas,
             "group": group,
             "page_shift": block_size.bit_length() - 1,
             "table_width": meta.block_table.shape[1],
             "part_rows": self.bounds.rows,
             "full": int(meta.mask_kind == "full"),
             "dense": int(dense),
-            "sink_kind": _number_kind(features.sinks),
-            "slope_kind": _number_kind(features.alibi_slopes),
+            "sink_dtype": _dtype_index(features.sinks),
+            "slope_dtype": _dtype_index(features.alibi_slopes),
             "window": window,
             "cap_in": -2.0 / features.soft_cap if features.soft_cap else 0.0,
             "cap_out": features.soft_cap * math.log2(math.e),
             "scale_log2": scale * math.log2(math.e),
         }
 
-    def shares(self, num_trees: int) -> Shares:
+    def grid_split(self, num_trees: int) -> GridSplit:
         """How the grid of `num_trees` trees is shared out."""
-        found = self._shares.get(num_trees)
+        found = self._grid_splits.get(num_trees)
         if found is None:
             blocks = self.num_kv_heads * self.row_blocks
-            found = share_out(num_trees, blocks, self.tiles, self.places, self.splits)
-            self._shares[num_trees] = found
+            found = split_grid(num_trees, blocks, self.tiles, self.resident_ctas, self.splits)
+            self._grid_splits[num_trees] = found
         return found
 
     def step(
@@ -285,11 +287,11 @@ class Call:
         workspace: Workspace,
     ) -> dict[str, int]:
         """The parameters that differ from call to call."""
-        shares = self.shares(meta.num_trees)
+        split = self.grid_split(meta.num_trees)
         parts = (None, None, None)
-        if shares.parts:
+        if split.parts:
             shape = (self.bounds.rows, self.num_heads, self.head_dim)
-            parts = workspace(shares.parts, *shape, meta.num_trees)
+            parts = workspace(split.parts, *shape, meta.num_trees)
         return {
             "query": query.data_ptr(),
             "output": output.data_ptr(),
@@ -302,15 +304,15 @@ class Call:
             "part_lse": _address(parts[1]),
             "part_record": _address(parts[2]),
             "num_trees": meta.num_trees,
-            "forced": shares.forced,
-            "slots": shares.slots,
+            "forced_parts": split.forced_parts,
+            "slots": split.slots,
         }
 
     def grids(self, num_trees: int) -> list[tuple[int, int, int]]:
         """Grids of the launches: attention and, where a tree may be cut, the merge."""
-        shares = self.shares(num_trees)
-        grids = [(self.row_blocks, self.num_kv_heads, shares.slots)]
-        if shares.parts:
+        split = self.grid_split(num_trees)
+        grids = [(self.row_blocks, self.num_kv_heads, split.slots)]
+        if split.parts:
             items = self.merge.threads // 32
             grids.append((-(-self.bounds.rows * self.num_heads // items), num_trees, 1))
         return grids
@@ -369,7 +371,7 @@ def plan_launches(
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None,
     tail_value: torch.Tensor | None,
-    multiprocessors: int,
+    num_sms: int,
     workspace: Workspace,
     splits: int | None = None,
     stages: int = 0,
@@ -385,7 +387,7 @@ def plan_launches(
     if meta.num_trees == 0 or meta.max_rows == 0:
         return []
     call = Call(
-        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, multiprocessors,
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, num_sms,
         splits, stages, features, specialised=specialised,
     )  # fmt: skip
     values = call.fixed | call.step(query, output, meta, tail_key, tail_value, workspace)
@@ -416,15 +418,15 @@ def _address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def _number_kind(
+def _dtype_index(
     # [Hq], contiguous
     numbers: torch.Tensor | None,
 ) -> int:
-    """Place in NUMBER_KINDS."""
+    """Place in SCALAR_DTYPES."""
     if numbers is None:
         return 0
     assert numbers.is_contiguous(), numbers.stride()
-    return NUMBER_KINDS.index(str(numbers.dtype).removeprefix("torch."))
+    return SCALAR_DTYPES.index(str(numbers.dtype).removeprefix("torch."))
 
 
 def _is_loadable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

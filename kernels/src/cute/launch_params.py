@@ -8,7 +8,7 @@ the first element, strides count elements. Needs neither cutlass nor a GPU.
 ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
 
 # What numbers of a head may be stored as.
-NUMBER_KINDS = ("float32", "bfloat16", "float16")
+SCALAR_DTYPES = ("float32", "bfloat16", "float16")
 
 # Bytes of a copy engine descriptor; those with boxes take two, of K and V, before the rest.
 DESCRIPTOR_BYTES = 128
@@ -49,9 +49,9 @@ FORWARD_PARAMETERS = (
     ("num_kv_heads", INT),
     ("group", INT),
     # parts that the tiles of all trees are cut into, about; 0: chosen by the lengths
-    ("forced", INT),
+    ("forced_parts", INT),
     # blocks that run at once, and slots of the grid
-    ("places", INT),
+    ("resident_ctas", INT),
     ("slots", INT),
     # block size of the cache is 1 << page_shift
     ("page_shift", INT),
@@ -62,9 +62,9 @@ FORWARD_PARAMETERS = (
     ("full", INT),
     # 1: tails are dense
     ("dense", INT),
-    # of NUMBER_KINDS
-    ("sink_kind", INT),
-    ("slope_kind", INT),
+    # of SCALAR_DTYPES
+    ("sink_dtype", INT),
+    ("slope_dtype", INT),
     # positions that a row attends, its own included; 0 for all
     ("window", INT),
     # -2 / cap and cap * log2(e)

@@ -33,9 +33,9 @@ class Loading:
         per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
         tile_bytes = cutlass.const_expr(WARPGROUP_ROWS * config.head_dim * ELEMENT_BYTES)
         for step in cutlass.range_constexpr(
-            pages.copies_per_thread(config.tile_m, config.head_dim, config.math_threads)
+            pages.copies_per_thread(config.tile_m, config.head_dim, config.mma_threads)
         ):
-            row, chunk = pages.chunks_of(b.thread, step, config.math_threads, per_row)
+            row, chunk = pages.chunks_of(b.thread, step, config.mma_threads, per_row)
             packed = b.first_packed + row
             tree_row = packed // p.group
             head = b.kv_head * p.group + packed % p.group
@@ -57,7 +57,7 @@ class Loading:
                 for i in cutlass.range_constexpr(self.config.boxes):
                     column = tile * TILE_N + i * self.config.box
                     page_ids[i] = pages.column_page(
-                        b.page_table, column, b.seen, cached, p.page_shift
+                        b.page_table, column, b.first_visible, cached, p.page_shift
                     )
             else:
                 self.load_column_pages(p, b, tile, cached, page_ids)
@@ -73,7 +73,9 @@ class Loading:
             row, _ = pages.chunks_of(b.thread, step, config.threads, per_row)
             column = tile * TILE_N + row
             own = cached if row < TILE_N else Int32(0)
-            page_ids[step] = pages.column_page(b.page_table, column, b.seen, own, p.page_shift)
+            page_ids[step] = pages.column_page(
+                b.page_table, column, b.first_visible, own, p.page_shift
+            )
 
     @cute.jit
     def load_tile(
@@ -152,7 +154,7 @@ class Loading:
         """Of K and of V, a chunk of 16 bytes of a tile's column `row`; zeros in one of no row."""
         config = self.config
         column = tile * TILE_N + row
-        valid = column >= b.seen and column < b.cached
+        valid = column >= b.first_visible and column < b.cached
         key = b.key + ELEMENT_BYTES * pages.page_element(
             page, column, p.page_shift, p.key_block, p.key_slot
         )
@@ -171,10 +173,10 @@ class Loading:
         pages.copy_chunk(b.shared_value + offset, value + skip, valid)
 
     @cute.jit
-    def sync_computing(self):
+    def sync_mma_threads(self):
         """A barrier of the threads that compute."""
         if cutlass.const_expr(self.config.specialised):
-            cute.arch.barrier(barrier_id=1, number_of_threads=self.config.math_threads)
+            cute.arch.barrier(barrier_id=1, number_of_threads=self.config.mma_threads)
         else:
             cute.arch.sync_threads()
 
@@ -183,13 +185,11 @@ class Loading:
         """Mask words of the block's tree rows, while its first tiles are on the way."""
         config = self.config
         if p.full == 0:
-            for i in cutlass.range(b.thread, b.rows, config.math_threads, unroll=1):
+            for i in cutlass.range(b.thread, b.rows, config.mma_threads, unroll=1):
                 s_parents[i] = int32_at(p.parents, b.mask_start + i)
-        self.sync_computing()
+        self.sync_mma_threads()
         first_row = b.first_packed // p.group
         last_row = (cutlass.min(b.first_packed + config.tile_m, b.packed_rows) - 1) // p.group
-        for slot in cutlass.range(
-            b.thread, last_row - first_row + 1, config.math_threads, unroll=1
-        ):
+        for slot in cutlass.range(b.thread, last_row - first_row + 1, config.mma_threads, unroll=1):
             mask.write_words(s_parents, s_words, slot, first_row + slot, b.rows, p.full)
-        self.sync_computing()
+        self.sync_mma_threads()

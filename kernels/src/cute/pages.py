@@ -50,14 +50,14 @@ def column_page(
     # address of this request's row of the block table
     table: Int64,
     column: Int32,
-    # columns from `seen` to `cached` lie in the cache
-    seen: Int32,
+    # columns from `first_visible` to `cached` lie in the cache
+    first_visible: Int32,
     cached: Int32,
     page_shift: Int32,
 ) -> Int32:
     """Page of a column, 0 for one that is not in the cache (the table is not read for it)."""
     page = Int32(0)
-    if column >= seen and column < cached:
+    if column >= first_visible and column < cached:
         entry = table + Int64(column >> page_shift) * 4
         page = cute.make_tensor(
             cute.make_ptr(Int32, entry, cute.AddressSpace.gmem, assumed_align=4),

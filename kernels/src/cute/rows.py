@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from . import mask, softmax
-from .access import ELEMENT_BYTES, global_array, number_at
+from .access import ELEMENT_BYTES, global_array, scalar_at
 from .config import TILE_N, ForwardConfig
 
 LOG2_E = math.log2(math.e)
@@ -22,7 +22,7 @@ class Rows:
     @cute.jit
     def scale_log2(self, p) -> Float32:
         """What scores are still to be multiplied by in the softmax."""
-        return Float32(1.0) if cutlass.const_expr(self.config.rescaled) else p.scale_log2
+        return Float32(1.0) if cutlass.const_expr(self.config.prescaled) else p.scale_log2
 
     @cute.jit
     def mask_slot(self, p, first_packed: Int32, packed: Int32, packed_rows: Int32) -> Int32:
@@ -32,8 +32,8 @@ class Rows:
 
     @cute.jit
     def store(
-        self, p, b, scale_log2: Float32, turn: Int32, part: Int32, parts: Int32,
-        group_packed: Int32, in_group: Int32, output: cute.Tensor, row_max: cute.Tensor,
+        self, p, b, scale_log2: Float32, slot: Int32, part: Int32, parts: Int32,
+        wg_packed: Int32, wg_thread: Int32, output: cute.Tensor, row_max: cute.Tensor,
         row_sum: cute.Tensor,
     ):  # fmt: skip
         """The finished rows, or this block's part of them where the tree has several."""
@@ -41,31 +41,31 @@ class Rows:
         num_heads = p.num_kv_heads * p.group
         for r in cutlass.range_constexpr(softmax.ROWS):
             sum_ = softmax.quad_sum(row_sum[r])
-            packed = group_packed + softmax.row_of(in_group, r)
+            packed = wg_packed + softmax.row_of(wg_thread, r)
             if packed < b.packed_rows:
                 tree_row = packed // p.group
                 head = b.kv_head * p.group + packed % p.group
                 # A row may attend no column of its part: it has sum 0 and adds nothing. A sum of
                 # NaN is a row's that attends NaN.
-                decay = Float32(1.0)
+                correction = Float32(1.0)
                 top = row_max[r] * scale_log2
                 if p.sinks != 0 and part == 0:
-                    sink = number_at(p.sinks, head, p.sink_kind) * LOG2_E
+                    sink = scalar_at(p.sinks, head, p.sink_dtype) * LOG2_E
                     highest = cute.arch.fmax(top, sink)
                     reference = Float32(0.0) if highest == -Float32.inf else highest
-                    decay = cute.math.exp2(top - reference, fastmath=True)
-                    sum_ = sum_ * decay + cute.math.exp2(sink - reference, fastmath=True)
+                    correction = cute.math.exp2(top - reference, fastmath=True)
+                    sum_ = sum_ * correction + cute.math.exp2(sink - reference, fastmath=True)
                     top = reference
-                inverse = decay / sum_ if sum_ != 0.0 else Float32(0.0)
-                column = in_group % 4 * 2
+                inverse = correction / sum_ if sum_ != 0.0 else Float32(0.0)
+                column = wg_thread % 4 * 2
                 if parts > 1:
-                    place = (Int64(turn) * p.part_rows + tree_row) * num_heads + head
-                    if in_group % 4 == 0:
+                    index = (Int64(slot) * p.part_rows + tree_row) * num_heads + head
+                    if wg_thread % 4 == 0:
                         lse = -Float32.inf
                         if sum_ != 0.0:
                             lse = top + cute.math.log2(sum_, fastmath=True)
-                        global_array(Float32, p.part_lse + place * 4, 1)[0] = lse
-                    first = p.part_out + (place * self.config.head_dim + column) * 4
+                        global_array(Float32, p.part_lse + index * 4, 1)[0] = lse
+                    first = p.part_out + (index * self.config.head_dim + column) * 4
                     self.store_row(flat, r, inverse, first, Float32)
                 else:
                     element = (
@@ -89,51 +89,49 @@ class Rows:
             cute.autovec_copy(pair, global_array(element, first + 8 * j * element.width // 8, 2))
 
     @cute.jit
-    def place_rows(
-        self, p, b, s_words: cute.Tensor, group_packed: Int32, in_group: Int32,
+    def load_row_positions(
+        self, p, b, s_words: cute.Tensor, wg_packed: Int32, wg_thread: Int32,
         positions: cute.Tensor, slopes: cute.Tensor,
     ):  # fmt: skip
         """Positions of a thread's rows and, in base two, slopes of their heads."""
         for r in cutlass.range_constexpr(softmax.ROWS):
-            last = cutlass.min(group_packed + softmax.row_of(in_group, r), b.packed_rows - 1)
+            last = cutlass.min(wg_packed + softmax.row_of(wg_thread, r), b.packed_rows - 1)
             own = self.mask_slot(p, b.first_packed, last, b.packed_rows)
             positions[r] = b.context + mask.rows_from(s_words, own, Int32(0)) - 1
             if cutlass.const_expr(self.config.alibi):
                 of_head = b.kv_head * p.group + last % p.group
-                slopes[r] = number_at(p.slopes, of_head, p.slope_kind) * LOG2_E
+                slopes[r] = scalar_at(p.slopes, of_head, p.slope_dtype) * LOG2_E
 
     @cute.jit
     def mask_scores(
-        self, p, b, s_words: cute.Tensor, tile: Int32, group_packed: Int32, in_group: Int32,
+        self, p, b, s_words: cute.Tensor, tile: Int32, wg_packed: Int32, wg_thread: Int32,
         positions: cute.Tensor, slopes: cute.Tensor, scores: cute.Tensor,
     ):  # fmt: skip
         """A tile's scores with soft cap and slopes, -inf where a row does not attend a column."""
         config = self.config
-        if cutlass.const_expr(config.rescaled):
+        if cutlass.const_expr(config.prescaled):
             softmax.scale_scores(scores, p.scale_log2)
         if cutlass.const_expr(config.soft_cap):
             softmax.cap_scores(scores, p.cap_in, p.cap_out)
         column = tile * TILE_N
         if tile >= b.full_end:
             for r in cutlass.range_constexpr(softmax.ROWS):
-                packed = group_packed + softmax.row_of(in_group, r)
+                packed = wg_packed + softmax.row_of(wg_thread, r)
                 slot = self.mask_slot(p, b.first_packed, packed, b.packed_rows)
                 bits = mask.tile_window(s_words, slot, column, b.context, b.tail)
-                if cutlass.const_expr(config.placed):
+                if cutlass.const_expr(config.needs_positions):
                     after = mask.rows_from(s_words, slot, column + TILE_N - b.tail)
                     if cutlass.const_expr(config.alibi):
-                        softmax.slant_tail(scores, r, slopes[r], bits, after, in_group % 32)
+                        softmax.apply_alibi_tail(scores, r, slopes[r], bits, after, wg_thread % 32)
                     if cutlass.const_expr(config.window):
                         bits = mask.keep_last(bits, after, p.window)
-                softmax.mask_row(scores, r, bits, in_group % 32)
+                softmax.mask_row(scores, r, bits, wg_thread % 32)
         else:
             if cutlass.const_expr(config.alibi):
                 for r in cutlass.range_constexpr(softmax.ROWS):
-                    softmax.slant_context(
-                        scores, r, slopes[r], positions[r] - column, in_group % 32
-                    )
+                    softmax.apply_alibi(scores, r, slopes[r], positions[r] - column, wg_thread % 32)
             if cutlass.const_expr(config.window):
-                if column < b.seen_by_all:
+                if column < b.visible_to_all:
                     for r in cutlass.range_constexpr(softmax.ROWS):
                         bits = mask.context_window(positions[r], p.window, column)
-                        softmax.mask_row(scores, r, bits, in_group % 32)
+                        softmax.mask_row(scores, r, bits, wg_thread % 32)

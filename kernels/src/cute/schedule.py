@@ -19,18 +19,18 @@ from .config import CUT_COST, MIN_SPLIT_TILES, TILE_N, WHOLE_COST
 
 
 @cute.jit
-def first_seen(context: Int32, window: Int32) -> Int32:
+def first_visible(context: Int32, window: Int32) -> Int32:
     """First column that a row attends; `window` is 0 for none."""
-    seen = Int32(0)
+    first = Int32(0)
     if window > 0:
-        seen = cutlass.max(context - window + 1, Int32(0))
-    return seen
+        first = cutlass.max(context - window + 1, Int32(0))
+    return first
 
 
 @cute.jit
 def first_tile(context: Int32, window: Int32) -> Int32:
     """First tile that a row attends; not past the full tiles."""
-    return first_seen(context, window) // TILE_N
+    return first_visible(context, window) // TILE_N
 
 
 @cute.jit
@@ -53,19 +53,21 @@ def total_tiles(tail: Int32, rows: Int32) -> Int32:
 
 
 @cute.jit
-def divided(tiles: Int32, parts: Int32) -> Int32:
+def tiles_per_part(tiles: Int32, parts: Int32) -> Int32:
     """Tiles of each of `parts` parts, at least; 0 parts count as 1."""
     parts = cutlass.max(parts, Int32(1))
     return cutlass.max((tiles + parts - 1) // parts, Int32(MIN_SPLIT_TILES))
 
 
 @cute.jit
-def wave_share(work: Int32, waves: cutlass.Constexpr, places: Int32, heads: Int32) -> Int32:
-    """Tiles of a part where blocks of equal parts would fill `places` places `waves` times.
+def wave_part_tiles(
+    work: Int32, waves: cutlass.Constexpr, resident_ctas: Int32, heads: Int32
+) -> Int32:
+    """Tiles of a part where blocks of equal parts would fill `resident_ctas` resident_ctas `waves` times.
 
     `work` is the sum of tiles times row blocks, of one of `heads` KV heads.
     """
-    return divided(work, waves * places // heads)
+    return tiles_per_part(work, waves * resident_ctas // heads)
 
 
 @cute.jit
@@ -75,14 +77,14 @@ def row_blocks(rows: Int32, group: Int32, tile_m: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def estimate(
+def estimate_makespan(
     cut_blocks: Int32,
     largest_part: Int32,
     load: Int32,
     whole_blocks: Int32,
     largest_whole: Int32,
     heads: Int32,
-    places: Int32,
+    resident_ctas: Int32,
 ) -> Int32:
     """Tiles until the last place is done, about.
 
@@ -91,19 +93,19 @@ def estimate(
     simulations, unless they are so few that waves of them, too, are done before. `load` is all that
     the blocks of a head take, in tiles.
     """
-    waves = (cut_blocks * heads + places - 1) // places
+    waves = (cut_blocks * heads + resident_ctas - 1) // resident_ctas
     of_parts = waves * (largest_part + CUT_COST)
-    even = (load * heads + places - 1) // places
+    even = (load * heads + resident_ctas - 1) // resident_ctas
     overhang = 3 * (largest_whole + WHOLE_COST) // 4
-    whole_waves = (whole_blocks * heads + places - 1) // places
+    whole_waves = (whole_blocks * heads + resident_ctas - 1) // resident_ctas
     in_waves = of_parts + whole_waves * (largest_whole + WHOLE_COST)
     return cutlass.max(of_parts, cutlass.min(even + overhang, in_waves))
 
 
 @cute.jit
-def parts_of(tiles: Int32, share: Int32) -> Int32:
+def parts_of(tiles: Int32, size: Int32) -> Int32:
     """Parts of a tree, none of which exceeds five quarters of a share; 0 for one without tiles."""
-    parts = (4 * tiles + 3 * share - 1) // (4 * share)
+    parts = (4 * tiles + 3 * size - 1) // (4 * size)
     return cutlass.max(parts, cutlass.min(tiles, Int32(1)))
 
 

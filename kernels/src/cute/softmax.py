@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Uint32, Uint64
 
 ROWS = 2  # rows of one thread
 # In powers of two: sums of weights stay far inside float32, weights inside float16.
-SLACK_LOG2 = 8.0
+RESCALE_THRESHOLD = 8.0
 
 
 @cute.jit
@@ -57,12 +57,12 @@ def cap_scores(scores: cute.Tensor, cap_in: Float32, cap_out: Float32):
     """
     twice = cap_out * 2.0
     for i in cutlass.range_constexpr(cute.size(scores)):
-        beside = cute.math.exp2(scores[i] * cap_in, fastmath=True)
-        scores[i] = cute.arch.rcp_approx(1.0 + beside) * twice - cap_out
+        exponential = cute.math.exp2(scores[i] * cap_in, fastmath=True)
+        scores[i] = cute.arch.rcp_approx(1.0 + exponential) * twice - cap_out
 
 
 @cute.jit
-def slant_context(
+def apply_alibi(
     scores: cute.Tensor, r: cutlass.Constexpr, slope: Float32, distance: Int32, lane: Int32
 ):
     """Scores of a thread's row r of a tile of context, whose column 0 is `distance` behind it."""
@@ -74,7 +74,7 @@ def slant_context(
 
 
 @cute.jit
-def slant_tail(
+def apply_alibi_tail(
     scores: cute.Tensor,
     r: cutlass.Constexpr,
     slope: Float32,
@@ -100,7 +100,7 @@ def slant_tail(
 
 
 @cute.jit
-def online_step(
+def online_softmax(
     # accumulator of the scores; becomes the weights
     scores: cute.Tensor,
     # accumulator of the output; rescaled
@@ -113,14 +113,14 @@ def online_step(
 ):
     """Takes one tile into the running maximum and sum. A row without a column so far stays 0.
 
-    The maximum follows only when a score passes it by more than SLACK_LOG2: until then weights up
-    to 2 ** SLACK_LOG2 are as exact, in 16 bits too, and the output need not be rescaled, which
+    The maximum follows only when a score passes it by more than RESCALE_THRESHOLD: until then weights up
+    to 2 ** RESCALE_THRESHOLD are as exact, in 16 bits too, and the output need not be rescaled, which
     would be an eighth of all instructions.
     """
     for r in cutlass.range_constexpr(ROWS):
         highest = _highest(scores, row_max, r)
         # True of a first column too: anything less -inf is inf. Not of an empty row: NaN.
-        if (highest - row_max[r]) * scale_log2 > SLACK_LOG2:
+        if (highest - row_max[r]) * scale_log2 > RESCALE_THRESHOLD:
             correction = cute.math.exp2((row_max[r] - highest) * scale_log2, fastmath=True)
             row_max[r] = highest
             row_sum[r] = row_sum[r] * correction
@@ -128,38 +128,38 @@ def online_step(
                 for c in cutlass.range_constexpr(2):
                     index = cutlass.const_expr(c + 2 * r + 4 * j)
                     output[index] = output[index] * correction
-        _weigh_row(scores, row_max, row_sum, r, scale_log2)
+        _exponentiate_row(scores, row_max, row_sum, r, scale_log2)
 
 
 @cute.jit
-def weigh(
+def online_softmax_deferred(
     scores: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
-    # [ROWS] becomes what the output is to be multiplied by, see `rescale`
-    decay: cute.Tensor,
+    # [ROWS] becomes what the output is to be multiplied by, see `rescale_output`
+    correction: cute.Tensor,
     scale_log2: Float32,
 ):
-    """`online_step` while a product still adds to the output, which is left as it is."""
+    """`online_softmax` while a product still adds to the output, which is left as it is."""
     for r in cutlass.range_constexpr(ROWS):
         highest = _highest(scores, row_max, r)
-        decay[r] = Float32(1.0)
-        if (highest - row_max[r]) * scale_log2 > SLACK_LOG2:
-            decay[r] = cute.math.exp2((row_max[r] - highest) * scale_log2, fastmath=True)
+        correction[r] = Float32(1.0)
+        if (highest - row_max[r]) * scale_log2 > RESCALE_THRESHOLD:
+            correction[r] = cute.math.exp2((row_max[r] - highest) * scale_log2, fastmath=True)
             row_max[r] = highest
-            row_sum[r] = row_sum[r] * decay[r]
-        _weigh_row(scores, row_max, row_sum, r, scale_log2)
+            row_sum[r] = row_sum[r] * correction[r]
+        _exponentiate_row(scores, row_max, row_sum, r, scale_log2)
 
 
 @cute.jit
-def rescale(output: cute.Tensor, decay: cute.Tensor):
-    """The output's rows by what `weigh` left; nothing is done to a row that is to stay."""
+def rescale_output(output: cute.Tensor, correction: cute.Tensor):
+    """The output's rows by what `online_softmax_deferred` left; nothing is done to a row that is to stay."""
     for r in cutlass.range_constexpr(ROWS):
-        if decay[r] != 1.0:
+        if correction[r] != 1.0:
             for j in cutlass.range_constexpr(cute.size(output) // 4):
                 for c in cutlass.range_constexpr(2):
                     index = cutlass.const_expr(c + 2 * r + 4 * j)
-                    output[index] = output[index] * decay[r]
+                    output[index] = output[index] * correction[r]
 
 
 @cute.jit
@@ -172,7 +172,7 @@ def _highest(scores: cute.Tensor, row_max: cute.Tensor, r: cutlass.Constexpr) ->
 
 
 @cute.jit
-def _weigh_row(
+def _exponentiate_row(
     scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, r: cutlass.Constexpr,
     scale_log2: Float32,
 ):  # fmt: skip

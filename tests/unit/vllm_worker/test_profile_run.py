@@ -231,8 +231,8 @@ def test_no_call_of_the_attention_takes_more_than_its_workspace(
             for kv_heads in (1, 8, 32):
                 config = kernel.config_for(CPU, rows * group, 256, 2)
                 tiles = -(-rows * group // config.block_m)
-                shares = kernel.shares_of(trees, tiles * kv_heads, config, 1 << 20, 132, None)
+                split = kernel.grid_split_of(trees, tiles * kv_heads, config, 1 << 20, 132, None)
                 row = kv_heads * group * (256 * 4 + 4)
-                largest = max(largest, shares.parts * rows * row)
+                largest = max(largest, split.parts * rows * row)
     limit = kernel.most_workspace_bytes(CPU)
     assert limit / 8 < largest <= limit

@@ -29,18 +29,18 @@ class Fragments:
         s_value: cute.Tensor,
     ) -> None:
         self.scores_op, self.output_op = mma_scores.op, mma_output.op
-        of_scores, of_output = mma_scores.get_slice(0), mma_output.get_slice(0)
-        self.query = mma_scores.make_fragment_A(of_scores.partition_A(s_query))
-        self.key = mma_scores.make_fragment_B(of_scores.partition_B(s_key))
-        self.value = mma_output.make_fragment_B(of_output.partition_B(s_value))
-        self.scores = of_scores.make_fragment_C(
-            of_scores.partition_shape_C((WARPGROUP_ROWS, TILE_N))
+        thr_scores, thr_output = mma_scores.get_slice(0), mma_output.get_slice(0)
+        self.query = mma_scores.make_fragment_A(thr_scores.partition_A(s_query))
+        self.key = mma_scores.make_fragment_B(thr_scores.partition_B(s_key))
+        self.value = mma_output.make_fragment_B(thr_output.partition_B(s_value))
+        self.scores = thr_scores.make_fragment_C(
+            thr_scores.partition_shape_C((WARPGROUP_ROWS, TILE_N))
         )
         self.weights = cute.make_rmem_tensor(
-            of_output.partition_shape_A((WARPGROUP_ROWS, TILE_N)), dtype
+            thr_output.partition_shape_A((WARPGROUP_ROWS, TILE_N)), dtype
         )
-        self.output = of_output.make_fragment_C(
-            of_output.partition_shape_C((WARPGROUP_ROWS, config.head_dim))
+        self.output = thr_output.make_fragment_C(
+            thr_output.partition_shape_C((WARPGROUP_ROWS, config.head_dim))
         )
         self.flat_scores = _flat(self.scores)
         self.flat_output = _flat(self.output)
@@ -49,45 +49,45 @@ class Fragments:
 # Functions, not methods: what a method of is called within a loop of the kernel, the loop carries.
 
 
-def start_scores(own: Fragments, group, stage) -> None:
+def start_qk(frag: Fragments, wg, stage) -> None:
     """S = Q K^T of the tile in `stage`, as a group of its own."""
     # An atom of its own: one that was set within a loop of the kernel is not to be used behind it.
-    atom = cute.make_mma_atom(own.scores_op)
-    for step in range(cute.size(own.query, mode=[2])):
+    atom = cute.make_mma_atom(frag.scores_op)
+    for step in range(cute.size(frag.query, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, step > 0)
-        query, key = own.query[None, None, step, group], own.key[None, None, step, stage]
-        cute.gemm(atom, own.scores, query, key, own.scores)
+        query, key = frag.query[None, None, step, wg], frag.key[None, None, step, stage]
+        cute.gemm(atom, frag.scores, query, key, frag.scores)
     warpgroup.commit_group()
 
 
-def keep_weights(own: Fragments) -> None:
+def convert_weights(frag: Fragments) -> None:
     """P becomes what the scores are now."""
-    _flat(own.weights).store(own.flat_scores.load().to(own.weights.element_type))
+    _flat(frag.weights).store(frag.flat_scores.load().to(frag.weights.element_type))
 
 
-def pin_weights(own: Fragments) -> None:
-    """`keep_weights` here and now.
+def convert_weights_now(frag: Fragments) -> None:
+    """`convert_weights` here and now.
 
     The compiler would round scores to weights just before the product that takes them, which is
     after one that has started already, and the assembler then runs products one by one.
     """
-    words = cute.recast_tensor(_flat(own.weights), Int32)
-    kind = {BFloat16: "bf16x2", Float16: "f16x2"}[own.weights.element_type]
+    words = cute.recast_tensor(_flat(frag.weights), Int32)
+    kind = {BFloat16: "bf16x2", Float16: "f16x2"}[frag.weights.element_type]
     for i in range(cute.size(words)):
         words[i] = cute.arch.inline_ptx(
             f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
             write_only_types=[Int32],
-            read_only_args=[own.flat_scores[2 * i + 1], own.flat_scores[2 * i]],
+            read_only_args=[frag.flat_scores[2 * i + 1], frag.flat_scores[2 * i]],
         )
 
 
-def start_output(own: Fragments, stage) -> None:
+def start_pv(frag: Fragments, stage) -> None:
     """O = O + P V of the tile in `stage`, as a group of its own."""
-    atom = cute.make_mma_atom(own.output_op)
+    atom = cute.make_mma_atom(frag.output_op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
-    for step in range(cute.size(own.weights, mode=[2])):
-        weights, value = own.weights[None, None, step], own.value[None, None, step, stage]
-        cute.gemm(atom, own.output, weights, value, own.output)
+    for step in range(cute.size(frag.weights, mode=[2])):
+        weights, value = frag.weights[None, None, step], frag.value[None, None, step, stage]
+        cute.gemm(atom, frag.output, weights, value, frag.output)
     warpgroup.commit_group()
 
 

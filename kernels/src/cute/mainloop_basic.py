@@ -13,22 +13,22 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from . import products, softmax
+from . import gemms, softmax
 from .config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from .loading import Loading
 from .rows import Rows
 
 
-class Turns(Loading, Rows):
+class MainloopBasic(Loading, Rows):
     """Of the kernel of one `ForwardConfig`."""
 
     @cute.jit
-    def take_turns(
-        self, p, b, begin: Int32, end: Int32, turn: Int32, part: Int32, parts: Int32,
+    def run_basic(
+        self, p, b, begin: Int32, end: Int32, slot: Int32, part: Int32, parts: Int32,
         mma_scores: cute.TiledMma, mma_output: cute.TiledMma, s_query: cute.Tensor,
         s_key: cute.Tensor, s_value: cute.Tensor, s_words: cute.Tensor, s_parents: cute.Tensor,
         copy_key, copy_value, keys, values, key_boxes: cute.Tensor, value_boxes: cute.Tensor,
-        filled,
+        full_barriers,
     ):  # fmt: skip
         """Tiles `begin` to `end` - 1 of the block's tree."""
         config = self.config
@@ -39,28 +39,26 @@ class Turns(Loading, Rows):
         for ahead in cutlass.range(config.stages - 1, unroll=1):
             self.load_tile(
                 p, b, begin, begin + ahead, end, page_ids,
-                copy_key, copy_value, keys, values, key_boxes, value_boxes, filled,
+                copy_key, copy_value, keys, values, key_boxes, value_boxes, full_barriers,
             )  # fmt: skip
             self.load_pages(p, b, begin + ahead + 1, end, page_ids)
-        if cutlass.const_expr(config.placed):
+        if cutlass.const_expr(config.needs_positions):
             self.build_masks(p, b, s_parents, s_words)
         else:
             if end > b.full_end:
                 self.build_masks(p, b, s_parents, s_words)
 
-        group = b.warp // 4
-        in_group = b.thread % WARPGROUP_THREADS
-        group_packed = b.first_packed + group * WARPGROUP_ROWS
-        own = products.Fragments(
-            config, self.dtype, mma_scores, mma_output, s_query, s_key, s_value
-        )
+        wg = b.warp // 4
+        wg_thread = b.thread % WARPGROUP_THREADS
+        wg_packed = b.first_packed + wg * WARPGROUP_ROWS
+        frag = gemms.Fragments(config, self.dtype, mma_scores, mma_output, s_query, s_key, s_value)
         row_max = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
         row_sum = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
         positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
         slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-        if cutlass.const_expr(config.placed):
-            self.place_rows(p, b, s_words, group_packed, in_group, positions, slopes)
-        own.output.fill(0.0)
+        if cutlass.const_expr(config.needs_positions):
+            self.load_row_positions(p, b, s_words, wg_packed, wg_thread, positions, slopes)
+        frag.output.fill(0.0)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
 
@@ -70,29 +68,31 @@ class Turns(Loading, Rows):
             cute.arch.fence_proxy("async.shared", space="cta")
             if cutlass.const_expr(config.box > 0):
                 if tile < b.full_end and tile >= b.full_begin:
-                    cute.arch.mbarrier_wait(filled + stage, (tile - begin) // config.stages & 1)
+                    cute.arch.mbarrier_wait(
+                        full_barriers + stage, (tile - begin) // config.stages & 1
+                    )
             cute.arch.sync_threads()
             self.load_tile(
                 p, b, begin, tile + config.stages - 1, end, page_ids,
-                copy_key, copy_value, keys, values, key_boxes, value_boxes, filled,
+                copy_key, copy_value, keys, values, key_boxes, value_boxes, full_barriers,
             )  # fmt: skip
             self.load_pages(p, b, tile + config.stages, end, page_ids)
             # A warpgroup of padding alone only keeps the barriers.
-            if group_packed < b.packed_rows:
+            if wg_packed < b.packed_rows:
                 warpgroup.fence()
-                products.start_scores(own, group, stage)
+                gemms.start_qk(frag, wg, stage)
                 warpgroup.wait_group(0)
                 self.mask_scores(
-                    p, b, s_words, tile, group_packed, in_group, positions, slopes, own.flat_scores
+                    p, b, s_words, tile, wg_packed, wg_thread, positions, slopes, frag.flat_scores
                 )
-                softmax.online_step(
-                    own.flat_scores, own.flat_output, row_max, row_sum, self.scale_log2(p)
+                softmax.online_softmax(
+                    frag.flat_scores, frag.flat_output, row_max, row_sum, self.scale_log2(p)
                 )
-                products.keep_weights(own)
+                gemms.convert_weights(frag)
                 warpgroup.fence()
-                products.start_output(own, stage)
+                gemms.start_pv(frag, stage)
                 warpgroup.wait_group(0)
         self.store(
-            p, b, self.scale_log2(p), turn, part, parts, group_packed, in_group, own.output,
+            p, b, self.scale_log2(p), slot, part, parts, wg_packed, wg_thread, frag.output,
             row_max, row_sum,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 
 The grid is fixed by the launch, the lengths are on the device. The warp reads all of them, a tree a
 lane. Of a few sizes of parts it takes the one by which the device is done first, see
-`schedule.estimate`, and comes to the same schedule as every other block: parts of the trees that
+`schedule.estimate_makespan`, and comes to the same schedule as every other block: parts of the trees that
 are cut fill the first slots, as what is largest is best begun first, then follow whole trees in
 three classes of size. Slots past these have nothing to do.
 
@@ -75,7 +75,7 @@ def warp_scan(value: Int32, lane: Int32) -> Int32:
 
 
 @cute.jit
-def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
+def part_size(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
     """Tiles that parts aim at, of the kernel's parameters `p`.
 
     The finest of the sizes by waves, unless a coarser one is at least a sixteenth faster.
@@ -88,9 +88,9 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
         total = total + tiles
         work = work + tiles * blocks
     # Parts must find their slots, whatever the lengths.
-    least = schedule.divided(warp_sum(total), p.slots - p.num_trees)
-    size = cutlass.max(schedule.divided(warp_sum(total), p.forced), least)
-    if p.forced == 0:
+    least = schedule.tiles_per_part(warp_sum(total), p.slots - p.num_trees)
+    size = cutlass.max(schedule.tiles_per_part(warp_sum(total), p.forced_parts), least)
+    if p.forced_parts == 0:
         work = warp_sum(work)
         count = len(WAVES)
         layout = cute.make_layout(count)
@@ -101,7 +101,7 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
         whole_blocks = cute.make_rmem_tensor(layout, Int32)
         largest_whole = cute.make_rmem_tensor(layout, Int32)
         for i in cutlass.range_constexpr(count):
-            waves = schedule.wave_share(work, WAVES[i], p.places, p.num_kv_heads)
+            waves = schedule.wave_part_tiles(work, WAVES[i], p.resident_ctas, p.num_kv_heads)
             sizes[i] = cutlass.max(waves, least)
             cut_blocks[i] = Int32(0)
             largest_part[i] = Int32(0)
@@ -124,14 +124,14 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
                     largest_whole[i] = cutlass.max(largest_whole[i], tiles)
         fastest = Int32(0)
         for i in cutlass.range_constexpr(count):
-            time = schedule.estimate(
+            time = schedule.estimate_makespan(
                 warp_sum(cut_blocks[i]),
                 warp_max(largest_part[i]),
                 warp_sum(load[i]),
                 warp_sum(whole_blocks[i]),
                 warp_max(largest_whole[i]),
                 p.num_kv_heads,
-                p.places,
+                p.resident_ctas,
             )
             if i == 0 or 17 * time < 16 * fastest:
                 fastest = time
@@ -140,7 +140,7 @@ def share(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
 
 
 @cute.jit
-def _counts(tiles: Int32, parts: Int32, size: Int32):
+def _slot_counts(tiles: Int32, parts: Int32, size: Int32):
     """Parts of a cut tree, whole trees above a share, above half of one, and of less: two in a
     number each."""
     large = Int32(0)
@@ -157,42 +157,42 @@ def _counts(tiles: Int32, parts: Int32, size: Int32):
 
 
 @cute.jit
-def of_slot(p, window: Int32, slot: Int32, lane: Int32, tile_m: cutlass.Constexpr):
+def work_of_slot(p, window: Int32, slot: Int32, lane: Int32, tile_m: cutlass.Constexpr):
     """(tree, part, parts) of a slot; tree is -1 where there is nothing to do."""
-    size = share(p, window, lane, tile_m)
+    size = part_size(p, window, lane, tile_m)
     large = Int32(0)
     small = Int32(0)
     for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
         tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
-        own_large, own_small = _counts(tiles, schedule.parts_of(tiles, size), size)
+        own_large, own_small = _slot_counts(tiles, schedule.parts_of(tiles, size), size)
         large = large + own_large
         small = small + own_small
     large = warp_sum(large)
     small = warp_sum(small)
-    of_large = large % _HIGH
-    of_middling = of_large + large // _HIGH
-    of_small = of_middling + small % _HIGH
+    end_of_parts = large % _HIGH
+    end_of_large = end_of_parts + large // _HIGH
+    end_of_medium = end_of_large + small % _HIGH
     large = Int32(0)
     small = Int32(0)
     found = Int32(-1)
     for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
         tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
         parts = schedule.parts_of(tiles, size)
-        own_large, own_small = _counts(tiles, parts, size)
+        own_large, own_small = _slot_counts(tiles, parts, size)
         summed_large = warp_scan(own_large, lane)
         summed_small = warp_scan(own_small, lane)
         before_large = large + summed_large - own_large
         before_small = small + summed_small - own_small
-        place = before_large % _HIGH
+        first_slot = before_large % _HIGH
         if parts == 1:
-            place = of_large + before_large // _HIGH
+            first_slot = end_of_parts + before_large // _HIGH
             if own_small == 1:
-                place = of_middling + before_small % _HIGH
+                first_slot = end_of_large + before_small % _HIGH
             elif own_small > 1:
-                place = of_small + before_small // _HIGH
-        inside = slot - place
-        if inside >= 0 and inside < parts:
-            found = base + lane + inside * _HIGH
+                first_slot = end_of_medium + before_small // _HIGH
+        own_part = slot - first_slot
+        if own_part >= 0 and own_part < parts:
+            found = base + lane + own_part * _HIGH
         large = large + cute.arch.shuffle_sync(summed_large, LANES - 1)
         small = small + cute.arch.shuffle_sync(summed_small, LANES - 1)
     found = warp_max(found)

@@ -5,15 +5,15 @@
     each warpgroup:   wait for tile i -> start S = Q K_i^T -> start O = O + P V_{i - 1}
                       -> wait for S -> mask, softmax -> wait for O -> release tile i - 1
 
-A stage has two barriers: `filled` completes when its tile has arrived, `released` when every warp
+A stage has two barriers: `full_barriers` completes when its tile has arrived, `released` when every warp
 that computes is done with it. A warpgroup holds two tiles, the keys of one and the values of the
 tile before, so that a product is under way during each softmax; with stages for three more,
 warpgroups drift apart, and the softmax of one falls into the products of the other.
 
-Tiles that come by cp.async are told of LAG tiles later, when they have arrived: the producer waits
+Tiles that come by cp.async are told of CP_ASYNC_LAG tiles later, when they have arrived: the producer waits
 for its own copies, fences them, as products read by another proxy than cp.async writes by, and then
 arrives. It loads tile i once tile i - stages is released, for which tile i - stages + 1 must have
-been told of: that takes LAG + 2 stages.
+been told of: that takes CP_ASYNC_LAG + 2 stages.
 """
 
 import cutlass
@@ -21,40 +21,40 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from . import pages, products, softmax
-from .config import LAG, TILE_N, WARPGROUP_ROWS, WARPGROUP_THREADS
+from . import gemms, pages, softmax
+from .config import CP_ASYNC_LAG, TILE_N, WARPGROUP_ROWS, WARPGROUP_THREADS
 from .loading import Loading
 from .rows import Rows
 
 LANES = 32
 # Of a tile's columns, those whose pages a lane of the producer reads.
-COLUMNS_OF_LANE = TILE_N // LANES
+COLUMNS_PER_LANE = TILE_N // LANES
 
 
-class Specialised(Loading, Rows):
+class MainloopSpecialised(Loading, Rows):
     """Of the kernel of one `ForwardConfig`."""
 
     @cute.jit
     def produce(
         self, p, b, begin: Int32, end: Int32, copy_key, copy_value, keys, values,
-        key_boxes: cute.Tensor, value_boxes: cute.Tensor, filled,
+        key_boxes: cute.Tensor, value_boxes: cute.Tensor, full_barriers,
     ):  # fmt: skip
         """One warp: loads tiles `begin` to `end` - 1."""
         config = self.config
-        released = filled + config.stages
+        empty_barriers = full_barriers + config.stages
         page_ids = cute.make_rmem_tensor(cute.make_layout(config.boxes), Int32)
         self.load_box_pages(p, b, begin, end, page_ids)
         stage = Int32(0)
-        # Turns of the ring before this one.
-        turns = Int32(0)
-        for tile in cutlass.range(begin, end + LAG, unroll=1):
+        # MainloopBasic of the ring before this one.
+        passes = Int32(0)
+        for tile in cutlass.range(begin, end + CP_ASYNC_LAG, unroll=1):
             if tile < end:
-                if turns > 0:
-                    cute.arch.mbarrier_wait(released + stage, turns - 1 & 1)
+                if passes > 0:
+                    cute.arch.mbarrier_wait(empty_barriers + stage, passes - 1 & 1)
                 if tile < b.full_end and tile >= b.full_begin:
                     self.copy_full_tile(
                         p, b, tile, stage, page_ids,
-                        copy_key, copy_value, keys, values, key_boxes, value_boxes, filled,
+                        copy_key, copy_value, keys, values, key_boxes, value_boxes, full_barriers,
                     )  # fmt: skip
                 else:
                     self.copy_columns_by_warp(p, b, tile, stage)
@@ -62,16 +62,16 @@ class Specialised(Loading, Rows):
                 stage = stage + 1
                 if stage == config.stages:
                     stage = Int32(0)
-                    turns = turns + 1
+                    passes = passes + 1
             # A group a tile, empty ones too, so that the count of groups tells the tile.
             cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(LAG)
-            arrived = tile - LAG
+            cute.arch.cp_async_wait_group(CP_ASYNC_LAG)
+            arrived = tile - CP_ASYNC_LAG
             if arrived >= begin and (arrived >= b.full_end or arrived < b.full_begin):
                 cute.arch.fence_proxy("async.shared", space="cta")
                 cute.arch.sync_warp()
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(filled + (arrived - begin) % config.stages)
+                    cute.arch.mbarrier_arrive(full_barriers + (arrived - begin) % config.stages)
 
     @cute.jit
     def load_box_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
@@ -80,7 +80,7 @@ class Specialised(Loading, Rows):
             for i in cutlass.range_constexpr(self.config.boxes):
                 column = tile * TILE_N + i * self.config.box
                 page_ids[i] = pages.column_page(
-                    b.page_table, column, b.seen, b.cached, p.page_shift
+                    b.page_table, column, b.first_visible, b.cached, p.page_shift
                 )
 
     @cute.jit
@@ -89,11 +89,13 @@ class Specialised(Loading, Rows):
         config = self.config
         per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
         lane = b.thread % LANES
-        page_ids = cute.make_rmem_tensor(cute.make_layout(COLUMNS_OF_LANE), Int32)
-        for i in cutlass.range_constexpr(COLUMNS_OF_LANE):
+        page_ids = cute.make_rmem_tensor(cute.make_layout(COLUMNS_PER_LANE), Int32)
+        for i in cutlass.range_constexpr(COLUMNS_PER_LANE):
             column = tile * TILE_N + i * LANES + lane
-            page_ids[i] = pages.column_page(b.page_table, column, b.seen, b.cached, p.page_shift)
-        for i in cutlass.range_constexpr(COLUMNS_OF_LANE):
+            page_ids[i] = pages.column_page(
+                b.page_table, column, b.first_visible, b.cached, p.page_shift
+            )
+        for i in cutlass.range_constexpr(COLUMNS_PER_LANE):
             for step in cutlass.range(per_row, unroll=4):
                 row, chunk = pages.chunks_of(lane, step, LANES, per_row)
                 page = cute.arch.shuffle_sync(page_ids[i], row)
@@ -101,54 +103,56 @@ class Specialised(Loading, Rows):
 
     @cute.jit
     def consume(
-        self, p, b, begin: Int32, end: Int32, turn: Int32, part: Int32, parts: Int32,
+        self, p, b, begin: Int32, end: Int32, slot: Int32, part: Int32, parts: Int32,
         mma_scores: cute.TiledMma, mma_output: cute.TiledMma, s_query: cute.Tensor,
         s_key: cute.Tensor, s_value: cute.Tensor, s_words: cute.Tensor, s_parents: cute.Tensor,
-        filled,
+        full_barriers,
     ):  # fmt: skip
         """Warpgroups that compute: tiles `begin` to `end` - 1, of which there is at least one."""
         config = self.config
-        released = filled + config.stages
+        empty_barriers = full_barriers + config.stages
         self.load_query(p, b, Int32(s_query.iterator.toint()))
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(config.placed):
+        if cutlass.const_expr(config.needs_positions):
             self.build_masks(p, b, s_parents, s_words)
         else:
             if end > b.full_end:
                 self.build_masks(p, b, s_parents, s_words)
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
-        self.sync_computing()
+        self.sync_mma_threads()
 
-        group = b.warp // 4
-        in_group = b.thread % WARPGROUP_THREADS
-        group_packed = b.first_packed + group * WARPGROUP_ROWS
-        if group_packed < b.packed_rows:
-            own = products.Fragments(
+        wg = b.warp // 4
+        wg_thread = b.thread % WARPGROUP_THREADS
+        wg_packed = b.first_packed + wg * WARPGROUP_ROWS
+        if wg_packed < b.packed_rows:
+            frag = gemms.Fragments(
                 config, self.dtype, mma_scores, mma_output, s_query, s_key, s_value
             )
             row_max = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
             row_sum = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
             # What the tile before last was measured against, beside the last, as a factor.
-            decay = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
+            correction = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
             positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
             slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-            if cutlass.const_expr(config.placed):
-                self.place_rows(p, b, s_words, group_packed, in_group, positions, slopes)
-            own.output.fill(0.0)
+            if cutlass.const_expr(config.needs_positions):
+                self.load_row_positions(p, b, s_words, wg_packed, wg_thread, positions, slopes)
+            frag.output.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
             scale_log2 = self.scale_log2(p)
 
-            cute.arch.mbarrier_wait(filled, 0)
+            cute.arch.mbarrier_wait(full_barriers, 0)
             warpgroup.fence()
-            products.start_scores(own, group, 0)
+            gemms.start_qk(frag, wg, 0)
             warpgroup.wait_group(0)
             self.mask_scores(
-                p, b, s_words, begin, group_packed, in_group, positions, slopes, own.flat_scores
+                p, b, s_words, begin, wg_packed, wg_thread, positions, slopes, frag.flat_scores
             )
-            softmax.weigh(own.flat_scores, row_max, row_sum, decay, scale_log2)
-            products.pin_weights(own)
+            softmax.online_softmax_deferred(
+                frag.flat_scores, row_max, row_sum, correction, scale_log2
+            )
+            gemms.convert_weights_now(frag)
             stage = Int32(0)
             phase = Int32(0)
             for tile in cutlass.range(begin + 1, end, unroll=1):
@@ -157,24 +161,26 @@ class Specialised(Loading, Rows):
                 if stage == config.stages:
                     stage = Int32(0)
                     phase = phase ^ 1
-                cute.arch.mbarrier_wait(filled + stage, phase)
+                cute.arch.mbarrier_wait(full_barriers + stage, phase)
                 warpgroup.fence()
-                products.start_scores(own, group, stage)
-                products.start_output(own, before)
+                gemms.start_qk(frag, wg, stage)
+                gemms.start_pv(frag, before)
                 warpgroup.wait_group(1)
                 self.mask_scores(
-                    p, b, s_words, tile, group_packed, in_group, positions, slopes, own.flat_scores
+                    p, b, s_words, tile, wg_packed, wg_thread, positions, slopes, frag.flat_scores
                 )
-                softmax.weigh(own.flat_scores, row_max, row_sum, decay, scale_log2)
+                softmax.online_softmax_deferred(
+                    frag.flat_scores, row_max, row_sum, correction, scale_log2
+                )
                 warpgroup.wait_group(0)
                 with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(released + before)
-                softmax.rescale(own.flat_output, decay)
-                products.pin_weights(own)
+                    cute.arch.mbarrier_arrive(empty_barriers + before)
+                softmax.rescale_output(frag.flat_output, correction)
+                gemms.convert_weights_now(frag)
             warpgroup.fence()
-            products.start_output(own, stage)
+            gemms.start_pv(frag, stage)
             warpgroup.wait_group(0)
             self.store(
-                p, b, scale_log2, turn, part, parts, group_packed, in_group, own.output,
+                p, b, scale_log2, slot, part, parts, wg_packed, wg_thread, frag.output,
                 row_max, row_sum,
             )  # fmt: skip
