@@ -29,8 +29,7 @@ from .metadata import TreeAttnMetadata
 __all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute", "tree_attn_cute_ws"]
 
 CAPABILITY = (9, 0)
-# Calls of a layer are prepared once for each bucket of their bounds, see `launch.Bounds`; more than
-# a model has layers times such buckets are not expected.
+# Limit of prepared calls: one per layer and bucket of `launch.Bounds`.
 _MAX_PREPARED = 4096
 
 
@@ -43,7 +42,7 @@ def unsupported_reason(
     *,
     specialised: bool = False,
 ) -> str | None:
-    """Why the kernel, in one of its schemes, does not serve layers of these kinds, or None."""
+    """Returns why the kernel does not support layers of these kinds, or None."""
     if tuple(capability) != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
     problem = unsupported(head_dim, dtype, block_size)
@@ -86,11 +85,11 @@ def tree_attn_cute(
     features: AttnFeatures = PLAIN,
     specialised: bool = False,
 ) -> None:
-    """See `cuda_contract`. `splits` and `stages` override what is chosen, for measurements;
-    `specialised` takes the scheme with a producer where a tree takes more than one warpgroup.
+    """See `cuda_contract`. `splits` and `stages` override the defaults, for measurements.
+    `specialised` selects the warp-specialised main loop for trees of more than one warpgroup.
 
     Raises:
-        CuteUnavailable: if a kernel cannot be read, compiled or loaded; nothing was launched.
+        CuteUnavailable: if a kernel cannot be read, compiled or loaded. Nothing is launched then.
     """
     if meta.num_trees == 0 or meta.max_rows == 0:
         return
@@ -116,12 +115,12 @@ tree_attn_cute_ws = partial(tree_attn_cute, specialised=True)
 
 
 class _Prepared:
-    """Kernels of a `Call` with their parameters, of which a launch changes some."""
+    """The loaded kernels of a `Call` with their parameters. A launch changes only some of these."""
 
     def __init__(self, call: Call, device: torch.device) -> None:
         """Raises CuteUnavailable."""
         self._call, self._device = call, device
-        # What a launch changes; filled in before the first.
+        # `launch` sets these.
         values = call.fixed | dict.fromkeys(_STEP_PARAMETERS, 0)
         self._kernels = []
         with _lock:
@@ -136,7 +135,7 @@ class _Prepared:
                     parameters = driver.Parameters(param_bytes, arguments)
                 except driver.DriverError as error:
                     raise CuteUnavailable(str(error)) from error
-                # Counted from the last: descriptors and empty parameters come first.
+                # Negative indices: descriptors and empty parameters precede the named ones.
                 step_indices = {
                     name: index - len(named)
                     for index, (name, _) in enumerate(named)
@@ -157,7 +156,7 @@ class _Prepared:
             values = self._call.step(
                 query, output, meta, tail_key, tail_value, partial(_workspace, self._device, stream)
             )
-            # Without a merge there is a grid less.
+            # Without a split tree there is no combine launch.
             grids = self._call.grids(meta.num_trees)
             for grid, (kernel, parameters, step_indices) in zip(grids, self._kernels, strict=False):
                 for name, index in step_indices.items():
@@ -175,8 +174,8 @@ _lock = threading.Lock()
 _prepared: dict[tuple, _Prepared] = {}
 _kernels: dict[tuple[int, str], tuple[driver.Kernel, tuple[int, ...]]] = {}
 _num_sms: dict[int, int] = {}
-# Partial results by stream. A larger one replaces a smaller; captured graphs may still use the
-# smaller, so none is ever freed.
+# Partial results by stream. Captured graphs may still use a buffer after a larger one replaces it,
+# so replaced buffers are never freed.
 _workspaces: dict[tuple[int, int], torch.Tensor] = {}
 _retired: list[torch.Tensor] = []
 
@@ -184,8 +183,8 @@ _retired: list[torch.Tensor] = []
 def _workspace(
     device: torch.device, stream: int, parts: int, rows: int, heads: int, head_dim: int, trees: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    # Where each tree's parts lie comes first: it is written by 8 bytes, and the number of sums can
-    # be odd.
+    # The part records come first: they are written 8 bytes at a time, and the number of LSEs may be
+    # odd.
     outputs = 2 * trees + parts * rows * heads * head_dim
     size = outputs + parts * rows * heads
     held = _workspaces.get((device.index, stream))
@@ -198,7 +197,7 @@ def _workspace(
 
 
 def drop_workspace(stream: int) -> None:
-    """Frees what calls on a stream left for the next, where no more are to come."""
+    """Frees the workspace and prepared calls of a stream that gets no more calls."""
     for device, own in [*_workspaces]:
         if own == stream:
             del _workspaces[device, own]

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Concepts of the CuTe DSL kernels, one a file; importing any but `config` needs cutlass."""
+"""The CuTe DSL kernels. Modules with device code import cutlass; see each module's docstring."""

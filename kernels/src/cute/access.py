@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing of arrays in global memory by their address."""
+"""Typed views of global memory at a raw address."""
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +17,7 @@ def element_type(name: str):
 
 @cute.jit
 def global_array(element: cutlass.Constexpr, address: Int64, count: cutlass.Constexpr):
-    """`count` elements at an address of global memory that is a multiple of their size."""
+    """Returns a tensor of `count` elements at `address`, aligned to their total size."""
     align = cutlass.const_expr(count * element.width // 8)
     pointer = cute.make_ptr(element, address, cute.AddressSpace.gmem, assumed_align=align)
     return cute.make_tensor(pointer, cute.make_layout(count))
@@ -25,13 +25,13 @@ def global_array(element: cutlass.Constexpr, address: Int64, count: cutlass.Cons
 
 @cute.jit
 def int32_at(address: Int64, index: Int32) -> Int32:
-    """Element `index` of an int32 array in global memory."""
+    """Loads element `index` of an int32 array in global memory."""
     return global_array(Int32, address + Int64(index) * 4, 1)[0]
 
 
 @cute.jit
 def scalar_at(address: Int64, index: Int32, dtype: Int32) -> Float32:
-    """Element `index` of an array of numbers of a dtype of `SCALAR_DTYPES`."""
+    """Loads element `index` of an array whose dtype is `SCALAR_DTYPES[dtype]`."""
     value = Float32(0.0)
     for i in cutlass.range_constexpr(len(SCALAR_DTYPES)):
         element = element_type(SCALAR_DTYPES[i])

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Named scalars that travel together through traced functions and kernel parameters."""
+"""A struct of DSL scalars for traced functions and kernel parameters."""
 
 import cutlass
 
 
 class Bundle:
-    """Scalars of the DSL as attributes, in the order given; cutlass takes it apart and back."""
+    """DSL scalars as attributes. cutlass flattens and rebuilds it in the order of the fields."""
 
     def __init__(self, **fields) -> None:
         self.__dict__.update(fields)

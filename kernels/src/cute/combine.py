@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merging the parts of a tree: their partial outputs weighted by exp2 of their log-sums.
+"""Merges the partial outputs of a split tree, weighted by exp2 of their LSE (in base two).
 
-A warp takes one (tree row, head). A tree of a single part was finished by the attention
-kernel and is left alone.
+One warp handles one (tree row, head). The attention kernel itself finishes trees of one part.
 """
 
 import cutlass
@@ -24,7 +23,7 @@ LANES = tile_scheduler.LANES
 
 
 class CombineSplits:
-    """The merging kernel of one `CombineConfig`."""
+    """The combine kernel of one `CombineConfig`."""
 
     def __init__(self, config: CombineConfig) -> None:
         self.config = config
@@ -32,7 +31,7 @@ class CombineSplits:
 
     @cute.jit
     def __call__(self, stream):
-        """Compiled, never run."""
+        """The traced host function. It is never run."""
         self.kernel(placeholders(COMBINE_PARAMETERS)).launch(
             grid=(1, 1, 1), block=(self.config.threads, 1, 1), stream=stream
         )
@@ -44,7 +43,7 @@ class CombineSplits:
         block, tree, _ = cute.arch.block_idx()
         lane = thread % LANES
         item = block * (config.threads // LANES) + thread // LANES
-        # Of trees without rows nothing is written, nor read.
+        # The part record of a tree without rows is never written, so it must not be read.
         rows = cutlass.min(
             int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
         )
@@ -59,14 +58,14 @@ class CombineSplits:
             stride = Int64(p.part_rows) * p.num_heads
             first_part = (Int64(slot) * p.part_rows + row) * p.num_heads + head
             highest = -Float32.inf
-            # A part a lane, as reading one after another would take their latencies together.
+            # One part per lane: serial loads would add up their latencies.
             for other in cutlass.range(lane, parts, LANES, unroll=1):
                 address = p.part_lse + (first_part + other * stride) * 4
                 highest = cute.arch.fmax(highest, global_array(Float32, address, 1)[0])
             for i in cutlass.range_constexpr(5):
                 other_half = cute.arch.shuffle_sync_bfly(highest, offset=1 << i)
                 highest = cute.arch.fmax(highest, other_half)
-            # The row's own column is in some part, so `highest` is finite.
+            # Some part contains the row's own column, so `highest` is finite.
             merged = cute.make_rmem_tensor(cute.make_layout(config.head_dim // LANES), Float32)
             merged.fill(0.0)
             weights = Float32(0.0)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a variant's configuration to a cubin for sm_90a; needs cutlass, but no GPU and no driver."""
+"""Compiles a kernel variant to a cubin for sm_90a. Needs cutlass, but no GPU and no driver."""
 
 import os
 import re
@@ -7,18 +7,18 @@ import tempfile
 from dataclasses import dataclass
 
 ARCH = "sm_90a"
-# cutlass names the newest PTX version, which a driver older than it refuses to compile. The
-# kernels use nothing past this one (CUDA 12.7), so it is named instead where PTX is shipped.
+# cutlass emits the newest PTX version, which older drivers refuse. The kernels need nothing newer
+# than this one (CUDA 12.7), so the shipped PTX declares it instead.
 PTX_VERSION = "8.6"
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as the driver takes it: machine code, and PTX for where that is refused."""
+    """A compiled kernel: a cubin, and PTX for drivers that refuse the cubin."""
 
     name: str
     entry: str
-    # bytes of each parameter: descriptors of 128, empty ones of 1, then those of launch_params
+    # bytes of each parameter: TMA descriptors (128), empty ones (1), then those of launch_params
     param_bytes: tuple[int, ...]
     cubin: bytes
     ptx: str
@@ -30,7 +30,7 @@ def compile_config(config) -> Compiled:
     Raises:
         ImportError: without cutlass (the extra `cute`).
     """
-    # Without it, and without a GPU, cutlass would silently compile for another architecture.
+    # Without this variable and without a GPU, cutlass silently compiles for another architecture.
     os.environ["CUTE_DSL_ARCH"] = ARCH
     import cutlass.cute as cute
     from cutlass.cute.runtime import make_fake_stream

@@ -1,57 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tile shapes and variants of the SM90 kernel; plain Python, needs neither cutlass nor a GPU."""
+"""Tile shapes and variants of the SM90 kernel. Needs neither cutlass nor a GPU."""
 
 from dataclasses import dataclass
 
 from ..cuda_contract import MAX_TREE_ROWS
 
-# Columns of a tile: one 64-bit ancestor window a row, and one m64n64 accumulator a warpgroup.
+# Columns of a tile: one 64-bit ancestor window per row, one m64n64 accumulator per warpgroup.
 TILE_N = 64
 WORD_BITS = 64
-# Words of a row's mask, and one of zeros so that a window may straddle the last.
+# Words of a row's mask plus one of zeros, because a window may straddle the last word.
 MASK_WORDS = -(-MAX_TREE_ROWS // WORD_BITS) + 1
 # Rows of one warpgroup's accumulator.
 WARPGROUP_ROWS = 64
 WARPGROUP_THREADS = 128
-# A split below this is not worth its partial result.
+# A smaller part costs more for its partial result than it saves.
 MIN_SPLIT_TILES = 2
-# Parts of a tree that is alone.
+# Most parts of a tree that is the only one of its batch.
 MAX_SPLITS = 64
-# Waves of blocks that all tiles may be cut into, finest first; a grid has slots for the parts of
-# the finest. More would cost more to merge than they balance, and memory for partial results.
+# Candidate numbers of waves for splitting all tiles, finest first. A grid has slots for the parts
+# of the finest. More waves would cost more in merging and memory than they gain in balance.
 WAVES = (4, 3, 2, 1)
-# Below this an uneven batch is not worth a merge.
+# In a shorter context, balancing an uneven batch gains less than a merge costs.
 MIN_UNEVEN_TILES = 32
-# What a block takes besides its tiles, in tiles of the same block. Assumed, not measured: launch,
-# schedule, query and first loads of a block as two tiles; a partial result as two more, as writing
-# and reading 64 rows of floats moves the bytes of two tiles of keys and values.
+# Overhead of a block of an unsplit and of a split tree, in tiles. Assumed, not measured: launch,
+# scheduling, query and first loads count as two tiles. A partial result counts as two more, because
+# writing and reading 64 rows of float32 moves as many bytes as two tiles of keys and values.
 WHOLE_COST, CUT_COST = 2, 4
 
 HEAD_DIMS = (64, 96, 128)
-# Longer windows are as good as none, and positions within this much of each other fit 32 bits.
+# Longer windows are clamped to this; distances up to it fit 32 bits.
 MAX_WINDOW = 1 << 30
 DTYPES = ("bfloat16", "float16")
 MIN_PAGE, MAX_PAGE = 16, 1024
-# Slots of a box of the copy engine: of the smallest page, and a whole tile.
+# Slots of a TMA box: the smallest page, or a whole tile.
 BOXES = (MIN_PAGE, TILE_N)
 
-# Shared memory of compute capability 9.0 in bytes: most of a block, all of a multiprocessor, and
-# what the system takes of it for each block.
+# Shared memory of compute capability 9.0 in bytes: limit per block, total per SM, and what the
+# driver reserves per block.
 SHARED_LIMIT = 227 * 1024
 SHARED_TOTAL = 228 * 1024
 SHARED_RESERVED = 1024
 
 WARPGROUP_CHOICES = (1, 3)
-# With a producer. Two take the packed rows of 31 and of 63 nodes (G = 4) without a warpgroup of
-# padding; three would leave each thread hardly the registers that it needs.
+# MMA warpgroups beside a producer warp. Two fit the packed rows of 31 and of 63 nodes (G = 4)
+# without a warpgroup of padding. With three, a thread would have too few registers.
 SPECIALISED_WARPGROUPS = 2
-# (warpgroups, specialised) of what is compiled
+# (warpgroups, specialised) of the compiled variants
 SCHEMES = (*((w, False) for w in WARPGROUP_CHOICES), (SPECIALISED_WARPGROUPS, True))
-# Tiles between the copies of a masked tile and the wait for them, with a producer.
+# The producer waits for the cp.async copies of a masked tile this many tiles later.
 CP_ASYNC_LAG = 2
-# K/V tiles in shared memory, by head size and warpgroups. One warpgroup alone cannot load,
-# multiply and take exponentials at once, so two blocks share a multiprocessor and the stages are
-# those that leave room for both; three warpgroups fill it by themselves.
+# K/V tiles in shared memory, by head size and warpgroups. A single warpgroup cannot overlap loads,
+# GEMMs and softmax, so its stages leave room for two blocks per SM. Three warpgroups fill an SM.
 DEFAULT_STAGES = {
     (64, 1): 6, (96, 1): 4, (128, 1): 2,
     (64, 2): 8, (96, 2): 6, (128, 2): 5,
@@ -66,15 +65,14 @@ class ForwardConfig:
     Attributes:
         head_dim: Dh, of HEAD_DIMS.
         dtype: of DTYPES; queries, keys, values and output.
-        warpgroups: 64 packed rows each. More of them share each K/V tile, so that large trees
-            read the L2 less often; one keeps small trees from computing padding.
-        box: slots of a box by which the bulk tensor copy engine brings full tiles: all of a tile,
-            or all of a smaller page; 0 takes cp.async instead.
-        stages: K/V tiles in shared memory, of which one is computed on; 0 takes the default.
-        window: rows attend the last positions before them alone.
+        warpgroups: MMA warpgroups, 64 packed rows each. Several share each K/V tile, which saves
+            L2 reads of large trees; one avoids padding in small trees.
+        box: slots of a TMA box for full tiles: a whole tile or a smaller page; 0 uses cp.async.
+        stages: K/V tiles in shared memory; 0 takes the default.
+        window: a row attends only the last positions before it.
         soft_cap: scores pass through a tanh.
-        alibi: scores fall with the distance of positions.
-        specialised: a warp of its own loads, and warpgroups run apart, see `specialised`.
+        alibi: a slope per head times the distance is subtracted from scores.
+        specialised: warp-specialised, see `mainloop_specialised`.
     """
 
     head_dim: int
@@ -111,7 +109,7 @@ class ForwardConfig:
 
     @property
     def needs_positions(self) -> bool:
-        """Whether it matters how far a key is from a row."""
+        """Whether masks or scores depend on the distance between row and key."""
         return self.window or self.alibi
 
     @property
@@ -121,7 +119,7 @@ class ForwardConfig:
 
     @property
     def boxes(self) -> int:
-        """Boxes of a full tile, one below another; 1 without."""
+        """TMA boxes of a full tile; 1 without TMA."""
         return TILE_N // self.box if self.box else 1
 
     @property
@@ -131,7 +129,7 @@ class ForwardConfig:
 
     @property
     def mma_threads(self) -> int:
-        """Threads that compute."""
+        """Threads of the MMA warpgroups."""
         return WARPGROUP_THREADS * self.warpgroups
 
     @property
@@ -140,9 +138,9 @@ class ForwardConfig:
 
     @property
     def ctas_per_sm(self) -> int:
-        """Blocks that run at once; more than two are not counted on."""
+        """Blocks that an SM runs at once, at most two."""
         if self.warpgroups > 1:
-            return 1  # by registers
+            return 1  # limited by registers
         return min(2, SHARED_TOTAL // (self.shared_bytes + SHARED_RESERVED))
 
     @property
@@ -152,12 +150,12 @@ class ForwardConfig:
 
     @property
     def barriers(self) -> int:
-        """Barriers of the stages: filled and, with a producer, released."""
+        """mbarriers: one full and, with a producer, one empty barrier per stage."""
         return self.stages * (1 + self.specialised)
 
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: Q, stages of K and V, mask words, parents, barriers, slot."""
+        """Dynamic shared memory: Q, stages of K and V, mask words, parents, barriers, work tile."""
         query = self.tile_m * self.head_dim * 2
         words = self.tile_m * MASK_WORDS * 8
         parents = -(-MAX_TREE_ROWS * 4 // 128) * 128
@@ -167,7 +165,7 @@ class ForwardConfig:
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """One compiled variant of the step that merges splits; a warp a (row, head)."""
+    """One compiled variant of the combine kernel."""
 
     head_dim: int
     dtype: str
@@ -186,7 +184,7 @@ class CombineConfig:
 
 
 def all_configs() -> list[ForwardConfig | CombineConfig]:
-    """Every variant that is shipped. Soft caps and slopes are compiled where they are asked for."""
+    """Every shipped variant. Variants with soft caps or ALiBi are compiled on demand."""
     forward = [
         ForwardConfig(head_dim, dtype, warpgroups, box, window=window, specialised=specialised)
         for window in (False, True)
@@ -200,7 +198,7 @@ def all_configs() -> list[ForwardConfig | CombineConfig]:
 
 
 def tuning_configs() -> list[ForwardConfig]:
-    """Variants worth measuring against the defaults, at the head size that is used most."""
+    """Variants to measure against the defaults, at the most common head size."""
     basic = [
         ForwardConfig(128, "bfloat16", warpgroups, box, stages)
         for box in (0, *BOXES)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The few calls of the CUDA driver that load and launch a cubin, through ctypes.
+"""Loads and launches cubins through the CUDA driver (ctypes), without cutlass or a compiler.
 
-The serving process needs neither cutlass nor a compiler. Calls act on the context that is current
-in the thread, which torch makes current before it hands out a CUDA tensor.
+Calls use the current context of the thread. torch makes it current before it returns a CUDA tensor.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _call(name: str, *arguments) -> None:
 
 
 class Kernel:
-    """A loaded image's entry point in the current context."""
+    """An entry point of a loaded image, in the current context."""
 
     def __init__(self, image: bytes, entry: str, threads: int, shared_bytes: int) -> None:
         """Raises DriverError when the driver refuses the image, the entry or the memory."""
@@ -83,10 +82,10 @@ class Kernel:
 
 
 def load_first(images: tuple[bytes, ...], entry: str, threads: int, shared_bytes: int) -> Kernel:
-    """The first image that the driver takes: a cubin, or PTX that it compiles, with a warning.
+    """Loads the first image that the driver accepts. Warns if the driver must compile PTX.
 
     Raises:
-        DriverError: with the reason for each.
+        DriverError: with the reason for each image.
     """
     reasons = []
     for image in images:
@@ -102,15 +101,15 @@ def load_first(images: tuple[bytes, ...], entry: str, threads: int, shared_bytes
 
 
 class Parameters:
-    """Arguments of a launch as the driver reads them: an array of pointers to their bytes.
+    """Launch arguments in the form of cuLaunchKernel: an array of pointers to their bytes.
 
-    The driver copies them during the launch call, so one object may be launched again.
+    The driver copies them during the call, so the object is reusable.
     """
 
     def __init__(self, param_bytes: list[int], arguments: tuple) -> None:
         """
         Args:
-            param_bytes: size of each parameter; those of one byte are empty and take no argument.
+            param_bytes: size of each parameter; one of a single byte is empty, without argument.
             arguments: `TensorMapSpec`s, ints and floats, in order.
         """
         values = iter(arguments)
@@ -121,7 +120,7 @@ class Parameters:
         )
 
     def set(self, index: int, value: int) -> None:
-        """Changes argument `index`, an integer; negative ones count from the last."""
+        """Sets the integer argument `index`; a negative index counts from the end."""
         self._holders[index].value = value
 
     @staticmethod
@@ -139,7 +138,7 @@ class Parameters:
 
 
 def aligned_bytes(size: int, align: int) -> ctypes.Array:
-    """A zeroed buffer at a multiple of `align`; it keeps its own memory alive."""
+    """Returns a zeroed buffer aligned to `align`. It owns its memory."""
     room = (ctypes.c_uint8 * (size + align))()
     skip = -ctypes.addressof(room) % align
     return (ctypes.c_uint8 * size).from_buffer(room, skip)
@@ -147,7 +146,7 @@ def aligned_bytes(size: int, align: int) -> ctypes.Array:
 
 @lru_cache(maxsize=1024)
 def encode_tensor_map(spec: TensorMapSpec) -> ctypes.Array:
-    """The 128 bytes of a copy engine descriptor; not to be written to."""
+    """Returns the 128 bytes of a TMA descriptor. They are cached: do not write to them."""
     rank = len(spec.extents)
     encoded = aligned_bytes(TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN)
     _call(
@@ -157,7 +156,7 @@ def encode_tensor_map(spec: TensorMapSpec) -> ctypes.Array:
         ctypes.c_uint32(rank),
         ctypes.c_void_p(spec.address),
         (ctypes.c_uint64 * rank)(*spec.extents),
-        # bytes, without the first dimension's, which is contiguous
+        # in bytes; the first dimension is contiguous and has no entry
         (ctypes.c_uint64 * (rank - 1))(*(2 * stride for stride in spec.strides[1:])),
         (ctypes.c_uint32 * rank)(*spec.box),
         (ctypes.c_uint32 * rank)(*([1] * rank)),

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention for Hopper: paged context, ancestor mask on the tail, trees shared out.
+"""Tree attention for Hopper: paged context, ancestor mask on the tail, split along the context.
 
-A block takes `tile_m` packed rows (tree row x query head of one KV head) of one tree and a share of
-its tiles, see `shares`. Packed row p is tree row p // G, head p % G of the group. K/V tiles stand
-in a ring of stages. There are two schemes, of which a variant has one: `passes`, in which all
-threads load and compute, and `specialised`, in which a warp loads and warpgroups run apart.
+A block processes `tile_m` packed rows (tree row x query head of one KV head) of one tree and one
+part of its tiles, see `tile_scheduler`. Packed row p is tree row p // G, head p % G of the group.
+K/V tiles are in a ring of stages. A variant uses one of two main loops: `mainloop_basic`, in which
+all threads load and compute, or the warp-specialised `mainloop_specialised`.
 
-Full tiles (all context) come by the copy engine, a box a page where pages are smaller than a tile,
-or in variants without boxes by cp.async. The others always come by cp.async, which puts zeros where
-no row is: a stale slot may hold NaN, and 0 * NaN in P V is NaN. Full tiles follow one another.
-Before them comes at most one tile, into which a window begins: its stage's barrier is told of it,
-so that a barrier's phase follows from the tile's number.
+TMA loads full tiles (all context), with one box per page if pages are smaller than a tile. Variants
+without boxes use cp.async. All other tiles use cp.async, which writes zeros to columns without a
+row: a stale slot may hold NaN, and 0 * NaN in P V is NaN. Full tiles are contiguous. At most one
+tile precedes them, the one in which a window begins. It arrives at its stage's barrier too, so that
+the phase of a barrier follows from the tile number.
 
-Sinks are a column without a key: they enter the sums of the first part once its tiles are done.
+A sink is a column without a key. It enters the sums of the first part after all of its tiles.
 """
 
 import cutlass
@@ -43,15 +43,15 @@ from .launch_params import FLOAT, FORWARD_PARAMETERS, INT
 from .mainloop_basic import MainloopBasic
 from .mainloop_specialised import MainloopSpecialised
 
-# Of a warpgroup.
+# Per warpgroup.
 WARPS = 4
-# Extents of the tensor that the copy engine's descriptor stands for at compile time: only its
-# box and the order of its dimensions matter, the launch encodes the real one.
+# Extents of the cache for the TMA descriptor at compile time. Only the box and the order of the
+# dimensions matter; the launch encodes the real descriptor.
 _ANY_HEADS, _ANY_BLOCKS = 256, 1 << 20
 
 
 def placeholders(parameters) -> Bundle:
-    """Parameters of the right types, for tracing."""
+    """Returns zeros of the parameters' types, for tracing."""
     types = {INT: Int32, FLOAT: Float32}
     return Bundle(**{name: types.get(kind, Int64)(0) for name, kind in parameters})
 
@@ -65,7 +65,7 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
 
     @cute.jit
     def __call__(self, stream):
-        """Compiled, never run: fixes layouts and the descriptors' box, then the kernel."""
+        """The traced host function: layouts, TMA atoms, the launch. It is never run."""
         config = self.config
         head_dim = config.head_dim
         wide = cutlass.const_expr(pages.band_columns(head_dim) == 64)
@@ -80,14 +80,14 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
             row_atom, (WARPGROUP_ROWS, head_dim, config.warpgroups), (0, 1, 2)
         )
         key_layout = cute.tile_to_shape(row_atom, (TILE_N, head_dim, config.stages), (0, 1, 2))
-        # The same bytes as the boxes that are copied: slots, a band, boxes, bands.
+        # The same bytes by TMA box: slots, columns of a band, boxes, bands, stages.
         band = pages.band_columns(head_dim)
         box_layout = cute.tile_to_shape(
             row_atom,
             (TILE_N // config.boxes, band, config.boxes, head_dim // band, config.stages),
             (0, 1, 2, 3, 4),
         )
-        # The same bytes as a key tile, seen from the other side.
+        # The bytes of a key tile as an MN-major operand.
         value_layout = cute.tile_to_shape(column_atom, (head_dim, TILE_N, config.stages), (1, 0, 2))
         major = cute.nvgpu.OperandMajorMode
         mma_scores = hopper_helpers.make_trivial_tiled_mma(
@@ -183,7 +183,7 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
             part = s_work[1]
             parts = s_work[2]
 
-        # Uniform over the block, so that all its threads or none meet at the barriers.
+        # Uniform over the block: either all threads reach the barriers, or none.
         rows = Int32(0)
         if tree >= 0:
             rows = cutlass.min(
@@ -194,7 +194,7 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
         if first_packed < packed_rows:
             context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
             tail = schedule.tail_begin(context, p.dense)
-            # Columns before `first_column` are out of every row's sight, and their pages another request's.
+            # No row attends columns before this. Their pages may belong to another request.
             first_column = schedule.first_visible(context, window)
             first = schedule.first_tile(context, window)
             tiles = schedule.total_tiles(tail, rows) - first
@@ -215,10 +215,10 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
                 first_visible=first_column,
                 full_begin=(first_column + TILE_N - 1) // TILE_N,
                 full_end=schedule.full_tiles(context),
-                # every row attends the context from this column on: none is deeper than there
-                # are rows before it
+                # every row attends the context from this column on, because the depth of a row
+                # is less than the number of rows
                 visible_to_all=context + rows - window,
-                # columns that lie in the cache
+                # end of the columns that are in the cache
                 cached=context + (1 - p.dense) * rows,
                 mask_start=mask_start,
                 row_start=row_start,
@@ -248,7 +248,7 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
                 cute.arch.mbarrier_init_fence()
                 cute.arch.sync_threads()
 
-            # A value tile has a key tile's bytes.
+            # A value tile has the byte layout of a key tile.
             key_boxes = cute.make_tensor(s_key.iterator, box_layout.outer)
             value_boxes = cute.make_tensor(s_value.iterator, box_layout.outer)
             ring = (copy_key, copy_value, keys, values, key_boxes, value_boxes, barriers)

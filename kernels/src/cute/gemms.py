@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two products of a warpgroup, S = Q K^T and O = O + P V: operands, accumulators, starting."""
+"""The two GEMMs of a warpgroup, S = Q K^T and O = O + P V, with their operands and accumulators."""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Int32
@@ -9,13 +9,13 @@ from .config import TILE_N, WARPGROUP_ROWS, ForwardConfig
 
 
 class Fragments:
-    """Operands in shared memory, and what a thread holds in registers.
+    """MMA fragments of one warpgroup.
 
     Attributes:
         query: [..., steps, warpgroups]
         key, value: [..., steps, stages]
-        scores, output: accumulators in float32, `flat_scores` and `flat_output` their elements.
-        weights: P in 16 bits, the first operand of the second product.
+        scores, output: float32 accumulators; `flat_scores` and `flat_output` are flat views.
+        weights: P in 16 bits, operand A of the second GEMM.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Fragments:
         self.flat_output = _flat(self.output)
 
 
-# Functions, not methods: what a method of is called within a loop of the kernel, the loop carries.
+# Functions, not methods: the DSL makes an object whose method a loop calls a loop-carried value.
 
 
 def start_qk(frag: Fragments, wg, stage) -> None:
-    """S = Q K^T of the tile in `stage`, as a group of its own."""
-    # An atom of its own: one that was set within a loop of the kernel is not to be used behind it.
+    """Issues S = Q K^T for the tile in `stage` as one wgmma group."""
+    # A new atom per call: one that is set within a dynamic loop is unusable after the loop.
     atom = cute.make_mma_atom(frag.scores_op)
     for step in range(cute.size(frag.query, mode=[2])):
         atom.set(warpgroup.Field.ACCUMULATE, step > 0)
@@ -61,15 +61,15 @@ def start_qk(frag: Fragments, wg, stage) -> None:
 
 
 def convert_weights(frag: Fragments) -> None:
-    """P becomes what the scores are now."""
+    """Converts the scores to P in 16 bits."""
     _flat(frag.weights).store(frag.flat_scores.load().to(frag.weights.element_type))
 
 
 def convert_weights_now(frag: Fragments) -> None:
-    """`convert_weights` here and now.
+    """`convert_weights` at this point of the program, which inline PTX enforces.
 
-    The compiler would round scores to weights just before the product that takes them, which is
-    after one that has started already, and the assembler then runs products one by one.
+    The compiler would move the conversion to just before the GEMM that reads P. Another GEMM is in
+    flight there, and ptxas would serialise the two.
     """
     words = cute.recast_tensor(_flat(frag.weights), Int32)
     kind = {BFloat16: "bf16x2", Float16: "f16x2"}[frag.weights.element_type]
@@ -82,7 +82,7 @@ def convert_weights_now(frag: Fragments) -> None:
 
 
 def start_pv(frag: Fragments, stage) -> None:
-    """O = O + P V of the tile in `stage`, as a group of its own."""
+    """Issues O = O + P V for the tile in `stage` as one wgmma group."""
     atom = cute.make_mma_atom(frag.output_op)
     atom.set(warpgroup.Field.ACCUMULATE, True)
     for step in range(cute.size(frag.weights, mode=[2])):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a call of the contract to launches: variant, grid, parts, arguments.
+"""Plans the launches of a call: variant, grid, split, arguments.
 
-Needs neither cutlass nor a GPU, and reads no tensor: what a launch depends on is known on the
-host without a synchronisation.
+Needs neither cutlass nor a GPU. Reads no tensor values, so planning needs no host synchronisation.
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from .config import (
 )
 from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS, SCALAR_DTYPES
 
-# Parts that fill the device this well, relative to the best, are enough.
+# Fill of the last wave, relative to the best split, that is good enough.
 GOOD_FILL = 0.85
 
 
 @dataclass(frozen=True)
 class TensorMapSpec:
-    """What a copy engine descriptor says: extents and strides in elements, fastest first."""
+    """Fields of a TMA descriptor: extents and strides in elements, fastest dimension first."""
 
     address: int
     dtype: str
@@ -54,20 +53,20 @@ class TensorMapSpec:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch; `arguments` lack only the variant's empty parameters."""
+    """One kernel launch. `arguments` omit the variant's empty parameters."""
 
     config: ForwardConfig | CombineConfig
     grid: tuple[int, int, int]
     arguments: tuple[TensorMapSpec | int | float, ...]
 
 
-# (parts, rows, Hq, Dh, R) -> float32 [parts, rows, Hq, Dh] and [parts, rows, Hq], int32 [R, 2]; all
-# stay alive
+# (parts, rows, Hq, Dh, R) -> float32 [parts, rows, Hq, Dh] and [parts, rows, Hq], int32 [R, 2]. The
+# callable keeps them alive.
 Workspace = Callable[[int, int, int, int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | None:
-    """Why no variant serves these, or None."""
+    """Returns why no variant supports these, or None."""
     if head_dim not in HEAD_DIMS:
         return f"head size {head_dim} is not one of {', '.join(map(str, HEAD_DIMS))}"
     if str(dtype).removeprefix("torch.") not in DTYPES:
@@ -80,10 +79,10 @@ def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | Non
 def choose_splits(
     blocks: int, tiles: int, resident_ctas: int, min_tiles: int = MIN_SPLIT_TILES
 ) -> int:
-    """Parts of a tree for a grid of `blocks` (without parts) over at most `tiles` tiles.
+    """Returns the parts per tree for an unsplit grid of `blocks` over at most `tiles` tiles.
 
-    `resident_ctas` blocks run at once, and a part has at least `min_tiles`. The fewest parts are taken
-    that come close to the best filling of the waves that any number gives.
+    The device runs `resident_ctas` blocks at once, and a part has at least `min_tiles`. Returns the
+    smallest number of parts whose waves are about as full as those of the best number.
     """
     if blocks == 0:
         return 1
@@ -99,14 +98,14 @@ def choose_splits(
 
 @dataclass(frozen=True)
 class GridSplit:
-    """How a grid is shared out among trees; see `shares` for what blocks make of it."""
+    """How the trees of a batch are split over a grid; `tile_scheduler` assigns parts to blocks."""
 
     forced_parts: int
-    """Parts that all tiles are cut into, about; 0: chosen on the device by the lengths."""
+    """Target number of parts of all trees together; 0: the device chooses it by the lengths."""
     slots: int
-    """Of the grid; as many as trees: none is cut."""
+    """Slots of the grid; equal to the number of trees if no tree is split."""
     parts: int
-    """Most parts of trees that are cut."""
+    """Most parts of all split trees together."""
 
 
 def split_grid(
@@ -117,10 +116,11 @@ def split_grid(
     splits: int | None,
     min_tiles: int = MIN_SPLIT_TILES,
 ) -> GridSplit:
-    """GridSplit of `trees` trees of at most `tiles` tiles and `blocks` blocks each.
+    """Returns the split of `trees` trees of at most `tiles` tiles and `blocks` blocks each.
 
-    `resident_ctas` blocks run at once; `splits` forces the parts of even trees. How long each tree is,
-    only the device knows: there are slots for parts of long ones even where an even batch has none.
+    The device runs `resident_ctas` blocks at once. `splits` forces the parts of equally long trees.
+    Only the device knows each tree's length, so there are slots for parts of long trees even if
+    equally long ones would not be split.
     """
     if splits is None and trees > 1:
         forced_parts, extra = 0, -(-WAVES[0] * resident_ctas // blocks)
@@ -132,9 +132,9 @@ def split_grid(
         cut = even > 1
     if not cut:
         return GridSplit(0, trees, 0)
-    # The kernel aims at shares of at least what `extra` parts of everything would have. A tree that
-    # is cut has more than five quarters of one, and at most three quarters of a part more than it
-    # has split.
+    # The part size of the kernel is at least that of `extra` equal parts. A tree that is split has
+    # more than five quarters of the part size, and its number of parts exceeds its length in part
+    # sizes by at most three quarters.
     cut_trees = min(trees, (4 * extra - 1) // 5)
     most = extra + 3 * cut_trees // 4
     assert max(most, trees) < 1 << 15, "the kernel counts parts and trees in half an integer"
@@ -143,7 +143,7 @@ def split_grid(
 
 @dataclass(frozen=True)
 class Bounds:
-    """Upper bounds of a step, rounded up to what more steps have in common."""
+    """Upper bounds of a step, rounded up so that more steps have the same ones."""
 
     rows: int
     tiles: int
@@ -152,8 +152,8 @@ class Bounds:
     def of(cls, rows: int, context: int, group: int, *, specialised: bool = False) -> Bounds:
         """
         Args:
-            rows: most of a tree; rounded up to what the same blocks take.
-            context: longest; its tiles are rounded up to a power of two.
+            rows: most rows of a tree; rounded up to full blocks.
+            context: longest context; its tiles are rounded up to a power of two.
             group: query heads of a KV head.
         """
         tile_m = WARPGROUP_ROWS * warpgroups_for(rows * group, specialised=specialised)
@@ -162,13 +162,15 @@ class Bounds:
 
 
 def box_of(block_size: int) -> int:
-    """Slots of a box of the copy engine: none reaches into another page."""
+    """Returns the slots of a TMA box, which must not cross a page."""
     return max(box for box in BOXES if box <= block_size)
 
 
 def warpgroups_for(packed: int, *, specialised: bool) -> int:
-    """Warpgroups of a block that takes trees of `packed` packed rows. What one can take waits for
-    memory, so that a producer beside it would gain nothing."""
+    """Returns the MMA warpgroups of a block for trees of `packed` packed rows.
+
+    Trees that fit one warpgroup are memory-bound: a producer warp would not speed them up.
+    """
     small, large = WARPGROUP_CHOICES
     if packed <= small * WARPGROUP_ROWS:
         return small
@@ -176,7 +178,7 @@ def warpgroups_for(packed: int, *, specialised: bool) -> int:
 
 
 class Call:
-    """Launches of calls that differ in addresses, trees and their lengths alone."""
+    """The launches of calls that differ only in addresses, number of trees and their lengths."""
 
     def __init__(
         self,
@@ -195,7 +197,7 @@ class Call:
         *,
         specialised: bool = False,
     ) -> None:
-        """As `plan_launches`."""
+        """Arguments as for `plan_launches`."""
         _, self.num_heads, self.head_dim = query.shape
         block_size, self.num_kv_heads = key_cache.shape[1:3]
         dtype = str(query.dtype).removeprefix("torch.")
@@ -210,7 +212,7 @@ class Call:
         group = self.num_heads // self.num_kv_heads
         self.bounds = Bounds.of(meta.max_rows, meta.max_context, group, specialised=specialised)
         window = min(features.window, MAX_WINDOW)
-        # A dense tail begins at a tile boundary, and a window within a tile: one tile more each.
+        # A dense tail begins at a tile boundary and a window within a tile. Each adds one tile.
         self.tiles = self.bounds.tiles + dense
         if window:
             self.tiles = min(self.tiles, -(-(window + self.bounds.rows) // TILE_N) + 1 + dense)
@@ -269,7 +271,7 @@ class Call:
         }
 
     def grid_split(self, num_trees: int) -> GridSplit:
-        """How the grid of `num_trees` trees is shared out."""
+        """Returns how `num_trees` trees are split over the grid."""
         found = self._grid_splits.get(num_trees)
         if found is None:
             blocks = self.num_kv_heads * self.row_blocks
@@ -286,7 +288,7 @@ class Call:
         tail_value: torch.Tensor | None,
         workspace: Workspace,
     ) -> dict[str, int]:
-        """The parameters that differ from call to call."""
+        """Returns the parameters that differ between calls."""
         split = self.grid_split(meta.num_trees)
         parts = (None, None, None)
         if split.parts:
@@ -309,7 +311,7 @@ class Call:
         }
 
     def grids(self, num_trees: int) -> list[tuple[int, int, int]]:
-        """Grids of the launches: attention and, where a tree may be cut, the merge."""
+        """Returns the grids of the launches: attention and, if a tree may be split, combine."""
         split = self.grid_split(num_trees)
         grids = [(self.row_blocks, self.num_kv_heads, split.slots)]
         if split.parts:
@@ -333,7 +335,7 @@ def call_key(
     *,
     specialised: bool,
 ) -> tuple:
-    """What calls of one `Call` have in common."""
+    """Returns a key that is equal for calls that one `Call` can serve."""
     group = query.shape[1] // key_cache.shape[2]
     return (
         query.dtype,
@@ -379,10 +381,10 @@ def plan_launches(
     *,
     specialised: bool = False,
 ) -> list[Launch]:
-    """The launches that answer a call, in order; see `cuda_contract`.
+    """Returns the launches of a call in order; see `cuda_contract` for its arguments.
 
-    `splits` and `stages` override what would be chosen. `specialised` takes the scheme with a
-    producer for trees of more than one warpgroup.
+    `splits` and `stages` override the defaults. `specialised` selects the warp-specialised main
+    loop for trees of more than one warpgroup.
     """
     if meta.num_trees == 0 or meta.max_rows == 0:
         return []
@@ -406,7 +408,7 @@ def plan_launches(
 
 
 def feature_flags(kind: FeatureKind) -> dict[str, bool]:
-    """What a variant is compiled by; sinks are in each."""
+    """Returns the feature flags of a variant. Every variant supports sinks."""
     return {
         "window": bool(kind.window),
         "soft_cap": bool(kind.soft_cap),
@@ -422,7 +424,7 @@ def _dtype_index(
     # [Hq], contiguous
     numbers: torch.Tensor | None,
 ) -> int:
-    """Place in SCALAR_DTYPES."""
+    """Returns the index of the dtype in SCALAR_DTYPES; 0 for None."""
     if numbers is None:
         return 0
     assert numbers.is_contiguous(), numbers.stride()
@@ -430,7 +432,7 @@ def _dtype_index(
 
 
 def _is_loadable(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Rows of the tensor can be read 16 bytes at a time."""
+    """Whether rows of the tensor can be read 16 bytes at a time."""
     return (
         tensor.dtype == dtype
         and tensor.stride(-1) == 1
@@ -448,15 +450,15 @@ def _tensor_map(
     cache: torch.Tensor,
     box: int,
 ) -> TensorMapSpec:
-    """Descriptor of a cache in boxes of `box` slots.
+    """Returns the TMA descriptor of a cache with boxes of `box` slots.
 
-    Fastest dimension first: element, slot, head, block.
+    Dimensions, fastest first: element, slot, head, block.
     """
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
     band = 64 if head_dim % 64 == 0 else 32
     strides = []
     for size, stride in ((block_size, 1), (num_kv_heads, 2), (num_blocks, 0)):
-        # The stride of a dimension of one element may be anything; the descriptor's may not.
+        # torch allows any stride for a dimension of size 1; a descriptor does not.
         strides.append(cache.stride(stride) if size > 1 else head_dim)
     return TensorMapSpec(
         cache.data_ptr(),

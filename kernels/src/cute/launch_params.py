@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters of the kernels, in order; what a launch packs and what the traced code names.
+"""Kernel parameters in order, shared by the launch code and the traced code.
 
-Plain integers and one float: a cubin needs nothing of cutlass to be launched. Addresses are of
-the first element, strides count elements. Needs neither cutlass nor a GPU.
+All are plain integers and floats, so a launch does not need cutlass. An address is that of the
+first element; strides are in elements.
 """
 
 ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
 
-# What numbers of a head may be stored as.
+# Dtypes of the values per head (sinks, ALiBi slopes).
 SCALAR_DTYPES = ("float32", "bfloat16", "float16")
 
-# Bytes of a copy engine descriptor; those with boxes take two, of K and V, before the rest.
+# Bytes of a TMA descriptor. Variants with boxes take two, for K and V, before all other parameters.
 DESCRIPTOR_BYTES = 128
 
 FORWARD_PARAMETERS = (
@@ -26,9 +26,9 @@ FORWARD_PARAMETERS = (
     # [parts, part_rows, Hq, Dh] and [parts, part_rows, Hq] float32
     ("part_out", ADDRESS),
     ("part_lse", ADDRESS),
-    # [R, 2] int32: slot of a tree's first part and number of its parts; written
+    # [R, 2] int32, written: slot of a tree's first part and number of its parts
     ("part_record", ADDRESS),
-    # [Hq] numbers of the kinds below; 0 without
+    # [Hq] in the dtypes below; 0: none
     ("sinks", ADDRESS),
     ("slopes", ADDRESS),
     ("query_row", STRIDE),
@@ -48,9 +48,9 @@ FORWARD_PARAMETERS = (
     ("num_trees", INT),
     ("num_kv_heads", INT),
     ("group", INT),
-    # parts that the tiles of all trees are cut into, about; 0: chosen by the lengths
+    # target number of parts of all trees together; 0: chosen by their lengths
     ("forced_parts", INT),
-    # blocks that run at once, and slots of the grid
+    # blocks that the device runs at once, and slots of the grid
     ("resident_ctas", INT),
     ("slots", INT),
     # block size of the cache is 1 << page_shift
@@ -62,10 +62,10 @@ FORWARD_PARAMETERS = (
     ("full", INT),
     # 1: tails are dense
     ("dense", INT),
-    # of SCALAR_DTYPES
+    # indices in SCALAR_DTYPES
     ("sink_dtype", INT),
     ("slope_dtype", INT),
-    # positions that a row attends, its own included; 0 for all
+    # positions that a row attends, including its own; 0: all
     ("window", INT),
     # -2 / cap and cap * log2(e)
     ("cap_in", FLOAT),

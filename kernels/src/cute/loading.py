@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a block's query, its tiles and its mask words come to shared memory."""
+"""Loads a block's query, K/V tiles and mask words to shared memory."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,23 +12,23 @@ from .config import TILE_N, WARPGROUP_ROWS, ForwardConfig
 
 
 class Loading:
-    """Of the kernel of one `ForwardConfig`. `p` are its parameters, `b` what a block works on."""
+    """Mixin of the attention kernel. `p`: its parameters; `b`: a `Bundle` of the block's state."""
 
     config: ForwardConfig
 
     @property
     def column_copies(self) -> int:
-        """Copies of a thread for one K or V tile."""
+        """cp.async copies per thread for one K or V tile."""
         return pages.copies_per_thread(TILE_N, self.config.head_dim, self.config.threads)
 
     @property
     def page_copies(self) -> int:
-        """Pages that a thread holds for a tile."""
+        """Page numbers that a thread holds per tile."""
         return max(self.column_copies, self.config.boxes)
 
     @cute.jit
     def load_query(self, p, b, shared: Int32):
-        """The block's packed rows of the query; zeros past the tree's last row."""
+        """Copies the block's packed rows of the query, with zeros after the tree's last row."""
         config = self.config
         per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
         tile_bytes = cutlass.const_expr(WARPGROUP_ROWS * config.head_dim * ELEMENT_BYTES)
@@ -49,11 +49,11 @@ class Loading:
 
     @cute.jit
     def load_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
-        """Pages of a tile for the copies to come; nothing is read past the block's end."""
+        """Reads the page numbers of a tile for its later copies; none after the last tile."""
         cached = b.cached if tile < end else Int32(0)
         if cutlass.const_expr(self.config.box > 0):
             if tile < b.full_end and tile >= b.full_begin:
-                # The copy engine takes a box from one page.
+                # A TMA box lies in one page.
                 for i in cutlass.range_constexpr(self.config.boxes):
                     column = tile * TILE_N + i * self.config.box
                     page_ids[i] = pages.column_page(
@@ -66,7 +66,7 @@ class Loading:
 
     @cute.jit
     def load_column_pages(self, p, b, tile: Int32, cached: Int32, page_ids: cute.Tensor):
-        """Pages of the columns that this thread copies."""
+        """Reads the page numbers of the columns that this thread copies."""
         config = self.config
         per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
         for step in cutlass.range_constexpr(self.column_copies):
@@ -82,7 +82,7 @@ class Loading:
         self, p, b, begin: Int32, tile: Int32, end: Int32, page_ids: cute.Tensor, copy_key,
         copy_value, keys, values, s_key: cute.Tensor, s_value: cute.Tensor, barriers,
     ):  # fmt: skip
-        """Starts the copies of a tile to its stage, none past the end, and closes their group."""
+        """Starts the copies of a tile, if it is before `end`, and commits their group."""
         config = self.config
         if tile < end:
             stage = (tile - begin) % config.stages
@@ -100,7 +100,7 @@ class Loading:
                     self.copy_columns(p, b, tile, stage, page_ids)
             else:
                 self.copy_columns(p, b, tile, stage, page_ids)
-        # A group a tile, empty ones too, so that the count of groups tells the tile.
+        # One group per tile, even if empty: waits count groups to identify a tile.
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -110,7 +110,7 @@ class Loading:
         # [box slots, band, boxes, bands, stages]
         s_key: cute.Tensor, s_value: cute.Tensor, barriers,
     ):  # fmt: skip
-        """One warp: K and V of a tile, a box of a page and a band at a time, by the copy engine."""
+        """Copies K and V of a full tile by TMA, box by box and band by band. One warp."""
         config = self.config
         band = cutlass.const_expr(pages.band_columns(config.head_dim))
         barrier = barriers + stage
@@ -139,7 +139,7 @@ class Loading:
 
     @cute.jit
     def copy_columns(self, p, b, tile: Int32, stage: Int32, page_ids: cute.Tensor):
-        """All threads: K and V of a tile by 16-byte copies; zeros in columns of no row."""
+        """Copies K and V of a tile by cp.async, zeros in columns without a row. All threads."""
         config = self.config
         per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
         for step in cutlass.range_constexpr(self.column_copies):
@@ -151,7 +151,7 @@ class Loading:
     def copy_chunks_of_column(
         self, p, b, tile: Int32, stage: Int32, row: Int32, chunk: Int32, page: Int32
     ):
-        """Of K and of V, a chunk of 16 bytes of a tile's column `row`; zeros in one of no row."""
+        """Copies 16 bytes each of K and V for a tile's column `row`; zeros if it has no row."""
         config = self.config
         column = tile * TILE_N + row
         valid = column >= b.first_visible and column < b.cached
@@ -174,7 +174,7 @@ class Loading:
 
     @cute.jit
     def sync_mma_threads(self):
-        """A barrier of the threads that compute."""
+        """A barrier of the MMA warpgroups."""
         if cutlass.const_expr(self.config.specialised):
             cute.arch.barrier(barrier_id=1, number_of_threads=self.config.mma_threads)
         else:
@@ -182,7 +182,7 @@ class Loading:
 
     @cute.jit
     def build_masks(self, p, b, s_parents: cute.Tensor, s_words: cute.Tensor):
-        """Mask words of the block's tree rows, while its first tiles are on the way."""
+        """Computes the mask words of the block's tree rows while its first tiles are in flight."""
         config = self.config
         if p.full == 0:
             for i in cutlass.range(b.thread, b.rows, config.mma_threads, unroll=1):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All threads load and compute, a tile after another: the plain scheme of the attention kernel.
+"""The basic main loop of the attention kernel: all threads load and compute, tile by tile.
 
     wait for tile i -> barrier -> start loading tile i + stages - 1 -> S = Q K^T -> mask -> softmax
     -> O = O + P V
 
-The barrier does two things: it shows tile i's copies to all threads, and it proves that every
-warpgroup is done with tile i - 1, whose stage the next load overwrites.
+The barrier makes tile i's copies visible to all threads. It also ensures that every warpgroup has
+finished tile i - 1, whose stage the next load overwrites.
 """
 
 import cutlass
@@ -20,7 +20,7 @@ from .rows import Rows
 
 
 class MainloopBasic(Loading, Rows):
-    """Of the kernel of one `ForwardConfig`."""
+    """Mixin of the attention kernel."""
 
     @cute.jit
     def run_basic(
@@ -30,9 +30,9 @@ class MainloopBasic(Loading, Rows):
         copy_key, copy_value, keys, values, key_boxes: cute.Tensor, value_boxes: cute.Tensor,
         full_barriers,
     ):  # fmt: skip
-        """Tiles `begin` to `end` - 1 of the block's tree."""
+        """Processes tiles `begin` to `end` - 1 of the block's tree."""
         config = self.config
-        # Pages of the tile that is loaded next, read one tile ahead of its copies.
+        # Pages of the next tile to load, read one tile ahead of its copies.
         page_ids = cute.make_rmem_tensor(cute.make_layout(self.page_copies), Int32)
         self.load_query(p, b, Int32(s_query.iterator.toint()))
         self.load_pages(p, b, begin, end, page_ids)
@@ -77,7 +77,7 @@ class MainloopBasic(Loading, Rows):
                 copy_key, copy_value, keys, values, key_boxes, value_boxes, full_barriers,
             )  # fmt: skip
             self.load_pages(p, b, tile + config.stages, end, page_ids)
-            # A warpgroup of padding alone only keeps the barriers.
+            # A warpgroup with only padding just takes part in the barriers.
             if wg_packed < b.packed_rows:
                 warpgroup.fence()
                 gemms.start_qk(frag, wg, stage)

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One warp loads, warpgroups compute, and nobody waits for all: the specialised scheme.
+"""The warp-specialised main loop: a producer warp loads, MMA warpgroups compute.
 
-    the producer:     wait until tile i - stages is released -> load tile i -> tell that it is there
+    the producer:     wait until tile i - stages is released -> load tile i -> signal its arrival
     each warpgroup:   wait for tile i -> start S = Q K_i^T -> start O = O + P V_{i - 1}
                       -> wait for S -> mask, softmax -> wait for O -> release tile i - 1
 
-A stage has two barriers: `full_barriers` completes when its tile has arrived, `released` when every warp
-that computes is done with it. A warpgroup holds two tiles, the keys of one and the values of the
-tile before, so that a product is under way during each softmax; with stages for three more,
-warpgroups drift apart, and the softmax of one falls into the products of the other.
+The full barrier of a stage completes when its tile has arrived, the empty barrier when every MMA
+warp has finished with it. A warpgroup uses the keys of one tile and the values of the tile before,
+so a GEMM is in flight during each softmax. With stages for three more tiles, the warpgroups drift
+apart, and the softmax of one overlaps the GEMMs of the other.
 
-Tiles that come by cp.async are told of CP_ASYNC_LAG tiles later, when they have arrived: the producer waits
-for its own copies, fences them, as products read by another proxy than cp.async writes by, and then
-arrives. It loads tile i once tile i - stages is released, for which tile i - stages + 1 must have
-been told of: that takes CP_ASYNC_LAG + 2 stages.
+The producer signals a tile that it loads by cp.async CP_ASYNC_LAG tiles later: it waits for its own
+copies, issues a proxy fence (wgmma reads by another proxy than cp.async writes), then arrives. It
+loads tile i after the release of tile i - stages, which requires the arrival of tile
+i - stages + 1. Hence at least CP_ASYNC_LAG + 2 stages.
 """
 
 import cutlass
@@ -27,25 +27,25 @@ from .loading import Loading
 from .rows import Rows
 
 LANES = 32
-# Of a tile's columns, those whose pages a lane of the producer reads.
+# Columns of a tile whose pages one lane of the producer reads.
 COLUMNS_PER_LANE = TILE_N // LANES
 
 
 class MainloopSpecialised(Loading, Rows):
-    """Of the kernel of one `ForwardConfig`."""
+    """Mixin of the attention kernel."""
 
     @cute.jit
     def produce(
         self, p, b, begin: Int32, end: Int32, copy_key, copy_value, keys, values,
         key_boxes: cute.Tensor, value_boxes: cute.Tensor, full_barriers,
     ):  # fmt: skip
-        """One warp: loads tiles `begin` to `end` - 1."""
+        """Loads tiles `begin` to `end` - 1. Called by one warp."""
         config = self.config
         empty_barriers = full_barriers + config.stages
         page_ids = cute.make_rmem_tensor(cute.make_layout(config.boxes), Int32)
         self.load_box_pages(p, b, begin, end, page_ids)
         stage = Int32(0)
-        # MainloopBasic of the ring before this one.
+        # Completed passes over the ring.
         passes = Int32(0)
         for tile in cutlass.range(begin, end + CP_ASYNC_LAG, unroll=1):
             if tile < end:
@@ -63,7 +63,7 @@ class MainloopSpecialised(Loading, Rows):
                 if stage == config.stages:
                     stage = Int32(0)
                     passes = passes + 1
-            # A group a tile, empty ones too, so that the count of groups tells the tile.
+            # One group per tile, even if empty: waits count groups to identify a tile.
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(CP_ASYNC_LAG)
             arrived = tile - CP_ASYNC_LAG
@@ -75,7 +75,7 @@ class MainloopSpecialised(Loading, Rows):
 
     @cute.jit
     def load_box_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
-        """Pages of a full tile's boxes; nothing is read past the block's end."""
+        """Reads the pages of a full tile's boxes; nothing for other tiles or after the last one."""
         if tile < end and tile < b.full_end and tile >= b.full_begin:
             for i in cutlass.range_constexpr(self.config.boxes):
                 column = tile * TILE_N + i * self.config.box
@@ -85,7 +85,7 @@ class MainloopSpecialised(Loading, Rows):
 
     @cute.jit
     def copy_columns_by_warp(self, p, b, tile: Int32, stage: Int32):
-        """One warp: K and V of a tile by 16-byte copies; zeros in columns of no row."""
+        """Copies K and V of a tile by cp.async, with zeros in columns without a row. One warp."""
         config = self.config
         per_row = cutlass.const_expr(config.head_dim // pages.CHUNK)
         lane = b.thread % LANES
@@ -108,7 +108,7 @@ class MainloopSpecialised(Loading, Rows):
         s_key: cute.Tensor, s_value: cute.Tensor, s_words: cute.Tensor, s_parents: cute.Tensor,
         full_barriers,
     ):  # fmt: skip
-        """Warpgroups that compute: tiles `begin` to `end` - 1, of which there is at least one."""
+        """Processes tiles `begin` to `end` - 1, at least one. Called by the MMA warpgroups."""
         config = self.config
         empty_barriers = full_barriers + config.stages
         self.load_query(p, b, Int32(s_query.iterator.toint()))
@@ -131,7 +131,7 @@ class MainloopSpecialised(Loading, Rows):
             )
             row_max = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
             row_sum = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-            # What the tile before last was measured against, beside the last, as a factor.
+            # Factor from the previous reference score to the current one.
             correction = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
             positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
             slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ancestor masks: from parents to 64-bit words, and from words to the bits of one tile.
 
-Distances need no positions of tree rows: what a row attends is a chain, so that a key is as far
-behind as the row attends columns after it.
+Distances do not need the positions of tree rows. A row attends a chain, so its distance to a key is
+the number of attended columns after the key.
 """
 
 import cutlass
@@ -14,9 +14,9 @@ from .config import MASK_WORDS, TILE_N, WORD_BITS
 
 @cute.jit
 def low_bits(count: Int32) -> Uint64:
-    """The `count` lowest bits, 0 <= count <= 64."""
+    """Returns a word with the `count` lowest bits set; `count` is clamped to 0..64."""
     clipped = cutlass.min(cutlass.max(count, Int32(0)), Int32(WORD_BITS))
-    # A shift by 64 is undefined, so the full word is set apart.
+    # A shift by 64 is undefined, so the full word is a separate case.
     partial = (Uint64(1) << Uint64(clipped & (WORD_BITS - 1))) - Uint64(1)
     return ~Uint64(0) if clipped == WORD_BITS else partial
 
@@ -32,11 +32,10 @@ def write_words(
     rows: Int32,
     full: Int32,
 ):
-    """Words of tree row `row`: itself and its ancestors, or all `rows` rows when full is 1.
+    """Writes the mask of tree row `row`: itself and its ancestors, or all `rows` rows if full is 1.
 
-    A parent precedes its child, so a walk visits the words from high to low and each is stored
-    once. An entry that does not precede its row ends the walk: whatever the buffer holds, at most
-    `row` steps are taken.
+    A parent precedes its child, so the walk visits words from high to low and stores each once. A
+    parent that does not precede its child ends the walk, so garbage in the buffer cannot loop it.
     """
     for word in cutlass.range_constexpr(MASK_WORDS):
         bits = low_bits(rows - word * WORD_BITS)
@@ -67,7 +66,7 @@ def tile_window(
     # column of the tail's row 0
     tail: Int32,
 ) -> Uint64:
-    """Bit c: whether the row of `slot` attends column `column` + c, 0 <= c < TILE_N."""
+    """Returns the mask of a tile: bit c is set if the row of `slot` attends column `column` + c."""
     offset = column - tail
     window = Uint64(0)
     if offset < 0:
@@ -90,7 +89,7 @@ def rows_from(
     slot: Int32,
     first: Int32,
 ) -> Int32:
-    """How many tree rows from row `first` on, or of all, the row of `slot` attends."""
+    """Returns how many tree rows from row `first` on the row of `slot` attends."""
     count = Int32(0)
     for word in cutlass.range_constexpr(MASK_WORDS):
         kept = words[slot, word] & ~low_bits(first - word * WORD_BITS)
@@ -100,13 +99,14 @@ def rows_from(
 
 @cute.jit
 def context_window(position: Int32, window: Int32, column: Int32) -> Uint64:
-    """Bit c: whether a row at `position` attends column `column` + c of a tile of context."""
+    """Returns the window mask of a context tile: bit c is set if a row at `position` attends column
+    `column` + c."""
     return ~low_bits(position - window + 1 - column)
 
 
 @cute.jit
 def keep_last(bits: Uint64, after: Int32, window: Int32) -> Uint64:
-    """The highest bits that, with `after` columns past the tile, make at most `window`."""
+    """Clears the lowest set bits until the rest and `after` later columns are at most `window`."""
     count = Int32(cute.arch.popc(bits))
     drop = cutlass.min(after + count - window, count)
     while drop > 0:

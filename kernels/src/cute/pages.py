@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading of tiles: where a column's K/V lie, where a chunk goes in shared memory, the copies.
+"""Addresses of a column's K/V in the paged cache and of a 16-byte chunk in shared memory.
 
-A tile is rows of Dh elements in the layout that wgmma reads: bands of 64 columns (32 for a head
-size of 96), each band rows x 128 (64) bytes, 16-byte chunks swizzled within groups of 8 rows. The
-same bytes serve K as a K-major operand and V as an MN-major one.
+A tile is in the layout of wgmma operands: bands of 64 elements of Dh (32 for Dh 96), each of
+rows x 128 (64) bytes, with 16-byte chunks swizzled within groups of 8 rows. K is read as a K-major
+operand and V as an MN-major operand of the same layout.
 """
 
 import cutlass
@@ -17,7 +17,7 @@ CHUNK = 8  # elements
 
 
 def band_columns(head_dim: int) -> int:
-    """Columns of a band: the widest of 128 and 64 bytes that divides a row."""
+    """Returns the elements of a band: 128 bytes, or 64 if 128 does not divide a row."""
     return 64 if head_dim % 64 == 0 else 32
 
 
@@ -25,19 +25,19 @@ def band_columns(head_dim: int) -> int:
 def chunk_offset(
     row: Int32, chunk: Int32, rows: cutlass.Constexpr, head_dim: cutlass.Constexpr
 ) -> Int32:
-    """Byte offset of a row's 16-byte chunk in a tile of `rows` rows that starts swizzle-aligned."""
+    """Returns the byte offset of a row's 16-byte chunk in a swizzle-aligned tile of `rows` rows."""
     band_bytes = cutlass.const_expr(2 * band_columns(head_dim))
     per_band = cutlass.const_expr(band_bytes // CHUNK_BYTES)
     linear = (
         chunk // per_band * (rows * band_bytes) + row * band_bytes + chunk % per_band * CHUNK_BYTES
     )
-    # The chunk number within a row is exclusive-ored with the row number within its group.
+    # XOR the chunk number in the row with the row number in its group of 8.
     return linear ^ ((linear >> 3) & (band_bytes - CHUNK_BYTES))
 
 
 @cute.jit
 def copy_chunk(shared: Int32, address: Int64, valid: cutlass.Boolean):
-    """Asynchronous copy of 16 bytes to shared memory; zeros, and no read, unless valid."""
+    """Copies 16 bytes to shared memory by cp.async; if not valid, writes zeros, reads nothing."""
     size = Int32(CHUNK_BYTES) if valid else Int32(0)
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
@@ -50,12 +50,12 @@ def column_page(
     # address of this request's row of the block table
     table: Int64,
     column: Int32,
-    # columns from `first_visible` to `cached` lie in the cache
+    # columns from `first_visible` to `cached` may be read from the cache
     first_visible: Int32,
     cached: Int32,
     page_shift: Int32,
 ) -> Int32:
-    """Page of a column, 0 for one that is not in the cache (the table is not read for it)."""
+    """Returns the page of a column; 0, without a read, for a column outside the range."""
     page = Int32(0)
     if column >= first_visible and column < cached:
         entry = table + Int64(column >> page_shift) * 4
@@ -74,20 +74,20 @@ def page_element(
     block_stride: Int64,
     slot_stride: Int64,
 ) -> Int64:
-    """Element offset of a cached column from the head's first element."""
+    """Returns the element offset of a cached column from the head's first element."""
     inside = column & ((Int32(1) << page_shift) - 1)
     return Int64(page) * block_stride + Int64(inside) * slot_stride
 
 
 @cute.jit
 def chunks_of(thread: Int32, step: Int32, threads: Int32, per_row: cutlass.Constexpr):
-    """(row, chunk within the row) of a thread's copy number `step`; neighbours share a row."""
+    """Returns (row, chunk in the row) of a thread's copy `step`; neighbours share a row."""
     index = step * threads + thread
     return index // per_row, index % per_row
 
 
 def copies_per_thread(rows: int, head_dim: int, threads: int) -> int:
-    """Copies of each thread to fill a tile; the last may be past the end."""
+    """Returns the copies per thread to fill a tile; the last may be past its end."""
     return -(-rows * (head_dim // CHUNK) // threads)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a warpgroup does to its rows between and after products: features, masks, storing."""
+"""Work of a warpgroup on its rows besides the GEMMs: score features, masks, output."""
 
 import math
 
@@ -15,18 +15,18 @@ LOG2_E = math.log2(math.e)
 
 
 class Rows:
-    """Of the kernel of one `ForwardConfig`. `p` are its parameters, `b` what a block works on."""
+    """Mixin of the attention kernel. `p`: its parameters; `b`: a `Bundle` of the block's state."""
 
     config: ForwardConfig
 
     @cute.jit
     def scale_log2(self, p) -> Float32:
-        """What scores are still to be multiplied by in the softmax."""
+        """Returns the factor that the softmax applies to scores."""
         return Float32(1.0) if cutlass.const_expr(self.config.prescaled) else p.scale_log2
 
     @cute.jit
     def mask_slot(self, p, first_packed: Int32, packed: Int32, packed_rows: Int32) -> Int32:
-        """Row of the mask words that a packed row uses; padding uses the last real row's."""
+        """Returns the row of the mask words of a packed row; padding uses the last real row."""
         clipped = cutlass.min(packed, packed_rows - 1)
         return clipped // p.group - first_packed // p.group
 
@@ -36,7 +36,7 @@ class Rows:
         wg_packed: Int32, wg_thread: Int32, output: cute.Tensor, row_max: cute.Tensor,
         row_sum: cute.Tensor,
     ):  # fmt: skip
-        """The finished rows, or this block's part of them where the tree has several."""
+        """Normalises and stores the rows, or their partial results if the tree is split."""
         flat = cute.make_tensor(output.iterator, cute.make_layout(cute.size(output)))
         num_heads = p.num_kv_heads * p.group
         for r in cutlass.range_constexpr(softmax.ROWS):
@@ -45,8 +45,8 @@ class Rows:
             if packed < b.packed_rows:
                 tree_row = packed // p.group
                 head = b.kv_head * p.group + packed % p.group
-                # A row may attend no column of its part: it has sum 0 and adds nothing. A sum of
-                # NaN is a row's that attends NaN.
+                # A row that attends no column of this part has sum 0 and contributes nothing.
+                # A NaN sum is kept: the row attends NaN.
                 correction = Float32(1.0)
                 top = row_max[r] * scale_log2
                 if p.sinks != 0 and part == 0:
@@ -81,7 +81,7 @@ class Rows:
         self, flat: cute.Tensor, r: cutlass.Constexpr, inverse: Float32, first: Int64,
         element: cutlass.Constexpr,
     ):  # fmt: skip
-        """A thread's pairs of accumulator row r, 8 columns apart, scaled by `inverse`."""
+        """Stores a thread's pairs of accumulator row r, 8 columns apart, scaled by `inverse`."""
         for j in cutlass.range_constexpr(cute.size(flat) // 4):
             pair = cute.make_rmem_tensor(cute.make_layout(2), element)
             for c in cutlass.range_constexpr(2):
@@ -93,7 +93,7 @@ class Rows:
         self, p, b, s_words: cute.Tensor, wg_packed: Int32, wg_thread: Int32,
         positions: cute.Tensor, slopes: cute.Tensor,
     ):  # fmt: skip
-        """Positions of a thread's rows and, in base two, slopes of their heads."""
+        """Sets the positions of a thread's rows and the slopes of their heads, in base two."""
         for r in cutlass.range_constexpr(softmax.ROWS):
             last = cutlass.min(wg_packed + softmax.row_of(wg_thread, r), b.packed_rows - 1)
             own = self.mask_slot(p, b.first_packed, last, b.packed_rows)
@@ -107,7 +107,7 @@ class Rows:
         self, p, b, s_words: cute.Tensor, tile: Int32, wg_packed: Int32, wg_thread: Int32,
         positions: cute.Tensor, slopes: cute.Tensor, scores: cute.Tensor,
     ):  # fmt: skip
-        """A tile's scores with soft cap and slopes, -inf where a row does not attend a column."""
+        """Applies soft cap, ALiBi and the masks to the scores of a tile."""
         config = self.config
         if cutlass.const_expr(config.prescaled):
             softmax.scale_scores(scores, p.scale_log2)

@@ -2,11 +2,11 @@
 """Online softmax on the accumulator of one warpgroup, and the layout of that accumulator.
 
 A wgmma accumulator m64nN holds in thread t of the warpgroup, at flat index c + 2 * r + 4 * j,
-row 16 * (t // 32) + (t % 32) // 4 + 8 * r and column 8 * j + 2 * (t % 4) + c. A row lies in the
-four threads of a quad. Sixteen columns in a row of this order are one register operand of the
-next wgmma, so probabilities become its A operand without a shuffle.
+row 16 * (t // 32) + (t % 32) // 4 + 8 * r and column 8 * j + 2 * (t % 4) + c. The four
+threads of a quad hold a row. Sixteen consecutive columns in this order form a register operand of
+wgmma, so P becomes operand A of the second GEMM without a shuffle.
 
-Sums are kept in base two: weights are exp2((score - max) * scale * log2(e)).
+Weights are exp2((score - max) * scale * log2(e)).
 """
 
 import cutlass
@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, Uint64
 
 ROWS = 2  # rows of one thread
-# In powers of two: sums of weights stay far inside float32, weights inside float16.
+# Largest log2 of a weight: sums stay far within float32, weights within float16.
 RESCALE_THRESHOLD = 8.0
 
 
@@ -32,7 +32,7 @@ def quad_sum(value: Float32) -> Float32:
 
 @cute.jit
 def mask_row(scores: cute.Tensor, r: cutlass.Constexpr, window: Uint64, lane: Int32):
-    """Scores of a thread's row r become -inf where the window's bit is clear."""
+    """Sets the scores of a thread's row r to -inf where the bit of `window` is 0."""
     own = window >> Uint64(2 * (lane % 4))
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
@@ -43,17 +43,17 @@ def mask_row(scores: cute.Tensor, r: cutlass.Constexpr, window: Uint64, lane: In
 
 @cute.jit
 def scale_scores(scores: cute.Tensor, scale_log2: Float32):
-    """Scores in base two, for what comes before the softmax; that then takes a scale of 1."""
+    """Scales scores before soft cap or ALiBi. The softmax then uses a scale of 1."""
     for i in cutlass.range_constexpr(cute.size(scores)):
         scores[i] = scores[i] * scale_log2
 
 
 @cute.jit
 def cap_scores(scores: cute.Tensor, cap_in: Float32, cap_out: Float32):
-    """Scores s in base two become cap * tanh(s / cap); see `launch_params` for the two numbers.
+    """Replaces scores s by cap * tanh(s / cap); see `launch_params` for the two numbers.
 
-    tanh x is 2 / (1 + exp(-2 x)) - 1, which takes one register a score, and there are no others: an
-    exponential that overflows has the reciprocal 0, and -1 is right.
+    tanh x = 2 / (1 + exp(-2 x)) - 1 needs one register per score, and no more are free. If the
+    exponential overflows, its reciprocal is 0 and the result -1 is correct.
     """
     twice = cap_out * 2.0
     for i in cutlass.range_constexpr(cute.size(scores)):
@@ -65,7 +65,7 @@ def cap_scores(scores: cute.Tensor, cap_in: Float32, cap_out: Float32):
 def apply_alibi(
     scores: cute.Tensor, r: cutlass.Constexpr, slope: Float32, distance: Int32, lane: Int32
 ):
-    """Scores of a thread's row r of a tile of context, whose column 0 is `distance` behind it."""
+    """Subtracts the ALiBi bias of a thread's row r, at `distance` from column 0 of a context tile."""
     own = distance - 2 * (lane % 4)
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
@@ -78,14 +78,14 @@ def apply_alibi_tail(
     scores: cute.Tensor,
     r: cutlass.Constexpr,
     slope: Float32,
-    # attended columns of the tile, and how many are attended after it
+    # attended columns of the tile, and number of attended columns after it
     bits: Uint64,
     after: Int32,
     lane: Int32,
 ):
-    """Scores of a thread's row r of a masked tile; columns out of sight may get anything."""
+    """Subtracts the ALiBi bias in a masked tile. Masked columns get arbitrary values."""
     own = bits >> Uint64(2 * (lane % 4))
-    # Halves: shifts of 64 bits take twice the registers, of which there are none to spare.
+    # In halves: 64-bit shifts need twice the registers, and none are free.
     low, high = Uint32(own & Uint64(0xFFFFFFFF)), Uint32(own >> Uint64(32))
     behind = after - 1
     behind_low = behind + Int32(cute.arch.popc(high))
@@ -101,25 +101,25 @@ def apply_alibi_tail(
 
 @cute.jit
 def online_softmax(
-    # accumulator of the scores; becomes the weights
+    # accumulator of the scores; replaced by the weights
     scores: cute.Tensor,
     # accumulator of the output; rescaled
     output: cute.Tensor,
-    # [ROWS] the score that weights are measured against, a running maximum with slack, and this
-    # thread's part of the running sum
+    # [ROWS] reference score (a running maximum, see below) and this thread's part of the
+    # running sum
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
     scale_log2: Float32,
 ):
-    """Takes one tile into the running maximum and sum. A row without a column so far stays 0.
+    """Adds one tile to the running maximum and sum. Rows without an attended column keep sum 0.
 
-    The maximum follows only when a score passes it by more than RESCALE_THRESHOLD: until then weights up
-    to 2 ** RESCALE_THRESHOLD are as exact, in 16 bits too, and the output need not be rescaled, which
-    would be an eighth of all instructions.
+    The reference score changes only if a score exceeds it by more than RESCALE_THRESHOLD. Weights
+    up to 2 ** RESCALE_THRESHOLD are as precise, also in 16 bits, and rescaling the output for every
+    tile would be an eighth of all instructions.
     """
     for r in cutlass.range_constexpr(ROWS):
         highest = _highest(scores, row_max, r)
-        # True of a first column too: anything less -inf is inf. Not of an empty row: NaN.
+        # True for a first attended column (the difference is inf), false for an empty row (NaN).
         if (highest - row_max[r]) * scale_log2 > RESCALE_THRESHOLD:
             correction = cute.math.exp2((row_max[r] - highest) * scale_log2, fastmath=True)
             row_max[r] = highest
@@ -136,11 +136,11 @@ def online_softmax_deferred(
     scores: cute.Tensor,
     row_max: cute.Tensor,
     row_sum: cute.Tensor,
-    # [ROWS] becomes what the output is to be multiplied by, see `rescale_output`
+    # [ROWS] written: factor for `rescale_output`
     correction: cute.Tensor,
     scale_log2: Float32,
 ):
-    """`online_softmax` while a product still adds to the output, which is left as it is."""
+    """`online_softmax` without rescaling the output, into which a GEMM still accumulates."""
     for r in cutlass.range_constexpr(ROWS):
         highest = _highest(scores, row_max, r)
         correction[r] = Float32(1.0)
@@ -153,7 +153,7 @@ def online_softmax_deferred(
 
 @cute.jit
 def rescale_output(output: cute.Tensor, correction: cute.Tensor):
-    """The output's rows by what `online_softmax_deferred` left; nothing is done to a row that is to stay."""
+    """Multiplies the output by the factors of `online_softmax_deferred`; skips factors of 1."""
     for r in cutlass.range_constexpr(ROWS):
         if correction[r] != 1.0:
             for j in cutlass.range_constexpr(cute.size(output) // 4):
@@ -176,8 +176,8 @@ def _exponentiate_row(
     scores: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor, r: cutlass.Constexpr,
     scale_log2: Float32,
 ):  # fmt: skip
-    """Scores of a thread's row r become weights, which enter its sum."""
-    # -inf less -inf is NaN, so an empty row is measured against 0.
+    """Replaces the scores of a thread's row r by weights and adds these to its sum."""
+    # -inf - -inf is NaN, so an empty row uses the reference 0.
     reference = Float32(0.0) if row_max[r] == -Float32.inf else row_max[r]
     shift = reference * scale_log2
     total = row_sum[r]
@@ -192,5 +192,5 @@ def _exponentiate_row(
 
 @cute.jit
 def row_of(thread: Int32, r: cutlass.Constexpr) -> Int32:
-    """Accumulator row of a warpgroup's thread."""
+    """Returns the accumulator row of a warpgroup's thread."""
     return thread // 32 * 16 + thread % 32 // 4 + 8 * r

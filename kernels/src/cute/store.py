@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where compiled variants lie: shipped with the package, or in the user's cache.
+"""Stores compiled variants, in the package or in the user's cache.
 
-Each is `<name>.cubin`, the machine code, and `<name>.ptx`, which a driver that refuses the machine
-code may still compile, with `<name>.json` beside them. One whose recorded sources differ from those
-at hand, or whose bytes are not those recorded, counts as absent: a stale kernel is worse than none.
+A variant is `<name>.cubin`, `<name>.ptx` (for drivers that refuse the cubin) and `<name>.json`. It
+counts as absent if the recorded digest of its sources or of its bytes does not match.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from pathlib import Path
 from .config import CombineConfig, ForwardConfig
 
 SHIPPED = Path(__file__).parent / "cubins"
-# Sources that a cubin does not depend on.
+# Modules that cubins do not depend on.
 _HOST_ONLY = ("__init__.py", "driver.py", "launch.py", "store.py")
 
 
 class CuteUnavailable(RuntimeError):
-    """The CuTe kernel cannot be had here; the message says why."""
+    """The CuTe kernel is unavailable; the message says why."""
 
 
 @dataclass(frozen=True)
 class StoredKernel:
-    """A compiled variant; `images` are what the driver may load, best first."""
+    """A compiled variant. `images` are loadable by the driver, best first."""
 
     name: str
     entry: str
@@ -48,15 +47,15 @@ class StoredKernel:
 
 
 def sources() -> list[Path]:
-    """Every source that a cubin is made from."""
+    """Returns all sources that a cubin depends on."""
     folder = Path(__file__).parent
     paths = sorted([*folder.glob("*.py"), folder.parent / "cuda_contract.py"])
     return [path for path in paths if path.name not in _HOST_ONLY]
 
 
 def code_of(source: str) -> str:
-    """`source` without comments, docstrings and empty lines."""
-    # Not `ast.unparse`: what it writes differs between releases of Python.
+    """Returns `source` without comments, docstrings and empty lines."""
+    # Not `ast.unparse`: its output differs between Python releases.
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -72,7 +71,7 @@ def code_of(source: str) -> str:
 
 @cache
 def sources_digest() -> str:
-    """Digest of the code of all `sources`: a change of a comment leaves cubins valid."""
+    """Returns the digest of the code of all `sources`. Changes of comments keep cubins valid."""
     digest = hashlib.sha256()
     for path in sources():
         digest.update(f"{path.name}\0{code_of(path.read_text())}\0".encode())
@@ -80,7 +79,7 @@ def sources_digest() -> str:
 
 
 def cache_root() -> Path | None:
-    """$SPECPLUG_CACHE, or its default; None for a user without a home."""
+    """Returns $SPECPLUG_CACHE or its default; None for a user without a home directory."""
     override = os.environ.get("SPECPLUG_CACHE")
     try:
         return Path(override).expanduser() if override else Path.home() / ".cache" / "specplug"
@@ -89,18 +88,18 @@ def cache_root() -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Where compiled variants of these sources are kept for the user, or for this process."""
+    """Returns the folder for variants of these sources; without a cache root, a temporary one."""
     root = cache_root() or Path(tempfile.gettempdir()) / f"specplug-{os.getpid()}"
     return root / "cubins" / sources_digest()
 
 
 def as_stored(made) -> StoredKernel:
-    """A `compile.Compiled` as it is stored."""
+    """Converts a `compile.Compiled`."""
     return StoredKernel(made.name, made.entry, made.param_bytes, made.cubin, made.ptx.encode())
 
 
 def write(folder: Path, kernel: StoredKernel) -> None:
-    """Stores a kernel; a reader never sees half of one, as the record comes last."""
+    """Stores a kernel. The record is written last, so a reader never sees an incomplete one."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "entry": kernel.entry,
@@ -121,7 +120,7 @@ def write(folder: Path, kernel: StoredKernel) -> None:
 
 
 def read(folder: Path, name: str) -> StoredKernel | str:
-    """The stored kernel, or why it is not usable."""
+    """Returns the stored kernel, or why it is not usable."""
     try:
         record = json.loads((folder / f"{name}.json").read_text())
         cubin = (folder / f"{name}.cubin").read_bytes()
@@ -143,7 +142,7 @@ def can_compile() -> bool:
 
 
 def missing(config: ForwardConfig | CombineConfig) -> str | None:
-    """Why a variant can neither be read nor compiled here, or None."""
+    """Returns why a variant can be neither read nor compiled, or None."""
     if can_compile():
         return None
     found = [read(folder, config.name) for folder in (SHIPPED, cache_folder())]
@@ -156,10 +155,10 @@ def missing(config: ForwardConfig | CombineConfig) -> str | None:
 
 
 def obtain(config: ForwardConfig | CombineConfig) -> StoredKernel:
-    """A variant from the package, else from the cache, else compiled now and cached.
+    """Returns a variant from the package or the cache; otherwise compiles and caches it.
 
     Raises:
-        CuteUnavailable: naming each attempt's outcome.
+        CuteUnavailable: with the outcome of each attempt.
     """
     for folder in (SHIPPED, cache_folder()):
         found = read(folder, config.name)
@@ -175,7 +174,7 @@ def obtain(config: ForwardConfig | CombineConfig) -> StoredKernel:
     except Exception as error:  # the compiler's errors have no common base
         raise CuteUnavailable(f"{config.name} does not compile here: {error}") from error
     kernel = as_stored(made)
-    # A cache that cannot be written costs time at the next start, no more.
+    # If the cache is not writable, the next start only takes longer.
     with contextlib.suppress(OSError):
         write(cache_folder(), kernel)
     return kernel

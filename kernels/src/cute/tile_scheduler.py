@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tree a block works on, and which part of it: found from the plan by a warp of each block.
+"""Finds which tree a block works on, and which part of it. One warp of each block computes it.
 
-The grid is fixed by the launch, the lengths are on the device. The warp reads all of them, a tree a
-lane. Of a few sizes of parts it takes the one by which the device is done first, see
-`schedule.estimate_makespan`, and comes to the same schedule as every other block: parts of the trees that
-are cut fill the first slots, as what is largest is best begun first, then follow whole trees in
-three classes of size. Slots past these have nothing to do.
+The launch fixes the grid, but only the device knows the lengths. The warp reads all of them, one
+tree per lane. Of a few part sizes it takes the one with the smallest `schedule.estimate_makespan`.
+All blocks compute the same schedule: the parts of split trees have the first slots, because long
+blocks should start first; whole trees in three size classes follow. The other slots are idle.
 
-Blocks of a slot, for all row blocks and heads, take the same columns: they run at about the same
-time, so that the row blocks of a head share in L2 what they read.
+The blocks of a slot (all row blocks and heads) read the same columns at about the same time, so the
+row blocks of a head share them in L2.
 """
 
 import cutlass
@@ -21,13 +20,13 @@ from .access import int32_at
 from .config import CUT_COST, WAVES, WHOLE_COST
 
 LANES = 32
-# Two counts in one number.
+# Two counts are packed in one number, the second in units of this.
 _HIGH = 1 << 16
 
 
 @cute.jit
 def tiles_of(plan: Int64, trees: Int32, tree: Int32, window: Int32, dense: Int32) -> Int32:
-    """Tiles that a tree's rows attend; 0 for a skipped tree, and past the last."""
+    """Returns the tiles that a tree's rows attend; 0 for a skipped tree and after the last tree."""
     tiles = Int32(0)
     if tree < trees:
         rows = cutlass.min(int32_at(plan, PLAN_ROW_COUNT * trees + tree), Int32(MAX_TREE_ROWS))
@@ -43,7 +42,7 @@ def tiles_of(plan: Int64, trees: Int32, tree: Int32, window: Int32, dense: Int32
 def row_blocks_of(
     plan: Int64, trees: Int32, tree: Int32, group: Int32, tile_m: cutlass.Constexpr
 ) -> Int32:
-    """Row blocks of a tree; 0 past the last."""
+    """Returns the row blocks of a tree; 0 after the last tree."""
     blocks = Int32(0)
     if tree < trees:
         rows = cutlass.min(int32_at(plan, PLAN_ROW_COUNT * trees + tree), Int32(MAX_TREE_ROWS))
@@ -67,7 +66,7 @@ def warp_max(value: Int32) -> Int32:
 
 @cute.jit
 def warp_scan(value: Int32, lane: Int32) -> Int32:
-    """Sum of the lanes up to this one."""
+    """Returns the inclusive prefix sum over the lanes."""
     for i in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(value, offset=1 << i)
         value = value + (below if lane >= (1 << i) else Int32(0))
@@ -76,9 +75,9 @@ def warp_scan(value: Int32, lane: Int32) -> Int32:
 
 @cute.jit
 def part_size(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32:
-    """Tiles that parts aim at, of the kernel's parameters `p`.
+    """Returns the target size of parts in tiles; `p` are the kernel's parameters.
 
-    The finest of the sizes by waves, unless a coarser one is at least a sixteenth faster.
+    Takes the size with the most waves, unless a coarser one is at least a sixteenth faster.
     """
     total = Int32(0)
     work = Int32(0)
@@ -87,7 +86,7 @@ def part_size(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32
         blocks = row_blocks_of(p.plan, p.num_trees, base + lane, p.group, tile_m)
         total = total + tiles
         work = work + tiles * blocks
-    # Parts must find their slots, whatever the lengths.
+    # The parts must fit the slots for all lengths.
     least = schedule.tiles_per_part(warp_sum(total), p.slots - p.num_trees)
     size = cutlass.max(schedule.tiles_per_part(warp_sum(total), p.forced_parts), least)
     if p.forced_parts == 0:
@@ -141,8 +140,8 @@ def part_size(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32
 
 @cute.jit
 def _slot_counts(tiles: Int32, parts: Int32, size: Int32):
-    """Parts of a cut tree, whole trees above a share, above half of one, and of less: two in a
-    number each."""
+    """Returns two packed pairs of counts: (parts of a split tree, whole trees above the part size)
+    and (whole trees above half of it, smaller whole trees)."""
     large = Int32(0)
     small = Int32(0)
     if parts > 1:
@@ -158,7 +157,7 @@ def _slot_counts(tiles: Int32, parts: Int32, size: Int32):
 
 @cute.jit
 def work_of_slot(p, window: Int32, slot: Int32, lane: Int32, tile_m: cutlass.Constexpr):
-    """(tree, part, parts) of a slot; tree is -1 where there is nothing to do."""
+    """Returns (tree, part, parts) of a slot; tree is -1 for an idle slot."""
     size = part_size(p, window, lane, tile_m)
     large = Int32(0)
     small = Int32(0)
