@@ -393,10 +393,10 @@ def _commit_conv_kernel(
     source = own + tl.load(slots + tree) * conv_slot
     last = tl.load(last_rows + tree)
     # The oldest first: what is kept moves towards it, over what nothing reads any more.
-    for place in tl.static_range(KEPT):
+    for tap in tl.static_range(KEPT):
         row = last
         outside = last * 0
-        for _ in tl.static_range(KEPT - 1 - place):
+        for _ in tl.static_range(KEPT - 1 - tap):
             row = tl.where(row >= 0, tl.load(parents + tl.maximum(row, 0)), row)
             outside += tl.where(row < 0, 1, 0)
         if row >= 0:
@@ -404,7 +404,7 @@ def _commit_conv_kernel(
             x = x.to(conv_states.dtype.element_ty)
         else:
             x = tl.load(source + (KEPT - outside) * conv_step, mask=valid, other=0.0)
-        tl.store(own + target * conv_slot + place * conv_step, x, mask=valid)
+        tl.store(own + target * conv_slot + tap * conv_step, x, mask=valid)
 
 
 def tree_conv_triton(

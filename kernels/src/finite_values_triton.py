@@ -158,8 +158,8 @@ def _isolate_token_scales_kernel(
     slot = tl.load(slots + row, mask=row < num_rows, other=-1)
     stored = slot >= 0
     page = slot // PAGE
-    place = slot % PAGE
-    scale_at = page * scale_block + place * scale_token + head * scale_head
+    page_slot = slot % PAGE
+    scale_at = page * scale_block + page_slot * scale_token + head * scale_head
     scale = tl.load(value_scales + scale_at, mask=stored, other=0.0)
     # NaN compares as false.
     bad_scale = (tl.abs(scale) < float("inf")) == 0
@@ -167,7 +167,9 @@ def _isolate_token_scales_kernel(
     if FLOATS:
         dims = tl.arange(0, PADDED_DIM)
         inside = stored[:, None] & (dims < HEAD_DIM)[None, :]
-        value_at = values + (page * value_block + place * value_token + head * value_head)[:, None]
+        value_at = (
+            values + (page * value_block + page_slot * value_token + head * value_head)[:, None]
+        )
         value_at += dims[None, :]
         # e4m3 has no infinity, and NaN of both signs.
         nan = inside & ((tl.load(value_at, mask=inside, other=0) & 0x7F) == 0x7F)

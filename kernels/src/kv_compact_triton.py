@@ -69,7 +69,7 @@ def _compact_paths_kernel(
     element = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = element < num_heads * HEAD_DIM
     dim = element % HEAD_DIM
-    place = element // HEAD_DIM * head_stride + tl.where(
+    offset = element // HEAD_DIM * head_stride + tl.where(
         is_value == 1, dim * value_dim, dim * key_dim
     )
     for k in range(0, count):
@@ -81,8 +81,8 @@ def _compact_paths_kernel(
             to_page = tl.load(table + target // PAGE).to(tl.int64)
             from_slot = from_page * block_stride + source % PAGE * token_stride
             to_slot = to_page * block_stride + target % PAGE * token_stride
-            value = tl.load(cache + from_slot + place, mask=inside)
-            tl.store(cache + to_slot + place, value, mask=inside)
+            value = tl.load(cache + from_slot + offset, mask=inside)
+            tl.store(cache + to_slot + offset, value, mask=inside)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def gather_kv_reference(
     # [2, M, Dh] element offsets of the destination tokens
     to = layout.tables[:, dst_slots % size].long()
     for layer, (src, dst) in enumerate(zip(src_caches, dst_caches, strict=True)):
-        for source, target, table, place in zip(
+        for source, target, table, offsets in zip(
             layout.views(src), layout.views(dst), layout.tables, to, strict=True
         ):
             for head in range(heads):
@@ -60,7 +60,7 @@ def gather_kv_reference(
                 values = blocks.gather(1, table[picked % size].long())
                 for i, slot in enumerate(dst_slots.tolist()):
                     # Views of one block are not contiguous over heads, but one head's interior is.
-                    target[slot // size, head].view(-1)[place[i]] = values[i]
+                    target[slot // size, head].view(-1)[offsets[i]] = values[i]
 
 
 def key_scores(

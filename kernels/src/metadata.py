@@ -99,12 +99,12 @@ class TreeAttnMetadata:
 
     @property
     def num_trees(self) -> int:
-        """R, the skipped places of a plan among them."""
+        """R, including skipped columns of the plan."""
         return self.plan.shape[1]
 
     @property
     def num_rows(self) -> int:
-        """M, the rows that the mask has places for."""
+        """M, the rows of the mask."""
         mask = self.mask_words if self.parent_rows is None else self.parent_rows
         assert mask is not None
         return mask.shape[0]
@@ -116,10 +116,10 @@ def plan_columns(
     row_start: Sequence[int],
     row_count: Sequence[int],
     context_lens: Sequence[int],
-    # int32 [5, places], zeroed, places >= R; a new one of R places if not given
+    # int32 [5, >= R], zeroed; default: a new array [5, R]
     out: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """`TreeAttnMetadata.plan` of R trees; what `out` has beyond them stays as it is."""
+    """Returns `TreeAttnMetadata.plan` of R trees. Leaves columns of `out` after them unchanged."""
     num_trees = len(row_count)
     plan = np.empty((PLAN_ROWS, num_trees), dtype=np.int32) if out is None else out
     if num_trees:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What followed a request's last few tokens earlier in it: hash tables in C++, readable in Python.
+"""N-gram index of a request's tokens: hash tables in C++, and a readable reference in Python.
 
-`lookup` gives whole continuations of the text, `graft` one more token below every node of a tree.
+`lookup` returns whole continuations of the text. `graft` adds next tokens below every node of a
+tree.
 
-Both give the same answers, whatever their hashes are seeded with, and both look at no more than
-`MAX_OCCURRENCES` places per suffix length, whatever the text. Per token and suffix length the
-compiled index keeps 4 bytes for links and 8 for its tables; it reads the tokens where they lie.
+Both implementations return the same results for every hash seed. Both examine at most
+`MAX_OCCURRENCES` positions per suffix length. The compiled index needs 12 bytes per token and
+suffix length (4 for links, 8 for tables) and does not copy the tokens.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from .extension import has_cpu_extension
 MIN_SUFFIX = 1
 """Shortest suffix that is looked up."""
 MAX_OCCURRENCES = 4
-"""Occurrences of one suffix that are looked at, the latest ones."""
+"""Number of latest occurrences of a suffix that are examined."""
 
 _FIRST_CAPACITY = 1024
-# N-gram nodes less probable than this are worth no row under any budget.
+# Minimum score of an n-gram node: a less probable one is not worth a row under any budget.
 _LOWEST_SCORE = math.log(1 / 256)
 
 # A tree: tokens int64, parents int32 (-1: the root), depths int32 and scores float32, [M] each.
@@ -36,7 +37,7 @@ TreeArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class NgramIndex(ABC):
-    """Where each short suffix occurred in one request's tokens; grows with them.
+    """The positions of every short suffix in one request's tokens. It grows with the tokens.
 
     Args:
         longest: longest suffix that is looked up.
@@ -46,26 +47,25 @@ class NgramIndex(ABC):
         assert longest >= MIN_SUFFIX, longest
         self.longest = longest
         self.num_tokens = 0
-        """Tokens taken in."""
+        """Number of indexed tokens."""
 
     @abstractmethod
     def lookup(
         self,
-        # [n], the request's tokens; those of the last call and perhaps more
+        # [n], the request's tokens: those of the last call and possibly more
         tokens: np.ndarray,
         count: int,
         length: int,
         vocab_size: int = 1 << 31,
     ) -> list[tuple[int, list[int]]]:
-        """Takes in the new tokens and finds what may follow them.
+        """Indexes the new tokens and returns candidate continuations.
 
-        A continuation that reaches the end of the tokens goes on with itself, as periodic text
-        does.
+        A continuation that reaches the end of the tokens repeats itself, like periodic text.
 
         Returns:
             At most `count` (matched suffix length, `length` tokens) pairs with different tokens,
-            longer matches first, then later occurrences. They end before a token that is not one
-            of `vocab_size`, and may be empty then.
+            longer matches first, then later occurrences. A continuation ends before the first
+            token id >= `vocab_size`, so it may be empty.
         """
 
     @abstractmethod
@@ -108,13 +108,14 @@ class NgramIndex(ABC):
 
 
 class NgramIndexReference(NgramIndex):
-    """In Python; some ten times the memory and the time."""
+    """Python implementation: about ten times the memory and the time of the compiled one."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(longest)
         self._tokens: list[int] = []
-        # One map per suffix length, longest first: suffix -> ends of its latest occurrences. Python
-        # seeds the hash of bytes per process; that of a tuple of numbers anybody can compute.
+        # One map per suffix length, longest first: suffix -> ends of its latest occurrences. Keys
+        # are bytes because their hash is seeded per process. Anyone can compute collisions of
+        # tuples of ints.
         self._ends: list[dict[bytes, list[int]]] = [{} for _ in range(longest, MIN_SUFFIX - 1, -1)]
 
     def lookup(
@@ -127,21 +128,21 @@ class NgramIndexReference(NgramIndex):
             for level, ends in enumerate(self._ends):
                 size = self.longest - level
                 if end >= size:
-                    places = ends.setdefault(_key(history[end - size :]), [])
-                    places.append(end)
-                    # The last one is the suffix that is looked up.
-                    del places[: -MAX_OCCURRENCES - 1]
+                    positions = ends.setdefault(_key(history[end - size :]), [])
+                    positions.append(end)
+                    # One more than MAX_OCCURRENCES: the last is the suffix itself.
+                    del positions[: -MAX_OCCURRENCES - 1]
         end = self.num_tokens = len(history)
         found: list[tuple[int, list[int]]] = []
         for level, ends in enumerate(self._ends):
             size = self.longest - level
             if end < size:
                 continue
-            for place in reversed(ends[_key(history[end - size :])][:-1]):
+            for position in reversed(ends[_key(history[end - size :])][:-1]):
                 if len(found) == count or not length:
                     return _within(found, vocab_size)
-                period = end - place
-                branch = history[place : place + length]
+                period = end - position
+                branch = history[position : position + length]
                 while len(branch) < length:
                     branch.append(branch[len(branch) - period])
                 if all(branch != other for _, other in found):
@@ -210,26 +211,26 @@ class NgramIndexReference(NgramIndex):
         return token_ids, at_nodes, depths, totals
 
     def _after(self, path: list[int], vocab_size: int) -> tuple[int, Counter[int]]:
-        """What followed the text and `path`: the suffix's length, and how often which token."""
+        """Returns the length of the matched suffix of text and `path`, and next tokens' counts."""
         text = [*self._tokens, *path]
         for level, ends in enumerate(self._ends):
             size = self.longest - level
             if len(text) < size:
                 continue
-            places = ends.get(_key(text[len(text) - size :]), [])
-            # Nothing has followed the end of the text yet but the path.
+            positions = ends.get(_key(text[len(text) - size :]), [])
+            # Only `path` follows the end of the text.
             followed = [
-                place
-                for place in reversed(places)
-                if place < len(text) and text[place] < vocab_size
+                position
+                for position in reversed(positions)
+                if position < len(text) and text[position] < vocab_size
             ]
             if followed:
-                return size, Counter(text[place] for place in followed[:MAX_OCCURRENCES])
+                return size, Counter(text[position] for position in followed[:MAX_OCCURRENCES])
         return 0, Counter()
 
 
 def _within(found: list[tuple[int, list[int]]], vocab_size: int) -> list[tuple[int, list[int]]]:
-    """Branches up to their first token that is not one of `vocab_size`."""
+    """Truncates branches before their first token id >= `vocab_size`."""
     return [
         (size, list(itertools.takewhile(lambda token: token < vocab_size, branch)))
         for size, branch in found
@@ -237,7 +238,7 @@ def _within(found: list[tuple[int, list[int]]], vocab_size: int) -> list[tuple[i
 
 
 def _is_typed(tree: TreeArrays) -> bool:
-    """Whether the arrays are what `TreeArrays` says."""
+    """Whether the arrays have the dtypes and lengths of `TreeArrays`."""
     kinds = (np.int64, np.int32, np.int32, np.float32)
     return all(
         array.dtype == kind and array.shape == (len(tree[0]),)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What followed a request's last few tokens earlier in it, found on the device: the branches of
-`ngram_index`, place for place.
+"""N-gram lookup on the device: what followed earlier occurrences of a request's last tokens.
 
-Nothing is kept from step to step. Each step reads a request's tokens once, 4 bytes per token, in
-pieces that run side by side, and of what matches the last token the tokens before it. So the work
-is bounded by the history's length, whatever the text; an index that grows with the tokens would
-read less and need 4 times the memory of the tokens themselves.
+The branches are exactly those of `ngram_index`. No state is kept between steps. Each step reads a
+request's tokens once, 4 bytes per token, in parallel pieces, and around each match of the last
+token the tokens before it. So the length of the history bounds the work. An index that grows with
+the tokens would read less, but need 4 times the memory of the tokens.
 
 Letters: S request slots, B requests, C branches at most, L tokens of a branch at most.
 """
@@ -19,9 +18,9 @@ import triton.language as tl
 from .ngram_index import MAX_OCCURRENCES
 
 PIECE = 2048
-"""Tokens that one program looks through."""
+"""Tokens that one program scans."""
 
-_PLACES = tl.constexpr(MAX_OCCURRENCES)
+_OCCURRENCES = tl.constexpr(MAX_OCCURRENCES)
 
 
 @triton.jit(
@@ -36,33 +35,33 @@ def _scan_kernel(
     slots,
     # [B] int32
     lengths,
-    # [B, num_pieces, LEVELS, _PLACES] int32
+    # [B, num_pieces, LEVELS, _OCCURRENCES] int32
     ends,
     num_pieces,
     LEVELS: tl.constexpr,
     PIECE_SIZE: tl.constexpr,
 ):
-    """Ends of the latest occurrences of each suffix within one piece of the tokens, 0 for none."""
+    """Finds the ends of the latest occurrences of each suffix within one piece; 0: none."""
     request = tl.program_id(0).to(tl.int64)
     piece = tl.program_id(1)
     length = tl.load(lengths + request)
-    # Whoever reads the ends passes over pieces that nobody looked through.
+    # `_branches_kernel` skips the pieces that are not scanned here.
     if piece * PIECE_SIZE < length:
         row = tokens + tl.load(slots + request) * stride
-        out = ends + (request * num_pieces + piece) * (LEVELS * _PLACES)
+        out = ends + (request * num_pieces + piece) * (LEVELS * _OCCURRENCES)
         end = piece * PIECE_SIZE + tl.arange(0, PIECE_SIZE)
-        # The suffix itself ends at `length`, and is no earlier occurrence.
+        # The suffix itself ends at `length`, so that is not an earlier occurrence.
         matches = end < length
         for size in tl.static_range(1, LEVELS + 1):
             last = tl.load(row + length - size, mask=length >= size, other=-1)
             inside = matches & (end >= size)
             found = tl.load(row + end - size, mask=inside, other=-2)
             matches = inside & (found == last)
-            places = tl.where(matches, end, 0)
-            for place in tl.static_range(_PLACES):
-                latest = tl.max(places, 0)
-                tl.store(out + (size - 1) * _PLACES + place, latest)
-                places = tl.where(places == latest, 0, places)
+            match_ends = tl.where(matches, end, 0)
+            for rank in tl.static_range(_OCCURRENCES):
+                latest = tl.max(match_ends, 0)
+                tl.store(out + (size - 1) * _OCCURRENCES + rank, latest)
+                match_ends = tl.where(match_ends == latest, 0, match_ends)
 
 
 @triton.jit(
@@ -90,34 +89,34 @@ def _branches_kernel(
     CANDIDATES: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """The first `count` different continuations: longer suffixes first, then later places."""
+    """Collects `count` distinct continuations: longer suffixes first, then later positions."""
     request = tl.program_id(0).to(tl.int64)
     length = tl.load(lengths + request)
     row = tokens + tl.load(slots + request) * stride
     candidate = tl.arange(0, CANDIDATES)
     start = tl.zeros([CANDIDATES], tl.int32)
     index = tl.arange(0, ENDS)
-    piece = index // _PLACES
+    piece = index // _OCCURRENCES
     is_scanned = (piece < num_pieces) & (piece * PIECE_SIZE < length)
-    own = ends + request * num_pieces * (LEVELS * _PLACES)
+    own = ends + request * num_pieces * (LEVELS * _OCCURRENCES)
     for level in tl.static_range(LEVELS):
-        at = (piece * LEVELS + (LEVELS - 1 - level)) * _PLACES + index % _PLACES
-        places = tl.load(own + at, mask=is_scanned, other=0)
-        for place in tl.static_range(_PLACES):
-            latest = tl.max(places, 0)
-            start = tl.where(candidate == level * _PLACES + place, latest, start)
-            places = tl.where(places == latest, 0, places)
+        at = (piece * LEVELS + (LEVELS - 1 - level)) * _OCCURRENCES + index % _OCCURRENCES
+        match_ends = tl.load(own + at, mask=is_scanned, other=0)
+        for rank in tl.static_range(_OCCURRENCES):
+            latest = tl.max(match_ends, 0)
+            start = tl.where(candidate == level * _OCCURRENCES + rank, latest, start)
+            match_ends = tl.where(match_ends == latest, 0, match_ends)
 
     step = tl.arange(0, LENGTH)
     wanted = tl.minimum(tl.load(depths + request), longest)
     exists = (start > 0) & (wanted > 0)
-    # Past the end of the text a continuation goes on with itself.
+    # A continuation that reaches the end of the text repeats itself.
     period = tl.maximum(length - start, 1)
     inside = exists[:, None] & (step < wanted)[None, :]
     at = start[:, None] + step[None, :] % period[:, None]
     found = tl.load(row + at, mask=inside, other=-1)
     repeats = tl.zeros([CANDIDATES], tl.int32)
-    for earlier in range(LEVELS * _PLACES):
+    for earlier in range(LEVELS * _OCCURRENCES):
         is_earlier = candidate == earlier
         other = tl.sum(tl.where(is_earlier[:, None], found, 0), 0)
         equal = tl.min((found == other[None, :]).to(tl.int32), 1)
@@ -125,7 +124,7 @@ def _branches_kernel(
     kept = exists & (repeats == 0)
     rank = tl.cumsum(kept.to(tl.int32), 0) - 1
     kept = kept & (rank < count)
-    tl.store(sizes + request * count + rank, LEVELS - candidate // _PLACES, mask=kept)
+    tl.store(sizes + request * count + rank, LEVELS - candidate // _OCCURRENCES, mask=kept)
     unused = (candidate >= tl.sum(kept.to(tl.int32), 0)) & (candidate < count)
     tl.store(sizes + request * count + candidate, 0, mask=unused)
     out = branches + (request * count + rank[:, None]) * longest + step[None, :]
@@ -133,7 +132,7 @@ def _branches_kernel(
 
 
 class NgramLookup:
-    """Lookups for the requests of one engine.
+    """N-gram lookup for the requests of one engine.
 
     Args:
         longest: longest suffix that is looked up.
@@ -144,7 +143,7 @@ class NgramLookup:
 
     def __init__(self, longest: int, count: int, length: int, max_tokens: int) -> None:
         self.longest, self.count, self.length = longest, count, length
-        # Sizes of blocks are the engine's and not the step's: each is a compilation.
+        # Block sizes are fixed per engine, because each size is a compilation.
         pieces = triton.cdiv(max_tokens + 1, PIECE)
         self._blocks = {
             "ENDS": triton.next_power_of_2(pieces * MAX_OCCURRENCES),
@@ -161,20 +160,20 @@ class NgramLookup:
         tokens: torch.Tensor,
         # [B] int64
         slots: torch.Tensor,
-        # [B] int32 tokens of each request, 0 where nothing is looked up
+        # [B] int32 number of tokens of each request, 0: no lookup
         lengths: torch.Tensor,
         # [B] int32
         depths: torch.Tensor,
         most: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What may follow each request's tokens, in two launches; no host synchronisation.
+        """Returns candidate continuations of each request. No host synchronisation.
 
         Args:
             most: an upper bound of the lengths.
 
         Returns:
-            Matched suffix lengths int32 [B, C], 0 where there are fewer branches, and their tokens
-            int32 [B, C, L], -1 past a request's depth.
+            Matched suffix lengths int32 [B, C], 0 for unused entries, and the branches' tokens
+            int32 [B, C, L], -1 beyond a request's depth.
         """
         num_reqs, stride = len(slots), tokens.stride(0)
         device = tokens.device

@@ -77,9 +77,9 @@ def _score_keys_kernel(
         part = tl.load(from_head + member * query_head + dims, mask=dims < HEAD_DIM, other=0.0)
         asked += part.to(tl.float32)
     page = tl.load(block_table + table * table_stride + at // PAGE, mask=is_context, other=0)
-    place = page.to(tl.int64) * page_block + at % PAGE * page_token + head * page_head
+    offset = page.to(tl.int64) * page_block + at % PAGE * page_token + head * page_head
     keys = tl.load(
-        pages + place[:, None] + dims[None, :],
+        pages + offset[:, None] + dims[None, :],
         mask=is_context[:, None] & (dims < HEAD_DIM)[None, :],
         other=0.0,
     ).to(tl.float32)

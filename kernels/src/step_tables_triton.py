@@ -72,8 +72,8 @@ def _step_table_kernel(
         column = begin + tl.arange(0, BLOCK)
         inside = column < width
         # In front of the first token there is none.
-        place = tl.maximum(total - width + column, 0)
-        token = tl.load(token_ids + place, mask=inside, other=0)
+        position = tl.maximum(total - width + column, 0)
+        token = tl.load(token_ids + position, mask=inside, other=0)
         tl.store(out + column, token.to(tl.int32), mask=inside)
     out += width
     path_rows += request * num_paths

@@ -179,14 +179,14 @@ def _commit_kernel(
     for begin in range(first, end, BLOCK):
         row = begin + tl.arange(0, BLOCK)
         inside = row < end
-        place = row - root
-        in_tree = inside & (place >= 0) & (place < next_start - start)
-        source = tl.load(path_rows + place, mask=in_tree, other=0) - start
+        tree_row = row - root
+        in_tree = inside & (tree_row >= 0) & (tree_row < next_start - start)
+        source = tl.load(path_rows + tree_row, mask=in_tree, other=0) - start
         tl.store(computed_rows + row, tl.where(in_tree, root + source, row), mask=inside)
         slot = tl.load(slot_mapping + row, mask=inside)
-        tl.store(slots + row, tl.where(in_tree & (place > length), -1, slot), mask=inside)
+        tl.store(slots + row, tl.where(in_tree & (tree_row > length), -1, slot), mask=inside)
         position = tl.load(positions + row, mask=inside)
-        tl.store(linear + row, tl.where(in_tree, context + place, position), mask=inside)
+        tl.store(linear + row, tl.where(in_tree, context + tree_row, position), mask=inside)
 
 
 def committed_rows_triton(
@@ -449,7 +449,7 @@ def set_positions_triton(
 
 
 @triton.jit(
-    do_not_specialize=["num_places", "num_trees", "num_rows"],
+    do_not_specialize=["num_requests", "num_trees", "num_rows"],
     do_not_specialize_on_alignment=[
         "query_starts", "seq_lens", "tree_starts", "above", "plan", "starts", "parents",
     ],
@@ -465,27 +465,27 @@ def _plan_kernel(
     plan,
     starts,
     parents,
-    num_places,
+    num_requests,
     num_trees,
     num_rows,
     BLOCK: tl.constexpr,
 ):
-    place = tl.program_id(0)
-    first = tl.load(query_starts + place)
-    end = tl.load(query_starts + place + 1)
+    request = tl.program_id(0)
+    first = tl.load(query_starts + request)
+    end = tl.load(query_starts + request + 1)
     count = end - first
-    tl.store(starts + place, first)
-    tl.store(starts + num_places, end, mask=place == num_places - 1)
-    tl.store(plan + place, place)
-    tl.store(plan + num_places + place, first)
-    tl.store(plan + 2 * num_places + place, count)
+    tl.store(starts + request, first)
+    tl.store(starts + num_requests, end, mask=request == num_requests - 1)
+    tl.store(plan + request, request)
+    tl.store(plan + num_requests + request, first)
+    tl.store(plan + 2 * num_requests + request, count)
     # Not negative in a capture, where vLLM's lengths may be shorter than its rows.
-    context = tl.maximum(tl.load(seq_lens + place) - count, 0)
-    tl.store(plan + 3 * num_places + place, context)
-    tl.store(plan + 4 * num_places + place, first)
-    has_tree = place < num_trees
-    tree = tl.load(tree_starts + place, mask=has_tree, other=0)
-    tree_rows = tl.load(tree_starts + place + 1, mask=has_tree, other=0) - tree
+    context = tl.maximum(tl.load(seq_lens + request) - count, 0)
+    tl.store(plan + 3 * num_requests + request, context)
+    tl.store(plan + 4 * num_requests + request, first)
+    has_tree = request < num_trees
+    tree = tl.load(tree_starts + request, mask=has_tree, other=0)
+    tree_rows = tl.load(tree_starts + request + 1, mask=has_tree, other=0) - tree
     # A chain that ends in the root, and the tree below it.
     root = count - tree_rows
     for begin in range(0, count, BLOCK):
@@ -502,7 +502,7 @@ def fill_plan_triton(
     # [P + 1] int32, [P] int32
     query_starts: torch.Tensor,
     seq_lens: torch.Tensor,
-    # [R + 1] int32 and [M] int64; not looked at where R is 0
+    # [R + 1] int32 and [M] int64; not read if R is 0
     tree_starts: torch.Tensor,
     above: torch.Tensor,
     num_trees: int,
@@ -512,8 +512,8 @@ def fill_plan_triton(
     parents: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """A padded step's `TreeAttnMetadata`: plan, query starts, parent rows. Rows past the last
-    request's keep what they held. No host synchronisation.
+    """Fills a padded step's `TreeAttnMetadata`: plan, query starts, parent rows. Leaves rows after
+    the last request's unchanged. No host synchronisation.
 
     Args:
         tree_starts: first logits row of each of the first R requests, and M.

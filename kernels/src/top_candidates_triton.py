@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The likeliest tokens of rows of logits on the device, in one read of them in their own dtype.
+"""Top-k of rows of logits on the device, with one read of the logits in their own dtype.
 
-Two launches. A program of the first reads a part of a row in chunks: an entry that beats the worst
-of the list kept so far takes its place, so that after the first chunk few do. The second merges
-the parts' lists, one program per row. A list is as long as a warp is wide, whatever the count: its
-reductions need no barrier, and no count makes a variant of its own. Between the launches lie
-8 bytes per part and candidate and 4 per part: 163 KB for 480 rows, 151,936 tokens and 8 candidates.
-Short batches are cut into more parts: 15 rows still make four programs per multiprocessor of an
-H100.
+The first launch splits each row into parts. A program reads its part in chunks and keeps a list of
+the best entries; after the first chunk few entries still enter the list. The second launch merges
+the lists of the parts, one program per row. The list length is the warp size for every k, so that
+reductions need no barrier and k does not select a variant. The workspace is 8 bytes per part and
+candidate and 4 per part: 163 KB for 480 rows, 151,936 tokens and 8 candidates. Small batches are
+split into more parts: 15 rows still give four programs per SM of an H100.
 
 Letters: T rows, V vocabulary, P parts of a row, K candidates.
 """
@@ -20,31 +19,31 @@ import triton.language as tl
 
 from .cuda_contract import MOST_CANDIDATES
 
-# Entries of a chunk, and entries of the parts' lists that the merge takes at once.
+# Entries of a chunk, and entries of the parts' lists that the merge loads at once.
 _CHUNK = 4096
 _SLOTS = 1024
-# Programs that keep a large device busy: three waves of five on each of 132 multiprocessors.
+# Programs that fill a large device: three waves of five on each of 132 SMs.
 _PROGRAMS = 2048
-_PLACES = tl.constexpr(MOST_CANDIDATES)
-# Above every token id, with the ids of empty places just below it.
+_LIST_SIZE = tl.constexpr(MOST_CANDIDATES)
+# Greater than every token id; the ids of empty slots are just below it.
 _NO_ID = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
 def _empty_list(count):
-    """Values and ids of a list of `count` places; the other places never lose theirs."""
-    place = tl.arange(0, _PLACES)
-    return tl.where(place < count, float("-inf"), float("inf")), place + (_NO_ID - _PLACES)
+    """Returns values and ids of an empty list of `count` slots; the other slots never change."""
+    slot = tl.arange(0, _LIST_SIZE)
+    return tl.where(slot < count, float("-inf"), float("inf")), slot + (_NO_ID - _LIST_SIZE)
 
 
 @triton.jit
 def _take_in(values, ids, best, best_ids):
-    """Takes the largest of `values` into the list, in which equal ones must have lower ids."""
+    """Inserts the largest of `values`. Equal values already in the list must have lower ids."""
     top = tl.max(values, 0)
     floor = tl.min(best, 0)
     while top > floor:
         taken = tl.min(tl.where(values == top, ids, _NO_ID), 0)
-        # Of equal ones the last goes. Ids of empty places differ, so that one place is left.
+        # The last of equal values is replaced. Ids of empty slots differ, so one slot changes.
         last = tl.max(tl.where(best == floor, best_ids, -1), 0)
         leaves = (best == floor) & (best_ids == last)
         best = tl.where(leaves, top, best)
@@ -57,7 +56,7 @@ def _take_in(values, ids, best, best_ids):
 
 @triton.jit
 def _add_exp(values, peak, total):
-    """Adds to a sum of exponentials, kept as `total` times e to the `peak`."""
+    """Adds to a sum of exponentials that is represented as total * exp(peak)."""
     top = tl.maximum(peak, tl.max(values, 0))
     shift = tl.where(top > float("-inf"), top, 0.0)
     return top, total * tl.exp(peak - shift) + tl.sum(tl.exp(values - shift), 0)
@@ -65,10 +64,10 @@ def _add_exp(values, peak, total):
 
 @triton.jit
 def _ranks(best, best_ids, count):
-    """Where each entry of the list stands, best first and equal ones by id."""
+    """Returns the rank of each list entry: by falling value, then by id."""
     value, other = best[:, None], best[None, :]
     first = (other > value) | ((other == value) & (best_ids[None, :] < best_ids[:, None]))
-    first = first & (tl.arange(0, _PLACES) < count)[None, :]
+    first = first & (tl.arange(0, _LIST_SIZE) < count)[None, :]
     return tl.sum(first.to(tl.int32), 1)
 
 
@@ -102,9 +101,9 @@ def _part_candidates_kernel(
         peak, total = _add_exp(values, peak, total)
         best, best_ids = _take_in(values, ids, best, best_ids)
     tl.store(part_lse + at, peak + tl.log(total))
-    # Sorted, as the merge takes earlier slots to have the lower ids of equal values.
+    # Sorted: the merge relies on equal values being in order of their ids.
     slot = at * count + _ranks(best, best_ids, count)
-    inside = tl.arange(0, _PLACES) < count
+    inside = tl.arange(0, _LIST_SIZE) < count
     tl.store(part_values + slot, best, mask=inside)
     tl.store(part_ids + slot, best_ids, mask=inside)
 
@@ -138,7 +137,7 @@ def _merge_candidates_kernel(
         lse = tl.load(part_lse + row * num_parts + slot, mask=slot < num_parts, other=float("-inf"))
         peak, total = _add_exp(lse, peak, total)
     rank = _ranks(best, best_ids, count)
-    inside = tl.arange(0, _PLACES) < count
+    inside = tl.arange(0, _LIST_SIZE) < count
     found = best > float("-inf")
     score = tl.where(found, best - (peak + tl.log(total)), float("-inf"))
     tl.store(ids_out + row * count + rank, tl.where(found, best_ids, 0).to(tl.int64), mask=inside)

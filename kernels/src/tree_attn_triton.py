@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention over a paged cache in Triton: every CUDA device, and the CuTe kernel's twin.
+"""Tree attention over a paged cache in Triton, for every CUDA device.
 
-Query heads of one KV head are packed into rows, so that a tile of K and V is read once for all of
-them. Trees are cut by their own length, see `tree_parts_triton`; a second kernel merges the parts
-of those that were cut. No mask is read over the context: only the tree's own columns look at the
-ancestor words.
+The query heads of one KV head are packed into rows, so a tile of K and V is read once for all of
+them. Trees are split by their length, see `tree_parts_triton`; a second kernel merges the parts.
+Only the tree's own columns use the ancestor words; the context has no mask.
 
 Letters: T query rows of the step, M tree rows, R trees, Hq/Hkv heads, Dh head size, W 64-bit words
 a mask row.
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
     from .metadata import TreeAttnMetadata
 
 LOG2_E = 1.4426950408889634
-# Longer windows leave out nothing, and would not fit in 32 bits beside a position.
+# Longer windows are clamped to this, so that position + window fits 32 bits.
 _LONGEST_WINDOW = 2**30
 
 # Tiles of 64 columns; a shorter part costs more in merging than it saves.
@@ -115,7 +114,7 @@ class TreeAttnConfig:
 
 
 SMALL_TAIL = TreeAttnConfig(16, 64, 4, 1)
-"""Tiles behind another kernel's prefix: a program waits longer than it computes there, so that many
+"""Tiles after another kernel's prefix. Programs are latency-bound there, so many
 small ones are faster as long as all of them run at once."""
 
 
@@ -133,7 +132,7 @@ def config_for(
 
 
 def resident_ctas_of(config: TreeAttnConfig, num_sms: int) -> int:
-    """Programs that about run at once: two a multiprocessor, of the largest tiles one."""
+    """Returns about how many programs run at once: two per SM, or one with the largest tiles."""
     return num_sms * (1 if config.block_m == _MAX_BLOCK_M else 2)
 
 
@@ -144,8 +143,8 @@ def tail_config(
     num_kv_heads: int,
     packed_rows: int,
 ) -> TreeAttnConfig:
-    """Tiles of half-precision tails behind another kernel's prefix, where `config` is the choice
-    for whole trees."""
+    """Returns the tiles for half-precision tails after another kernel's prefix; `config` is the
+    choice for whole trees."""
     programs = trees * num_kv_heads * triton.cdiv(packed_rows, SMALL_TAIL.block_m)
     resident_ctas = resident_ctas_of(SMALL_TAIL, _device_limits(device)[0])
     return SMALL_TAIL if programs <= resident_ctas else config
@@ -154,24 +153,24 @@ def tail_config(
 def grid_split_of(
     trees: int, blocks: int, config: TreeAttnConfig, longest: int, num_sms: int, splits: int | None
 ) -> GridSplit:
-    """How a grid is shared out among trees that attend at most `longest` columns, of at most
-    `blocks` programs each; `splits` forces the parts of even trees."""
+    """Returns how trees of at most `longest` columns and `blocks` programs each are split over the
+    grid. `splits` forces the parts of equally long trees."""
     tiles, resident_ctas = triton.cdiv(longest, TILE_N), resident_ctas_of(config, num_sms)
     split = split_grid(trees, blocks, tiles, resident_ctas, splits, MIN_TILES)
     several_may_be_cut = tiles >= 2 * MIN_TILES and WAVES[0] * resident_ctas > blocks
     if trees == 1 and splits is None and not split.parts and several_may_be_cut:
-        # Kernels are warmed up with one tree, which must take the variant that several may.
+        # Warmup uses one tree and must compile the split variant that several trees may need.
         return GridSplit(1, 2, 1)
     return split
 
 
 def most_workspace_bytes(device: torch.device) -> int:
-    """Most bytes that one call of `tree_attn_triton` allocates besides its output.
+    """Returns the most bytes that `tree_attn_triton` allocates besides its output.
 
-    Parts of trees that are cut take at most twice the programs of the finest waves.
+    The parts of split trees are at most twice the programs of the finest waves.
     """
     rows = 2 * WAVES[0] * _device_limits(device)[0] * _MAX_BLOCK_M
-    # Tiles of a wider head have fewer rows, and fewer numbers in all.
+    # Wider heads use tiles with fewer rows, and fewer elements in total.
     return rows * (256 * 4 + 4)
 
 
@@ -199,12 +198,11 @@ def tree_attn_triton(
     """Tree attention as `cuda_contract` states it. No host synchronisation, graph safe.
 
     Args:
-        lse: takes the natural logarithm of each row's softmax sum, when given.
-        splits: forces the parts of even trees.
-        prefix: attention over the context and its log-sum-exp, when another kernel has computed
-            them; this one then only reads the tree's own columns. Rows without a context may hold
-            anything. It knows nothing of sinks, which are added here; a window, slopes or scales
-            cannot come with it.
+        lse: receives the natural logarithm of each row's softmax sum.
+        splits: forces the parts of equally long trees.
+        prefix: attention over the context and its LSE, if another kernel has computed them without
+            sinks. This kernel then reads only the tree's own columns. Rows without a context may
+            hold anything. Not supported with a window, ALiBi or quantised caches.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[2]
@@ -294,7 +292,7 @@ def tree_attn_triton(
         **_token_scale_strides(key_cache, value_cache, features),
         WINDOW=window,
         SOFT_CAP=features.soft_cap,
-        PLACED=features.needs_positions,
+        NEEDS_POSITIONS=features.needs_positions,
         COMPUTE=_TRITON_TYPES[compute],
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -327,14 +325,15 @@ _TRITON_TYPES = {
 
 
 def _head_stride(scale: torch.Tensor | None) -> int:
-    """From one head's scale to the next's; 0 where all share one."""
+    """Returns the stride between heads' scales; 0 if all heads share one."""
     return 0 if scale is None or scale.numel() == 1 else scale.stride(-1)
 
 
 def _token_scale_strides(
     key_cache: torch.Tensor, value_cache: torch.Tensor, features: AttnFeatures
 ) -> dict[str, int]:
-    """Where scales of each slot lie, in their own size, and values behind keys; zeros without."""
+    """Returns strides of the scales per slot in elements, and the byte offset from keys to values;
+    zeros without such scales."""
     if not features.token_scales:
         return {"SCALE_BLOCK": 0, "SCALE_TOKEN": 0, "VALUE_AT": 0}
     assert features.key_scales is not None
@@ -346,7 +345,7 @@ def _token_scale_strides(
 
 
 def tree_words(meta: TreeAttnMetadata) -> torch.Tensor:
-    """The ancestor words of `meta` [M, W]; made and kept there if the caller did not bring any."""
+    """Returns the ancestor words of `meta` [M, W]. Computes and stores them there if absent."""
     if meta.mask_words is None:
         width = max(1, triton.cdiv(meta.max_rows, 64))
         shape = (meta.num_rows, width)
@@ -359,10 +358,10 @@ _LIMITS: dict[torch.device, tuple[int, int, int]] = {}
 
 
 def _device_limits(device: torch.device) -> tuple[int, int, int]:
-    """Multiprocessors, bytes of shared memory a block may take, major compute capability."""
+    """Returns the number of SMs, shared memory bytes per block and major compute capability."""
     if device not in _LIMITS:
         if device.type != "cuda":
-            # The interpreter, in which each slot of a launch takes time: few of them.
+            # The interpreter is slow per program, so pretend a device with one SM.
             _LIMITS[device] = (1, 227 * 1024, 9)
         else:
             properties = torch.cuda.get_device_properties(device)

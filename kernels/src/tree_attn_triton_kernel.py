@@ -176,7 +176,7 @@ def _tree_attn_kernel(
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     # whether it matters how far a key is from a row
-    PLACED: tl.constexpr,
+    NEEDS_POSITIONS: tl.constexpr,
     # type of the products' factors, to which narrower queries and caches are widened
     COMPUTE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -244,7 +244,7 @@ def _tree_attn_kernel(
         slope_log2 = tl.load(alibi_slopes + head).to(tl.float32) / LN_2
     else:
         slope_log2 = None
-    if PLACED:
+    if NEEDS_POSITIONS:
         tl.static_assert(not FULL_TAIL, "rows of a full mask have no depth")
         depth = _depths(words + (mask_start + row) * words_stride, valid, rows)
         row_position = context + depth
@@ -354,7 +354,7 @@ def _tree_attn_kernel(
         else:
             key_scales = None
             value_scales = None
-        if PLACED:
+        if NEEDS_POSITIONS:
             distance = row_position[:, None] - (start + columns)[None, :]
         else:
             distance = None
@@ -395,7 +395,7 @@ def _tree_attn_kernel(
             key_scales = None
             value_scales = None
         shown = present[None, :]
-        if PLACED:
+        if NEEDS_POSITIONS:
             distance = row_position[:, None] - position[None, :]
         else:
             distance = None
@@ -454,8 +454,8 @@ def _tree_attn_kernel(
                 word = tl.load(word_at + start // 64)
                 bit = (start % 64 + columns).to(tl.int64)
                 shown = (((word[:, None] >> bit[None, :]) & 1) == 1) & present[None, :]
-            if PLACED:
-                # Whatever its place in the tree, a row is as far behind as it is less deep.
+            if NEEDS_POSITIONS:
+                # The distance of a row to an ancestor is the difference of their depths.
                 other = _depths(words + (mask_start + column) * words_stride, present, rows)
                 distance = depth[:, None] - other[None, :]
             else:

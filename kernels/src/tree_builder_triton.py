@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exact best-first trees on the device, node for node those of the tree package's builder.
+"""Exact best-first trees on the device, equal to those of the tree package's builder.
 
-One warp a request. The candidates of the heap are lanes' registers: a popped candidate's place is
-taken by its next sibling, and its first child takes a new place, so that `budget` + 1 places are
-enough. Scores are float64, so that paths of equal summands tie as they do in the other builders.
+One warp per request keeps the heap in registers. The next sibling of a popped candidate takes its
+slot and the first child a new slot, so `budget` + 1 slots are enough. Scores are float64, so that
+paths with equal summands tie as in the other builders.
 
 Letters: B requests, D depths, K candidates a depth, N nodes at most.
 """
@@ -39,7 +39,7 @@ def _build_best_first_kernel(
     width,
     max_width,
     num_nodes,
-    PLACES: tl.constexpr,
+    HEAP_SIZE: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     budget = tl.load(budgets + request)
@@ -49,20 +49,20 @@ def _build_best_first_kernel(
     logps = top_log_probs + request * num_depths * width
     at = request * num_nodes
 
-    place = tl.arange(0, PLACES)
+    slot = tl.arange(0, HEAP_SIZE)
     never = float("-inf")
     first = tl.load(logps).to(tl.float64)
-    # A candidate that is not finite is none: its score becomes -inf, which is never popped.
+    # A candidate that is not finite gets the score -inf, which is never popped.
     usable = (budget > 0) & (rows > 0) & (first > never) & (first < float("inf"))
-    # No probability is above 1, whatever rounding left: a child never scores more than its parent.
-    score = tl.where((place == 0) & usable, tl.minimum(first, 0.0), never)
-    base = tl.zeros([PLACES], tl.float64)
-    # Order of entry: breaks ties, earlier first. Never more than 2 * N.
-    order = tl.zeros([PLACES], tl.int32)
+    # Clamp log-probabilities to 0, so that a child never scores more than its parent.
+    score = tl.where((slot == 0) & usable, tl.minimum(first, 0.0), never)
+    base = tl.zeros([HEAP_SIZE], tl.float64)
+    # Order of insertion breaks ties, earlier first. At most 2 * N.
+    order = tl.zeros([HEAP_SIZE], tl.int32)
     # Parent + 1, depth - 1 and rank of each candidate.
-    above = tl.zeros([PLACES], tl.int32)
-    level = tl.zeros([PLACES], tl.int32)
-    rank = tl.zeros([PLACES], tl.int32)
+    above = tl.zeros([HEAP_SIZE], tl.int32)
+    level = tl.zeros([HEAP_SIZE], tl.int32)
+    rank = tl.zeros([HEAP_SIZE], tl.int32)
     entered = 1
     node = 0
     best = tl.max(score, 0)
@@ -78,7 +78,7 @@ def _build_best_first_kernel(
         tl.store(node_depths + at + node, my_level + 1)
         tl.store(scores + at + node, best.to(tl.float32))
         node += 1
-        # The next sibling takes the popped candidate's place, or the place falls empty.
+        # The next sibling takes the popped candidate's slot, or the slot becomes empty.
         more = my_rank + 1 < ranks
         logp = tl.load(logps + my_level * width + my_rank + 1, mask=more, other=never)
         logp = logp.to(tl.float64)
@@ -87,11 +87,11 @@ def _build_best_first_kernel(
         order = tl.where(chosen, entered, order)
         rank = tl.where(chosen, my_rank + 1, rank)
         entered += more.to(tl.int32)
-        # Its first child takes a new one.
+        # The first child takes a new slot.
         more = my_level + 1 < rows
         logp = tl.load(logps + (my_level + 1) * width, mask=more, other=never).to(tl.float64)
         more = more & (logp > never) & (logp < float("inf"))
-        new = place == node
+        new = slot == node
         score = tl.where(new, tl.where(more, best + tl.minimum(logp, 0.0), never), score)
         base = tl.where(new, best, base)
         order = tl.where(new, entered, order)
@@ -118,7 +118,7 @@ def build_best_first_triton(
     """`dispatch.build_best_first` on the device; no host synchronisation.
 
     Args:
-        num_nodes: N, at least the largest budget; the host knows it, the device need not tell.
+        num_nodes: N, at least the largest budget. The host knows it without synchronisation.
     """
     num_reqs, num_depths, width = top_ids.shape
     device = top_ids.device
@@ -143,14 +143,14 @@ def build_best_first_triton(
             width,
             max_width,
             num_nodes,
-            PLACES=_places(num_nodes),
+            HEAP_SIZE=_heap_size(num_nodes),
             # One warp: reductions stay within it.
             num_warps=1,
         )
     return token_ids, parents, node_depths, scores, counts
 
 
-def _places(num_nodes: int) -> int:
+def _heap_size(num_nodes: int) -> int:
     """Places for the candidates of a tree of `num_nodes` nodes: few sizes, each a compilation."""
     return max(32, triton.next_power_of_2(num_nodes + 1))
 
@@ -163,4 +163,4 @@ def warm_up_builder(num_nodes: int, device: torch.device) -> None:
     nodes = 1
     while nodes <= num_nodes:
         build_best_first_triton(ids, log_probs, one, one, 1, nodes)
-        nodes = _places(nodes)
+        nodes = _heap_size(nodes)

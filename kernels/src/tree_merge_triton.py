@@ -90,14 +90,14 @@ def _merge_kernel(
         while (found >= 0) & (path > never):
             same = (node < count) & (parent == above) & (token == found)
             known = tl.max(tl.where(same, node, -1), 0)
-            place = tl.where(known >= 0, known, count)
-            here = node == place
+            index = tl.where(known >= 0, known, count)
+            here = node == index
             token = tl.where(here, found, token)
             parent = tl.where(here, above, parent)
             depth = tl.where(here, step + 1, depth)
             score = tl.where(here, tl.maximum(score, path), score)
             count += (known < 0).to(tl.int32)
-            above = place
+            above = index
             step += 1
             found = tl.load(branch + step, mask=step < length, other=-1)
             path = tl.load(log_probs + step, mask=step < length, other=never)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tree a program of a split launch works on, and which part of it.
+"""Finds which tree a program of a split launch works on, and which part of it.
 
-The schedule of `cute.tile_scheduler` in Triton: the grid has a slot per
-tree and slots for parts, and every program finds from the lengths on the device what its slot does.
-Tiles are of TILE columns whatever the tile of the products, and a context's are its own: the tree's
-columns begin at a tile boundary.
+This is the schedule of `cute.tile_scheduler` in Triton: the grid has a slot per tree and slots for
+parts, and every program computes the work of its slot from the lengths on the device. Scheduler
+tiles have TILE columns for every BLOCK_N. The tree's columns begin at a tile boundary.
 """
 
 from __future__ import annotations
@@ -15,21 +14,21 @@ import triton.language as tl
 from .cute import config
 
 TILE = tl.constexpr(config.TILE_N)
-# Trees that are looked at side by side.
+# Trees that are processed in parallel.
 _LANES = tl.constexpr(128)
 _WAVES = tl.constexpr(len(config.WAVES))
 assert tuple(range(len(config.WAVES), 0, -1)) == config.WAVES, "waves are counted down to one"
 _WHOLE_COST = tl.constexpr(config.WHOLE_COST)
 _CUT_COST = tl.constexpr(config.CUT_COST)
-# Two counts in one number.
+# Two counts are packed in one number, the second in units of this.
 _HIGH = tl.constexpr(1 << 16)
 
 
 @triton.jit
 def context_tiles(context, WINDOW: tl.constexpr):
-    """First column of a tree's tiles, and how many tiles its context has from there."""
+    """Returns the first column of a tree's tiles, and the context tiles from there."""
     if WINDOW:
-        # The root sees furthest back. Pages before may be another request's.
+        # The root looks back furthest. Earlier pages may belong to another request.
         origin = tl.minimum(tl.maximum(context - WINDOW + 1, 0) // TILE * TILE, context)
     else:
         origin = context * 0
@@ -38,7 +37,7 @@ def context_tiles(context, WINDOW: tl.constexpr):
 
 @triton.jit
 def _trees(plan, plan_stride, num_trees, base, WINDOW: tl.constexpr):
-    """Tiles and rows of _LANES trees; 0 for those that are skipped, and past the last."""
+    """Returns tiles and rows of _LANES trees; 0 for skipped trees and after the last."""
     tree = base + tl.arange(0, _LANES)
     present = tree < num_trees
     rows = tl.load(plan + 2 * plan_stride + tree, mask=present, other=0)
@@ -49,7 +48,7 @@ def _trees(plan, plan_stride, num_trees, base, WINDOW: tl.constexpr):
 
 @triton.jit
 def _parts(tiles, size):
-    """Parts of a tree, none of which exceeds five quarters of a share; 0 for one without tiles."""
+    """Returns the parts of a tree, each of at most 5/4 `size` tiles; 0 for a tree without tiles."""
     return tl.maximum((4 * tiles + 3 * size - 1) // (4 * size), tl.minimum(tiles, 1))
 
 
@@ -63,7 +62,7 @@ def _part_size(
     plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that parts aim at; `num_heads` KV heads, slots for `extra` parts."""
+    """Returns the target part size in tiles, for `num_heads` KV heads and `extra` part slots."""
     all_tiles = tl.zeros([_LANES], tl.int32)
     all_work = tl.zeros([_LANES], tl.int32)
     for base in range(0, num_trees, _LANES):
@@ -71,7 +70,7 @@ def _part_size(
         all_tiles += tiles
         all_work += tiles * tl.cdiv(rows * GROUP, BLOCK_M)
     total = tl.sum(all_tiles, 0)
-    # Parts must find their slots, whatever the lengths.
+    # The parts must fit the slots for all lengths.
     least = _tiles_per_part(total, extra, MIN_TILES)
     size = tl.maximum(_tiles_per_part(total, forced_parts, MIN_TILES), least)
     if forced_parts == 0:
@@ -116,7 +115,7 @@ def part_of_slot(
     plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads, slot,
     WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
 ):  # fmt: skip
-    """(tree, part, parts) of a slot; tree is -1 where there is nothing to do."""
+    """Returns (tree, part, parts) of a slot; tree is -1 for an idle slot."""
     size = _part_size(
         plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads, WINDOW, GROUP,
         BLOCK_M, MIN_TILES,
@@ -160,8 +159,8 @@ def part_of_slot(
 
 @triton.jit
 def _slot_counts(tiles, parts, size):
-    """Parts of a cut tree, whole trees above a share, above half of one, and of less: two in a
-    number each."""
+    """Returns two packed pairs of counts: (parts of a split tree, whole trees above the part size)
+    and (whole trees above half of it, smaller whole trees)."""
     whole = parts == 1
     above_size = whole & (tiles > size)
     above_half = whole & (tiles <= size) & (2 * tiles > size)

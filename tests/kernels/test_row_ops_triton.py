@@ -17,7 +17,7 @@ from vllm_specplug.methods.block.head import BlockHead
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-PLACES = 9
+POSITIONS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def use_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def tables(turned: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    angles = torch.randn(PLACES, turned // 2)
+    angles = torch.randn(POSITIONS, turned // 2)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
@@ -76,7 +76,7 @@ def test_heads(dtype: torch.dtype, rows: int, heads: int, size: int, turned: int
     x = torch.randn(rows, heads + 2, size).to(dtype)[:, :heads]
     weight = torch.randn(heads, size).to(dtype)
     cos, sin = tables(turned, dtype)
-    positions = torch.tensor([PLACES - 1, 0, 3, 3, 1])[:rows]
+    positions = torch.tensor([POSITIONS - 1, 0, 3, 3, 1])[:rows]
     found = row_ops.norm_rotate_heads(x, weight, cos, sin, positions, 1e-3)
     expected = rotated(F.rms_norm(x, (size,), eps=1e-3) * weight, cos, sin, positions)
     assert found.is_contiguous()
@@ -87,8 +87,8 @@ def test_heads(dtype: torch.dtype, rows: int, heads: int, size: int, turned: int
 
 def test_positions_are_cut_to_the_tables() -> None:
     x, (cos, sin) = torch.randn(2, 1, 8), tables(8, torch.float32)
-    found = row_ops.rotate_heads(x, cos, sin, torch.tensor([PLACES, -1]))
-    expected = row_ops.rotate_heads(x, cos, sin, torch.tensor([PLACES - 1, 0]))
+    found = row_ops.rotate_heads(x, cos, sin, torch.tensor([POSITIONS, -1]))
+    expected = row_ops.rotate_heads(x, cos, sin, torch.tensor([POSITIONS - 1, 0]))
     assert torch.equal(found, expected)
 
 
@@ -122,9 +122,9 @@ def test_a_block_head_equals_the_readable_one(dtype: torch.dtype, changes: dict[
     for parameter in head.parameters():
         parameter.add_(0.2 * torch.randn_like(parameter))
     head = head.to(dtype)
-    fused = FusedBlockHead(head, PLACES)
+    fused = FusedBlockHead(head, POSITIONS)
     x, aux, positions = torch.randn(5, 96).to(dtype), torch.randn(5, 96).to(dtype), torch.arange(5)
-    positions[-1] = PLACES - 1
+    positions[-1] = POSITIONS - 1
     features = head.context_features(aux)
     found = [fused(x, positions, attend), fused.context_features(aux)]
     found += [*fused.context_kv(features, positions)]

@@ -112,7 +112,7 @@ def tree_attention(
             "VALUE_AT": 2 * slot,
             "WINDOW": kind.window,
             "SOFT_CAP": kind.soft_cap,
-            "PLACED": bool(kind.window or kind.alibi),
+            "NEEDS_POSITIONS": bool(kind.window or kind.alibi),
             "COMPUTE": getattr(tl, {"bf16": "bfloat16", "fp16": "float16"}.get(dtype, "float32")),
             "key_dim": 1,
             "value_dim": 1,
@@ -233,7 +233,7 @@ def small_kernels(arch: int) -> list[Compiled]:
                                                                    "scores"),
              **pointers("i32", "budgets", "depths", "parents", "node_depths", "counts"),
              **ints("num_depths", "width", "max_width", "num_nodes")},
-            {"PLACES": 512},
+            {"HEAP_SIZE": 512},
             num_warps=1,
         ),
         compile_kernel(
@@ -301,7 +301,7 @@ def small_kernels(arch: int) -> list[Compiled]:
             "plan", _plan_kernel, arch,
             {**pointers("i32", "query_starts", "seq_lens", "tree_starts", "plan", "starts",
                         "parents"), "above": "*i64",
-             **ints("num_places", "num_trees", "num_rows")},
+             **ints("num_requests", "num_trees", "num_rows")},
             {"BLOCK": 512},
         ),
         compile_kernel(

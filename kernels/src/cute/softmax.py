@@ -65,7 +65,7 @@ def cap_scores(scores: cute.Tensor, cap_in: Float32, cap_out: Float32):
 def apply_alibi(
     scores: cute.Tensor, r: cutlass.Constexpr, slope: Float32, distance: Int32, lane: Int32
 ):
-    """Subtracts the ALiBi bias of a thread's row r, at `distance` from column 0 of a context tile."""
+    """Subtracts the ALiBi bias in a context tile whose column 0 is `distance` before row r."""
     own = distance - 2 * (lane % 4)
     for j in cutlass.range_constexpr(cute.size(scores) // 4):
         for c in cutlass.range_constexpr(2):
