@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device does with trees that are tensors: attention rows and compaction.
+"""What each device does with a step's trees: attention rows, compaction and draft caches.
 
-The runner mixin is the same everywhere; everything that differs between devices is here.
+The runner mixin is the same on all devices. Everything that differs between devices is here.
 """
 
 from __future__ import annotations
@@ -48,39 +48,41 @@ class TreeBackend(ABC):
     """One device's way of verifying trees."""
 
     is_host = False
-    """Whether the device's memory is the host's, so that nothing has to be waited for."""
+    """Whether the device shares the host's memory, so that the host waits for nothing."""
     state_step: type[StateStep] = StateStep
-    """Trees of a step in layers with a recurrent state."""
+    """The class that computes a step's trees in layers with a recurrent state."""
     reads_fp8 = True
-    """Whether its kernels read KV caches of 8 bits."""
+    """Whether the backend's kernels read 8-bit KV caches."""
     warmup_rows = 0
-    """Rows of the trees that the rows of a forward of dummies are; 0 where they are vLLM's."""
+    """Rows per tree in a dummy forward; 0 where vLLM attends the rows of dummies."""
 
     @abstractmethod
     def step_clock(self) -> StepClock:
-        """What times the steps of this device."""
+        """Returns the clock that times the steps of this device."""
 
     @abstractmethod
     def bind(self, groups: list[CacheGroup]) -> None:
-        """Takes the target's caches."""
+        """Stores the target's KV caches, once vLLM has allocated them."""
 
     @abstractmethod
     def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
-        """The step's rows for the attention backends; `block_tables` int32 [R, blocks] by KV cache
-        group."""
+        """Returns the step's tree rows for the attention backends.
+
+        `block_tables` has int32 [R, blocks] for each KV cache group.
+        """
 
     def captures_trees(self) -> bool:
-        """Whether forwards are captured whole, attention to trees included."""
+        """Whether full CUDA graphs hold the forward, tree attention included."""
         return False
 
     def graph_rows(
         self, trees: StepTrees | None, input_batch: Any, block_tables: Sequence[torch.Tensor]
     ) -> TreeRows:
-        """`tree_rows` for a graph of the whole forward; where `captures_trees`.
+        """Returns `tree_rows` for a full graph. Called only where `captures_trees` is true.
 
         Args:
-            trees: None in a step without drafts, and for a forward of dummies.
-            input_batch: vLLM's, padded to what the graph was captured for.
+            trees: None in a step without drafts, and in a dummy forward.
+            input_batch: vLLM's batch, padded to the size that the graph was captured for.
         """
         raise NotImplementedError
 
@@ -91,38 +93,44 @@ class TreeBackend(ABC):
         trees: StepTrees | None,
         block_tables: Sequence[torch.Tensor],
     ) -> None:
-        """Puts the step's rows on vLLM's attention metadata; `trees` None in a step without
-        drafts and for dummies."""
+        """Puts the step's tree rows on vLLM's attention metadata.
+
+        `trees` is None in a step without drafts and in a dummy forward.
+        """
         if trees is not None:
             put_rows(attn_metadata, self.tree_rows(trees, block_tables))
 
     @abstractmethod
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
-        """Makes accepted paths contiguous in all layers; `slot_mappings` int64 [groups, T]."""
+        """Moves the accepted paths into contiguous cache slots, in all layers.
+
+        `slot_mappings` is int64 [groups, T].
+        """
 
     @abstractmethod
     def draft_cache(
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float
     ) -> DraftCache:
-        """The drafter's pages."""
+        """Returns the drafter's view of its layers' pages."""
 
     @abstractmethod
     def draft_window(self, spec: WindowSpec, state: RunnerView) -> DraftWindow | DeviceWindow:
-        """The windows of a drafter."""
+        """Returns the memory for the drafter's own keys and values of recent tokens."""
 
     @abstractmethod
     def target_cache(
         self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
     ) -> TargetCache | DeviceTargetCache:
-        """What drafts attend of one layer of the target."""
+        """Returns the cache of one target layer as drafts attend it."""
 
     @abstractmethod
     def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
-        """The target as its own draft."""
+        """Returns the forward that runs the target as its own draft model."""
 
 
 def step_plan(trees: StepTrees) -> torch.Tensor:
-    """int32 [5, R], see `TreeAttnMetadata.plan`: every request is a tree, if only of its root."""
+    """Returns `TreeAttnMetadata.plan` int32 [5, R]. A request without drafts is a tree of one row,
+    its root."""
     rows = trees.rows
     first = rows.starts[:-1]
     return torch.stack(
@@ -140,7 +148,7 @@ class CpuTreeBackend(TreeBackend):
     """The compiled CPU kernels over vLLM's CPU cache.
 
     Args:
-        plain_rows: whether rows without drafts are attended by them too.
+        plain_rows: whether these kernels also attend rows without drafts.
     """
 
     is_host = True
@@ -176,7 +184,8 @@ class CpuTreeBackend(TreeBackend):
         trees: StepTrees | None,
         block_tables: Sequence[torch.Tensor],
     ) -> None:
-        """As the others; rows of dummies where dummies stand for trees, and plain rows."""
+        """See `TreeBackend.attach`. Also attaches tree rows to a dummy forward that calibration
+        runs, and plain rows where `plain_rows` is set."""
         rows: TreeRows | None = None
         if trees is not None:
             rows = self._without_prompts(self.tree_rows(trees, block_tables), input_batch)
@@ -192,7 +201,7 @@ class CpuTreeBackend(TreeBackend):
             put_rows(attn_metadata, rows)
 
     def _without_prompts(self, rows: TreeRows, input_batch: Any) -> TreeRows:
-        """Prompts are vLLM's to attend, their last row too, as in steps without drafts."""
+        """Returns `rows` without prompts: vLLM attends these, as in steps without drafts."""
         assert isinstance(rows, CpuTreeRows)
         starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1]
         plan = rows.metadata.plan
@@ -202,7 +211,7 @@ class CpuTreeBackend(TreeBackend):
         return replace(rows, metadata=replace(rows.metadata, plan=plan[:, kept].contiguous()))
 
     def _single_rows(self, input_batch: Any, block_table: torch.Tensor) -> TreeRows | None:
-        """Requests of one row in a step without drafts."""
+        """Returns the requests of one row in a step without drafts."""
         starts = input_batch.query_start_loc_np[: input_batch.num_reqs + 1]
         single = np.flatnonzero(np.diff(starts) == 1)
         if not len(single):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Drafter.observe` as CUDA graphs, one for each captured number of rows.
 
-Launched one by one, the operations that compute a draft head's context take the host longer than
-the rest of a draft. A graph reads the target's hidden states where the target's own graphs leave
-them. Rows, positions and slots of a step are copied into memory that all graphs share. Padding rows
-have slot -1, and caches store nothing for them.
+The operations that compute a draft head's context, launched one by one, take the host longer than
+the rest of a draft. A graph reads the target's hidden states where the target's own graphs write
+them. Each step copies its rows, positions and slots into memory that all graphs share. Padding rows
+have slot -1, for which caches store nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.drafter import Drafter
 
 
-# vLLM drops the manager that it measured memory with where a speculator's attribute is one.
+# A subclass of vLLM's manager: after its memory profile, vLLM drops those among a speculator's
+# attributes.
 class ContextGraphs(CudaGraphManager):
     """Runs `Drafter.observe` from graphs, in vLLM's capture sizes.
 
@@ -41,11 +42,11 @@ class ContextGraphs(CudaGraphManager):
         self._states: list[torch.Tensor] = []
 
     def capture_contexts(self, states: list[torch.Tensor]) -> None:
-        """Captures `observe` for every number of rows.
+        """Captures `observe` for every capture size.
 
         Args:
-            states: [T, H] of each auxiliary layer, where the target's graphs leave its outputs;
-                empty where nothing is captured.
+            states: output [T, H] of each auxiliary layer, at the address that the target's graphs
+                write to; empty where nothing is captured.
         """
         if not states:
             return
@@ -61,9 +62,9 @@ class ContextGraphs(CudaGraphManager):
         self.capture(forward_of, "Capturing context graphs")
 
     def __call__(self, committed: CommittedTokens) -> bool:
-        """Shows the drafter a step's tokens; False where no graph serves, and nothing was done."""
+        """Shows the drafter a step's tokens. Returns False, and does nothing, if no graph fits."""
         aux, count = committed.aux_hidden_states, len(committed.rows)
-        # Forwards without a graph leave their outputs elsewhere.
+        # A forward that ran without a graph wrote its outputs to another address.
         if not self._states or aux[0].data_ptr() != self._states[0].data_ptr():
             return False
         desc = self.dispatch(1, count, None, num_active_loras=0, max_query_len=1)

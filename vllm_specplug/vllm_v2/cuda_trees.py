@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifying trees on CUDA in vLLM's V2 runner: trees that the host does not know.
+"""Verification of trees on CUDA in vLLM's V2 runner.
 
-Which rows there are is known on the host; parents, contexts and accepted paths are tensors that
+The host knows how many rows each request has. Parents, contexts and accepted paths are tensors that
 only kernels read. Nothing here waits for the device.
 """
 
@@ -31,7 +31,8 @@ from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 
 def parent_rows(trees: StepTrees) -> torch.Tensor:
-    """`TreeAttnMetadata.parent_rows` int32 [M]. What no walk can reach hangs below its root."""
+    """Returns `TreeAttnMetadata.parent_rows` int32 [M]. Unreachable rows are children of their
+    root."""
     rows = trees.rows
     above = trees.above - rows.starts[rows.row_requests]
     return torch.where(rows.local_pos == 0, -1, above).to(torch.int32)
@@ -42,7 +43,7 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
 
     is_host = False
     state_step = DeviceStateStep
-    # The running step's by KV cache group, each int32 [R, blocks].
+    # Block tables int32 [R, blocks] of the running step, one for each KV cache group.
     block_tables: Sequence[torch.Tensor]
 
     def step_clock(self) -> StepClock:
@@ -62,7 +63,7 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         words = (len(rows.query_rows), -(-rows.max_rows // 64))
         metadata = TreeAttnMetadata(
             step_plan(trees),
-            # Each layer brings its own.
+            # Only a default: each layer passes its own block table.
             block_tables[0],
             max_rows=rows.max_rows,
             max_context=rows.max_context,
@@ -75,12 +76,12 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
 
     @cached_property
     def table_rows(self) -> torch.Tensor:
-        """int32 [requests]: the row of each request of a batch in its block table."""
+        """int32 [requests]: the block table row of each request of the batch."""
         return torch.arange(self.limits.num_requests, dtype=torch.int32, device=self.device)
 
     @cached_property
     def graph_trees(self) -> GraphTrees:
-        """What graphs of whole forwards read. Made before the first of them is captured."""
+        """The memory that full graphs read. Made before the first one is captured."""
         return GraphTrees(self.limits, self.device)
 
     def graph_rows(

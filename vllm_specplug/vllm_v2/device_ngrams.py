@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """N-gram branches on the device: looked up in vLLM's own token history, merged into a head's trees.
 
-Branches are those of `drafting.ngram`, whose statistics stay on the host: it learns of branches and
-of what followed them from copies, a step late, and sends the scores as one small table.
+The statistics of `drafting.ngram` stay on the host. It reads the branches, and the tokens that
+followed them, from copies one step late. It sends the scores to the device as one small table.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Found = tuple[torch.Tensor, torch.Tensor]
 
 
 def keep_history_on_device(req_states: Any) -> None:
-    """Moves the tokens of all requests into the device's memory: 4 bytes for each of
-    `max_num_seqs` x `max_model_len`.
+    """Moves the token ids of all requests into the device's memory.
 
-    vLLM keeps them in the host's, mapped, unless its own n-gram drafter reads them: a lookup would
-    fetch a whole history over the bus in every step. To be called before anything was written.
+    They take 4 bytes for each of `max_num_seqs` x `max_model_len` tokens. vLLM keeps them in mapped
+    host memory unless its own n-gram drafter reads them, and each lookup would then fetch a whole
+    history over the bus. Call this before anything is written.
 
     Seam: device_ngrams.
     """
@@ -43,9 +43,9 @@ class DeviceNgrams:
     """The n-gram branches of a batch.
 
     Args:
-        branches: the host's, for their statistics.
-        count: most branches of a request.
-        max_tokens: most tokens of a request.
+        branches: the host's branches, which hold the statistics.
+        count: maximum number of branches per request.
+        max_tokens: maximum number of tokens per request.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class DeviceNgrams:
 
     def lookup(
         self,
-        # [S, most tokens] int32
+        # [S, max_tokens] int32
         history: torch.Tensor,
         # [R] int64
         slots: torch.Tensor,
@@ -70,12 +70,12 @@ class DeviceNgrams:
         lengths: torch.Tensor,
         requests: DeviceRequests,
     ) -> Found:
-        """What followed the last tokens of each request.
+        """Looks up what followed earlier occurrences of each request's last tokens.
 
         Args:
-            lengths: tokens of each request, 0 where nothing is looked up.
+            lengths: number of tokens of each request, 0 for requests without a lookup.
         """
-        # The bound is the forward's; what it emits comes behind.
+        # `max_context` bounds the tokens of the forward; the token it emits adds one.
         return self._lookup(history, slots, lengths, requests.depths, requests.max_context + 1)
 
     def merged(
@@ -86,8 +86,8 @@ class DeviceNgrams:
         *,
         lookup_only: bool,
     ) -> list[DeviceTrees]:
-        """The trees with the branches merged in, within budget, and where asked for those of
-        branches only."""
+        """Returns the trees with the branches merged in, within budget. With `lookup_only`, the
+        list also has the trees made of branches only."""
         from vllm_specplug.kernels.tree_merge_triton import merge_branches
 
         head = None if trees is None else trees.fields
@@ -102,7 +102,7 @@ class DeviceNgrams:
         return [DeviceTrees(*fields) for fields in merged]
 
     def table(self) -> torch.Tensor:
-        """Scores by suffix length, rank and depth, on the device."""
+        """Returns the scores by suffix length, rank and depth, on the device."""
         if self._known != self.statistics.observed:
             self._known = self.statistics.observed
             self._table = to_device(self.statistics.table(self.longest, self.length), self.device)
@@ -115,7 +115,7 @@ class DeviceNgrams:
             self.statistics.observe(size, rank, branch, tokens)
 
     def warm_up(self, history: torch.Tensor, num_nodes: int) -> None:
-        """Compiles what a step launches."""
+        """Compiles the kernels that a step launches."""
         one = torch.ones(1, dtype=torch.int32, device=self.device)
         slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         requests = DeviceRequests(slot, one, one, one, 1, num_nodes, 2)

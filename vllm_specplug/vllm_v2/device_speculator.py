@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting where memory is the device's.
+"""Drafting on a device whose memory the host cannot read.
 
-Where the drafter can (`Drafter.drafts_on_device`), trees are built on the device from what lies
-there, n-gram branches included, and nothing is read: what the host wants to know of a step and of
-its trees comes in copies that are looked at a step later. An adaptive budget decides by these, too:
-where steps are scheduled ahead, trees fill rows that were reserved before, and what the trees of a
-step were worth is a reservation for one that is not scheduled yet.
+If the drafter supports it (`Drafter.drafts_on_device`), the device builds the trees, n-gram
+branches included, and the host waits for nothing. The host reads asynchronous copies of a step and
+of its trees one step later. An adaptive budget decides from these copies. Where steps are scheduled
+ahead, trees fill rows that were reserved before they were drafted, and the value of a step's trees
+sets the reservation of the next step that is not scheduled yet.
 
-Everything else, and an adaptive budget where the scheduler waits for every tree anyway, hands over
-`DraftTree`s, which are arrays of the host. What that needs of a step
-comes in one copy, which is waited for once the drafter's context has been launched; the trees go
-back in copies that nothing waits for.
+All other drafters build `DraftTree`s on the host; so does an adaptive budget where the scheduler
+waits for every tree anyway. They need one copy of the step. The host waits for this copy after it
+has launched the work on the drafter's context. The trees return in copies that nothing waits for.
 """
 
 from __future__ import annotations
@@ -60,26 +59,26 @@ class DeviceSpeculator(TreeSpeculator):
         super().__init__(vllm_config, device, req_states)
         self.vllm_config = vllm_config
         self.known: dict[str, KnownTokens] = {}
-        # Of running requests: grows with every step by the most tokens that it can give them.
+        # Bounds on the tokens of running requests. Each step raises the upper one by the most
+        # tokens that it can emit.
         self.len_upper_bound: dict[str, int] = {}
-        # And how many tokens they have at least.
         self.len_lower_bound: dict[str, int] = {}
-        # Trees built on the device and their rows, by running request.
+        # By running request: the copy of its device-built tree, and its row in that copy.
         self.copies: dict[str, tuple[TreesCopy, int]] = {}
         self.draft_graphs: DraftGraphs | None = None
         self.context_graphs: ContextGraphs | None = None
         # Steps and drafts that the host has not looked at yet, in their order.
         self._late: deque[PendingStep | PendingDraft] = deque()
-        # Made with the first trees: the drafter is loaded, and the budget calibrated, by then.
+        # Made with the first trees, when the drafter is loaded and the budget calibrated.
         self._ngrams: DeviceNgrams | None = None
         self._late_budget: LateBudget | None = None
-        # What was planned last, and for how many more steps it holds.
+        # The last plan, and the number of further steps for which it holds.
         self._held: PendingDraft | None = None
         self._held_steps = 0
-        # The rows that the scheduler was asked for with the last output. What is decided between
-        # two drafts is asked for with the next one.
+        # The rows that the last output asked the scheduler for. A decision between two drafts
+        # goes out with the next output.
         self._asked: ReservedRows | None = None
-        # When the last step was drafted for, and its requests.
+        # Time of the last draft, and its requests.
         self._paced: tuple[float, list[str]] = (0.0, [])
         if self._may_look_up():
             keep_history_on_device(req_states)
@@ -92,7 +91,7 @@ class DeviceSpeculator(TreeSpeculator):
         return bool(options.ngram_topk) and takes_branches and is_late
 
     def warm_up(self) -> None:
-        """Compiles what tables and lookups launch. Call once the drafter is loaded."""
+        """Compiles the kernels of tables and lookups. Call once the drafter is loaded."""
         host_step.warm_up(self.req_states, self.store.num_nodes)
         draft_inputs.warm_up(self.req_states)
         if (ngrams := self.ngrams) is not None:
@@ -107,12 +106,12 @@ class DeviceSpeculator(TreeSpeculator):
     ) -> None:
         super().add(req_id, extra_args, plain, token_ids)
         self.known[req_id] = KnownTokens(token_ids)
-        # Of what was kept for it nothing holds.
+        # Nothing that was kept for an earlier request of this name holds.
         self.len_upper_bound[req_id] = self.len_upper_bound.get(req_id, 0) + self.max_model_len
         self.len_lower_bound[req_id] = len(token_ids)
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
-        # An engine that goes idle has no later step to count the last ones in.
+        # When the engine goes idle, no later step counts the last ones.
         self._drain_completed()
         super().forget(gone, ended)
         if self._late_budget is not None:
@@ -124,14 +123,14 @@ class DeviceSpeculator(TreeSpeculator):
             self.copies.pop(req_id, None)
 
     def tree_of(self, req_id: str) -> DraftTree | None:
-        # Asked for by a scheduler that waits, or for a grammar.
+        # A scheduler that waits for trees asks for it, or a grammar.
         if req_id in self.copies:
             copy, row = self.copies[req_id]
             return copy.read(row)
         return super().tree_of(req_id)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        # vLLM drops the graphs it measured memory with, and comes here again.
+        # vLLM calls this again after it has dropped the graphs of its memory profile.
         self.draft_graphs = self.context_graphs = None
         drafter = self.proposer.drafter
         if (
@@ -141,10 +140,10 @@ class DeviceSpeculator(TreeSpeculator):
             return
         if drafter.observes_from_graphs:
             self.context_graphs = ContextGraphs(self.vllm_config, self.device, drafter)
-        # Where the scheduler waits for an adaptive budget's trees, the host makes them.
+        # If the scheduler waits for an adaptive budget's trees, the host builds them.
         is_late = self.schedules_ahead or not self.planner.is_adaptive
         if drafter.drafts_from_graphs and is_late:
-            # Where there is no forward depth, drafts are always as deep as they may be.
+            # A drafter without a forward depth always drafts to the maximum depth.
             deepest = drafter.forward_depth or drafter.warmup_depth
             has_depths = self.planner.is_adaptive and drafter.forward_depth > 0
             self.draft_graphs = DraftGraphs(
@@ -164,7 +163,7 @@ class DeviceSpeculator(TreeSpeculator):
 
     @property
     def _reads_nothing(self) -> bool:
-        # Not kept: vLLM's warm-up steps come before the budget is calibrated.
+        # Not cached: vLLM's warm-up steps run before the budget is calibrated.
         is_late = self.planner.adaptive is None or self.schedules_ahead
         return is_late and self.proposer.drafter.drafts_on_device
 
@@ -175,7 +174,7 @@ class DeviceSpeculator(TreeSpeculator):
         if not drafter.drafts_on_device or (branches := drafter.device_branches) is None:
             return None
         if self._ngrams is None:
-            # The first branch is the best: where a chain is wanted, it is one.
+            # A chain takes only the first branch, which is the best.
             count = branches.count if self.proposer.options.tree_width > 1 else 1
             self._ngrams = DeviceNgrams(branches, count, self.max_model_len, self.device)
         return self._ngrams
@@ -191,7 +190,7 @@ class DeviceSpeculator(TreeSpeculator):
         final = self.step.committed(input_batch)
         width = self.store.num_nodes + 1
         copy = StepCopy(self.req_states, input_batch, self.step.walk, num_sampled, width)
-        # A row with logits gives a token at most.
+        # A row with logits emits at most one token.
         counts = np.diff(input_batch.cu_num_logits_np[: len(input_batch.req_ids) + 1])
         for req_id, count in zip(input_batch.req_ids, counts.tolist(), strict=True):
             self.len_upper_bound[req_id] += count
@@ -203,7 +202,7 @@ class DeviceSpeculator(TreeSpeculator):
             committed = replace(committed, output_states=last_hidden_states)
             self.proposer.drafter.observe(committed)
         if self._reads_nothing:
-            # The next step was scheduled before what comes now.
+            # The next step was scheduled before the decisions made from here on.
             self._drain_completed()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
             source, milliseconds = self._pace(input_batch)
@@ -217,8 +216,10 @@ class DeviceSpeculator(TreeSpeculator):
         return self._draft(input_batch, self._batch(input_batch, read), most)
 
     def _pace(self, input_batch: Any) -> tuple[str | None, float]:
-        """Where the drafts of a step came from, and milliseconds since the step before it; 0 where
-        its requests were others, or none of them had a draft."""
+        """Returns the source of a step's drafts, and the milliseconds since the previous step.
+
+        The time is 0 if the two steps have different requests, or if none of them had a draft.
+        """
         drafter, now = self.proposer.drafter, time.perf_counter()
         (before, req_ids), self._paced = self._paced, (now, list(input_batch.req_ids))
         if drafter.source is None or req_ids != self._paced[1]:
@@ -226,7 +227,7 @@ class DeviceSpeculator(TreeSpeculator):
         return drafter.source, 1e3 * (now - before)
 
     def _drain_completed(self) -> None:
-        """Learns from the steps and decides on the trees whose copies have come."""
+        """Learns from the steps, and decides on the trees, whose copies have arrived."""
         while self._late and self._late[0].has_come:
             late = self._late.popleft()
             if isinstance(late, PendingStep):
@@ -245,7 +246,7 @@ class DeviceSpeculator(TreeSpeculator):
         if late.source is not None and late.milliseconds:
             tokens = sum(sampled) / len(sampled)
             self.proposer.drafter.learn(late.source, tokens, late.milliseconds)
-        # Scores of branches are averages: steps that are timed are enough.
+        # Branch scores are averages, for which the timed steps suffice.
         if self._ngrams is None or late.record.walked is None:
             return
         latest = read.latest
@@ -255,7 +256,7 @@ class DeviceSpeculator(TreeSpeculator):
                 self._ngrams.learn(copy.branches(row), latest[i, -sampled[i] :])
 
     def _decide(self, late: PendingDraft) -> None:
-        """What trees were worth, as rows of the step that is scheduled next."""
+        """Reserves rows of the next step to be scheduled, by what the trees were worth."""
         assert self._late_budget is not None
         copy, rows = late.copy, late.rows
         trees, found = ([some[row] for row in rows] for some in (copy.merged, copy.lookup_only))
@@ -273,10 +274,10 @@ class DeviceSpeculator(TreeSpeculator):
     def _draft_on_device(
         self, input_batch: Any, num_sampled: torch.Tensor, most: int, reserved: ReservedRows | None
     ) -> torch.Tensor:
-        """Trees from what lies on the device: kept, and their token ids int64 [R, N].
+        """Drafts on the device, keeps the trees and returns their token ids int64 [R, N].
 
         Args:
-            reserved: what the next step was asked to have rows for.
+            reserved: the rows that the scheduler was asked for in the next step.
         """
         start = self.planner.clock.mark()
         states, slots = self.req_states, input_batch.idx_mapping.long()
@@ -313,7 +314,7 @@ class DeviceSpeculator(TreeSpeculator):
                 lookup_only = others[0] if others else None
         if trees is None:
             trees = DeviceTrees.none(len(requests), self.store.num_nodes, self.device)
-        # Ranks may differ in what they decided, and none in whether it drafts at all.
+        # Ranks may differ in their decisions, but not in whether they draft at all.
         fits = limits[2]
         if budgets.any():
             trees, fits = _first_rank(trees, fits)
@@ -339,13 +340,13 @@ class DeviceSpeculator(TreeSpeculator):
         )
 
     def _decoding_nodes(self, input_batch: Any, budgets: np.ndarray) -> dict[str, int]:
-        """Budgets by request; of those whose prompt goes on nothing is known."""
+        """Returns the budget of each decoding request. Requests in their prompt have none yet."""
         decoding = self._is_decoding(input_batch).tolist()
         rows = zip(input_batch.req_ids, budgets.tolist(), decoding, strict=True)
         return {req_id: nodes for req_id, nodes, decodes in rows if decodes}
 
     def _is_decoding(self, input_batch: Any) -> np.ndarray:
-        """bool [R]: whether a request's prompt is done after this step."""
+        """Returns bool [R]: whether each request's prompt is complete after this step."""
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         return ends >= self.req_states.prefill_len.np[input_batch.idx_mapping_np]
 
@@ -357,7 +358,7 @@ class DeviceSpeculator(TreeSpeculator):
         # [R] on the device, none deeper than the request's tree
         depths: torch.Tensor,
     ) -> DeviceTrees | None:
-        """Those of the drafter; None for none."""
+        """Returns the drafter's own trees; None for none."""
         if forward_depths is None or not self.proposer.drafter.forward_depth:
             return self._drafted(requests, None)
         chosen = np.flatnonzero(forward_depths)
@@ -369,7 +370,7 @@ class DeviceSpeculator(TreeSpeculator):
     def _drafted(
         self,
         requests: DeviceRequests,
-        # int64, lines of those to draft for; None for all
+        # int64 rows of the batch to draft for; None for all
         chosen: np.ndarray | None,
     ) -> DeviceTrees | None:
         drafter = self.proposer.drafter
@@ -396,7 +397,7 @@ class DeviceSpeculator(TreeSpeculator):
             req_ids,
             [self.len_upper_bound[req_id] for req_id in req_ids],
             (budgets > 0).tolist(),
-            # Without the anchor; what the forward emits comes behind its tokens.
+            # The context excludes the anchor, which is the last committed token.
             least=[self.len_lower_bound[req_id] - 1 for req_id in req_ids],
             most=bounds.tolist(),
             penalties=device_penalties(
@@ -407,7 +408,7 @@ class DeviceSpeculator(TreeSpeculator):
     def _rows_of(
         self, input_batch: Any, budgets: np.ndarray, reserved: ReservedRows | None
     ) -> np.ndarray:
-        """Nodes of each request that the next step has rows for, int32 [R]."""
+        """Returns int32 [R]: for how many nodes of each request the next step has rows."""
         if reserved is None:
             return budgets
         nodes = [reserved.nodes(req_id) for req_id in input_batch.req_ids]
@@ -416,7 +417,7 @@ class DeviceSpeculator(TreeSpeculator):
     def _plan(
         self, input_batch: Any, budgets: np.ndarray, longest: np.ndarray, room: np.ndarray
     ) -> PendingDraft | None:
-        """What an adaptive budget decides before drafting; None under a fixed one."""
+        """Returns what an adaptive budget decides before drafting; None under a fixed one."""
         planner = self.planner
         if planner.adaptive is None:
             return None
@@ -434,8 +435,9 @@ class DeviceSpeculator(TreeSpeculator):
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         prompts = self.req_states.prefill_len.np[input_batch.idx_mapping_np]
         is_decoding = ends >= prompts
-        # Of requests that decode the least: those of the steps that the host has looked at. An
-        # upper bound has every draft of two steps, and would end drafting that much too early.
+        # Decoding requests take the lower bound: the tokens of the steps that the host has read.
+        # The upper bound counts every draft of two steps as accepted, so drafting would end too
+        # early.
         least = [self.len_lower_bound[req_id] for req_id in req_ids]
         tokens = np.where(is_decoding, least, ends)
         batch = Batch(int(is_decoding.sum()), int(tokens[is_decoding].sum()))
@@ -460,8 +462,8 @@ class DeviceSpeculator(TreeSpeculator):
         return late
 
     def _budgets(self, input_batch: Any, most: int) -> np.ndarray:
-        """Most nodes of each request's next tree, int32 [R], as far as the host knows."""
-        # Upper bounds of requests that decode; of prompts they are exact.
+        """Returns int32 [R]: most nodes of each request's next tree, as far as the host knows."""
+        # Upper bounds for decoding requests, exact for prompts.
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         is_decoding = self._is_decoding(input_batch)
         running = int(is_decoding.sum())
@@ -483,7 +485,7 @@ class DeviceSpeculator(TreeSpeculator):
         return budgets
 
     def _next_tokens(self, input_batch: Any, final: CommitMap) -> torch.Tensor:
-        """The token after each row's, int64 [T]; 0 where none is known."""
+        """Returns int64 [T]: the token that follows each row's token; 0 if it is not known."""
         counts = torch.diff(input_batch.query_start_loc[: input_batch.num_reqs + 1])
         slots = torch.repeat_interleave(
             input_batch.idx_mapping.long(), counts, output_size=len(final.positions)
@@ -502,7 +504,7 @@ class DeviceSpeculator(TreeSpeculator):
             if sampled[i]:
                 known.add(latest[i, -sampled[i] :])
             if known.count != totals[i]:
-                # A request that was given more tokens meanwhile.
+                # The request has got more input tokens meanwhile.
                 tokens = self.req_states.all_token_ids.gpu[slot, : totals[i]].cpu()
                 known = self.known[req_id] = KnownTokens(tokens.numpy())
             batch.append(
@@ -519,7 +521,7 @@ class DeviceSpeculator(TreeSpeculator):
 
 
 def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, torch.Tensor]:
-    """The first tensor parallel rank's trees and rows, on every rank."""
+    """Returns the first tensor parallel rank's trees and rows, on every rank."""
     if get_tensor_model_parallel_world_size() == 1:
         return trees, room
     first = first_rank_tensor(torch.cat([packed_trees(trees), room[:, None]], dim=1))
@@ -531,8 +533,11 @@ def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, to
 
 
 def _all_rows(final: CommitMap, aux_hidden_states: list[torch.Tensor] | None) -> CommittedTokens:
-    """What a drafter observes: every row of the forward. Those that committed nothing have no slot,
-    and kernels that write caches pass over them; which they are is only known on the device."""
+    """Returns what a drafter observes: every row of the forward.
+
+    Rows that committed nothing have slot -1, which kernels that write caches skip. Only the device
+    knows which rows these are.
+    """
     return CommittedTokens(
         aux_hidden_states=aux_hidden_states or [],
         rows=final.computed_rows,
