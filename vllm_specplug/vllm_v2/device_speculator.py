@@ -397,7 +397,7 @@ class DeviceSpeculator(TreeSpeculator):
             req_ids,
             [self.len_upper_bound[req_id] for req_id in req_ids],
             (budgets > 0).tolist(),
-            # The context excludes the anchor, which is the last committed token.
+            # Contexts exclude the anchor. `bounds` does so already: the forward emits the anchor.
             least=[self.len_lower_bound[req_id] - 1 for req_id in req_ids],
             most=bounds.tolist(),
             penalties=device_penalties(

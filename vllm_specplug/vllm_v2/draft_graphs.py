@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts on the device as CUDA graphs, one for each captured number of requests and depth.
 
-A graph holds a draft from its anchors to its trees. What differs from step to step lies in memory
-that all graphs share: the batch and the lines of the requests that are drafted for go in, and one
-tree for each request of the batch comes out. Before the replay the host decides which requests get
-a draft, how deep, and of how many nodes. These are lines, depths and budgets, which a graph reads.
-Padding requests have budget 0. Their rows are masked, and their trees go to a line of their own.
+A graph holds a draft from its anchors to its trees. All graphs share the memory of what differs
+from step to step. The inputs are the batch and the lines of the requests to draft for; the output
+is one tree for each request of the batch. Before the replay the host decides which requests get a
+draft, how deep, and of how many nodes; a graph reads these as lines, depths and budgets. Padding
+requests have budget 0. Their rows are masked, and their trees go to a line of their own.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from vllm_specplug.kernels import pinned, to_device
 
 
 def graph_depths(deepest: int, is_adaptive: bool) -> list[int]:
-    """Depths that drafts are captured for, ascending.
+    """Returns the depths that drafts are captured for, ascending.
 
-    A fixed budget only asks for the deepest. An adaptive one asks for many: half and a quarter of
-    it bound what is drafted in vain, at three times the graphs.
+    A fixed budget asks for the deepest only. An adaptive one asks for many depths: graphs of half
+    and a quarter of the deepest limit the levels drafted in vain, at three times the graphs.
     """
     if not is_adaptive:
         return [deepest]
     return sorted({deepest, -(-deepest // 2), -(-deepest // 4)})
 
 
-# vLLM drops the manager that it measured memory with where a speculator's attribute is one.
+# A subclass of vLLM's manager: after its memory profile, vLLM drops those among a speculator's
+# attributes.
 class DraftGraphs(CudaGraphManager):
     """Runs `Drafter.propose_on_device` from graphs.
 
-    vLLM's manager decides which numbers of requests are captured: its sizes, up to
+    vLLM's manager decides which numbers of requests are captured: its capture sizes up to
     `max_num_seqs`.
 
     Args:
-        drafter: one that `drafts_from_graphs`.
-        width: most children of a node; drafts of another width run without a graph.
-        num_nodes: N, nodes of a tree at most.
+        drafter: a drafter with `drafts_from_graphs`.
+        width: maximum children of a node; drafts of another width run without a graph.
+        num_nodes: N, the maximum nodes of a tree.
         depths: ascending; a draft runs the first graph that is deep enough.
     """
 
@@ -60,8 +61,8 @@ class DraftGraphs(CudaGraphManager):
         depths: Sequence[int],
     ) -> None:
         super().__init__(vllm_config, device, CUDAGraphMode.FULL_DECODE_ONLY, decode_query_len=1)
-        # vLLM's bound on the rows of a request is that of the depth here: of graphs that are large
-        # enough, the first one that is deep enough is found.
+        # The field for vLLM's bound on the rows of a request holds the depth here. Dispatch takes
+        # the first graph that is large and deep enough.
         self._capture_descs = {
             mode: [replace(desc, max_query_len=depth) for desc in descs for depth in depths[::-1]]
             for mode, descs in self._capture_descs.items()
@@ -72,14 +73,14 @@ class DraftGraphs(CudaGraphManager):
         }
         self._drafter = drafter
         self._width, self._num_nodes, self._deepest = width, num_nodes, depths[-1]
-        # Bounds the contexts of every step that a graph will serve.
+        # Upper bound of the contexts in every step that a graph will serve.
         self._max_context: int = vllm_config.model_config.max_model_len
-        # Behind the batch's lines that of padding requests.
+        # One more line, after those of the batch, is for padding requests.
         most = self.max_num_reqs
         self._padding = most
         # [B + 1, 4]: anchors, contexts, budgets and depths
         self.batch = torch.zeros((most + 1, 4), dtype=torch.int64, device=device)
-        # [R] lines of those that are drafted for, and the same as the host knows them
+        # [R] lines of the requests to draft for, on the device and on the host
         self.lines = torch.full((most,), most, dtype=torch.int64, device=device)
         self._lines = np.full(most, most, np.int64)
         # [B + 1, ...]; see `DeviceRequests.states`
@@ -97,17 +98,17 @@ class DraftGraphs(CudaGraphManager):
         )
 
     def capture_drafts(self) -> None:
-        """Captures a draft for every number of requests and every depth; none where the drafter
-        cannot be captured."""
+        """Captures a draft for every number of requests and every depth. Captures none if the
+        drafter does not support it."""
         if not self._drafter.can_be_captured:
             return
-        # What waits would be written by every replay.
+        # Otherwise every replay would write the pending context again.
         self._drafter.flush_context()
 
         def forward_of(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> Callable[[CUDAGraphMode], None]:
-            # Nothing is attended: the pages of dummies may be a request's.
+            # Contexts of 0: the pages of dummies may belong to a request.
             self.batch.zero_()
             assert desc.max_query_len is not None
             depth = desc.max_query_len
@@ -118,13 +119,13 @@ class DraftGraphs(CudaGraphManager):
     def __call__(
         self, requests: DeviceRequests, chosen: np.ndarray | None = None
     ) -> DeviceTrees | None:
-        """The trees of a batch, valid until the next call; None where no graph serves, and nothing
-        was drafted.
+        """Returns the trees of a batch, valid until the next call. Returns None, and drafts
+        nothing, if no graph fits.
 
         Args:
-            requests: all of the batch, in its order.
-            chosen: int64, lines of those to draft for, ascending; others have empty trees. None for
-                all.
+            requests: all requests of the batch, in its order.
+            chosen: int64, ascending lines of the requests to draft for; the others get empty trees.
+                None for all.
         """
         if (requests.width, requests.num_nodes) != (self._width, self._num_nodes):
             return None
@@ -142,7 +143,7 @@ class DraftGraphs(CudaGraphManager):
         return DeviceTrees(*(tensor[: len(requests)] for tensor in vars(self.trees).values()))
 
     def warmup(self, requests: DraftRequests) -> bool:
-        """Drafts for requests of no batch; False where no graph serves."""
+        """Drafts for dummy requests. Returns False if no graph fits."""
         columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
         anchors, contexts, budgets, depths = to_device(np.array(columns), self.device)
         drafted = self(
@@ -165,7 +166,7 @@ class DraftGraphs(CudaGraphManager):
         torch.stack(columns, dim=1, out=self.batch[:count])
         lines = np.full(num_requests, self._padding)
         lines[: len(chosen)] = chosen
-        # The same from step to step while no request comes or goes.
+        # The lines stay the same from step to step while no request starts or ends.
         if not np.array_equal(lines, self._lines[:num_requests]):
             self._lines[:num_requests] = lines
             self.lines[:num_requests].copy_(pinned(lines, self.device), non_blocking=True)
@@ -173,7 +174,7 @@ class DraftGraphs(CudaGraphManager):
             return
         states = self._drafter.request_states
         if states is None or len(states) != count:
-            # A draft that no step came before.
+            # No step came before this draft.
             self.states.zero_()
         else:
             self.states[:count].copy_(states)
@@ -189,7 +190,7 @@ class DraftGraphs(CudaGraphManager):
             width=self._width,
             num_nodes=self._num_nodes,
             max_context=self._max_context,
-            # Padding requests have no block table; any will do for rows that are not computed.
+            # Padding requests have no block table. Their rows are masked, so any one will do.
             rows=lines.clamp_max(self._padding - 1).int(),
             deepest=depth,
             states=self.states,

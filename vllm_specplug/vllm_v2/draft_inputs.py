@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting on the device begins with: a step's results, within what the host allows."""
+"""Inputs of a draft on the device: a step's results, within the limits that the host sets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_specplug.tree import step_trees
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Of R requests, see `DeviceRequests`; int32 [R] but for the anchors."""
+    """Inputs of a draft for R requests, see `DeviceRequests`; int32 [R] except the anchors."""
 
     # [R] int64
     anchors: torch.Tensor
@@ -21,11 +21,11 @@ class DraftInputs:
     budgets: torch.Tensor
     depths: torch.Tensor
     forward_depths: torch.Tensor
-    """Levels of the draft forward, none deeper than the tree."""
+    """Levels of the draft forward, at most the tree's depth."""
     lengths: torch.Tensor
-    """Tokens in which branches are looked up; 0 for a request without a budget."""
+    """Tokens that a lookup searches; 0 for a request without a budget."""
     roots: torch.Tensor
-    """Position of the next root; -1 where a prompt goes on."""
+    """Position of the next root; -1 while the prompt is incomplete."""
 
 
 def draft_inputs(
@@ -37,11 +37,12 @@ def draft_inputs(
     # [4, R] int32
     limits: torch.Tensor,
 ) -> DraftInputs:
-    """What the next trees are drafted with, once vLLM has updated its request states. No host
-    synchronisation.
+    """Returns the inputs of the next draft. Does not synchronise with the host.
+
+    Call it once vLLM has updated its request states.
 
     Args:
-        limits: what the host allows each request: nodes, tokens of all, nodes that the next step
+        limits: the host's limits for each request: nodes, total tokens, nodes that the next step
             has rows for, and levels of the draft forward.
     """
     lengths, last_sampled = req_states.total_len.gpu, req_states.last_sampled_tokens
@@ -52,7 +53,7 @@ def draft_inputs(
     most, longest, _, forward = limits
     totals = lengths[slots]
     is_decoding = num_sampled > 0
-    # The step after this one always emits a token of its own.
+    # The next step always emits one token besides the accepted drafts.
     depths = torch.minimum(longest - totals - 1, most)
     budgets = torch.where(is_decoding & (depths > 0), most, 0)
     return DraftInputs(
@@ -67,7 +68,7 @@ def draft_inputs(
 
 
 def warm_up(req_states: Any) -> None:
-    """Compiles what `draft_inputs` launches."""
+    """Compiles the kernel that `draft_inputs` launches."""
     slots = torch.zeros(1, dtype=torch.int64, device=req_states.last_sampled_tokens.device)
     one = slots.int()
     draft_inputs(req_states, slots, one, one.expand(4, 1).contiguous())

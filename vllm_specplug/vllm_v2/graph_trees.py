@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's trees where graphs of whole forwards look for them.
+"""A step's trees in the memory that full CUDA graphs read.
 
-A graph repeats kernels over the addresses, launch grids and host integers of its capture. It is
-captured for a number of query rows and of requests, vLLM pads a step of ragged trees to one of
-these, and every step writes its trees to the same memory before the graph is replayed. All rows of
-such a step are tree rows: a request without drafts is a root, and what is no tree is a chain.
+A graph replays kernels with the addresses, launch grids and host integers of its capture. Each one
+is captured for a number of query rows and a number of requests, and vLLM pads a step of ragged
+trees to one of them. Every step writes its trees to the same memory before the replay. All rows of
+such a step are tree rows: a request without drafts is a single root, and prompt rows are a chain.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def row_parents(
     starts: torch.Tensor,
     num_rows: int,
 ) -> torch.Tensor:
-    """`TreeAttnMetadata.parent_rows` int32 [T] of all query rows: trees below chains that end in
-    their roots. Without trees every request is a chain. Rows past the last request's hold anything.
+    """Returns `TreeAttnMetadata.parent_rows` int32 [T] of all query rows.
+
+    Each request is a chain that ends in the root of its tree. Without trees it is only a chain.
+    Rows past the last request's are undefined.
     """
     rows = torch.arange(num_rows, dtype=torch.int32, device=starts.device)
     request = torch.searchsorted(starts[1:], rows, right=True).clamp_max(len(starts) - 2)
@@ -45,10 +47,10 @@ def row_parents(
 
 
 class GraphTrees:
-    """Memory of one step's trees that captured graphs read again and again.
+    """Memory of one step's trees that every replay of a captured graph reads.
 
     Args:
-        limits: the largest step; its context and tree size are those that graphs are captured for.
+        limits: the largest step. Graphs are captured for its context and tree size.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
@@ -62,7 +64,7 @@ class GraphTrees:
         self.requests = torch.arange(requests, **ints)
 
     def warm_up(self) -> None:
-        """Compiles what `fill` launches."""
+        """Compiles the kernels that `fill` launches."""
         starts = torch.zeros_like(self.starts[:2])
         self.fill(None, starts, starts[:1], starts[None], 0, None)
 
@@ -76,16 +78,15 @@ class GraphTrees:
         num_rows: int,
         max_rows: int | None,
     ) -> TreeAttnMetadata:
-        """The metadata of a step of P requests and `num_rows` query rows, both padded to what a
-        graph was captured for. No host synchronisation.
+        """Returns the metadata of a step. Does not synchronise with the host.
 
-        `max_rows` bounds the rows of a request in this graph; None for the largest tree.
-
-        A request of no rows is padding: kernels skip it, and no row follows the last request's.
+        P requests and `num_rows` query rows are padded to the sizes that a graph was captured for.
+        `max_rows` bounds the rows of a request in this graph; None stands for the largest tree.
+        Padding requests have no rows and come last; kernels skip them.
         """
         num_requests = len(seq_lens)
         starts = self.starts[: num_requests + 1]
-        # Its stride is the graph's number of requests.
+        # The plan's stride is the graph's number of requests.
         plan = self.plan[: PLAN_ROWS * num_requests].view(PLAN_ROWS, num_requests)
         parents = self.parents[:num_rows]
         if step_trees.has_kernels(plan.device):
@@ -100,7 +101,7 @@ class GraphTrees:
         else:
             starts.copy_(query_starts)
             counts = starts[1:] - starts[:-1]
-            # Not so in a capture, where vLLM's lengths may be shorter than its rows.
+            # Clamped for captures, in which vLLM's lengths may be shorter than the rows.
             contexts = (seq_lens - counts).clamp_min(0)
             first = starts[:-1]
             torch.stack([self.requests[:num_requests], first, counts, contexts, first], out=plan)
@@ -108,7 +109,7 @@ class GraphTrees:
         return TreeAttnMetadata(
             plan,
             block_table,
-            # Bounds of every step that the graph will serve.
+            # Bounds for every step that the graph will serve.
             max_rows=max_rows or self.limits.tree_rows,
             max_context=self.limits.context,
             mask_words=self.words[:num_rows],
@@ -118,7 +119,7 @@ class GraphTrees:
 
 
 def wrap_graph_manager(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`ModelCudaGraphManager` whose full graphs take decoding requests of any number of rows.
+    """Wraps `ModelCudaGraphManager`: its full graphs take decoding requests of any number of rows.
 
     Seam: graphs_of_trees.
     """
@@ -126,7 +127,7 @@ def wrap_graph_manager(stock: Callable[..., Any]) -> Callable[..., Any]:
     def make(*args: Any, **kwargs: Any) -> Any:
         manager = stock(*args, **{**kwargs, "varlen_decode": True})
         _add_larger(manager)
-        # vLLM takes the first candidate that fits, and captures the largest first.
+        # vLLM dispatches to the first candidate that fits, and captures the largest one first.
         manager._candidates = {
             key: [one for desc in descs for one in narrower(desc)]
             for key, descs in manager._candidates.items()
@@ -142,15 +143,17 @@ def wrap_graph_manager(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MOST_ROWS = 1024
-"""Rows up to which steps of trees are captured, beside vLLM's own sizes, which end at 512 on most
-devices: 16 requests with trees of 63 nodes would be launched layer by layer."""
+"""Rows of the largest captured step with trees. vLLM's own sizes mostly end at 512, too few for 16
+requests with trees of 63 nodes."""
 _LEAST_STEP = 64
-"""Least distance of these sizes, in rows."""
+"""Minimum distance between these sizes, in rows."""
 
 
 def _add_larger(manager: Any) -> None:
-    """Adds graphs of full trees for as many requests as `MOST_ROWS` allow. Prompts keep vLLM's own
-    sizes: they would be padded more than they gain."""
+    """Adds graphs of full trees for as many requests as `MOST_ROWS` allows.
+
+    Prompts keep vLLM's own sizes: padding them to larger ones would cost more than it gains.
+    """
     captured = manager._capture_descs.get(CUDAGraphMode.FULL)
     if not captured:
         return
@@ -175,7 +178,7 @@ def _add_larger(manager: Any) -> None:
 def _put_largest_first(captured: dict[CUDAGraphMode, list[BatchExecutionDescriptor]]) -> None:
     """Moves the largest full graph before the piecewise ones, which vLLM captures first.
 
-    The first forward makes the buffers that all full graphs leave their outputs in.
+    The first forward allocates the output buffers that all full graphs share.
     """
     full, pieces = (captured.get(m) for m in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE))
     if full and pieces and full[0].num_tokens > pieces[0].num_tokens:
@@ -183,16 +186,16 @@ def _put_largest_first(captured: dict[CUDAGraphMode, list[BatchExecutionDescript
 
 
 _ROW_BOUNDS = (16, 64)
-"""Rows per request that attention is captured for, beside the largest tree: with four query heads
+"""Rows per request that attention is captured for, besides the largest tree. With four query heads
 per KV head, 16 rows fill one tile of the kernels."""
 
 
 def narrower(desc: BatchExecutionDescriptor) -> list[BatchExecutionDescriptor]:
     """Returns graphs of as many rows as `desc` for smaller trees and fewer requests, then `desc`.
 
-    A launch of attention has blocks for the largest tree in every request. vLLM's graph has as many
-    requests as rows: 32 requests for 257 rows of one tree are 2,880 blocks of attention and 66,000
-    of its merge in each layer, where two requests are 720 and 4,100.
+    A launch of attention has thread blocks for the largest tree in every request, and vLLM's graph
+    has as many requests as rows. Captured for 32 requests, 257 rows of one tree take 2,880 blocks
+    of attention and 66,000 of its merge in each layer; captured for two, 720 and 4,100.
     """
     if desc.cg_mode != CUDAGraphMode.FULL or not (desc.num_reqs and desc.max_query_len):
         return [desc]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the host learns of a step on a device whose memory it cannot read: one copy."""
+"""One asynchronous copy per step, from which the host learns what a device did."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class HostCopy:
 
     @property
     def has_come(self) -> bool:
-        """Whether reading it would not wait."""
+        """Whether `read` returns without waiting."""
         return self._event is None or self._event.query()
 
     def read(self) -> np.ndarray:
-        """The copy; waits for it. Reading a row of an array takes a tenth of a tensor's time."""
+        """Waits for the copy and returns it, as an array: its rows are read in a tenth of the time
+        that a tensor's take."""
         if self._event is not None:
             self._event.synchronize()
         if self._array is None:
@@ -46,17 +47,17 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class HostStep:
-    """A step after its walk, in host memory. W: most tokens emitted per step."""
+    """A step after its walk, in host memory. W: most tokens that a request emits in a step."""
 
-    # [R] tokens of each request the step's forward ended at
+    # [R] tokens of each request at the end of the step's forward
     seq_lens: np.ndarray
-    # [R] tokens that it has now
+    # [R] tokens of each request now
     totals: np.ndarray
-    # [R] of them in the cache
+    # [R] tokens of each request in the cache
     computed: np.ndarray
-    # [R] sampled by the step; 0 where a prompt goes on
+    # [R] tokens that the step sampled; 0 while a prompt is incomplete
     sampled: np.ndarray
-    # [R, W] its last tokens, the newest at the end
+    # [R, W] last tokens of each request, the newest at the end
     latest: np.ndarray
     walk: Walk | None
 
@@ -64,8 +65,11 @@ class HostStep:
 def step_table(
     req_states: Any, input_batch: Any, walk: Walk | None, num_sampled: torch.Tensor, width: int
 ) -> torch.Tensor:
-    """int32 [R, columns]: `HostStep.seq_lens`, `totals`, `computed` and `sampled`, with a walk its
-    lengths, then `latest`, then the walk's path rows."""
+    """Packs a step into int32 [R, columns].
+
+    The columns are `seq_lens`, `totals`, `computed` and `sampled` of `HostStep`, the lengths of a
+    walk if there is one, `latest`, and the path rows of that walk.
+    """
     slots = input_batch.idx_mapping
     lengths, computed = req_states.total_len.gpu, req_states.num_computed_tokens.gpu
     token_ids = req_states.all_token_ids.gpu
@@ -94,11 +98,12 @@ def step_table(
 
 
 class StepCopy:
-    """The `HostStep` of a step whose request states vLLM has updated, on its way to the host.
+    """The `HostStep` of a step, on its way to the host. Make it once vLLM has updated its request
+    states.
 
     Args:
         walk: None in a step without drafts.
-        width: most tokens that a step emits.
+        width: W, the most tokens that a request emits in a step.
     """
 
     def __init__(
@@ -114,14 +119,14 @@ class StepCopy:
         self.copy = HostCopy(step_table(req_states, input_batch, walk, num_sampled, width))
 
     def read(self) -> HostStep:
-        """Waits for it."""
+        """Waits for the copy and returns the step."""
         table = self.copy.read()
         first = 4 + self.has_walk
         latest = table[:, first : first + self.width]
         walk = None
         if self.has_walk:
             paths = table[:, first + self.width :]
-            # `latest` has what it emitted.
+            # `latest` holds the emitted tokens.
             emitted = torch.empty((len(table), 0), dtype=torch.int64)
             walk = Walk(emitted, torch.from_numpy(paths), torch.from_numpy(table[:, 4]))
         return HostStep(
@@ -140,8 +145,10 @@ def trees_table(
     lookup_only: DeviceTrees | None = None,
     found: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """int32 [R, columns]: `room`, the trees, those of branches only, then the branches' suffix
-    lengths and tokens; see `TreesCopy`."""
+    """Packs trees into int32 [R, columns]; see `TreesCopy` for the arguments.
+
+    The columns are `room`, `trees`, `lookup_only`, and the suffix lengths and tokens of `found`.
+    """
     if step_trees.has_kernels(room.device):
         from vllm_specplug.kernels.step_tables_triton import trees_table_triton
 
@@ -160,9 +167,9 @@ class TreesCopy:
     """Trees of R requests on their way to the host.
 
     Args:
-        trees: as they were drafted.
-        room: int32 [R], the nodes of each that the next step has rows for.
-        lookup_only: those of n-gram branches only, where they are of interest.
+        trees: the trees as drafted.
+        room: int32 [R], for how many nodes of each tree the next step has rows.
+        lookup_only: trees of n-gram branches only; None if the host does not need them.
         found: the branches themselves, see `device_ngrams.Found`.
     """
 
@@ -173,7 +180,7 @@ class TreesCopy:
         lookup_only: DeviceTrees | None = None,
         found: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        # Columns of the trees and of those of branches only, and of branches and their tokens.
+        # First and last columns: of the trees, of `lookup_only`, of the branches and their tokens.
         self._trees = 1, 2 + 4 * trees.token_ids.shape[1]
         self._branches = self._trees[1], self._trees[1]
         if lookup_only is not None:
@@ -182,17 +189,17 @@ class TreesCopy:
         self.copy = HostCopy(trees_table(trees, room, lookup_only, found))
 
     def read(self, row: int) -> DraftTree:
-        """The tree of one request, cut to its rows; waits for it."""
+        """Waits for the copy and returns the tree of one request, cut to its rows."""
         return self.merged[row].prefix(self._room[row])
 
     @cached_property
     def merged(self) -> list[DraftTree]:
-        """[R] as they were drafted; waits for them."""
+        """Waits for the copy and returns the R trees as drafted."""
         return self._split(*self._trees)
 
     @cached_property
     def lookup_only(self) -> list[DraftTree]:
-        """[R] those of branches only; empty where they were not asked for."""
+        """Returns the R trees of branches only; an empty list if the copy has none."""
         return self._split(*self._branches)
 
     @cached_property
@@ -209,7 +216,7 @@ class TreesCopy:
         return DraftTree.split(tokens.astype(np.int64), parents, depths, floats, counts)
 
     def branches(self, row: int) -> list[tuple[int, list[int]]]:
-        """Matched suffix lengths and tokens of the branches."""
+        """Returns the matched suffix length and the tokens of each branch of one request."""
         line = self.copy.read()[row, self._branches[1] :]
         sizes, tokens = line[: self._count], line[self._count :]
         branches = tokens.reshape(self._count, self._length)
@@ -221,7 +228,7 @@ class TreesCopy:
 
 
 def warm_up(req_states: Any, num_nodes: int) -> None:
-    """Compiles what the tables of steps with trees of up to `num_nodes` nodes launch."""
+    """Compiles the kernels of the tables above, for trees of up to `num_nodes` nodes."""
     slots = torch.zeros(1, dtype=torch.int64, device=req_states.total_len.gpu.device)
     one = slots.int()
     batch = SimpleNamespace(idx_mapping=slots, seq_lens=one)
@@ -233,7 +240,7 @@ class KnownTokens:
     """The tokens of one running request on the host.
 
     Args:
-        token_ids: those it starts with.
+        token_ids: the tokens that it starts with.
     """
 
     def __init__(self, token_ids: Any) -> None:
@@ -242,7 +249,7 @@ class KnownTokens:
         self._tokens[: self.count] = token_ids
 
     def add(self, token_ids: np.ndarray) -> None:
-        """What a step emitted."""
+        """Appends the tokens that a step emitted."""
         end = self.count + len(token_ids)
         if end > len(self._tokens):
             grown = np.empty(2 * end, np.int32)

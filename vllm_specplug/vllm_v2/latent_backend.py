@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifying trees over the latent cache of a target with multi-head latent attention, on a CPU.
+"""Verification of trees over the latent cache of a target with MLA, on a CPU.
 
-A module of its own: it needs classes of vLLM that no other target does.
+It is a separate module because it imports classes of vLLM that other targets do not need.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class LatentTreeBackend(CpuTreeBackend):
 
 
 def latent_requests(input_batch: Any, trees: StepTrees) -> list[LatentRequest]:
-    """The batch's requests: how many rows each has is known on the host, the tokens before them on
-    the device, which is the host."""
+    """Returns the batch's requests. Reads the device's tensors: on a CPU this waits for nothing."""
     ends = input_batch.query_start_loc_np.tolist()
     rows = trees.rows
     starts, contexts = rows.starts.tolist(), rows.contexts.tolist()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's model state, of whatever class, with trees: attention metadata, rotary axes, states.
 
-Recurrent states that prefix caching keeps at the ends of blocks: the running state is in the block
-of a step's last row. It moves there before the forward, and the blocks it leaves keep what they
-hold. vLLM's own kernels for it are Triton's, and count states of drafts; of those there are none
-(`vllm_attention.state_rows`).
+With prefix caching, each full block keeps the recurrent state at its end, and the block of a step's
+last row holds the running state. That state moves there before the forward; the blocks that it
+leaves keep their contents. vLLM moves states with Triton kernels that count one state per draft,
+and here drafts have none (`vllm_attention.state_rows`).
 
 Seams: runner_inputs, state_blocks.
 """
@@ -40,12 +40,13 @@ def with_trees(
     state_layers: Sequence[str],
     moves_states: bool,
 ) -> TreeModelState:
-    """A model state of vLLM's with `TreeModelState` before its class; both share all attributes.
+    """Returns vLLM's model state with `TreeModelState` mixed into its class. Both objects share all
+    attributes.
 
     Args:
         layers: vLLM's static forward context.
         state_layers: names of the layers with a recurrent state.
-        moves_states: whether prefix caching keeps their states at the ends of blocks.
+        moves_states: whether prefix caching keeps these states at the ends of blocks.
     """
     stock = type(model_state)
     made: TreeModelState = object.__new__(
@@ -59,7 +60,7 @@ def with_trees(
 
 
 class TreeModelState(_State):
-    """Put before a class of vLLM's by `with_trees`."""
+    """The mixin that `with_trees` puts before vLLM's model state class."""
 
     tree_step: StepContext
     tree_backend: TreeBackend
@@ -75,7 +76,7 @@ class TreeModelState(_State):
         is_dummy = kwargs.get("for_capture", False)
         is_graph = is_dummy or cudagraph_mode == CUDAGraphMode.FULL
         if is_graph and backend.captures_trees():
-            # Before vLLM's own, which changes the lengths of what it captures.
+            # Before vLLM's own method, which changes the lengths when it captures.
             trees = None if is_dummy else step.trees
             rows = backend.graph_rows(trees, input_batch, block_tables)
         metadata = super().prepare_attn(input_batch, cudagraph_mode, block_tables, *args, **kwargs)
@@ -92,7 +93,7 @@ class TreeModelState(_State):
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super().prepare_inputs(*args, **kwargs)
-        # Made after `prepare_attn`, on several axes; on one they are the batch's own.
+        # On several axes vLLM makes positions after `prepare_attn`; on one axis the batch has them.
         if self.tree_step.trees is not None and self.model_config.uses_mrope:
             set_axes(self.tree_step.trees, inputs["positions"])
         return inputs
@@ -109,11 +110,11 @@ class TreeModelState(_State):
         if not self.moves_tree_states:
             super().postprocess_state(idx_mapping, num_sampled, *computed, **kwargs)
         elif self.tree_backend.is_host:
-            # Without the third argument it copies nothing.
+            # vLLM copies nothing without the third argument.
             super().postprocess_state(idx_mapping, num_sampled)
         else:
-            # Its kernels find one state per sequence: what a step accepted is in it, as if it were
-            # one token.
+            # Each sequence has one state, which already contains all accepted tokens, so vLLM's
+            # kernels must count them as one.
             super().postprocess_state(idx_mapping, 1)
 
     def _enter_blocks(
@@ -125,7 +126,7 @@ class TreeModelState(_State):
         # [S] by request slot
         num_computed_tokens: torch.Tensor,
     ) -> None:
-        """Copies running states to the blocks that the step's last rows enter."""
+        """Copies each running state to the block of the step's last row."""
         count = input_batch.num_reqs
         groups = [
             (table[:count], group)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contextual penalty as one of V2's logits processors; `tree.contextual_penalty` says what it
-is.
+"""The contextual penalty (`tree.contextual_penalty`) as one of V2's logits processors.
 
-Windows are read where V2 keeps committed tokens, on the device: steps may be scheduled ahead.
+It reads the windows on the device, where V2 keeps committed tokens, so that steps may be scheduled
+ahead.
 
 Seam: penalty_processor.
 """
@@ -25,7 +25,7 @@ from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
 from vllm_specplug.vllm_worker.penalty import request_penalty
 
-# Tokens of windows that are looked at together: a few temporaries of 8 MiB.
+# Window tokens processed at once: a few temporaries of 8 MiB.
 MOST_ELEMENTS = 1 << 20
 
 
@@ -54,7 +54,7 @@ class ContextualPenalty(LogitsProcessor):
             self.is_stale = False
 
     def is_used(self, slots: np.ndarray) -> bool:
-        """Whether a request of the batch is penalised."""
+        """Whether any request of the batch has a penalty."""
         return bool(np.any(self.windows.np[slots]))
 
     def apply(self, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
@@ -63,11 +63,11 @@ class ContextualPenalty(LogitsProcessor):
         return self.apply_along(TreePaths.none(len(logits), logits.device), logits, ctx)
 
     def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Logits [M, V] of rows whose paths follow the committed tokens, changed in place."""
+        """Penalises logits [M, V] in place; each row's path follows its committed tokens."""
         slots = ctx.expanded_idx_mapping.long()
         width = int(self.windows.np[ctx.idx_mapping_np].max())
         width = min(width, int(ctx.seq_lens_upper_bound_np.max()))
-        # One client's window is as wide as the model is long, and all rows have its width.
+        # In chunks: all rows take the width of the widest window, which may be max_model_len.
         most = max(1, MOST_ELEMENTS // max(1, width))
         for first in range(0, len(logits), most):
             rows = slice(first, first + most)
@@ -86,7 +86,7 @@ class ContextualPenalty(LogitsProcessor):
         tokens = output_tail(paths, positions, total_lens, all_token_ids, slots)
         is_recent = (tokens >= 0) & (tokens < logits.shape[1])
         is_recent &= back < self.windows.gpu[slots][:, None]
-        # Whatever is not recent writes token 0, with what token 0 gets.
+        # Tokens that are not recent stand for token 0, which gets its own value again.
         tokens = torch.where(is_recent, tokens, 0)
         is_recent |= (is_recent & (tokens == 0)).any(1, keepdim=True)
         theta = torch.where(is_recent, self.thetas.gpu[slots][:, None], 1.0)
@@ -100,9 +100,9 @@ def draft_penalty(
     token_ids: np.ndarray,
     vocab_size: int,
 ) -> DraftPenalty | None:
-    """What the next step's samples will have, for the drafts it verifies; reads the host.
+    """Returns the penalty that the sampler applies in the next step; reads tokens on the host.
 
-    Depths beyond the first see the same window; the walk's window moves on with every token.
+    All depths of a draft see the first depth's window; the walk's window moves with every token.
     """
     if penalty is None:
         return None
@@ -119,7 +119,7 @@ def device_penalties(
     # [R] int64 slots of the requests
     slots: torch.Tensor,
 ) -> DevicePenalties | None:
-    """`draft_penalty` of requests whose tokens are on the device; None where no request has one."""
+    """Returns `draft_penalty` for requests whose tokens are on the device; None if none has one."""
     if not any(penalties):
         return None
     all_token_ids, total_lens = req_states.all_token_ids.gpu, req_states.total_len.gpu

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps and drafts of a device that the host has launched and not looked at yet."""
+"""Steps and drafts that the host has launched on a device and not read yet."""
 
 from __future__ import annotations
 
@@ -13,45 +13,45 @@ from vllm_specplug.vllm_v2.host_step import StepCopy, TreesCopy
 from vllm_specplug.vllm_v2.step_context import StepRecord
 
 HELD_STEPS = 3
-"""Steps after a decision of an adaptive budget for which it holds while the batch stays the same. A
-decision takes the host a millisecond, and the rows that it reserves are filled two steps later."""
+"""Number of later steps that reuse a decision of an adaptive budget while the batch stays the same.
+A decision takes the host a millisecond; trees fill the rows that it reserves two steps later."""
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A step that the host looks at once its copy has come."""
+    """A step that the host reads once its copy has arrived."""
 
     input_batch: Any
     copy: StepCopy
-    # those it verified, by request
+    # the trees that it verified, by request
     trees: dict[str, tuple[TreesCopy, int]]
     record: StepRecord
-    # `Drafter.source` of these trees, and how long the step took; 0 where that is not known
+    # `Drafter.source` of these trees, and the step's duration; 0 if it is not known
     source: str | None = None
     milliseconds: float = 0.0
 
     @property
     def has_come(self) -> bool:
-        # Its trees were drafted, and copied, before it.
+        # The copies of its trees were launched before this one.
         return self.copy.copy.has_come
 
 
 @dataclass(frozen=True)
 class PendingDraft:
-    """Trees that an adaptive budget decides on once their copy has come."""
+    """Trees that an adaptive budget decides on once their copy has arrived."""
 
-    # of the requests at `rows` of the batch; None where there are none
+    # plan of the requests at `rows` of the batch; None if there are none
     _plan: Plan | None
     rows: list[int]
     # requests of the batch that decode
     decoding: list[str]
-    # [R] nodes of each that the next step has rows for
+    # [R] for how many nodes of each tree the next step has rows
     room: list[int]
     # all requests of the batch, and [R] most nodes of each
     req_ids: list[str]
     budgets: np.ndarray
     _copy: TreesCopy | None = None
-    # Whether the plan is an earlier step's, and decided on with that one's trees.
+    # Whether the plan is an earlier step's, which is decided on with that step's trees
     is_held: bool = False
 
     @property
@@ -73,7 +73,7 @@ class PendingDraft:
         return req_ids == self.req_ids and np.array_equal(budgets, self.budgets)
 
     def forward_depths(self, count: int) -> np.ndarray:
-        """Depth of the draft forward for each request of the batch, int32 [count]; 0 for none."""
+        """Returns int32 [count]: depth of the draft forward for each request; 0 for none."""
         depths = np.zeros(count, np.int32)
         if self._plan is not None:
             depths[self.rows] = self._plan.depths

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mixin that turns vLLM's Model Runner V2 into one that verifies trees.
 
-vLLM's scheduler stays stock: the N nodes of a tree are N draft tokens to it. Nothing between the
-start of a step and its emitted tokens is read on the host, so steps may be scheduled ahead. The
+vLLM's scheduler stays stock and takes the N nodes of a tree for N draft tokens. The host reads
+nothing between the start of a step and its emitted tokens, so steps may be scheduled ahead. The
 overrides below follow the order of a step. Seams: runner_*.
 """
 
@@ -55,18 +55,18 @@ else:
 
 
 def make_speculator(stock: Any) -> Any:
-    """`init_speculator` of a runner that verifies trees where memory is the host's. Seam:
-    speculator."""
+    """Replaces `init_speculator` in a tree runner on a CPU. Seam: speculator."""
     return TreeSpeculator
 
 
 def _plain_reason(request: Any, stop_tokens: set[int]) -> str | None:
-    """Why a request decodes without drafts; None where it may have them."""
+    """Returns why a request decodes without drafts; None if it may have drafts."""
     params = request.sampling_params
     if params is None or len(stop_tokens) > MOST_STOP_TOKENS:
         return "no_draft"
     if params.repetition_detection is not None:
-        # It ends a request at any token, and what a walk has behind it counts as computed.
+        # It may end a request at any token, and vLLM would count accepted tokens behind the end as
+        # computed.
         return "no_draft"
     return None if request.prompt_embeds is None else "embeds"
 
@@ -77,7 +77,7 @@ def _stop_tokens(request: Any) -> set[int]:
 
 
 class TreeRunnerMixin(_Runner):
-    """Put before V2's `GPUModelRunner` or a subclass of it."""
+    """The mixin to put before V2's `GPUModelRunner` or a subclass of it."""
 
     speculator: TreeSpeculator
     model_state: Any
@@ -99,13 +99,13 @@ class TreeRunnerMixin(_Runner):
         self.stop_tokens = StopTokens(self.max_num_reqs, device)
         # Running requests with a grammar.
         self.tree_constrained = ConstrainedRequests()
-        # Whether the LoRA adapters of a calibration are loaded.
+        # Whether dummy LoRA adapters are loaded for a calibration.
         self.has_dummy_adapters = False
 
     # -- set-up ---------------------------------------------------------------------------
 
     def make_tree_backend(self) -> TreeBackend:
-        """How this device verifies trees."""
+        """Returns the backend that verifies trees on this device."""
         return CpuTreeBackend()
 
     def maybe_setup_dummy_loras(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ class TreeRunnerMixin(_Runner):
         super().load_model(*args, **kwargs)
         spec = self.tree_spec
         if spec.aux_layers:
-            # Not before: vLLM would set the layers of one of its own heads.
+            # Set after vLLM's own loading, which would choose the layers of one of its own heads.
             self.use_aux_hidden_state_outputs = True
             if not collect_layer_states(
                 self.model, spec.aux_layers, self.vllm_config, str(spec.plugin_method)
@@ -136,7 +136,7 @@ class TreeRunnerMixin(_Runner):
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if kwargs.get("is_profiling") or (args and args[0]):
-            # A small cache to measure graphs with, dropped right after: it must not be kept alive.
+            # vLLM measures graphs with a small cache and then drops it: keep no reference to it.
             return
         state, method = self.state, str(self.tree_spec.plugin_method)
         served = state.layers if self.tree_backend.reads_fp8 else None
@@ -157,31 +157,31 @@ class TreeRunnerMixin(_Runner):
 
     @cached_property
     def state(self) -> RunnerView:
-        """vLLM's side of this runner, beside its steps."""
+        """This runner as the rest of the package sees it."""
         return RunnerView(self)
 
     @property
     def drafter(self) -> DrafterHost:
-        """The method's drafter and its layers."""
+        """The host of the method's drafter and draft layers."""
         return self.speculator.proposer
 
     # -- before the forward -----------------------------------------------------------------
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
-        # A dummy step has no trees, and may come between any two others.
+        # A dummy step has no trees, and may come between any two steps.
         if not kwargs.get("dummy_run"):
             self.planner.begin_step()
         self.step.begin()
         return super().execute_model(*args, **kwargs)
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        # Every step passes here, also the empty one that reports what finished before the engine
-        # goes idle. A name may come back at once, with another request behind it.
+        # Every step runs this, also the empty one that reports finished requests before the engine
+        # goes idle. A new request may reuse the id of a finished one in the same step.
         ended = {*scheduler_output.finished_req_ids}
         ended.update(request.req_id for request in scheduler_output.scheduled_new_reqs)
         gone = ended.union(scheduler_output.preempted_req_ids or ())
         if gone:
-            # Ranks must free their slots in one order: sets of strings have none.
+            # Sorted: ranks must free their slots in the same order, and sets of strings have none.
             self.speculator.forget(sorted(gone), sorted(ended))
         self.tree_constrained.update(scheduler_output)
         super().finish_requests(scheduler_output)
@@ -208,8 +208,11 @@ class TreeRunnerMixin(_Runner):
 
     @contextmanager
     def _sessions_keep_their_states(self, req_ids: list[str]) -> Iterator[None]:
-        """While vLLM adds requests, among them those whose input goes on after an answer: their
-        states stay in the block of the last step's last row, which a path need not have reached."""
+        """Keeps the recurrent states of sessions in place while vLLM adds requests.
+
+        A session is a request whose input goes on after an answer. Its state stays in the block of
+        the last step's last row, even if the accepted path did not reach that row.
+        """
         if not self._moves_states:
             yield
             return
@@ -222,7 +225,7 @@ class TreeRunnerMixin(_Runner):
 
     def prepare_attn(self, input_batch: Any) -> Any:
         block_tables, slot_mappings = super().prepare_attn(input_batch)
-        # Slots stay linear; only rotary positions follow depth.
+        # Slots stay linear; rotary positions follow depth.
         self.step.slots = slot_mappings
         self.step.logits_counts = np.diff(input_batch.cu_num_logits_np)
         if input_batch.num_draft_tokens:
@@ -234,7 +237,7 @@ class TreeRunnerMixin(_Runner):
     def _set_active_loras(
         self, prompt_mapping: tuple[int, ...], token_mapping: Any, requests: set[Any], *args: Any
     ) -> None:
-        # vLLM maps one logits row per request; a tree has one per node as well.
+        # vLLM maps one logits row per request to its adapter; a tree also has one per node.
         counts, self.step.logits_counts = self.step.logits_counts, None
         if counts is not None:
             self.step.adapters = prompt_mapping, requests
@@ -245,8 +248,9 @@ class TreeRunnerMixin(_Runner):
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         output = super().sample(hidden_states, input_batch, grammar_output)
-        # States and caches before anything can read or hash their blocks. What applies to states
-        # is part of verification, as in a calibration: it costs by tree and not by what moves.
+        # Commit states and caches before anything can read or hash their blocks. The clock counts
+        # the states' commit as verification, as in a calibration: its cost depends on the trees,
+        # not on the accepted paths.
         step, walk = self.step, self.step.walk
         if walk is not None and step.states is not None:
             assert step.trees is not None
@@ -265,7 +269,7 @@ class TreeRunnerMixin(_Runner):
         output = super().sample_tokens(*args, **kwargs)
         payload = self.tree_metrics.end_step()
         if output is not None:
-            # What goes to the scheduler once the tokens are on the host.
+            # The scheduler gets these once the tokens are on the host.
             if payload is not None:
                 setattr(output.model_runner_output, STATS_ATTRIBUTE, payload)
             if self.speculator.reserved is not None:
@@ -274,8 +278,8 @@ class TreeRunnerMixin(_Runner):
         return output
 
     def take_draft_token_ids(self) -> Any:
-        """Drafts for a scheduler that waits for them: as many per request as its tree has nodes,
-        with their parents where a grammar is to follow them."""
+        """Returns the drafts for a scheduler that waits for them, one per tree node. The drafts of
+        requests with a grammar carry their parents."""
         drafts = super().take_draft_token_ids()
         if drafts is not None:
             parents = {}

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance: every row sampled at once, then a walk down each tree.
+"""Acceptance: sample every row at once, then walk down each tree.
 
-V2 keys its random numbers by seed and position. A node's position is its depth behind the root, so
-each row's sample is the one plain decoding would draw there, and those of rows that no walk
-visits are never looked at.
+V2 keys its random numbers by seed and position, and a node's position is its root's plus its depth.
+Each row's sample is therefore the one that plain decoding would draw there. Samples of rows that no
+walk visits are ignored.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 
 
 class TreeSampler:
-    """Stands where V2 has its `RejectionSampler`.
+    """Replaces V2's `RejectionSampler`.
 
     Args:
         sampler: vLLM's sampler.
-        step: the running step; has its trees, and is given their walk.
+        step: the running step, which has the trees and receives their walk.
         stops: tokens that end requests.
     """
 
-    # vLLM's own warm-up asks for it, from 0.33 on.
+    # vLLM's warm-up reads it, from 0.33 on.
     enable_adaptive_verification = False
 
     def __init__(
@@ -53,10 +53,11 @@ class TreeSampler:
         draft_logits: torch.Tensor | None = None,
         invalid_drafts: torch.Tensor | None = None,
     ) -> SamplerOutput:
-        """vLLM's output for R requests: emitted tokens [R, N + 1], of which `num_sampled` count.
+        """Returns vLLM's output for R requests: emitted tokens [R, N + 1], of which `num_sampled`
+        count.
 
-        `draft_logits` is not read: acceptance compares tokens. Rows marked in `invalid_drafts`
-        bool [M] have no grammar mask of their own and are not accepted.
+        `draft_logits` is ignored: acceptance compares tokens. Rows marked in `invalid_drafts`
+        bool [M] have no grammar mask and are not accepted.
         """
         sampler = self.sampler
         trees = self.step.trees
@@ -89,7 +90,7 @@ class TreeSampler:
         )
         emitting = None
         if scores is not None or sampler.return_sampling_mask:
-            # Row i of a request, from here on: the one whose distribution its token i is from.
+            # From here on, row i of a request is the row that its emitted token i was sampled from.
             emitting = emitting_rows(trees, walk)
         logprobs = masks = None
         if scores is not None:

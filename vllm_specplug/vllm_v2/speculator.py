@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What V2 takes for its speculator: drafts trees with the method's drafter.
+"""The speculator that V2 calls: it drafts trees with the method's drafter.
 
-Drafters of this package hand over `DraftTree`s, which are arrays of the host. On a CPU the
-device's memory is the host's, so they read what they need of it and nothing has to be waited for.
+Drafters return `DraftTree`s, which are arrays on the host. On a CPU the tensors are in the host's
+memory too, so reading them waits for nothing.
 """
 
 from __future__ import annotations
@@ -45,13 +45,10 @@ if TYPE_CHECKING:
 
 
 class TreeSpeculator(BaseSpeculator):
-    """Drafts one tree per request of a batch.
-
-    `start` completes it.
-    """
+    """Drafts one tree per request of a batch. `start` completes its construction."""
 
     supports_mm_inputs = False
-    # vLLM reads it for acceptance by probabilities; trees are accepted by tokens.
+    # vLLM reads it to accept drafts by probability; the walk compares tokens.
     draft_logits = None
     # vLLM sets it.
     pcp_manager: Any = None
@@ -72,17 +69,17 @@ class TreeSpeculator(BaseSpeculator):
         )
         # The same trees on the host, by running request.
         self.trees: dict[str, DraftTree] = {}
-        # What a scheduler that works ahead was asked to reserve for the step after the next one;
-        # None where it is not asked.
+        # Rows that a scheduler that works ahead is asked to reserve for the step after the next
+        # one; None if it waits for trees.
         self.reserved: ReservedRows | None = None
         self.schedules_ahead = bool(vllm_config.scheduler_config.async_scheduling)
         self.each_rank_schedules = each_rank_schedules(vllm_config.parallel_config)
-        # Of running requests: their own arguments, and why they may not have drafts.
+        # Of running requests: `extra_args`, and the reason for not drafting, if any.
         self.extra_args: dict[str, dict[str, Any] | None] = {}
         self.plain: dict[str, str] = {}
         # Window and theta of running requests with a contextual penalty.
         self.penalties: dict[str, tuple[int, float]] = {}
-        # Requests that the drafter knows to have begun.
+        # Requests for which the drafter's `begin` was called.
         self.begun: set[str] = set()
         self.planner: DraftPlanner
         self.stats: StepStats
@@ -96,15 +93,15 @@ class TreeSpeculator(BaseSpeculator):
         step: StepContext,
         target_graphs: Callable[[], Any],
     ) -> None:
-        """Gives what only a whole runner has: the planner, where decisions are counted, the running
-        step, and the manager of the target's graphs."""
+        """Sets what exists only once the runner is complete: the planner, the statistics, the
+        running step and the manager of the target's graphs."""
         self.planner, self.stats, self.step = planner, stats, step
         self.target_graphs = target_graphs
 
     @cached_property
     def commit_buffer(self) -> CommitBuffer:
-        """What the drafter has not seen. The hidden states of a device are not kept for it: a graph
-        writes where its last replay did."""
+        """Committed tokens that the drafter has not observed. A device's hidden states are not
+        kept: the next replay of a graph overwrites them."""
         return CommitBuffer(self.proposer.drafter, keeps=self.device.type == "cpu")
 
     # -- requests that come and go -----------------------------------------------------------
@@ -116,11 +113,11 @@ class TreeSpeculator(BaseSpeculator):
         plain: str | None,
         token_ids: Sequence[int],
     ) -> None:
-        """A request that starts, or comes back after preemption.
+        """Adds a request that starts, or comes back after preemption.
 
         Args:
-            plain: why it may not have drafts; a reason of the metrics.
-            token_ids: what is known of it.
+            plain: why it may not have drafts, as one of the metrics' reasons; None if it may.
+            token_ids: its known tokens.
         """
         self.extra_args[req_id] = extra_args
         self.plain.pop(req_id, None)
@@ -131,7 +128,8 @@ class TreeSpeculator(BaseSpeculator):
             self.penalties[req_id] = penalty
 
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
-        """Drops state of requests that are not running any more; of those in `ended` for good."""
+        """Drops the state of requests in `gone`, which no longer run. Requests in `ended` do not
+        come back."""
         if gone:
             self.commit_buffer.flush()
         self.proposer.drafter.forget(gone)
@@ -146,7 +144,7 @@ class TreeSpeculator(BaseSpeculator):
             self.trees.pop(req_id, None)
 
     def tree_of(self, req_id: str) -> DraftTree | None:
-        """A running request's tree on the host; None where none was drafted."""
+        """Returns a running request's tree on the host; None if none was drafted."""
         return self.trees.get(req_id)
 
     # -- V2's interface ------------------------------------------------------------------------
@@ -170,9 +168,9 @@ class TreeSpeculator(BaseSpeculator):
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Token ids int64 [R, N] of the next trees; their parents are kept in the store.
+        """Returns token ids int64 [R, N] of the next trees and keeps their parents in the store.
 
-        `num_speculative_tokens` is what the next step has rows for.
+        `num_speculative_tokens` is the number of nodes per request that the next step has rows for.
         """
         if dummy_run:
             shape = (input_batch.num_reqs, self.store.num_nodes)
@@ -193,7 +191,7 @@ class TreeSpeculator(BaseSpeculator):
         if self.spec.reads_next_tokens:
             batch = host_requests(self.req_states, input_batch, num_sampled)
         self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states, batch)
-        # The ranks of a group wait for the first one's trees.
+        # Tensor parallel ranks wait for the first one's trees, so none of them may skip a draft.
         may_rest = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
         may_rest = may_rest and bool((num_sampled > 0).all())
         if may_rest and self.planner.rests(req_ids):
@@ -210,7 +208,7 @@ class TreeSpeculator(BaseSpeculator):
         aux_hidden_states: list[torch.Tensor] | None,
         batch: list[HostRequest] | None,
     ) -> None:
-        """Shows the drafter what the step committed, now or once it needs to know.
+        """Shows the drafter what the step committed, now or before it next drafts.
 
         Args:
             batch: the requests with the step's tokens, for a drafter that reads the next tokens.
@@ -218,7 +216,7 @@ class TreeSpeculator(BaseSpeculator):
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
         if self.commit_buffer.is_late:
-            # The next step writes its own in the same place.
+            # Cloned: the next step overwrites these tensors.
             final = replace(final, slots=final.slots.clone(), positions=final.positions.clone())
         make = partial(
             _committed_tokens,
@@ -231,7 +229,7 @@ class TreeSpeculator(BaseSpeculator):
         if batch is None:
             self.commit_buffer.add(lambda: replace(make(), output_states=last_hidden_states))
         else:
-            # Now: `batch` has views of tokens that the next step adds to.
+            # Made now: `batch` holds views of token arrays that the next step appends to.
             known = make()
             following = torch.from_numpy(next_tokens(known.positions.numpy(), batch))
             known = replace(known, next_token_ids=following, output_states=last_hidden_states)
@@ -241,7 +239,7 @@ class TreeSpeculator(BaseSpeculator):
             self.commit_buffer.flush()
         for i in new:
             self.begun.add(req_ids[i])
-            # Its first step has no drafts, and its rows are in the order of positions.
+            # A request's first step has no drafts, so its rows are in the order of positions.
             first = int(final.positions[input_batch.query_start_loc_np[i]])
             drafter.begin(req_ids[i], i, first)
 
@@ -253,12 +251,12 @@ class TreeSpeculator(BaseSpeculator):
         trees: Mapping[str, DraftTree],
         record: StepRecord | None = None,
     ) -> None:
-        """Counts a step's trees and learns from them and from its time.
+        """Counts a step's trees, and learns from them and from the step's duration.
 
         Args:
-            walk: in the host's memory, as `seq_lens`; None in a step without drafts.
-            trees: those it verified, before they were cut to what was scheduled.
-            record: of a step that may be over; None for the running one.
+            walk: in the host's memory, like `seq_lens`; None in a step without drafts.
+            trees: the trees that the step verified, before they were cut to what was scheduled.
+            record: the record of a step that may be over; None for the running step.
         """
         record = record or self.step.record(self.planner.running)
         step = verified_step(input_batch, trees, walk, seq_lens)
@@ -281,11 +279,11 @@ class TreeSpeculator(BaseSpeculator):
         most: int,
         may_rest: Sequence[str] = (),
     ) -> torch.Tensor:
-        """Trees of a batch that the host knows, of `most` nodes at most: kept, and their token ids
-        int64 [R, N].
+        """Drafts for a batch on the host, keeps the trees of up to `most` nodes and returns their
+        token ids int64 [R, N].
 
         Args:
-            may_rest: the batch's requests, where nothing need be drafted for the next one either.
+            may_rest: the batch's requests if the planner may skip later drafts too; else empty.
         """
         drafter = self.proposer.drafter
         requests, others = self._draft_requests(batch, most)
@@ -303,7 +301,8 @@ class TreeSpeculator(BaseSpeculator):
         return self._store(input_batch, batch, trees)
 
     def _room(self, requests: DraftRequests) -> list[int] | None:
-        """Nodes that the next step has rows for, by request, where that was decided before."""
+        """Returns for how many nodes of each request the next step has rows; None if that was not
+        decided before."""
         if self.reserved is None:
             return None
         return [
@@ -312,10 +311,8 @@ class TreeSpeculator(BaseSpeculator):
         ]
 
     def _reserve(self, requests: DraftRequests, batch: list[HostRequest]) -> None:
-        """Keeps what the step after the next one should have rows for.
-
-        Ranks may decide differently: see `_shared`.
-        """
+        """Sets the rows to reserve for the step after the next one. Ranks may decide differently:
+        see `_shared`."""
         if not self.schedules_ahead:
             return
         nodes = {request.req_id: 0 for request in batch if request.is_decoding}
@@ -327,10 +324,11 @@ class TreeSpeculator(BaseSpeculator):
         self.reserved = self._shared(ReservedRows.of(nodes))
 
     def _shared(self, reserved: ReservedRows | None) -> ReservedRows | None:
-        """What a step's output asks the scheduler for: `reserved`, and the first rank's where every
-        rank has a scheduler of its own. Schedulers that reserve different rows part for good.
+        """Returns what a step's output asks the scheduler for: `reserved`, or the first rank's
+        reservation if every rank has its own scheduler.
 
-        Call once per step on every rank, or on none. Fixed budgets are the same on all ranks.
+        Schedulers that reserve different rows never agree again. Call this once per step on every
+        rank, or on none. Fixed budgets are equal on all ranks.
         """
         if not self.each_rank_schedules or self.planner.adaptive is None:
             return reserved
@@ -338,8 +336,8 @@ class TreeSpeculator(BaseSpeculator):
         return first_rank_reservation(reserved, list(self.extra_args))
 
     def _fixed_rows(self, nodes: dict[str, int]) -> ReservedRows:
-        """Rows of fixed budgets, by request: vLLM reserves the most that any request may have. What
-        begins keeps that, as its own budget is not known yet."""
+        """Returns the rows of fixed budgets by request. New requests keep the maximum that vLLM
+        reserves, as their budget is not known yet."""
         return ReservedRows(nodes, self.store.num_nodes)
 
     def _store(
@@ -362,8 +360,8 @@ class TreeSpeculator(BaseSpeculator):
         return self.store.put(input_batch.idx_mapping, *tensors)
 
     def _draft_requests(self, batch: list[HostRequest], most: int) -> tuple[DraftRequests, Batch]:
-        """Which requests are drafted for, how much each may draft, `most` nodes at most, and what
-        else the next step holds."""
+        """Returns the requests to draft for, each with its limits (at most `most` nodes), and the
+        rest of the next step."""
         requests, others = DraftRequests(), Batch()
         running = sum(1 for request in batch if request.is_decoding)
         for request in batch:
@@ -384,7 +382,7 @@ class TreeSpeculator(BaseSpeculator):
             )
             if nodes > most:
                 nodes, reason = most, "batch"
-            # The step after this one always emits a token of its own.
+            # The next step always emits one token besides the accepted drafts.
             longest = min(self.max_model_len, request.max_len)
             depth = min(longest - num_tokens - 1, nodes)
             if depth < 1:
@@ -412,7 +410,7 @@ def _committed_tokens(
     aux_hidden_states: list[torch.Tensor] | None,
     is_plain: bool,
 ) -> CommittedTokens:
-    """What a drafter observes; rows that committed nothing are left out, which reads the device.
+    """Returns what a drafter observes, without rows that committed nothing. Reads the device.
 
     Args:
         is_plain: whether the step had no drafts, so that every row committed its token.
