@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's trees as layers with a recurrent state take them.
+"""A step's trees in the form that layers with a recurrent state take.
 
-How many rows each request has is known on the host, also of steps prepared ahead; which row is
-whose parent and what was accepted stays on the device.
+The host knows how many rows each request has, also in steps that it prepares ahead. Parents and
+accepted paths stay on the device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vllm_specplug.vllm_attention.state_rows import RequestRows, StateStep
 def state_step(
     input_batch: Any, trees: StepTrees, make: Callable[..., StateStep] = StateStep
 ) -> StateStep:
-    """For a step in which at least one request has drafts. What no walk can reach hangs below its
-    root.
+    """Returns the trees of a step in which at least one request has drafts. Unreachable rows are
+    children of their root.
 
     Args:
-        make: of the device's steps.
+        make: the `StateStep` class of the device.
     """
     ends = input_batch.query_start_loc_np.tolist()
     computed = input_batch.num_computed_tokens_np.tolist()
@@ -41,8 +41,8 @@ def state_step(
 
 
 def last_state_rows(input_batch: Any, walk: Walk) -> torch.Tensor:
-    """The last accepted row of each tree among the rows of all, int64 [R]; the root's where
-    nothing was accepted."""
+    """Returns int64 [R]: the last accepted row of each tree among the rows of all trees, which is
+    the root if no node was accepted."""
     last = walk.path_rows.gather(1, walk.lengths[:, None].long())[:, 0]
     counts = _row_counts(input_batch)
     drafting = np.flatnonzero(counts > 1)
@@ -55,7 +55,7 @@ def last_state_rows(input_batch: Any, walk: Walk) -> torch.Tensor:
 def accepted_lengths(
     input_batch: Any, trees: StepTrees, walk: Walk
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens before each tree's root, and its accepted nodes; int64 [R]."""
+    """Returns the number of tokens before each root and of accepted nodes, each int64 [R]."""
     contexts, lengths = trees.rows.contexts, walk.lengths
     is_drafting = _row_counts(input_batch) > 1
     if not is_drafting.all():
@@ -65,13 +65,14 @@ def accepted_lengths(
 
 
 def _row_counts(input_batch: Any) -> np.ndarray:
-    """Logits rows of each request: its root and its drafts."""
+    """Returns the number of logits rows of each request: its root and its drafts."""
     counts: np.ndarray = np.diff(input_batch.cu_num_logits_np[: input_batch.num_reqs + 1])
     return counts.astype(np.int64)
 
 
 def _kept_rows(input_batch: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits rows of requests with drafts, and how many rows of others stand before each."""
+    """Returns the logits rows of requests with drafts, and for each how many rows of requests
+    without drafts precede it."""
     counts = _row_counts(input_batch)
     is_kept = np.repeat(counts > 1, counts)
     shifts = np.repeat(np.where(counts > 1, 0, counts).cumsum(), counts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runner, its model state, its sampler and its speculator know of the running step."""
+"""The running step, shared by the runner, its model state, its sampler and its speculator."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from vllm_specplug.vllm_attention.state_rows import StateStep
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is kept of a step until the host has read its walk."""
+    """The part of a step that is kept until the host has read its walk."""
 
-    # marks of the clock
+    # marks of the step clock
     walked: Any
     compacted: Any
     # `DraftPlanner.running`
@@ -27,35 +27,36 @@ class StepRecord:
 
 
 class StepContext:
-    """The running step. `begin` starts one; whoever knows more of it fills it in."""
+    """The running step. `begin` resets it; the runner and its parts fill it in."""
 
     def __init__(self) -> None:
         self.draft_group = 0
-        """KV cache group of the drafter's own layers."""
+        """KV cache group of the draft layers."""
         self.warmup_states: StateStep | None = None
-        """What trees of a forward of dummies would do to recurrent states; calibration sets it."""
+        """The trees of a dummy forward in layers with a recurrent state; calibration sets it."""
         self.begin()
 
     def begin(self) -> None:
-        """A step starts, or a forward of dummies, which has no trees."""
+        """Starts a step, or a dummy forward, which has no trees."""
         self.trees: StepTrees | None = None
         """None in a step without drafts."""
         self.walk: Walk | None = None
         """None in a step without drafts, and before the walk."""
         self.states: StateStep | None = None
-        """What the trees would do to recurrent states, until the walk."""
+        """The step's trees in layers with a recurrent state, until the walk."""
         # [groups, T] int64, linear
         self.slots: torch.Tensor | None = None
         self.logits_counts: np.ndarray | None = None
-        """Rows with logits by request, from the step's inputs to its adapters; else None."""
+        """Number of logits rows per request. Set by the step's inputs, read by its adapters; else
+        None."""
         self.adapters: tuple[tuple[int, ...], set[Any]] = ((), set())
-        """LoRA ids by request, and vLLM's requests for them; empty on an engine without any."""
+        """LoRA ids by request, and vLLM's LoRA requests; empty on an engine without adapters."""
         # Marks of the clock: after the walk and after compaction.
         self.walked: Any = None
         self.compacted: Any = None
 
     def committed(self, input_batch: Any) -> CommitMap:
-        """The rows whose tokens are final, once the trees are walked."""
+        """Returns the rows whose tokens are final. Call it after the walk."""
         assert self.slots is not None
         num_tokens = input_batch.num_tokens
         slots = self.slots[self.draft_group, :num_tokens]
@@ -67,7 +68,10 @@ class StepContext:
         return CommitMap(rows, slots, positions, input_batch.logits_indices)
 
     def record(self, running: Any) -> StepRecord:
-        """The step as it is learnt from, perhaps later; `running` is `DraftPlanner.running`."""
+        """Returns the record from which the planner learns, perhaps later.
+
+        `running` is `DraftPlanner.running`.
+        """
         ids, requests = self.adapters
         names = {request.lora_int_id: request.lora_name for request in requests}
         adapters = tuple(names.get(lora_id, "") for lora_id in ids)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of V2's private state; everything else sees plain step objects.
+"""Reads V2's private state and returns plain step objects to the rest of the package.
 
-vLLM's names: `idx_mapping` gives the slot of each request of the batch, `logits_indices` the rows
-of the forward that have logits, `cu_num_logits` where each request's begin.
+vLLM's names: `idx_mapping` has the slot of each request of the batch, `logits_indices` the rows of
+the forward that have logits, and `cu_num_logits` the first logits row of each request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 
 def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
-    """The logits rows of a step with drafts. No host synchronisation."""
+    """Returns the logits rows of a step with drafts. Does not synchronise with the host."""
     starts = input_batch.cu_num_logits
     counts = starts[1:] - starts[:-1]
     num_rows = int(input_batch.cu_num_logits_np[-1])
@@ -33,7 +33,7 @@ def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
         local_pos=input_batch.expanded_local_pos,
         query_rows=input_batch.logits_indices,
         max_rows=max_nodes + 1,
-        # Rows of padding may hold anything, as in vLLM's own attention.
+        # Padding rows may hold anything, as in vLLM's own attention.
         covers_batch=num_rows == input_batch.num_tokens,
         max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
         most_rows=int(np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]).max()),
@@ -46,12 +46,12 @@ def verified_step(
     walk: Walk | None,
     seq_lens: torch.Tensor | np.ndarray | None = None,
 ) -> TreeStep:
-    """A step's trees, cut to what was scheduled, and their accepted paths.
+    """Returns a step's trees, cut to what was scheduled, and their accepted paths.
 
     Args:
-        trees: of running requests that have one.
+        trees: trees of running requests, by request.
         walk: on the host; None in a step without drafts.
-        seq_lens: those of the batch, where its own are not in the host's memory.
+        seq_lens: the batch's lengths on the host; None if `input_batch` has them there.
     """
     empty = DraftTree.empty()
     ends = input_batch.query_start_loc_np.tolist()
@@ -80,17 +80,17 @@ def verified_step(
 
 @dataclass(frozen=True)
 class HostRequest:
-    """One request after a step, where the host may read the device's memory."""
+    """One request after a step, for devices whose memory the host may read."""
 
     req_id: str
     index: int
-    """In the batch, which is its row of the block table."""
+    """Index in the batch and row of the block table."""
     # [n] int32 committed tokens, the last sampled one included; a view
     token_ids: np.ndarray
     max_len: int
-    """Tokens at which vLLM ends it: its prompt and `max_tokens`."""
+    """Number of tokens at which vLLM ends it: its prompt plus `max_tokens`."""
     is_decoding: bool
-    """Whether the step sampled for it; a prompt that goes on is not drafted for."""
+    """Whether the step sampled for it. Requests in their prompt get no drafts."""
     num_computed: int
     """Tokens in the cache."""
 
@@ -98,8 +98,8 @@ class HostRequest:
 def host_requests(
     req_states: Any, input_batch: Any, num_sampled: torch.Tensor
 ) -> list[HostRequest]:
-    """The batch's requests once `postprocess_sampled` ran. Reads the device: on a CPU its memory is
-    the host's."""
+    """Returns the batch's requests. Call it after `postprocess_sampled`. Reads the device, whose
+    memory is the host's on a CPU."""
     slots = input_batch.idx_mapping_np
     totals = req_states.total_len.gpu.numpy()[slots]
     computed = req_states.num_computed_tokens.gpu.numpy()[slots]
@@ -123,7 +123,7 @@ def next_tokens(
     positions: np.ndarray,
     batch: Sequence[HostRequest],
 ) -> np.ndarray:
-    """The token after each of them, int64 [M]; 0 where none is known."""
+    """Returns int64 [M]: the token after each position; 0 if it is not known."""
     following = np.zeros(len(positions), np.int64)
     start = 0
     for request in batch:

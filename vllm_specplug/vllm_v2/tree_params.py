@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling parameters that depend on what was generated, for rows that are nodes of a tree.
+"""Sampling parameters that depend on generated tokens, for rows that are nodes of a tree.
 
 vLLM's penalties, bad words and thinking budgets take the rows above a row for the tokens before it.
-In a tree these are its ancestors only by accident; here a row's drafted tokens are those of its
-path. Everything else in a sampler looks at a row's own logits or at its position, which follows
-depth: temperature, min_p, top-k and top-p, biases, allowed tokens, `min_tokens`. Processors of
-somebody's own are shown one row of each request at a time, as in plain decoding.
+In a tree, those rows need not be its ancestors; the classes below use the tokens of its path.
+Everything else in a sampler (temperature, min_p, top-k, top-p, biases, allowed tokens,
+`min_tokens`) reads only a row's own logits or its position, which follows depth. Custom processors
+see one row of each request at a time, as in plain decoding.
 
-Tensor code of fixed shapes throughout: nothing is read on the host.
+All of it is tensor code of fixed shapes: the host reads nothing.
 
 Letters: M logits rows of the step, P the longest path, B bad words, V vocabulary.
 """
@@ -24,13 +24,13 @@ from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail, tree_paths
 
-# Added to logits by vLLM for a token that must come next.
+# vLLM adds this to the logit of a token that must come next.
 _FORCED = 1.0e9
 _INF = float("inf")
 
 
 class TreeAwareParam:
-    """One of vLLM's parameters: its own in steps without drafts, along paths in the others."""
+    """A sampling parameter: vLLM's own code in steps without drafts, `apply_along` in others."""
 
     def __init__(self, stock: Any, step: StepContext, longest_path: int) -> None:
         self.stock = stock
@@ -50,17 +50,17 @@ class TreeAwareParam:
         return self.apply_along(paths, logits, ctx)
 
     def is_used(self, slots: np.ndarray) -> bool:
-        """Whether a request of the batch has the parameter."""
+        """Whether any request of the batch has the parameter."""
         raise NotImplementedError
 
     def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Logits [M, V] float32, changed in place."""
+        """Applies the parameter to logits [M, V] float32 in place, along each row's path."""
         raise NotImplementedError
 
 
 class TreePenalties(TreeAwareParam):
-    """vLLM's kernel penalises committed tokens; those of a row's path are then computed once more,
-    from the logits before it, with their number on the path added."""
+    """Penalties. vLLM's kernel penalises committed tokens. The tokens of a row's path are then
+    computed again from the original logits, with their count on the path added."""
 
     def is_used(self, slots: np.ndarray) -> bool:
         return bool(np.any(self.stock.use_penalty[slots]))
@@ -68,7 +68,7 @@ class TreePenalties(TreeAwareParam):
     def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
         stock, slots = self.stock, ctx.expanded_idx_mapping.long()[:, None]
         is_drafted = paths.tokens >= 0
-        # Where a path has ended: token 0 as often as the path has it, like any other.
+        # Past its end a path stands for token 0, which keeps its own count.
         tokens = paths.tokens.clamp_min(0)
         before = logits.gather(1, tokens)
         first = torch.zeros_like(ctx.expanded_local_pos)
@@ -87,11 +87,11 @@ class TreePenalties(TreeAwareParam):
 
 
 class TreeBadWords(TreeAwareParam):
-    """The last token of a word whose other tokens end a row's sequence."""
+    """Bad words: forbids the last token of a word whose other tokens end a row's sequence."""
 
     def __init__(self, stock: Any, step: StepContext, longest_path: int) -> None:
         super().__init__(stock, step, longest_path)
-        # [slots] tokens of the longest word but its last
+        # [slots] tokens of the longest word, without its last one
         self.longest = np.zeros(stock.req_states.max_num_reqs, dtype=np.int64)
 
     def add_request(self, slot: int, sampling_params: Any) -> bool:
@@ -119,25 +119,25 @@ class TreeBadWords(TreeAwareParam):
         for back in range(1, int(longest) + 1):
             position = sequence_lens - back
             token = output_tail(paths, position, total_lens, states.all_token_ids.gpu, slots)
-            # Words do not reach into the prompt.
+            # A word does not match tokens of the prompt.
             token = torch.where(position >= prompt_lens[:, None], token, -1)
             index = ends - 1 - back
             wanted = words[slots[:, None], index.clamp_min(0)]
             matches &= (index < starts) | (wanted == token)
         last = words[slots[:, None], (ends - 1).clamp_min(0)].long()
-        # Two words may have one last token: the least of what they leave of it.
+        # "amin": words may share their last token, and one match forbids it.
         return logits.scatter_reduce_(1, last, torch.where(matches, -_INF, _INF), "amin")
 
 
 class TreeThinkingBudget(TreeAwareParam):
-    """The end of thinking, forced on rows whose path has used the budget up."""
+    """Thinking budget: forces the end of thinking on rows whose path has used the budget up."""
 
     def is_used(self, slots: np.ndarray) -> bool:
         return self.stock.enabled and bool(np.any(self.stock.use_thinking_budget[slots]))
 
     def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
         stock, slots = self.stock, ctx.expanded_idx_mapping.long()
-        # vLLM's own, on no row: brings what it remembers of committed tokens up to date.
+        # vLLM's own code, on no rows: updates its cache of markers in committed tokens.
         stock.apply(logits[:0], replace(ctx, expanded_idx_mapping=ctx.expanded_idx_mapping[:0]))
         start_ids = stock.reasoning_start_token_ids
         natural_end_ids = stock.natural_reasoning_end_token_ids
@@ -163,7 +163,7 @@ class TreeThinkingBudget(TreeAwareParam):
         budget = stock.thinking_token_budget.gpu[slots]
         is_forced = (budget >= 0) & (started >= 0) & (started > ended)
         is_forced &= lens - started - len(start_ids) >= budget
-        # The marker that is forced may have begun already.
+        # The forced marker may have begun already.
         begun = torch.zeros_like(slots)
         for length in range(1, len(end_ids)):
             index = (lens - length - first).long()[:, None]
@@ -186,11 +186,11 @@ class TreeContextualPenalty(TreeAwareParam):
 
 
 class TreeProcessor(TreeAwareParam):
-    """A processor of somebody's own, shown what plain decoding would show it.
+    """A custom processor, which sees what plain decoding would show it.
 
-    It may read a row's past from anywhere: the rows above it, or its request's committed tokens.
-    One row of each request at a time therefore looks like a step without drafts: the row's path
-    stands behind the committed tokens, and no other row is there.
+    It may read a row's past from the rows above it or from the request's committed tokens. It
+    therefore gets one row of each request at a time, like a step without drafts: the row's path
+    follows the committed tokens, and there is no other row.
     """
 
     def __init__(self, stock: Any, step: StepContext, longest_path: int, req_states: Any) -> None:
@@ -226,11 +226,11 @@ class TreeProcessor(TreeAwareParam):
         columns = torch.arange(paths.tokens.shape[1], device=logits.device)
         try:
             for offset in range(parents.most_rows):
-                # A request that has no such row shows its last one again, for nothing.
+                # A request with fewer rows shows its last one again; the result is unused.
                 rows = torch.minimum(roots + offset, lasts)
                 lengths = paths.lengths[rows]
                 is_path = columns < lengths[:, None]
-                # What is past the path writes the first token onto itself.
+                # Columns past the path write the first token onto itself.
                 at = torch.where(is_path, committed[:, None].long() + columns, 0)
                 token = torch.where(
                     is_path, paths.tokens[rows], all_token_ids[slots, 0][:, None].long()
@@ -255,25 +255,25 @@ class TreeProcessor(TreeAwareParam):
 
     @staticmethod
     def _seq_lens(ctx: Any, rows: torch.Tensor) -> np.ndarray:
-        """Tokens visible to each row: exact as in plain decoding where reading waits for nothing,
-        else vLLM's upper bound."""
+        """Returns the tokens visible to each row: exact, as in plain decoding, on a CPU; elsewhere
+        vLLM's upper bound, because reading would wait."""
         if ctx.pos.device.type != "cpu":
             return ctx.seq_lens_upper_bound_np
         return (ctx.pos[rows] + 1).numpy().astype(ctx.seq_lens_upper_bound_np.dtype)
 
 
 def put_on_trees(sampler: Any, step: StepContext, longest_path: int) -> None:
-    """Puts the above into one of vLLM's samplers, before its first request.
+    """Wraps the processors of one of vLLM's samplers. Call it before the first request.
 
     Args:
-        step: the running step; has no trees where there are no drafts.
-        longest_path: the greatest depth a node can have.
+        step: the running step, which has no trees if it has no drafts.
+        longest_path: the maximum depth of a node.
     """
     from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
     from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 
     def on_trees(processor: Any) -> Any:
-        # By what vLLM builds itself; a subclass is somebody else's.
+        # By exact type: a custom processor may be a subclass of vLLM's class.
         if processor is sampler.penalties_state:
             return TreePenalties(processor, step, longest_path)
         if type(processor) is BadWordsState:

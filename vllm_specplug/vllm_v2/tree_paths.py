@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens before each row of a tree: its request's committed ones, then those of its path.
+"""The tokens before each row of a tree: its request's committed tokens, then its path.
 
-Tensor code of fixed shapes: nothing is read on the host.
+Tensor code of fixed shapes: the host reads nothing.
 
 Letters: M logits rows of the step, P the longest path.
 """
@@ -19,7 +19,7 @@ class StepParents(Protocol):
 
     @property
     def parent_rows(self) -> torch.Tensor:
-        """[M] int32 logits row of each row's parent; negative for roots and for what is no node."""
+        """[M] int32 logits row of each row's parent; negative for roots and unused rows."""
 
     @property
     def depths(self) -> torch.Tensor:
@@ -27,21 +27,21 @@ class StepParents(Protocol):
 
     @property
     def most_rows(self) -> int:
-        """Rows of the request that has most."""
+        """Rows of the request with the most rows."""
 
 
 @dataclass(frozen=True)
 class TreePaths:
-    """What was drafted before each row's next token."""
+    """The drafted tokens before each row's next token."""
 
-    # [M, P] int64 tokens from the first below the root to the row's own; -1 past its end
+    # [M, P] int64 tokens from the root's child down to the row itself, then -1
     tokens: torch.Tensor
     # [M] int64
     lengths: torch.Tensor
 
     @classmethod
     def none(cls, num_rows: int, device: torch.device) -> TreePaths:
-        """Of rows that are roots."""
+        """Returns the empty paths of `num_rows` roots."""
         tokens = torch.full((num_rows, 1), -1, dtype=torch.int64, device=device)
         return cls(tokens, torch.zeros(num_rows, dtype=torch.int64, device=device))
 
@@ -54,10 +54,10 @@ def tree_paths(
     offsets: torch.Tensor,
     longest: int,
 ) -> TreePaths:
-    """Every row's path; rows without a parent have none.
+    """Returns every row's path, which is empty for rows without a parent.
 
     Args:
-        longest: P, at least the greatest depth.
+        longest: P, at least the maximum depth.
     """
     num_rows = len(offsets)
     rows = torch.arange(num_rows, device=offsets.device)
@@ -67,7 +67,7 @@ def tree_paths(
     depth = torch.where(is_node, parents.depths.long() - 1, longest)
     tokens = torch.full((num_rows, longest + 1), -1, dtype=torch.int64, device=offsets.device)
     tokens.scatter_(1, depth[:, None], input_ids[:, None].long())
-    # Rows that are no nodes share the last column.
+    # Rows that are not nodes share the last column.
     tokens = tokens[:, :longest]
     for _ in range(max(1, longest.bit_length())):
         tokens = torch.maximum(tokens, tokens[above])
@@ -86,7 +86,8 @@ def output_tail(
     # [M] int64
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens [M, n] at positions of each row's sequence, committed and drafted; -1 outside."""
+    """Returns tokens [M, n] at positions of each row's sequence, which is its committed tokens and
+    its path; -1 outside of it."""
     drafted = positions - total_lens[:, None]
     committed = all_token_ids[slots[:, None], positions.clamp(0, all_token_ids.shape[1] - 1)].long()
     on_path = paths.tokens.gather(1, drafted.clamp(0, paths.tokens.shape[1] - 1))

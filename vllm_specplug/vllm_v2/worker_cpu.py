@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU worker: vLLM's, with the tree runner."""
+"""vLLM's CPU worker with the tree runner."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
 
 
 def tree_runner_class(stock: type) -> type:
-    """What vLLM's worker builds instead of its own V2 runner. Seam: cpu_runner."""
+    """Returns the class that vLLM's worker builds instead of its V2 runner. Seam: cpu_runner."""
     return TreeCPUModelRunner
 
 
 class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
-    """vLLM's CPU worker, which names its runner class in its code.
+    """vLLM's CPU worker with the tree runner.
 
     Seams: cpu_runner, speculator, cpu_backend, cpu_admission, cpu_kernels, cpu_products,
     cpu_worker, weight_updates.
@@ -64,12 +64,12 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
             super().__init__(*args, **kwargs)
 
     def determine_available_memory(self) -> int:
-        """vLLM's, less what drafters keep of their own: it comes out of the memory for caches."""
+        """Returns vLLM's result minus the drafters' own memory, which the KV cache must not get."""
         return memory_for_caches(self.model_runner.state, super().determine_available_memory())
 
     def compile_or_warm_up_model(self) -> Any:
-        # From 0.33 on vLLM warms its Triton kernels up, with steps that small limits have no room
-        # for. The kernels that stand in for them are compiled already.
+        # From 0.33 on vLLM warms up its Triton kernels with steps that may not fit small limits.
+        # The kernels that replace them here are compiled already.
         kernels: Any = getattr(self.vllm_config, "kernel_config", None)
         if not HAS_TRITON and hasattr(kernels, "enable_jit_warmup"):
             kernels.enable_jit_warmup = False

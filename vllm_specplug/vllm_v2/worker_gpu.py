@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA worker: vLLM's, with the tree runner."""
+"""vLLM's CUDA worker with the tree runner."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_specplug.vllm_worker.warmup import profile_largest_step, warm_up_draft
 
 
 class DeviceRunnerMixin(TreeRunnerMixin):
-    """Put before a V2 runner whose memory is a device's."""
+    """The mixin to put before a V2 runner on a GPU."""
 
     tree_backend: CudaTreeBackend
 
@@ -52,10 +52,10 @@ class DeviceRunnerMixin(TreeRunnerMixin):
             super().initialize_kv_cache(*args, **kwargs)
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:
-        # In a forward with trees; stock attention plans nothing of the kind in a profile run.
+        # For forwards with trees: stock attention allocates no such memory in a profile run.
         workspace = self.tree_backend.make_workspace()
         kept = self._tree_state_memory()
-        # Taken once the caches are made, for as long as the engine runs.
+        # Drafters allocate this memory after the KV cache, for the engine's lifetime.
         drafters = drafter_memory(self.state)
         super().profile_run(*args, **kwargs)
         del workspace, kept
@@ -64,7 +64,7 @@ class DeviceRunnerMixin(TreeRunnerMixin):
         self.state.wait_for_device()
 
     def warm_up_states(self) -> None:
-        """Compiles the kernels of layers with a state, before a tree waits for one."""
+        """Compiles the tree kernels of layers with a recurrent state."""
         names = {*self.state.state_layers.names}
         for group in self.kv_cache_config.kv_cache_groups:
             name = next((name for name in group.layer_names if name in names), None)
@@ -72,8 +72,8 @@ class DeviceRunnerMixin(TreeRunnerMixin):
                 warmup(self.state.layers[name], self.num_speculative_steps + 1, self.state.dtype)
 
     def _tree_state_memory(self) -> torch.Tensor:
-        """As many bytes as the rows of trees keep in layers with a state until the walk, and what
-        one such layer takes for a moment."""
+        """Allocates what trees take in layers with a recurrent state: the bytes that all layers
+        keep until the walk, and the temporary ones of one layer."""
         layers, rows = self.state.state_layers, most_tree_rows(self.state)
         size = 0
         if layers.names:
@@ -85,7 +85,8 @@ class DeviceRunnerMixin(TreeRunnerMixin):
 
 
 def _sample_all(logits: torch.Tensor) -> None:
-    """As much as V2's sampler takes for logits [rows, V]: a copy in float32, sorted for limits."""
+    """Allocates as much as V2's sampler does for logits [rows, V]: a float32 copy, then sorted for
+    top-k and top-p."""
     rows, vocab_size = logits.shape
     top_k = torch.full((rows,), vocab_size - 1, dtype=torch.int32, device=logits.device)
     top_p = torch.full((rows,), 0.9, device=logits.device)
@@ -120,8 +121,8 @@ class TreeGPUWorker(FollowsTarget, Worker):
         return super().compile_or_warm_up_model()
 
     def _maybe_activate_jit_monitor(self) -> None:
-        # Graphs are captured, and whatever compiles from here on is reported or raised by vLLM,
-        # which has also seeded its generators for the requests to come.
+        # Graphs are captured and generators are seeded for requests. From here on vLLM reports, or
+        # refuses, every kernel that still compiles.
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             warm_up_draft(self.model_runner.state)
