@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the workers of both model runners share: the drafter, its caches, its budget."""
+"""What the workers of all devices share: the drafter, its caches and its budget."""

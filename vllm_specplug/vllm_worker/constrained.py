@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests follow a grammar, as vLLM's scheduler sees it."""
+"""The requests that follow a grammar, as vLLM's scheduler sees them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 class ConstrainedRequests:
-    """Names of running requests whose drafts go to the scheduler with their parents.
+    """The ids of running requests whose drafts go to the scheduler with their parents.
 
-    A session whose input goes on after an answer keeps the grammar of its first turn, whatever the
-    sampling parameters of a later turn say; so a name leaves when its request has ended, and not
-    when it comes again. One that asks for a grammar in a later turn only gets none from vLLM: its
-    parents are sent for nothing.
+    A session, whose input goes on after an answer, keeps the grammar of its first turn whatever a
+    later turn's sampling parameters say. An id therefore leaves when its request ends, not when it
+    comes again. vLLM ignores a grammar that only a later turn asks for; sending parents for such a
+    request does no harm.
     """
 
     def __init__(self) -> None:
@@ -22,8 +22,8 @@ class ConstrainedRequests:
         return req_id in self._names
 
     def update(self, scheduler_output: Any) -> None:
-        """Call once a step, also in empty ones, which report what has ended."""
-        # An ended name may come back in the same step, with another request behind it.
+        """Takes in a step's new and ended requests. Call it in every step, also in empty ones."""
+        # A new request may reuse the id of an ended one in the same step.
         self._names -= set(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             params = request.sampling_params

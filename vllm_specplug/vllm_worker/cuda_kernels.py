@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verifying trees on CUDA: buffers that outlive a step, kernels that never wait for the host.
+"""Tree kernels on CUDA and their buffers, which outlive a step.
 
-Metadata of a step goes to the device in two small copies from pinned memory; ancestor words are
-made there. That memory must not be rewritten while a copy of it is under way, so it is not filled
-again before the last copies are done. They mostly are: trees and their words are made on the
-device, and a draft in pages, which fills buffers from the host, has waited for the step's tokens.
+A step's metadata goes to the device in two small copies from pinned memory. The host must not
+rewrite that memory during a copy, so it waits for the last copies before it fills the buffers
+again. This wait is mostly empty: the device makes trees and their ancestor words itself, and a
+draft over pages, which fills buffers from the host, has already waited for the step's tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = init_logger("vllm.specplug.cuda")
 
 @dataclass(frozen=True)
 class StepLimits:
-    """The largest step there can be."""
+    """The size of the largest possible step."""
 
     num_requests: int
     num_rows: int
@@ -55,11 +55,11 @@ class StepLimits:
     tree_rows: int
     """Rows of one tree."""
     context: int
-    """The model's length."""
+    """Maximum tokens of a request (`max_model_len`)."""
 
     @classmethod
     def of(cls, state: RunnerView) -> StepLimits:
-        """Those of a runner."""
+        """Returns the limits of a runner."""
         return cls(
             num_requests=state.max_requests,
             num_rows=state.max_rows,
@@ -69,19 +69,19 @@ class StepLimits:
 
 
 class TreeBuffers:
-    """Device buffers of the trees of one kind of call, and their pinned twins.
+    """Device buffers for the trees of one kind of call, and their pinned host buffers.
 
-    Addresses stay the same from step to step, so that a captured graph finds each step's trees.
+    Addresses stay the same from step to step, so that a captured graph reads each step's trees.
     """
 
     def __init__(self, limits: StepLimits, device: torch.device) -> None:
         rows = limits.num_rows
         self.limits = limits
-        # The plan, and behind it where each tree starts: one copy to the device.
+        # The plan, followed by the first row of each tree, in one copy to the device.
         size = (PLAN_ROWS + 1) * limits.num_requests + 1
         self.plan_host = pinned(torch.zeros(size, dtype=torch.int32), device)
         self.parents_host = pinned(torch.zeros(rows, dtype=torch.int32), device)
-        # Passed when the pinned twins have been read.
+        # Recorded behind the copies; the host waits for it before it rewrites pinned memory.
         self.sent = torch.cuda.Event() if device.type == "cuda" else None
         self.plan = torch.zeros_like(self.plan_host, device=device)
         self.parents = torch.zeros_like(self.parents_host, device=device)
@@ -99,7 +99,7 @@ class TreeBuffers:
         parents: Sequence[np.ndarray],
         block_table: torch.Tensor,
     ) -> TreeAttnMetadata:
-        """Metadata of R trees; R is at least 1."""
+        """Writes R trees, at least one, to the buffers and returns their metadata."""
         if self.sent is not None:
             self.sent.synchronize()
         counts = [len(p) for p in parents]
@@ -135,16 +135,16 @@ class TreeBuffers:
 
 
 def _place(kv_cache: torch.Tensor) -> tuple[int, torch.Size]:
-    """What tells caches apart: address, and the shape of a page."""
+    """Returns what identifies a cache: its address, and the shape of a page."""
     return kv_cache.data_ptr(), kv_cache.shape[1:]
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """One attention layer of each kind that the target has."""
+    """One attention layer, as the sample of its kind."""
 
     num_heads: int
-    """Of queries, on this rank."""
+    """Query heads on this rank."""
     features: AttnFeatures
     # each [num_blocks, block_size, Hkv, Dh]
     keys: torch.Tensor
@@ -160,7 +160,7 @@ class CudaKernels:
     """The kernels of `kernels.cuda_dispatch` over vLLM's GPU cache.
 
     Args:
-        requested: option `tree_kernel`.
+        requested: the option `tree_kernel`.
         num_heads: query heads of this rank.
     """
 
@@ -170,7 +170,7 @@ class CudaKernels:
         num_heads: int,
         limits: StepLimits,
         device: torch.device,
-        # for `wants_full_graphs`, where graphs may be a default
+        # for `wants_full_graphs`
         vllm_config: Any = None,
     ) -> None:
         self.requested = requested
@@ -178,25 +178,25 @@ class CudaKernels:
         self.num_heads = num_heads
         self.limits = limits
         self.device = device
-        # The model's, also where the caches hold other numbers; set with them.
+        # The model's dtype, also where caches are quantised; set when the caches are bound.
         self.dtype: torch.dtype
-        # Chosen once the cache is known; none while vLLM measures graphs with a small one.
-        self.kernel: Any = None  # a ChosenKernel once the caches are bound
-        # Block table and layers of each KV cache group of the target.
+        # A ChosenKernel once the caches are bound; None while vLLM measures graphs.
+        self.kernel: Any = None
+        # Index and layers of each KV cache group of the target.
         self.groups: list[tuple[int, LayerCaches]] = []
         self.samples: list[LayerSample] = []
 
     # -- where the device's memory is reached; the interpreter's backend differs here ---------
 
     def views_of(self, kv_cache: torch.Tensor) -> CacheViews:
-        """How a layer's cache is read."""
+        """Returns the views through which kernels read a layer's cache."""
         return gpu_cache_views
 
     def capability(self) -> tuple[int, int]:
         return torch.cuda.get_device_capability(self.device)
 
     def cache_writer(self) -> Callable[..., None]:
-        """Writes keys and values [M, Hkv, Dh] at slots [M] of a layer's cache."""
+        """Returns the function that writes keys and values [M, Hkv, Dh] at slots [M] of a cache."""
         from vllm.v1.attention.backends.fa_utils import (  # type: ignore[attr-defined]  # per platform
             reshape_and_cache_flash,
         )
@@ -213,8 +213,8 @@ class CudaKernels:
     # -- set-up -----------------------------------------------------------------------------
 
     def make_workspace(self) -> torch.Tensor:
-        """As many bytes as the target's attention takes for a moment in one layer: parts of a split
-        context, or another kernel's output over the context of all rows with its log-sum-exp."""
+        """Allocates the temporary memory that the target's attention takes in one layer: partial
+        results of a split context, or the outputs and log-sum-exps of another kernel."""
         from vllm_specplug.kernels.tree_attn_flash import MAX_HEAD_DIM
         from vllm_specplug.kernels.tree_attn_triton import most_workspace_bytes
 
@@ -226,15 +226,15 @@ class CudaKernels:
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
         view = self.views_of(next(iter(groups[0].caches.values())))
-        # Made once: a view costs as much as a launch. Layers of two groups may share memory, in
-        # pages of as many bytes but not of as many tokens.
+        # Made once: a view costs as much as a launch. Layers of two groups may share memory, with
+        # pages of equal bytes but different numbers of tokens.
         table = {
             _place(c): without_scales(view(c), group.cache_dtype)
             for group in groups
             for c in group.caches.values()
         }
         self.views: CacheViews = lambda kv_cache: table[_place(kv_cache)]
-        # Whole, as scales that lie behind a token's numbers move with them.
+        # Whole caches: scales stored behind a token's numbers must move with them.
         self.groups = [
             (group.index, LayerCaches.of([view(c) for c in group.own_caches]))
             for group in groups
@@ -260,7 +260,7 @@ class CudaKernels:
         )
         logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
         if wants_full_graphs(self.vllm_config) and not self.captures_trees():
-            # vLLM expects that trees can be captured, and would replay stock attention for them.
+            # vLLM would capture, and replay, stock attention for trees.
             raise ValueError(
                 f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset where the {self.kernel.name} kernel "
                 "serves, which waits for the host; unset it, or make another tree_kernel work "
@@ -268,13 +268,13 @@ class CudaKernels:
             )
 
     def captures_trees(self) -> bool:
-        """Whether uniform batches of trees are captured as full graphs."""
+        """Whether batches of trees are captured as full graphs."""
         if not wants_full_graphs(self.vllm_config) or self.kernel is None:
             return False
         return "reference" not in self.kernel.names
 
     def choose(self, shape: KernelShape, for_drafts: bool = False) -> ChosenKernel:
-        """The kernel for one shape of attention, the same on all tensor parallel ranks."""
+        """Returns the kernel for one attention shape, the same on all tensor parallel ranks."""
         return choose_cuda_kernel(
             self.requested,
             shape,
@@ -286,9 +286,9 @@ class CudaKernels:
         )
 
     def warm_up(self) -> None:
-        """Compiles the Triton variants that steps of this model take: a first tree must not wait.
+        """Compiles the Triton variants that steps of this model launch.
 
-        What the CuTe kernel needs was loaded when it was chosen.
+        The CuTe kernel was loaded when it was chosen.
         """
         if self.device.type == "cuda":
             self.run_every_variant(lambda: torch.cuda.synchronize(self.device))
@@ -303,10 +303,10 @@ class CudaKernels:
             1, -(-self.limits.context // self.block_size), dtype=torch.int32, device=self.device
         )
         for _, layers in self.groups:
-            # No moves.
+            # An empty list of moves.
             compact_paths_triton(layers, zero[None], zero, zero, zero, blocks)
         warm_up_builder(self.limits.tree_rows - 1, self.device)
-        # By what makes a variant.
+        # One sample of each combination that Triton compiles a variant for.
         kinds = {(s.shape, s.values.dtype, s.features.token_scales): s for s in self.samples}
         for sample in kinds.values():
             warm_up_store(sample.keys, sample.values, self.dtype, sample.features)
@@ -326,8 +326,8 @@ class CudaKernels:
             chains = [np.arange(-1, rows - 1, dtype=np.int32)] * trees
             starts = range(0, trees * rows, rows)
             more = {} if features.is_plain else {"features": features}
-            # Side by side, as most steps are, and apart, as beside chunks of prompts; without and
-            # with a split context, for splits follow the bound, as in a captured graph.
+            # Trees in adjacent rows, as in most steps, or apart, as beside prompt chunks. A context
+            # bound of 0 gives an unsplit context, the limit a split one, as in a captured graph.
             for apart, context in itertools.product((False, True), (0, self.limits.context)):
                 metadata = buffers.fill(range(trees), starts, [0] * trees, chains, tables[:trees])
                 metadata.max_context = context
@@ -338,12 +338,12 @@ class CudaKernels:
                 self.kernel.run(
                     asked, sample.keys, sample.values, output, metadata, head_dim**-0.5, **more
                 )
-                # A variant that fails is to be told here.
+                # A failing variant must raise here.
                 synchronize()
 
     def _warm_up_shapes(self, sample: LayerSample) -> list[tuple[int, int]]:
-        """Numbers of trees, and rows of each, that together take every variant: of tiles, and of
-        words per row."""
+        """Returns pairs (number of trees, rows of each) that together need every variant of tile
+        size and of words per row."""
         from vllm_specplug.kernels.tree_attn_triton import config_for, tail_config
 
         num_heads, num_kv_heads, head_dim, _ = sample.shape
@@ -361,8 +361,8 @@ class CudaKernels:
     # -- the step ---------------------------------------------------------------------------
 
     def fill_words(self, metadata: TreeAttnMetadata, kernel: ChosenKernel | None = None) -> None:
-        """Ancestor words, for a kernel (the target's, if none is given) that does not make them
-        itself."""
+        """Computes the ancestor words for a kernel that does not make them itself; by default the
+        target's kernel."""
         if (kernel or self.kernel).reads_words:
             from vllm_specplug.kernels.tree_words_triton import fill_tree_words
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`self_draft` on a device: the target's layers over partial caches, without a read on the host."""
+"""`self_draft` on a device: the target's layers over partial caches; the host reads nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DevicePartialAttention(DraftAttention):
         self.regions, self.due = self.moves.regions, self.moves.due
         count, device = len(contexts.req_ids), contexts.lens.device
         plan = np.zeros((5, count), np.int64)
-        # A request without a draft only attends itself.
+        # A request without a draft attends only itself.
         plan[0] = list(contexts.rows)
         plan[1] = 1
         plan[1, self.partial] = 0
@@ -60,7 +60,7 @@ class DevicePartialAttention(DraftAttention):
         every = torch.arange(count, dtype=torch.int32, device=device)
         lens = contexts.lens.to(torch.int32) * drafted
         most = [m for m, d in zip(contexts.most, contexts.is_drafted, strict=True) if d]
-        # Of all requests where every one of them reads its partial cache.
+        # Metadata of all requests if each of them reads its partial cache; else None.
         self.whole: TreeAttnMetadata | None = None
         if len(self.partial) < count:
             columns = (tables, every, whole, lens, every)
@@ -95,7 +95,7 @@ class DeviceSelfDraft:
     """`drafting.drafter.TargetForward` over a vLLM model runner on a device.
 
     Args:
-        state: of the model runner; its caches must be bound to the backend.
+        state: the model runner, whose caches must be bound to the backend.
     """
 
     def __init__(self, state: RunnerView, spec: PartialCacheSpec, backend: CudaKernels) -> None:
@@ -127,8 +127,8 @@ class DeviceSelfDraft:
         if isinstance(requests, DeviceRequests):
             history = requests.history
             assert history is not None
-            # Lower bounds come late, on each rank at its own time, and either all ranks run the
-            # target or none does.
+            # All ranks or none must run the target, and each rank learns lower bounds at its own
+            # time.
             most = self.state.max_model_len
             lens = [
                 min(n, most) for n, d in zip(history.most, history.is_drafted, strict=True) if d
@@ -170,8 +170,8 @@ class DeviceSelfDraft:
         lens: torch.Tensor,
         rows: Sequence[int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The target's forward of anchors behind contexts of `lens` tokens."""
-        # Of requests that get no draft both may be anything.
+        """Runs the target's forward on anchors behind contexts of `lens` tokens."""
+        # Anchors and lengths of requests without a draft may be anything.
         ids = anchors.clamp(0, self.state.vocab_size - 1).to(torch.int32)
         positions = lens.clamp(0, self.state.max_model_len - 1)
         layers = dict.fromkeys(self.layer_index, attention)

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`self_draft` in a CUDA graph: a draft forward of the target between two choices.
+"""`self_draft` in a CUDA graph: draft forwards that choose no positions for a partial cache.
 
-A graph holds the forward of requests whose partial caches, if they have one, are chosen already.
-Before a replay new tokens are taken in, and which request reads which region goes where the graph
-looks. A forward that chooses for a region is launched: scores and their top-k in every
-layer, of as many requests as there can be and of the longest context, would be part of every
-replay.
+A graph holds the forward of requests whose partial caches, if they have one, are already chosen.
+Before a replay the host stores new tokens and writes each request's region to the graph's memory.
+A forward that chooses positions runs without a graph: in a graph, every replay would compute scores
+and their top-k in every layer, for the maximum number of requests and the longest context.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GraphPartialAttention(DraftAttention):
-    """Attention of a draft forward that is captured: what requests read is on the device."""
+    """Attention of a captured draft forward. The device holds each request's region."""
 
     def __init__(
         self,
@@ -38,7 +37,7 @@ class GraphPartialAttention(DraftAttention):
         assert requests.rows is not None
         self.draft = draft
         pool, tables = draft.pool, requests.rows
-        # Requests without a budget only attend themselves.
+        # Requests without a budget attend only themselves.
         is_drafted = requests.budgets > 0
         own = regions[tables.long()]
         is_partial = (own >= 0) & is_drafted
@@ -69,24 +68,26 @@ class GraphPartialAttention(DraftAttention):
 
 
 class GraphSelfDraft:
-    """Draft forwards of `draft` that graphs hold."""
+    """The draft forwards of `draft` that graphs may hold."""
 
     def __init__(self, draft: DeviceSelfDraft) -> None:
         self.draft = draft
         state = draft.state
-        # [B] region of each request of the batch, and the same as the host knows them
+        # [B] region of each request of the batch, on the device and on the host
         self.regions = torch.full((state.max_requests,), -1, dtype=torch.int32, device=state.device)
         self._regions = np.full(state.max_requests, -1, np.int32)
 
     @property
     def is_possible(self) -> bool:
-        """Adapters are set from the host. Ranks hear of steps at different times, and so choose at
-        different ones: one would replay what another launches, but in their all-reduces they would
-        not meet."""
+        """Whether graphs may hold the forward: on one rank, without LoRA adapters.
+
+        The host sets adapters. Ranks read steps at different times, so that one would replay a
+        forward while another launches it, and their all-reduces would not match.
+        """
         state = self.draft.state
         parallel = state.vllm_config.parallel_config
-        is_alone = parallel.world_size == 1 and parallel.data_parallel_size == 1
-        return is_alone and state.runner.lora_config is None
+        is_only_rank = parallel.world_size == 1 and parallel.data_parallel_size == 1
+        return is_only_rank and state.runner.lora_config is None
 
     def prepare(self, requests: DeviceRequests) -> bool:
         """See `drafting.drafter.TargetForward.prepare`."""
@@ -102,14 +103,14 @@ class GraphSelfDraft:
     def _send(self, count: int, partial: Sequence[int], regions: Sequence[int]) -> None:
         read = np.full(count, -1, np.int32)
         read[list(partial)] = regions
-        # The same from step to step while no request comes, goes or outgrows the budget.
+        # Regions stay the same while no request starts, ends or outgrows the budget.
         if not np.array_equal(read, self._regions[:count]):
             self._regions[:count] = read
             sent = pinned(read, self.regions.device)
             self.regions[:count].copy_(sent, non_blocking=True)
 
     def __call__(self, requests: DeviceRequests) -> tuple[torch.Tensor, torch.Tensor]:
-        """The forward itself, which reads nothing on the host."""
+        """Runs the forward; the host reads nothing."""
         attention = GraphPartialAttention(self.draft, requests, self.regions)
         return self.draft.run(
             attention, requests.anchors, requests.context_lens.long(), range(len(requests))

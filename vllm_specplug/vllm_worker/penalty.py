@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's contextual penalty as a worker takes it: anything that is not usable is none."""
+"""A request's contextual penalty as a worker reads it: it ignores unusable values."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ logger = init_logger("vllm.specplug.penalty")
 
 
 def request_penalty(extra_args: dict[str, Any] | None) -> tuple[int, float] | None:
-    """Window in tokens and theta; None for a request without a penalty."""
+    """Returns window in tokens and theta; None for a request without a usable penalty."""
     try:
         return parse_penalty(extra_args)
     except ValueError:
-        # Front ends refuse it; one that does not must not end the worker.
-        logger.warning_once("Requests came in with contextual penalties that are none: ignored")
+        # The front end refuses it. A front end that does not must not end the worker.
+        logger.warning_once("Ignored an invalid contextual penalty of a request")
         return None

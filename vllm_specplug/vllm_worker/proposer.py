@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's `custom_class` instantiates: the bridge from the runner to a drafter."""
+"""The class that vLLM's `custom_class` instantiates: it connects the runner to a drafter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vllm_specplug.vllm_worker.target.weight_updates import kept_asleep
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
 
-# Unit vectors that a quantised LM head scores at once.
+# Number of unit vectors that a quantised LM head scores at once.
 _UNIT_ROWS = 256
 
 
@@ -64,7 +64,7 @@ class DrafterHost:
         self.state_layers = prepare_state_layers(layers, method)
         check_target_layers(layers, method, ignored=(DraftKVLayer, MambaBase))
         if model_config.use_mla:
-            # Classes of vLLM that no other target needs.
+            # Imported here: other targets do not need these classes of vLLM.
             from vllm_specplug.vllm_worker.target.latent_layers import (
                 check_compiled_routing,
                 check_latent_rotary,
@@ -80,7 +80,7 @@ class DrafterHost:
             target = self._target_weights()
             self.drafter.load(target)
         self.heads = target.heads
-        # Heads with an embedding of their own drop the target's.
+        # Weak: heads with their own embedding drop the target's.
         self._embed_tokens = weakref.ref(target.embed_tokens)
         self.cache_layers = [
             DraftKVLayer(self.vllm_config, f"{DRAFT_LAYERS}.{i}.attn", spec)
@@ -105,7 +105,7 @@ class DrafterHost:
 
     @torch.inference_mode()
     def follow_target(self) -> None:
-        """Renews what the drafter has of the target's weights, which were replaced in place."""
+        """Updates what the drafter copied from the target's weights, which vLLM has replaced."""
         if self.tables is None:
             return
         target, embed_tokens = self._target_weights(), self._embed_tokens()
@@ -116,13 +116,13 @@ class DrafterHost:
         self.drafter.follow_target(target)
 
     def propose(self, *args: Any, **kwargs: Any) -> list[list[int]]:
-        """Only there because vLLM insists on it; the runner mixin drafts on its own."""
+        """Never called: vLLM requires the method, and the runner mixin drafts itself."""
         raise AssertionError("the tree runner overrides propose_draft_token_ids")
 
 
 def _check_forward(model: torch.nn.Module, method: str) -> None:
-    """Refuses a target whose forward reads neighbouring rows elsewhere than in attention, or whose
-    rows hold more than their token and position say."""
+    """Refuses a target whose forward reads neighbouring rows outside of attention, or whose rows
+    depend on more than their token and position."""
     depth = getattr(model, "token_lookback_depth", 0)
     if depth:
         raise ValueError(
@@ -131,7 +131,7 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
             "tree those are not a node's ancestors. Use another target, or a chain method of "
             "vLLM's own."
         )
-    # What V2 asks for before it takes one of its own.
+    # V2 reads this attribute before it takes its own model state.
     own_state = getattr(model, "get_model_state_cls", None)
     if own_state is not None:
         raise ValueError(
@@ -151,8 +151,9 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
 def vocabulary_tables(
     model: torch.nn.Module, model_config: Any, method: str
 ) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """The target's token embedding and LM head, both of V tokens by H, whatever their names and
-    whether or not they are quantised.
+    """Returns the target's token embedding and LM head, both of V tokens by H.
+
+    It finds them by shape, whatever their names, quantised or not.
 
     Raises:
         ValueError: when there is none, or more than one.
@@ -164,11 +165,11 @@ def vocabulary_tables(
     for module in model.modules():
         if not isinstance(module, VocabParallelEmbedding) or module.org_vocab_size < vocab_size:
             continue
-        # Not by the weight: a quantised layer has none of that shape, and a model whose LM head is
-        # overlooked would be taken for a tied one.
+        # By the layer's sizes, not its weight: a quantised weight has another shape, and a model
+        # whose LM head is overlooked would pass for a tied one.
         if module.embedding_dim == hidden:
             (outputs if isinstance(module, ParallelLMHead) else inputs).append(module)
-    # Tied models have no LM head of their own, or one that shares the embedding's weight.
+    # Tied models have no LM head, or one that shares the embedding's weight.
     for what, found in (("token embedding", inputs), ("LM head", outputs or inputs)):
         if len(found) != 1:
             raise ValueError(
@@ -181,7 +182,8 @@ def vocabulary_tables(
 
 
 def full_vocab_weight(module: Any, model_config: Any) -> torch.Tensor:
-    """[V, H] of a vocabulary-parallel embedding or head, gathered from all ranks."""
+    """Returns the weight [V, H] of a vocabulary-parallel embedding or head, gathered from all
+    ranks."""
     weight = dense_weight(module, model_config.dtype)
     if get_tensor_model_parallel_world_size() > 1:
         weight = tensor_model_parallel_all_gather(weight, dim=0)
@@ -190,22 +192,22 @@ def full_vocab_weight(module: Any, model_config: Any) -> torch.Tensor:
 
 @torch.inference_mode()
 def dense_weight(module: Any, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's rows [V, H] of an embedding or head.
+    """Returns this rank's rows [V, H] of an embedding or head.
 
-    Quantised ones are read through the layer's own computation, whatever its scheme: a head's
-    scores of the unit vectors are its columns, and an embedding's rows are what it looks up.
+    It reads a quantised layer through the layer's own computation, whatever the scheme: a head's
+    scores of the unit vectors are its columns, and an embedding's lookups are its rows.
     """
     weight = getattr(module, "weight", None)
     shape = (module.num_embeddings_per_partition, module.embedding_dim)
     if weight is not None and weight.is_floating_point() and tuple(weight.shape) == shape:
         plain = isinstance(module.quant_method, UnquantizedEmbeddingMethod)
-        # An fp8 weight has that shape, and scales beside it.
+        # An fp8 weight has the same shape, but needs its scales.
         if plain or weight.dtype == dtype:
             return weight.data
     device = next(iter([*module.parameters(), *module.buffers()])).device
     method = module.quant_method
     if isinstance(module, ParallelLMHead):
-        # A part at a time: schemes that quantise their inputs keep copies of them.
+        # In parts: schemes that quantise their inputs copy them.
         units = torch.eye(module.embedding_dim, dtype=dtype, device=device).split(_UNIT_ROWS)
         return torch.cat([method.apply(module, part) for part in units]).t().contiguous()
     return method.embedding(module, torch.arange(shape[0], device=device)).to(dtype)

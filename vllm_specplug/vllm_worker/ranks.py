@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values that all ranks share: the trees and the clock of rank 0, the slowest one's kernel times.
 
-A rank may decide by its own clock, its own measured costs or copies that come at its own time only
-where no other rank must do the same. Whatever decides about a collective, the rows of a step or a
-scheduler is shared by a function of this module, by every rank at the same point of a step:
+A rank's clock, its measured costs and the arrival of its copies differ from other ranks'. It may
+use them only for decisions that other ranks need not make alike. Any value that decides about a
+collective, the rows of a step or a scheduler goes through a function of this module, which every
+rank calls at the same point of a step:
 
     value                         from          when
     kernels by time               slowest rank  at start
@@ -12,13 +13,13 @@ scheduler is shared by a function of this module, by every rank at the same poin
     source of a target's drafts   first rank    in every draft, where there are several
     rows to reserve               first rank    in every draft, where each rank has a scheduler
 
-Executors `mp` and `ray` have one scheduler, which hears the first rank only. Under
+The executors `mp` and `ray` have one scheduler, which reads only the first rank's output. Under
 `external_launcher` (torchrun) each rank has one: see `each_rank_schedules`.
 
-Tensor parallel ranks compute the same hidden states in different orders of summation, so their
-values differ in the last bits, and a near tie between two candidates is enough for two different
-trees. Verified together, they would mix rows of different tokens in every all-reduce. Samples need
-no agreement: logits are gathered, not summed, and hence equal on all ranks bit by bit.
+Tensor parallel ranks sum the same hidden states in different orders, so their values differ in the
+last bits. Two nearly tied candidates can then give two different trees, and every all-reduce would
+mix rows of different tokens. Samples need no exchange: logits are gathered, not summed, and are
+therefore bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -37,26 +38,32 @@ from vllm_specplug.tree import DraftTree
 
 logger = init_logger("vllm.specplug.ranks")
 
-# How long a worker that failed waits for the others, which may still compile something.
+# Time that a failed worker waits for the others, which may still compile.
 PATIENCE = timedelta(minutes=3)
-# Rows of a message: token ids, parents, depths and the bits of the scores.
+# Fields of a node in a message: token id, parent, depth and the bits of its score.
 _FIELDS = 4
 
 
 def first_rank_values(values: list[float]) -> list[float]:
-    """The values of the first tensor parallel rank, on every rank."""
+    """Returns the values of the first tensor parallel rank, on every rank."""
     return _first_values(values, get_tp_group())
 
 
 def first_worker_values(values: list[float]) -> list[float]:
-    """The values of the first worker of all, on every worker: replicas of a mixture-of-experts
-    target run their forwards together, so they must run the same number of them."""
+    """Returns the values of the first worker of all, on every worker.
+
+    Replicas of a mixture-of-experts target run their forwards together, so all must run the same
+    number.
+    """
     return _first_values(values, get_world_group())
 
 
 def slowest_rank_values(values: list[float]) -> list[float]:
-    """Of each value the largest over all tensor parallel ranks, on every rank: they wait for the
-    slowest in every layer. A process that is no rank keeps its own."""
+    """Returns the maximum of each value over all tensor parallel ranks, on every rank.
+
+    In every layer the ranks wait for the slowest one. A process outside of vLLM's groups gets its
+    own values back.
+    """
     if not torch.distributed.is_initialized():
         return list(values)
     group = get_tp_group()
@@ -73,8 +80,8 @@ def _first_values(values: list[float], group: Any) -> list[float]:
 
 
 def each_rank_schedules(parallel_config: Any) -> bool:
-    """Whether every tensor parallel rank has a scheduler of its own, which hears no other rank's
-    outputs."""
+    """Returns whether every tensor parallel rank has its own scheduler, which sees no other rank's
+    output."""
     return bool(
         parallel_config.tensor_parallel_size > 1
         and parallel_config.distributed_executor_backend == "external_launcher"
@@ -84,11 +91,11 @@ def each_rank_schedules(parallel_config: Any) -> bool:
 def first_rank_reservation(
     reserved: ReservedRows | None, req_ids: Sequence[str]
 ) -> ReservedRows | None:
-    """The reservation of the first tensor parallel rank, on every rank; the host waits for it.
+    """Returns the first tensor parallel rank's reservation, on every rank; the host waits for it.
 
     Args:
-        reserved: this rank's own; None while it has none.
-        req_ids: the running requests, in one order on all ranks.
+        reserved: this rank's own reservation; None while it has none.
+        req_ids: the running requests, in the same order on all ranks.
     """
     values = [-1.0] * (len(req_ids) + 1)
     if reserved is not None:
@@ -100,12 +107,13 @@ def first_rank_reservation(
 
 
 def any_failed(failure: Exception | None) -> bool:
-    """Whether something failed on any worker; the same answer on every worker.
+    """Returns whether any worker failed; the same answer on every worker.
 
     Raises:
-        SystemExit: from `failure`, where the others do not come: they wait in a collective that
-            this worker left, and only its end ends them. vLLM's workers answer any other exception
-            and go on, and nobody reads the answer while the first worker waits.
+        SystemExit: from `failure`, when the other workers do not arrive. They wait in a collective
+            that this worker has left, and only the end of its process ends them. vLLM's workers
+            reply to any other exception and go on, and nobody reads the reply while the first
+            worker waits.
     """
     group = get_world_group()
     if group.world_size == 1:
@@ -127,11 +135,11 @@ def any_failed(failure: Exception | None) -> bool:
 
 
 def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list[DraftTree]:
-    """The trees of the first tensor parallel rank, on every rank, in one message.
+    """Returns the trees of the first tensor parallel rank, on every rank, after one message.
 
     Args:
         trees: this rank's trees, one per request.
-        budgets: most nodes of each tree, the same on every rank; a larger tree is cut.
+        budgets: maximum nodes of each tree, equal on all ranks; a larger tree is cut.
     """
     group = get_tp_group()
     if group.world_size == 1 or not budgets:
@@ -142,7 +150,7 @@ def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list
 
 
 def first_rank_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the device, overwritten in place by that of the first tensor parallel rank; no
+    """Overwrites a device tensor in place with the first tensor parallel rank's, and returns it. No
     host waits."""
     group = get_tp_group()
     if group.world_size > 1:
@@ -151,17 +159,15 @@ def first_rank_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _from_first(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-    """`tensor`, overwritten in place by that of the group's first rank."""
+    """Overwrites `tensor` in place with that of the group's first rank, and returns it."""
     if group.world_size > 1:
         torch.distributed.broadcast(tensor, src=group.ranks[0], group=group.cpu_group)
     return tensor
 
 
 def _packed(trees: Sequence[DraftTree], budgets: Sequence[int]) -> np.ndarray:
-    """int32 [R + 4 * sum(budgets)]: node counts, then the four fields of all nodes.
-
-    The size only depends on the budgets, so every rank knows it.
-    """
+    """Packs trees into int32 [R + 4 * sum(budgets)]: node counts, then the four fields of all
+    nodes. Every rank knows the size, which depends only on the budgets."""
     most = sum(budgets)
     message = np.zeros(len(budgets) + _FIELDS * most, np.int32)
     trees = [tree.prefix(budget) for tree, budget in zip(trees, budgets, strict=True)]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V2 model runner seen from outside: its engine, forwards beside its steps, its caches.
+"""The rest of the package's interface to vLLM's V2 model runner.
 
-What calibration, draft forwards and drafters' caches need to know of the runner, they ask here and
-get as plain values.
+Calibration, draft forwards and drafters' caches read the runner's state here, as plain values, and
+run forwards outside of its steps.
 
 Seam: runner_state.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RunnerView:
-    """A model runner, or a subclass's instance, seen from outside.
+    """The interface to one model runner.
 
     Args:
         runner: vLLM's runner with `TreeRunnerMixin`.
@@ -60,12 +60,12 @@ class RunnerView:
 
     @property
     def max_requests(self) -> int:
-        """Most requests of a batch."""
+        """Maximum requests of a batch."""
         return self.runner.max_num_reqs
 
     @property
     def max_rows(self) -> int:
-        """Most rows of a forward."""
+        """Maximum rows of a forward."""
         return self.runner.max_num_tokens
 
     @property
@@ -88,12 +88,12 @@ class RunnerView:
 
     @property
     def state_layers(self) -> StateLayers:
-        """The target's layers that keep a recurrent state."""
+        """The target's layers with a recurrent state."""
         layers: StateLayers = self.runner.drafter.state_layers
         return layers
 
     def state_step(self, requests: Any, parents: torch.Tensor) -> StateStep:
-        """A step's trees in those layers; `parents` on the host."""
+        """Returns a step's trees in layers with a recurrent state; `parents` is on the host."""
         make: type[StateStep] = self.runner.tree_backend.state_step
         return make(requests, to_device(parents.numpy(), self.device))
 
@@ -104,17 +104,17 @@ class RunnerView:
     # -- forwards beside the step ---------------------------------------------------------
 
     def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
-        """A forward of `rows` rows that attend `context` tokens; hidden states [>= rows, H]."""
-        # vLLM makes a request of each row while there are slots, and puts the context before it.
+        """Runs `rows` dummy rows over `context` tokens and returns hidden states [>= rows, H]."""
+        # vLLM makes one request of each row while there are slots, and adds the context before it.
         longest = -(-rows // min(rows, self.max_requests))
         hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
         return hidden
 
     def tree_forward(self, rows: int, context: int) -> torch.Tensor:
-        """`dummy_forward` whose rows are trees to attention on a CPU, and to layers with a state,
-        the accepted paths applied.
+        """Runs `dummy_forward` with rows that form trees in attention on a CPU and in layers with a
+        recurrent state, and applies the accepted paths there.
 
-        Rows of other kinds are taken elsewhere, at other costs. One row is a decoding one.
+        Plain rows would take other code with other costs. A single row is a decoding row.
         """
         if rows == 1:
             return self.dummy_forward(rows, context)
@@ -131,8 +131,8 @@ class RunnerView:
         return self.device.type == "cpu"
 
     def trees_forward(self, trees: int, context: int) -> None:
-        """Runs a forward of `trees` requests with as many rows as the largest tree, which attend
-        `context` tokens. Not for layers with a state."""
+        """Runs a forward of `trees` requests with the rows of the largest tree each, over `context`
+        tokens. Not for layers with a recurrent state."""
         rows = self.drafter_options.num_nodes + 1
         self.runner._dummy_run(
             trees * rows, uniform_decode=True, context_len=max(0, context - rows)
@@ -152,14 +152,14 @@ class RunnerView:
         return hidden
 
     def draft(self, requests: DraftRequests) -> None:
-        """A draft forward for requests of no batch, as steps have it."""
+        """Runs a draft forward for dummy requests, as a step would."""
         graphs = getattr(self.runner.speculator, "draft_graphs", None)
         if graphs is None or not graphs.warmup(requests):
             self.drafter.propose(requests)
 
     @property
     def clock(self) -> StepClock:
-        """Of what computes the forwards."""
+        """The clock of the device that runs the forwards."""
         clock: StepClock = self.runner.planner.clock
         return clock
 
@@ -171,7 +171,7 @@ class RunnerView:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's logits [rows, V] of hidden states [rows, H], by no request's adapter."""
         if self.runner.lora_config is not None:
-            # The LM head takes adapters row by row, and is mapped to those of the last forward.
+            # The LM head applies an adapter per row, and still has the last forward's mapping.
             rows = np.array([len(hidden)], np.int32)
             with self.runner.maybe_select_dummy_loras(
                 self.runner.lora_config, rows, num_sampled_tokens=rows
@@ -181,27 +181,27 @@ class RunnerView:
 
     @contextmanager
     def dummy_adapters(self) -> Iterator[None]:
-        """Dummy forwards inside find as many LoRA adapters as a batch may have; none stays."""
+        """Loads as many dummy LoRA adapters as a batch may have, and removes them at the end."""
         config = self.runner.lora_config
         if config is None:
             yield
             return
         try:
             with self.runner.maybe_setup_dummy_loras(config):
-                # Dummy forwards make adapters and remove them, every one of them.
+                # Every dummy forward would make adapters and remove them.
                 self.runner.has_dummy_adapters = True
                 try:
                     yield
                 finally:
                     self.runner.has_dummy_adapters = False
         finally:
-            # vLLM leaves them behind a failure, and their numbers are those of real adapters.
+            # After a failure vLLM keeps the dummies, whose ids may be those of real adapters.
             self.runner.maybe_remove_all_loras(config)
 
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
         """LoRA ids of requests of the batch, 0 for none, and vLLM's requests for those adapters."""
         ids, requests = self.runner.step.adapters
-        # Dummy requests are in no batch.
+        # Dummy requests are not in the batch.
         return [ids[i] if i < len(ids) else 0 for i in req_indices], requests
 
     def forward(
@@ -211,10 +211,10 @@ class RunnerView:
         attention: dict[str, Any],
         req_indices: Sequence[int],
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The target's forward with `attention` metadata by layer; writes no cache.
+        """Runs the target's forward with `attention` metadata by layer. It writes no cache.
 
         Args:
-            req_indices: whose row each is, by the request's index in the batch.
+            req_indices: batch index of each row's request.
 
         Returns:
             Hidden states [rows, H] and those of the layers that the drafter reads.
@@ -222,7 +222,7 @@ class RunnerView:
         if self.runner.lora_config is not None:
             ids, requests = self.adapters(req_indices)
             self.runner._set_active_loras(tuple(ids), tuple(ids), requests)
-        # A compiled model has one way in, and with this option it is embeddings.
+        # A compiled model takes one kind of input: with this option, embeddings.
         takes_embeds = self.vllm_config.model_config.enable_prompt_embeds
         embeds = self.runner.model.embed_input_ids(input_ids) if takes_embeds else None
         with set_forward_context(
@@ -244,7 +244,7 @@ class RunnerView:
 
     @property
     def kv_cache_config(self) -> Any:
-        """vLLM's, once caches exist."""
+        """vLLM's KV cache config, once caches exist."""
         return self.runner.kv_cache_config
 
     def target_groups(self) -> list[CacheGroup]:
@@ -252,18 +252,18 @@ class RunnerView:
         return target_groups(self.kv_cache_config, self.layers)
 
     def target_caches(self) -> dict[str, torch.Tensor]:
-        """The target's caches by layer, group by group; vLLM's pages."""
+        """The target's caches (vLLM's pages) by layer, in the order of their groups."""
         return {name: c for group in self.target_groups() for name, c in group.caches.items()}
 
     def full_attention_pages(self) -> list[tuple[int, int]]:
-        """(tokens, bytes) of a page of each layer with full attention, draft layers included."""
+        """Returns (tokens, bytes) of a page for each full-attention layer, draft layers too."""
         specs = self.runner.get_kv_cache_spec().values()
         return [
             (s.block_size, s.page_size_bytes) for s in specs if isinstance(s, FullAttentionSpec)
         ]
 
     def block_table(self, group: int = 0) -> torch.Tensor:
-        """int32 [slots, max_blocks] in a KV cache group on the device: requests of the batch come
-        first, in its order."""
+        """Returns the block table int32 [slots, max_blocks] of a KV cache group, on the device.
+        The batch's requests come first, in order."""
         table: torch.Tensor = self.runner.block_tables.input_block_tables[group]
         return table

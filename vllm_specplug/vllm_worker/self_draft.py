@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The target's own layers as a draft model: one token per request over a partial cache.
 
-vLLM's model is called once more under a forward context whose attention metadata is
-`PartialAttention`: the tree backend hands it every layer's query, key and value. Nothing is
-written to the paged cache, because no slots are mapped. Any model that vLLM serves with plain
-attention layers works, eager or compiled.
+The draft calls vLLM's model again, under a forward context whose attention metadata is
+`PartialAttention`. The tree backend passes it every layer's query, key and value. No slots are
+mapped, so nothing is written to the paged cache. Any model that vLLM serves with plain attention
+layers works, eager or compiled.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = init_logger("vllm.specplug.self_draft")
 class PartialAttention(DraftAttention):
     """Attention of one draft forward, layer by layer.
 
-    Requests whose context fits the budget read the paged cache itself; the others their part of
-    the pool, which is chosen with the layer's own query where that is due.
+    Requests whose context fits the budget read the paged cache itself. The others read their part
+    of the pool; when a choice is due, the layer's own query chooses its positions.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PartialAttention(DraftAttention):
 def _one_row_each(
     rows: list[int], req_indices: list[int], context_lens: list[int], block_table: torch.Tensor
 ) -> TreeAttnMetadata:
-    """Metadata of single query rows, each followed by nothing but itself."""
+    """Returns the metadata of trees of one row each."""
     counts = [1] * len(rows)
     return TreeAttnMetadata.build(
         req_indices, rows, counts, context_lens, causal_words(counts), block_table
@@ -107,7 +107,7 @@ class SelfDraft:
     """`drafting.drafter.TargetForward` over a vLLM model runner on CPU.
 
     Args:
-        state: of the model runner; its caches must exist.
+        state: the model runner, whose caches must exist.
     """
 
     def __init__(self, state: RunnerView, spec: PartialCacheSpec) -> None:
@@ -148,7 +148,7 @@ class SelfDraft:
     captures = False
 
     def prepare(self, requests: DeviceRequests) -> bool:
-        """Nothing here is captured."""
+        """Returns False: on a CPU nothing is captured."""
         return False
 
     def __call__(
@@ -172,12 +172,12 @@ class SelfDraft:
 
 
 def partial_cache_bytes(state: RunnerView) -> int:
-    """Memory that the runner's partial caches will take, before they exist."""
+    """Returns the bytes that the runner's partial caches will take."""
     spec = state.drafter.partial_cache_spec()
     if spec is None:
         return 0
     requests = regions_of(state, spec)
-    # And a page for what a device writes nowhere; a CPU has one where there is no region.
+    # A device needs one more page, for writes that go nowhere; a CPU only if it has no region.
     return sum(
         (requests * -(-spec.budget // tokens) + 1) * num_bytes
         for tokens, num_bytes in state.full_attention_pages()
@@ -185,5 +185,6 @@ def partial_cache_bytes(state: RunnerView) -> int:
 
 
 def regions_of(state: RunnerView, spec: PartialCacheSpec) -> int:
-    """Requests that have a partial cache at once; none where no context grows past the budget."""
+    """Returns how many requests have a partial cache at once; 0 if no context can outgrow the
+    budget."""
     return 0 if state.max_model_len <= spec.budget else spec.max_requests

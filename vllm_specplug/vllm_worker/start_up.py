@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker checks and chooses before its runner is built."""
+"""Checks and choices of a worker before it builds its runner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ logger = init_logger("vllm.specplug.worker")
 
 
 def choose_kernel(name: str, dtype: torch.dtype) -> None:
-    """Applies option `tree_kernel` and says which kernel serves.
+    """Applies the option `tree_kernel` and logs which kernel serves.
 
     Raises:
         ValueError: when "cpp" is asked for and there is no compiled kernel.
@@ -37,7 +37,8 @@ def choose_kernel(name: str, dtype: torch.dtype) -> None:
 
 
 class OwnKernels:
-    """A CPU worker whose steps run its own engine's kernels: a process may have several engines."""
+    """A CPU worker mixin: steps run the kernels of their own engine. A process may have several
+    engines."""
 
     vllm_config: Any
 
@@ -48,7 +49,7 @@ class OwnKernels:
 
 
 def require_seams(device: str, uses_v2: bool) -> None:
-    """Checks, when a worker starts, everything of vLLM that it will call or override.
+    """Checks everything of vLLM that a starting worker will call or override.
 
     Args:
         uses_v2: whether the worker builds vLLM's V2 model runner.
@@ -68,8 +69,9 @@ def require_seams(device: str, uses_v2: bool) -> None:
 
 
 def use_latent_seams() -> None:
-    """Puts in place what trees need in layers with multi-head latent attention, before the model's
-    layers choose their backend.
+    """Applies the seams for layers with multi-head latent attention (MLA).
+
+    Call it before the model's layers choose their backend.
 
     Raises:
         RuntimeError: naming what is missing.

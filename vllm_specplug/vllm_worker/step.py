@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runner remembers between the phases of one step."""
+"""A verified step on the host: its requests, trees and accepted paths."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class StepRequest:
     """One request's rows in the target forward of this step."""
 
     first_row: int
-    """First row of the flat query: prompt chunk, recomputed tokens or the root itself."""
+    """The request's first query row: of a prompt chunk, of recomputed tokens, or the root."""
     root_row: int
-    """Row of the last token that is not a draft; its logits decide the next token."""
+    """Row of the last token that is not a draft. Its logits give the next token."""
     end_row: int
     num_computed: int
     """Committed tokens in the cache before this step; position of `first_row`."""
     tree: DraftTree | None
-    """The tree under verification; None when the plugin did not draft the rows after the root."""
+    """The tree to verify; None if the plugin did not draft the rows after the root."""
     accepted_path: list[int] = field(default_factory=list)
 
     @property

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft forwards before there are requests: to compile what they compile, and to take the memory
-they take while vLLM measures it."""
+"""Draft forwards before the first request: they compile kernels, and take their memory while vLLM
+measures it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 SHORT_CONTEXT = 7
-# Long enough for a kernel to split it.
+# Long enough for kernels to split it.
 LONG_CONTEXT = 8192
 
 
@@ -32,8 +32,8 @@ def dummy_requests(
     context: int = SHORT_CONTEXT,
     nodes: int | None = None,
 ) -> Iterator[DraftRequests]:
-    """`count` dummy requests of `context` tokens and an anchor, to draft `depth` levels for, of
-    `nodes` nodes at most."""
+    """Yields `count` dummy requests of `context` tokens and an anchor, for drafts of `depth` levels
+    and at most `nodes` nodes."""
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     options = state.drafter_options
     requests = DraftRequests(
@@ -53,8 +53,8 @@ def dummy_requests(
 
 
 def warm_up_draft(state: RunnerView) -> None:
-    """Drafts every depth once after a short and a long context, so that what a draft forward
-    compiles is compiled before serving.
+    """Drafts every depth once after a short and a long context, to compile all kernels of a draft
+    before serving.
 
     Raises:
         RuntimeError: on every worker, when drafting failed on any.
@@ -65,7 +65,7 @@ def warm_up_draft(state: RunnerView) -> None:
         state.wait_for_device()
     except Exception as error:
         failure = error
-    # What comes next is done together.
+    # All workers run the next stage together.
     if any_failed(failure):
         reason = "another worker could not; its log says why"
         if failure is not None:
@@ -86,7 +86,7 @@ def _draft_every_depth(state: RunnerView) -> None:
 
 
 class _NoCache:
-    """A `DraftCache` before there are pages: takes what a real one would take for a moment."""
+    """A `DraftCache` before there are pages. It allocates a real cache's temporary memory."""
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         pass
@@ -101,7 +101,7 @@ class _NoCache:
 
 
 class _NoWindow(_NoCache):
-    """Likewise a `DeviceWindow`, of requests that are all new, and a `DeviceTargetCache`."""
+    """`_NoCache` as a `DeviceWindow` for new requests, and as a `DeviceTargetCache`."""
 
     def __init__(self, state: RunnerView, spec: WindowSpec) -> None:
         count = state.max_requests * min(spec.size, state.max_model_len)
@@ -124,14 +124,15 @@ class _NoWindow(_NoCache):
 def profile_largest_step(
     state: RunnerView, max_step_rows: int, sample: Callable[[torch.Tensor], Any]
 ) -> None:
-    """Allocates at once what the largest step with trees needs beside the target's forward, for
-    vLLM's memory profile: logits of all rows, their samples, and a draft for every request.
+    """Allocates what the largest step with trees needs besides the target's forward, for vLLM's
+    memory profile: logits of all rows, their samples, and a draft for every request.
 
-    The hidden states stay for the draft, and vLLM holds the logits until the step is over.
+    All of it exists at once: the draft reads the hidden states, and vLLM keeps the logits until the
+    end of the step.
 
     Args:
-        max_step_rows: most rows with logits of one step.
-        sample: takes the memory that samples of logits [rows, V] take.
+        max_step_rows: maximum rows with logits in a step.
+        sample: allocates what sampling from logits [rows, V] takes.
     """
     options = state.vllm_config.speculative_config
     tokens, num_reqs, device = state.max_rows, state.max_requests, state.device
