@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention on CPU: vLLM's own backend, with tree rows taken over by the tree kernel."""
+"""Tree attention on a CPU: vLLM's own backend, in which the tree kernel attends tree rows."""
 
 from __future__ import annotations
 
@@ -75,9 +75,8 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
 
     cache_dtypes = frozenset(FP8_CACHES)
 
-    # What follows from a layer's cache is found when it first comes: between a step's products
-    # every line that runs once per layer is felt. The cache's memory is not kept: vLLM takes it
-    # from its layers before they end.
+    # The layout is found once per cache: code that runs in every layer of a step is costly. The
+    # reference is weak: vLLM frees a layer's cache before the layer.
     _stored: tuple[weakref.ref[torch.Tensor], CpuKvLayout | None] | None = None
 
     def cache_scales(self, layer: Any) -> dict[str, Any]:
@@ -106,7 +105,7 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
             store_kv(key, value, kv_cache, slot_mapping, layout)
 
     def _stored_layout(self, key: torch.Tensor, kv_cache: torch.Tensor) -> CpuKvLayout | None:
-        """Where vLLM's operator would write in `kv_cache`; None where it has to do it itself."""
+        """Returns the layout of `kv_cache`; None if vLLM's operator has to write it."""
         is_own = self.attn_type == AttentionType.DECODER and key.dtype == kv_cache.dtype
         return cpu_kv_layout(kv_cache) if is_own and can_store_kv(kv_cache) else None
 
@@ -139,7 +138,8 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
     def _tree_layer(
         self, layer: Any, rows: CpuTreeRows, query: torch.Tensor, kv_cache: torch.Tensor
     ) -> TreeLayer | None:
-        """The layer's, made once for its cache; None where the compiled kernels do not serve it."""
+        """Returns the layer's `TreeLayer`, made once for its cache; None if the compiled kernels do
+        not serve it."""
         known = rows.layers.get(self)
         if known is None or known.kv_cache is not kv_cache:
             if not TreeLayer.serves(query, kv_cache):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`state_rows` with kernels of a device: nothing of a step's trees is read on the host.
+"""`state_rows` with device kernels: the host reads nothing of a step's trees.
 
-Which rows are whose is known there, and copied over once a step; which row is whose parent and
-what was accepted stays on the device.
+The host knows which rows belong to which request, and copies this to the device once per step.
+Parents and accepted paths stay on the device.
 
 Seam: state_rows.
 """
@@ -52,10 +52,10 @@ class DeviceLinearRows(LinearRows):
         )
 
     def metadata(self, stock: Any) -> Any:
-        """vLLM's metadata of a step that only has these rows."""
+        """Returns vLLM's metadata of a step that has only these rows."""
         metadata = super().metadata(stock)
         if not metadata.num_prefills:
-            # As vLLM has it: a step of single rows reads states, whatever they are.
+            # As in vLLM: a step of single rows always reads its states.
             return replace(metadata, has_initial_state=None)
         if not self._prefill_fields:
             self._prefill_fields.update(self._prefills(getattr(stock, BUILDER_ATTRIBUTE)))
@@ -67,7 +67,7 @@ class DeviceLinearRows(LinearRows):
         return {}
 
     def _prefills(self, builder: Any) -> dict[str, Any]:
-        """What vLLM's kernels for prompts read besides; the same in every KV cache group."""
+        """Returns further fields for vLLM's prompt kernels, equal in every KV cache group."""
         device, decodes = self.starts.device, self.num_decodes
         nums, batch, offsets = compute_causal_conv1d_metadata(self.host_starts, device=device)
         starts = self.starts[decodes:] - decodes
@@ -101,7 +101,8 @@ class DeviceStateStep(StateStep):
         self.requests = to_device(self.requests, device)
         if self.linear is not None:
             self.linear = DeviceLinearRows.moved(self.linear, device)
-        # Of each KV cache group: whose path fills a block, with which row, and the block's slot.
+        # By KV cache group: the row with which each tree's path fills a block, and that block's
+        # slot.
         self._ends: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run_trees(
@@ -121,7 +122,7 @@ class DeviceStateStep(StateStep):
             slots = trees.slots[self.fresh_trees]
             conv_states[slots] = 0
             states[slots] = 0
-        # A copy: what comes in is the memory of the next layer's too.
+        # Indexing copies; the next layer reuses the memory of `mixed_qkv`.
         inputs = mixed_qkv[self.rows]
         weight = layer.conv1d.weight.flatten(1)
         mixed = kernels.tree_conv_triton(
@@ -182,8 +183,8 @@ class DeviceStateStep(StateStep):
         contexts: torch.Tensor,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row of each tree that fills a block, and the slot for its state; -1 for a tree whose
-        path fills none."""
+        """Returns the row of each tree that fills a block, and the slot for its state; -1 for a
+        tree whose path fills no block."""
         known = self._ends.get(id(layer.trees))
         if known is None:
             is_full, slots, depths = self.block_ends(layer, contexts, lengths)
@@ -199,7 +200,7 @@ class DeviceStateStep(StateStep):
 
 
 def _write(layer: PendingLayer, rows: torch.Tensor, targets: torch.Tensor) -> None:
-    """States behind `rows` [R] of a layer's trees, written to slots `targets` [R]."""
+    """Writes the states after `rows` [R] of a layer's trees to the slots `targets` [R]."""
     from vllm_specplug.kernels import delta_tree_triton as kernels
 
     trees, updates = layer.trees, layer.updates

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether steps with trees are captured whole on a GPU."""
+"""Decides whether full CUDA graphs hold steps with trees."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 
 
 def wants_full_graphs(vllm_config: Any = None) -> bool:
-    """Whether decoding batches and drafts are captured whole: as the variable says, or where it is
-    not set as `captures_by_default`."""
+    """Returns whether full graphs hold decoding batches and drafts, by the environment variable or,
+    if it is not set, by `captures_by_default`."""
     asked = os.environ.get(FULL_GRAPHS_VARIABLE)
     if asked is None:
         return vllm_config is not None and captures_by_default(vllm_config)
@@ -21,8 +21,10 @@ def wants_full_graphs(vllm_config: Any = None) -> bool:
 
 
 def replays_decoding(vllm_config: Any) -> bool:
-    """Whether decoding batches with trees are replayed, so that kernels may be timed in a replay.
-    False under sleep mode: captures outside vLLM's own must stay out of its memory pool."""
+    """Returns whether decoding batches with trees are replayed, so that replays may time kernels.
+
+    False in sleep mode, whose memory pool must hold no captures but vLLM's own.
+    """
     if vllm_config is None or not wants_full_graphs(vllm_config):
         return False
     mode = vllm_config.compilation_config.cudagraph_mode
@@ -31,11 +33,11 @@ def replays_decoding(vllm_config: Any) -> bool:
 
 
 def captures_by_default(vllm_config: Any) -> bool:
-    """Where graphs of trees have run on a device: on one rank, without LoRA adapters and recurrent
-    states."""
+    """Returns whether graphs of trees were tested in this setting: one rank, no LoRA adapters, no
+    recurrent states."""
     spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     return (
-        # The reference waits for the host; a speculative config of vLLM's own has no such field.
+        # The reference kernel waits for the host. vLLM's own speculative configs lack the field.
         getattr(spec, "tree_kernel", "reference") != "reference"
         and parallel.world_size == parallel.data_parallel_size == 1
         and vllm_config.lora_config is None

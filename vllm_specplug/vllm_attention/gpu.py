@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention on CUDA: vLLM's FlashAttention and Triton backends, with tree rows taken over.
+"""Tree attention on CUDA: vLLM's FlashAttention and Triton backends, in which tree kernels attend
+tree rows.
 
-Both keep the cache as [num_blocks, Hkv, block_size, 2 * Dh], K before V. A full CUDA graph holds
-what was captured, so a step with trees may run in one only when trees were captured: without
-that these backends ask for piecewise graphs, in which attention runs outside of the graphs.
+Both keep the cache as [num_blocks, Hkv, block_size, 2 * Dh], K before V. A step with trees may
+replay a full CUDA graph only if trees were captured in it. Otherwise these backends ask for
+piecewise graphs, in which attention runs outside of the graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from vllm_specplug.kernels.features import AttnFeatures
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
-# What the Triton kernel reproduces; the others leave such layers to it, or do not serve.
+# Features that the Triton kernel reproduces. The other kernels hand such layers to it, or refuse.
 SERVED = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"})
 
 
@@ -103,7 +104,7 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
     def storable(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from vllm_specplug.kernels.finite_values_triton import isolate_nonfinite_triton
 
-        # In place: nothing else reads them, and whether there is any is not known on the host.
+        # In place: nothing else reads them, and the host does not know whether any is non-finite.
         isolate_nonfinite_triton(key, value)
         return key, value
 
@@ -115,13 +116,13 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        # Encoders have no cache, and what a decoder reads of one has slots of its own.
+        # Encoders have no cache, and cross-attention has its own slots.
         if kv_cache.dtype != key.dtype or self.attn_type != AttentionType.DECODER:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         from vllm_specplug.kernels.finite_values_triton import store_isolated_triton
 
-        # One launch of a layer instead of two.
+        # One launch per layer instead of two.
         store_isolated_triton(key, value, *gpu_cache_views(kv_cache), slot_mapping)
 
 
@@ -179,7 +180,7 @@ class TreeTritonAttentionImpl(_DeviceAttentionMixin, TritonAttentionImpl):
 
     def storable(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.kv_cache_dtype in TOKEN_SCALE_CACHES:
-            # No number of such a cache stands for NaN: what spreads is the scale that vLLM stores.
+            # Numbers of such a cache cannot be NaN, only the scales that vLLM stores.
             return key, value
         return super().storable(key, value)
 

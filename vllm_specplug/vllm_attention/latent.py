@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tree rows in layers with multi-head latent attention (MLA) on a CPU.
 
-vLLM decodes a single row over the latent cache as it is, and takes a request with drafts for a
-prompt with a context, whose keys and values it would expand in every layer and step. Here such
-requests are decoded, too: what vLLM does before and after a decoding row's attention is done for
-all of their rows, and the rows attend the latent cache as their trees say.
+vLLM decodes single rows over the latent cache directly. It takes a request with drafts for a prompt
+with a context, and would expand the context's keys and values in every layer and step. Here such
+requests are decoded as well: all of their rows take vLLM's steps before and after the attention of
+a decoding row, and attend the latent cache under the masks of their trees.
 
 Seam: latent_backend.
 """
@@ -37,8 +37,8 @@ class TreeCPUMLABackend(CPUMLABackend):
 
 
 class TreeCPUMLAImpl(CPUMLAImpl):
-    """vLLM's decoding for single rows, its prefill for prompts, latent spans for what is between
-    them."""
+    """vLLM's decoding for single rows, its prefill for prompts, and latent spans for requests with
+    several rows over a context."""
 
     def forward_mqa(
         self,
@@ -72,7 +72,7 @@ class TreeCPUMLAImpl(CPUMLAImpl):
         kv_cache_dtype: str,
         k_scale: torch.Tensor,
     ) -> None:
-        # A latent row is keys and values in one; its rotary key is the only part that is no value.
+        # A latent row is both key and value, except its rotary key, which is only a key.
         k_pe, latents = isolate_nonfinite(k_pe, kv_c_normed.unsqueeze(1))
         super().do_kv_cache_update(
             latents.squeeze(1), k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
@@ -81,7 +81,7 @@ class TreeCPUMLAImpl(CPUMLAImpl):
 
 @dataclass(frozen=True)
 class LatentRequest:
-    """One request's rows in the forward; from `root_row` on they are a tree."""
+    """One request's rows in the forward; the rows from `root_row` on are a tree."""
 
     first_row: int
     root_row: int
@@ -94,13 +94,13 @@ class LatentRequest:
 
 @dataclass(frozen=True)
 class LatentRows:
-    """The rows of a step that vLLM would expand a context for."""
+    """The rows of a step for which vLLM would expand a context."""
 
     spans: Sequence[LatentSpan]
     # [B, blocks] int32
     block_table: torch.Tensor
     num_single: int
-    """Leading rows of the batch that are vLLM's to decode."""
+    """Number of leading rows of the batch that vLLM decodes."""
 
 
 def _line(count: int) -> torch.Tensor:
@@ -108,8 +108,8 @@ def _line(count: int) -> torch.Tensor:
 
 
 def spans_of(requests: Iterable[tuple[int, LatentRequest]]) -> list[LatentSpan]:
-    """The rows of requests, each with its index in the batch; a tree behind rows of its prompt is a
-    span of its own."""
+    """Returns the spans of requests, each given with its batch index. A tree after rows of its
+    prompt is a separate span."""
     spans = []
     for index, r in requests:
         before = r.root_row - r.first_row
@@ -121,13 +121,14 @@ def spans_of(requests: Iterable[tuple[int, LatentRequest]]) -> list[LatentSpan]:
 
 
 def attach_latent_rows(attn_metadata: dict[str, Any], requests: Sequence[LatentRequest]) -> None:
-    """Has the requests that go on decoded over the latent cache, on each metadata of such layers.
+    """Makes vLLM decode requests with computed tokens over the latent cache, in all MLA layers.
 
     Args:
-        attn_metadata: vLLM's, by layer.
-        requests: all of the batch, in order.
+        attn_metadata: vLLM's metadata by layer.
+        requests: all requests of the batch, in order.
     """
-    # vLLM's order is single rows, others that go on, prompts; what is out of order is decoded.
+    # vLLM's order is single rows, other requests with computed tokens, prompts. A prompt out of
+    # this order is decoded.
     end = max((i + 1 for i, r in enumerate(requests) if r.num_computed), default=0)
     for metadata in _of_latent_layers(attn_metadata):
         first = metadata.num_decodes
@@ -141,7 +142,7 @@ def attach_latent_rows(attn_metadata: dict[str, Any], requests: Sequence[LatentR
 def attach_warmup_rows(
     attn_metadata: dict[str, Any], num_rows: int, tree_rows: int, context: int, block_size: int
 ) -> None:
-    """Makes the rows of a forward of dummies trees of `tree_rows` rows behind `context` tokens."""
+    """Turns the rows of a dummy forward into trees of `tree_rows` rows after `context` tokens."""
     for metadata in _of_latent_layers(attn_metadata):
         table = _block_table(metadata)
         spans = []
@@ -154,13 +155,13 @@ def attach_warmup_rows(
 
 
 def _of_latent_layers(attn_metadata: dict[str, Any]) -> list[Any]:
-    """Each metadata object of such layers, once."""
+    """Returns the distinct metadata objects of MLA layers."""
     found = {id(m): m for m in attn_metadata.values() if isinstance(m, MLACommonMetadata)}
     return list(found.values())
 
 
 def _block_table(metadata: Any) -> torch.Tensor:
-    """[B, blocks] of all requests, which vLLM has in two parts."""
+    """Returns [B, blocks] of all requests, which vLLM keeps in two parts."""
     parts = [part.block_table for part in (metadata.decode, metadata.prefill) if part is not None]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 

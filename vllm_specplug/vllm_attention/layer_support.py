@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention layers of a target tree rows can stand in for.
+"""Checks which attention layers of a target can take tree rows.
 
-Tree rows attend with a scale, a mask and what their implementation declares in `serves`. Whatever
-else an attention layer does would be left out for them, so a layer that does it is refused, by what
-its implementation holds.
+Tree rows attend with a scale, a mask and the features that their implementation lists in `serves`.
+They would skip any other feature, so a layer whose attributes show one is refused.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ def _is_unlimited(value: Any) -> bool:
     return value in (None, -1, (-1, -1))
 
 
-# Attribute of an implementation -> what it is called, and whether a value of it changes nothing.
-# Backends lack some of them.
+# Attribute of an implementation -> name of its feature, and a test whether a value switches it off.
+# Backends lack some of the attributes.
 IMPL_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "alibi_slopes": ("ALiBi", _is_none),
     "use_alibi_sqrt": ("square-root ALiBi", _is_off),
@@ -54,7 +53,7 @@ LATENT_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _unsupported_latent(layer: MLAAttention) -> str | None:
-    # A module of its own: it derives from a backend that other devices and targets need not have.
+    # Imported here: it derives from a backend that other devices and targets may lack.
     from vllm_specplug.vllm_attention.latent import TreeCPUMLAImpl
 
     for name, (title, changes_nothing) in LATENT_FEATURES.items():
@@ -71,7 +70,7 @@ def _unsupported_latent(layer: MLAAttention) -> str | None:
 
 
 def unsupported_feature(layer: AttentionLayerBase) -> str | None:
-    """What tree rows would leave out in `layer`; None when they can stand in for it."""
+    """Returns the feature of `layer` that tree rows would skip; None if they support the layer."""
     if type(layer) is MLAAttention:
         return _unsupported_latent(layer)
     if type(layer) is not Attention:
@@ -96,7 +95,7 @@ def unsupported_feature(layer: AttentionLayerBase) -> str | None:
 
 
 def _latent_shape(layer: Any) -> tuple[int, ...]:
-    """Which latent cache a layer has; layers with keys and values have none, of any shape."""
+    """Returns the shape of a layer's latent cache; an empty one for layers with keys and values."""
     if not isinstance(layer, MLAAttention):
         return ()
     return layer.num_heads, layer.num_kv_heads, layer.head_size
@@ -105,10 +104,10 @@ def _latent_shape(layer: Any) -> tuple[int, ...]:
 def check_target_layers(
     layers: Mapping[str, Any], method: str, *, ignored: type | tuple[type, ...] = ()
 ) -> None:
-    """Refuses a target in which tree rows cannot stand in for every attention layer.
+    """Refuses a target with an attention layer that does not support tree rows.
 
     Args:
-        layers: vLLM's static forward context: the model's layers by name, of all kinds.
+        layers: vLLM's static forward context: all kinds of layers by name.
         ignored: classes of layers that only drafters read.
 
     Raises:

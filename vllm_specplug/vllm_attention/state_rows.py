@@ -2,9 +2,9 @@
 """The tree rows of one step in layers that keep a recurrent state: Gated DeltaNet.
 
 vLLM keeps one state per draft token and picks the last accepted one a step later. Here a sequence
-has one committed state: all rows of a tree are computed from it, what they would do to it is kept
-until the walk has chosen a path, and then only the path is applied. Between steps nothing of a
-draft exists, so vLLM's own code takes every other row as if there were no speculation.
+has one committed state. All rows of a tree are computed from it. Their updates are kept until the
+walk has chosen a path, and only that path is applied. No draft state exists between steps, so
+vLLM's own code handles all other rows as without speculation.
 
 Seam: state_rows.
 """
@@ -55,7 +55,7 @@ class TreeGDNBackend(GDNAttentionBackend):
 
 
 class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
-    """vLLM's, which for trees is told of no speculation: there are no states of drafts to index."""
+    """vLLM's builder with speculation switched off, as there are no draft states to index."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,8 +80,8 @@ class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
 
 @dataclass(frozen=True)
 class StateBlocks:
-    """Where the states of a KV cache group are: a block that is full keeps the one at its end, and
-    the last one of a step's rows the running one."""
+    """Where the states of a KV cache group are: each full block keeps the state at its end, and the
+    block of a step's last row the running state."""
 
     # [B, blocks] int32, 0 for none
     table: torch.Tensor
@@ -106,7 +106,7 @@ class RequestRows:
 
 @dataclass(frozen=True)
 class LinearRows:
-    """Rows that vLLM's own code computes: of requests without a tree, and before a root."""
+    """Rows that vLLM's own code computes: rows of requests without a tree, and before a root."""
 
     # [T'] int64 rows of the forward, single rows that continue a state first
     rows: torch.Tensor
@@ -157,7 +157,7 @@ class LinearRows:
 
 @dataclass(frozen=True)
 class PendingLayer:
-    """What a layer's trees would do to its states."""
+    """The updates of one layer's states by its trees, pending until the walk."""
 
     # [S, W - 1, C] and [S, Hv, K, V], vLLM's
     conv_states: torch.Tensor
@@ -200,7 +200,7 @@ class StateStep:
         if known is None:
             slots = metadata.non_spec_state_indices_tensor[self.requests].long()
             linear = None if self.linear is None else self.linear.metadata(metadata)
-            # The metadata itself is kept with them: ids of dead objects come again.
+            # Keep the metadata alive: Python reuses the ids of dead objects.
             known = metadata, StateTrees(self.starts, self.parents, slots), linear
             self._groups[id(metadata)] = known
         return known
@@ -218,7 +218,7 @@ class StateStep:
         # [T, Hv, V], written in place
         output: torch.Tensor,
     ) -> None:
-        """One layer: vLLM's own rows first, as a root may stand behind rows of its prompt."""
+        """Computes one layer: vLLM's own rows first, as rows of a prompt may precede its root."""
         _, trees, linear = self._group(metadata)
         if self.linear is not None:
             at = self.linear.rows
@@ -244,7 +244,7 @@ class StateStep:
         if self.fresh.any():
             conv_states[trees.slots[self.fresh]] = 0
             states[trees.slots[self.fresh]] = 0
-        # Its module belongs to vLLM's CPU kernels, and this one is imported on every device.
+        # Imported here: it belongs to vLLM's CPU kernels, and every device imports this module.
         from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
 
         weight = _unpacked_conv_weight(layer)
@@ -294,7 +294,7 @@ class StateStep:
             lengths: int64 [R] accepted nodes of each tree.
         """
         self.apply_paths(last_rows, contexts, lengths)
-        # Metadata holds this step, and this step its metadata: not until the garbage collector.
+        # Breaks the reference cycle of step and metadata, without waiting for the collector.
         self.pending.clear()
         self._groups.clear()
 
@@ -304,7 +304,7 @@ class StateStep:
         contexts: torch.Tensor | None,
         lengths: torch.Tensor | None,
     ) -> None:
-        """What `commit` does to the layers."""
+        """Applies the paths to the layers, for `commit`."""
         for layer in self.pending:
             width = layer.conv_states.shape[1] + 1
             kept = layer.conv_states[layer.trees.slots].flatten(0, 1)
@@ -315,7 +315,7 @@ class StateStep:
                 if len(ended):
                     layer.conv_states[slots] = known[windows[rows]]
                     layer.states[slots] = layer.states[layer.trees.slots[ended]]
-                    # Rows of the trees between them count as theirs, and are not read.
+                    # A span also covers the rows of trees in between, which are not read.
                     starts = self.starts[[0, *ended[1:].tolist(), -1]]
                     trees = StateTrees(starts, self.parents, slots)
                     commit_states(layer.states, layer.updates, trees, rows)
@@ -329,7 +329,8 @@ class StateStep:
         contexts: torch.Tensor,
         lengths: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Trees whose paths fill a block, the row that does, and the slot for its state; int64."""
+        """Returns, in int64, the trees whose paths fill a block, the row that fills it, and the
+        slot for its state."""
         is_full, slots, depths = self.block_ends(layer, contexts, lengths)
         ended = is_full.nonzero()[:, 0]
         rows, above = last_rows[ended], (lengths - depths)[ended]
@@ -340,15 +341,15 @@ class StateStep:
     def block_ends(
         self, layer: PendingLayer, contexts: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of each tree: whether its path fills the block it began in and leaves it, bool; the
-        block's slot, and how many nodes of a path the block has room for, int64."""
+        """Returns for each tree whether its path fills and leaves the block that it began in
+        (bool), the slot of that block, and the number of path nodes that fit in it (int64)."""
         assert layer.blocks is not None
         size = layer.blocks.size
         # Nodes of the path down to the row with a block's last position.
         depths = size - 1 - contexts % size
         slots = layer.blocks.table[self.requests].long()
         slots = slots.gather(1, (contexts // size)[:, None])[:, 0]
-        # Where the rows end with the block, the running state is that of its end.
+        # If the rows end with the block, its slot already holds the running state.
         is_full = (depths <= lengths) & (slots != layer.trees.slots) & (slots != 0)
         return is_full, slots, depths
 
@@ -403,7 +404,7 @@ def attach_state_step(attn_metadata: dict[str, Any], names: Sequence[str], step:
 
 
 def with_device_trees(stock: Callable[..., None]) -> Callable[..., None]:
-    """vLLM's core of a layer elsewhere, with tree rows taken over. Seam: state_rows."""
+    """Wraps vLLM's core of a layer on a device; tree rows leave it. Seam: state_rows."""
 
     def core(
         layer: Any,
@@ -433,7 +434,7 @@ def with_device_trees(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def with_trees(stock: Core) -> Core:
-    """vLLM's core of a layer on a CPU, with tree rows taken over. Seam: state_rows."""
+    """Wraps vLLM's core of a layer on a CPU; tree rows leave it. Seam: state_rows."""
 
     def core(
         layer: Any,

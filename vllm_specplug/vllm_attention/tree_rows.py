@@ -60,7 +60,7 @@ LayoutKey = tuple[int, int, torch.dtype]
 
 
 def layout_key(kv_cache: torch.Tensor) -> LayoutKey:
-    """What the layout of a cache [num_blocks, Hkv, block_size, 2 * Dh] follows from."""
+    """Returns the key of the layout of a cache [num_blocks, Hkv, block_size, 2 * Dh]."""
     return kv_cache.shape[2], kv_cache.shape[3] // 2, kv_cache.dtype
 
 
@@ -73,8 +73,8 @@ class CpuTreeRows:
     """Layouts of the target's caches."""
     covers_batch: bool
     layers: dict[Any, TreeLayer] = field(default_factory=dict)
-    """Of all steps, by attention implementation. Of whoever has the caches: an implementation may
-    outlive them."""
+    """Layers of all steps, by attention implementation. The owner of the caches keeps them, because
+    an implementation may outlive the caches."""
     has_trees: bool = True
     """Otherwise every request has one row, or rows in line, which vLLM's kernel could attend."""
 
@@ -144,7 +144,7 @@ class TreeAttentionMixin:
     """Values of `kv_cache_dtype` beside the model's dtype that the tree kernel reads."""
 
     def tree_features(self, layer: Any = None) -> AttnFeatures:
-        """What tree rows must reproduce; only of attributes in `serves`. Sinks are as loaded.
+        """Returns the features that tree rows must reproduce, from the attributes in `serves`.
 
         Args:
             layer: vLLM's layer of this implementation, for the scales of a quantised cache.
@@ -152,9 +152,9 @@ class TreeAttentionMixin:
         values = {name: getattr(self, name, None) for name in self.serves}
         window, sinks = values.get("sliding_window"), values.get("sinks")
         if isinstance(window, tuple):
-            # Keys before a row and after it.
+            # vLLM gives (keys before a row, keys after it).
             window = window[0] + 1
-        # Layers know scales also where their cache is not quantised.
+        # Layers have scales even if their cache is not quantised.
         quantised = layer is not None and self.kv_cache_dtype in self.cache_dtypes
         return AttnFeatures(
             window=0 if window is None or window < 0 else window,
@@ -174,7 +174,7 @@ class TreeAttentionMixin:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the cache may hold of them; see `kernels.finite_values`."""
+        """Returns keys and values that the cache may hold; see `kernels.finite_values`."""
         return isolate_nonfinite(key, value)
 
     def do_kv_cache_update(
@@ -225,7 +225,7 @@ class TreeAttentionMixin:
     def own_rows(
         self, layer: Any, query: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
     ) -> TreeRows | None:
-        """The rows of a step that the tree kernel attends in this layer; None if there are none."""
+        """Returns the rows that the tree kernel attends in this layer; None if there are none."""
         return tree_rows_of(attn_metadata)
 
     def attend_rows(
@@ -261,10 +261,10 @@ def tree_rows_of(attn_metadata: Any) -> TreeRows | None:
 def warmup_rows(
     num_rows: int, tree_rows: int, longest: int, block_table: torch.Tensor
 ) -> TreeAttnMetadata:
-    """The rows of a forward of dummies as chains of `tree_rows` rows.
+    """Returns the rows of a dummy forward as chains of `tree_rows` rows.
 
     Args:
-        longest: tokens of the longest dummy, those of its rows included.
+        longest: tokens of the longest dummy, including its rows.
         block_table: int32 [R, blocks] of the dummies.
     """
     starts = range(0, num_rows, min(tree_rows, longest))
