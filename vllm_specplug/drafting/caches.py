@@ -220,8 +220,8 @@ class TargetForward(Protocol):
     """The target's own layers, run on anchors over partial caches."""
 
     def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
-        """Whether there is room for all of these requests at once. Those on the device are given
-        on a device alone."""
+        """Whether there is room for all of these requests at once. Only a device gets
+        `DeviceRequests`."""
 
     def __call__(
         self, requests: DraftRequests | DeviceRequests

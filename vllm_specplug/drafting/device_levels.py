@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`tree.beam.draft_level_by_level` on a device: tensors of fixed shapes, and no read on the host.
 
-Every level has as many entries per request as it can ever hold; an entry without a node scores
--inf. Levels are kept whole, and what the best nodes of all of them are is decided once, at the
-end: a node that is not among them has no descendant that is.
+Every level has entries for the maximum number of nodes per request; an entry without a node scores
+-inf. All levels are kept whole, and the best nodes of all levels are chosen once, at the end. A
+node that is not among them has no descendant among them.
 
 Letters: R requests, F entries of a frontier per request, K candidates of one node, N nodes of a
 tree at most, C nodes of all levels.
@@ -24,13 +24,13 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import FRONTIER_WIDTH
 from vllm_specplug.tree.draft_tree import ROOT
 
-# Draft logits that exist at once, most; in float32 that is 128 MiB.
+# Maximum number of draft logits at once: 128 MiB in float32.
 MOST_LOGITS = 1 << 25
 
 
 def most_frontier_width(tree_depth: int) -> int:
-    """Most entries of a frontier: all that was expanded is queried again at every level, and
-    kernels limit these rows."""
+    """Returns the maximum entries of a frontier: every level queries all expanded rows again, and
+    kernels limit their number."""
     return (MAX_TREE_ROWS - 1) // max(tree_depth - 1, 1)
 
 
@@ -46,8 +46,8 @@ class DeviceFrontier:
     depth: int
 
     def rows_in(self, width: int) -> torch.Tensor:
-        """[R * F] int64: each one's parent as a row of the frontier before this one, whose
-        requests lie one after the other with `width` entries each."""
+        """Returns int64 [R * F]: each parent's row in the previous frontier, which has `width`
+        entries per request, request by request."""
         count = len(self.parents)
         first = torch.arange(0, count * width, width, device=self.parents.device)
         return (first[:, None] + self.parents).flatten()
@@ -65,7 +65,7 @@ class LevelRows:
         self._rows: list[tuple[torch.Tensor, ...]] = []
 
     def add(self, frontier: DeviceFrontier) -> None:
-        """Takes in a level."""
+        """Appends a level."""
         if frontier.depth:
             self._parents.append(frontier.parents.to(torch.int32) + self._first)
             self._first += self.width
@@ -81,8 +81,8 @@ class LevelRows:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """The level's rows: query [R * width, Hq, Dh], key and value [R * width, Hkv, Dh] ->
-        [R * width, Hq, Dh]."""
+        """Attends the level's rows: query [R * width, Hq, Dh], key and value [R * width, Hkv, Dh]
+        -> [R * width, Hq, Dh]."""
         shape = (len(self._parents[-1]), self.width)
         self._rows.append(tuple(x.reshape(*shape, *x.shape[1:]) for x in (query, key, value)))
         joined = [torch.cat(parts, dim=1).flatten(0, 1) for parts in zip(*self._rows, strict=True)]
@@ -98,9 +98,9 @@ def level_candidates(
     vocab_size: int,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` likeliest tokens int64 [T, width] and their log-probabilities float32.
+    """Returns the `width` likeliest tokens int64 [T, width] and their log-probabilities float32.
 
-    A piece at a time: logits of all requests would be the largest tensor of a step.
+    It works in pieces: the logits of all requests would be the largest tensor of a step.
     """
     most = max(1, MOST_LOGITS // vocab_size)
     found = [
@@ -131,13 +131,13 @@ def draft_levels_on_device(
     widths: torch.Tensor | None = None,
     frontier_width: int | None = FRONTIER_WIDTH,
 ) -> DeviceTrees:
-    """The trees of `draft_level_by_level`, node for node.
+    """Returns the trees of `draft_level_by_level`, node for node.
 
     Args:
-        num_levels: levels that are drafted; deeper ones than a request's depth are not kept.
+        num_levels: levels to draft; levels beyond a request's depth are dropped.
         num_nodes: N, at least the largest budget.
-        width: most children of a node.
-        widths: [R] the same of each request, where they differ.
+        width: maximum children of a node.
+        widths: [R] maximum per request; None if all have `width`.
         frontier_width: see `draft_level_by_level`.
     """
     device, count = anchors.device, len(anchors)
@@ -216,7 +216,7 @@ def packed_trees(trees: DeviceTrees) -> torch.Tensor:
 
 
 def read_trees(trees: DeviceTrees) -> list[DraftTree]:
-    """Trees of the host: one copy, which is waited for."""
+    """Copies the trees to the host, waits for the copy and returns them."""
     packed = packed_trees(trees).cpu()
     # [4, R, N]
     arrays = packed[:, 1:].reshape(len(packed), 4, -1).transpose(0, 1).contiguous()

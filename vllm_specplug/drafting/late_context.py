@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafters share whose context is computed from committed tokens, at once or later."""
+"""The base of drafters that compute their context from committed tokens, at once or later."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from vllm_specplug.drafting.requests import DraftRequests
 class LateContextDrafter(Drafter):
     """A drafter with a context cache that may be behind the target's.
 
-    Subclasses call `begin_backlog` in `load`, add committed tokens to `backlog`, and have what they
-    draft for written first: `backlog.write`.
+    Subclasses call `begin_backlog` in `load`, add committed tokens to `backlog`, and call
+    `backlog.write` before they draft.
     """
 
     observes_late: ClassVar[bool] = True
@@ -31,8 +31,8 @@ class LateContextDrafter(Drafter):
 
     def bind_cache(self, cache: DraftCache) -> None:
         super().bind_cache(cache)
-        # Slots of another cache say nothing of this one's. Kernels of a device that a CPU runs have
-        # that device's cache.
+        # A new backlog: slots of another cache mean nothing in this one. Not by device: a CPU may
+        # interpret a device's kernels, which come with that device's cache.
         self.backlog = ContextBacklog.on(*self._backlog_of, knows_slots=hasattr(cache, "slots"))
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:

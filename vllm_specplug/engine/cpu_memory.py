@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker on a CPU may take of the memory, where vLLM's default does not fit.
+"""Limits the memory of CPU workers where vLLM's default does not fit.
 
-Unless its KV cache has a size, vLLM's worker takes `gpu_memory_utilization` (0.92) of all memory,
-and ends where less than that is free, which is the usual state of a small machine.
+Unless its KV cache size is set, vLLM's worker takes `gpu_memory_utilization` (0.92) of all memory.
+It stops if less than that is free, as is usual on a small machine.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from vllm.utils.cpu_resource_utils import get_allowed_cpu_list, get_memory_node_
 
 _logger = logging.getLogger("vllm.specplug")
 
-# What vLLM's other processes take between this look and the worker's, at most.
+# Maximum memory that vLLM's other processes take between this check and the worker's.
 _OTHER_PROCESSES = 2 << 30
 _SHARE_OF_FREE = 0.75
 
 
 def fit_to_free_memory(vllm_config: Any) -> None:
-    """Lowers the share of the memory that CPU workers take, where vLLM's default would be refused.
+    """Lowers the memory share of CPU workers if vLLM would refuse its default.
 
-    A share or a KV cache size that the user gave stays.
+    It keeps a share or a KV cache size that the user set.
     """
     cache = vllm_config.cache_config
     default = type(cache).gpu_memory_utilization
@@ -36,7 +36,7 @@ def fit_to_free_memory(vllm_config: Any) -> None:
     asked = memory.total_memory * default
     if asked <= memory.available_memory - _OTHER_PROCESSES:
         return
-    # Workers of several ranks may lie on one node.
+    # All ranks may run on one node.
     granted = memory.available_memory * _SHARE_OF_FREE / vllm_config.parallel_config.world_size
     cache.gpu_memory_utilization = granted / memory.total_memory
     _logger.warning(

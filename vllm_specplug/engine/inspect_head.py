@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `specplug inspect` says of a draft head. Reads configs and tensor headers; weights only of
-a released pickle, which serving would convert, too.
+"""The report of `specplug inspect` about a draft head.
 
-Whether a head is served is asked of what serving asks: the engine's own config, built with it.
+It reads configs and tensor headers, and weights only from a released pickle, which serving would
+convert too. To learn whether a head can be served, it builds the engine's config with the head.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from vllm_specplug.registry import BY_HEAD, get_method, head_owners, misfit, rec
 def inspect_head(
     model: str, target: str | None = None, method: str | None = None
 ) -> dict[str, Any]:
-    """What a head is, what it needs, and whether it would be served on this machine.
+    """Returns what a head is, what it needs, and whether this machine can serve it.
 
     Args:
         model: a folder, or a hub id in the local cache.
-        target: the model it is to draft for; without one nothing is asked of the engine.
-        method: taken instead of the one that recognises the head.
+        target: the model to draft for; None skips the engine's check.
+        method: the method to use instead of the one that recognises the head.
 
     Returns:
         A JSON object; "served" is None where no target was given and nothing speaks against it.
@@ -93,7 +93,7 @@ def _needs(needs: frozenset[Capability]) -> dict[str, Any]:
 
 
 def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, Any]:
-    """Whether an engine on `target` takes the head, and what it would make of it."""
+    """Returns whether an engine on `target` accepts the head, and the settings it would use."""
     from vllm_specplug.engine import install
 
     install()
@@ -119,7 +119,7 @@ def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, An
 
 
 def first_message(error: Exception) -> str:
-    """What was raised in the config's own words, without pydantic's frame."""
+    """Returns the text of a config error without pydantic's frame."""
     errors = getattr(error, "errors", None)
     if callable(errors):
         return "; ".join(entry["msg"].removeprefix("Value error, ") for entry in errors())

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resumed and prefix-hit requests come without placeholder drafts, and no request has more rows
-than a tree may have nodes.
+"""Removes placeholder drafts of resumed and prefix-hit requests, and limits reserved rows.
 
 Seam: placeholders.
 
-What: `Scheduler.__init__` is wrapped; for our methods `dynamic_sd_lookup`, unset otherwise, is
-set to a table of drafts per request by batch size.
+What: wraps `Scheduler.__init__`. For our methods it sets `dynamic_sd_lookup`, otherwise unset, to a
+table of drafts per request by batch size.
 
-Why: where it is unset, the scheduler pads a request that starts with a single row to
-1 + num_speculative_tokens rows of drafts -1, so that all requests of a step have as many rows and
-full CUDA graphs fit. Trees differ in size anyway, none of those drafts can be accepted, and every
-row costs a forward's share. A scheduler that works ahead reserves as many rows as the table has
-before it knows the trees, so the table has what the budget leaves a request of such a batch. A
-request only starts with that: `keep_reserved_rows` then cuts the reservation to what the worker
-asked for, which arrives with each step's output.
+Why: without the table, the scheduler pads a request that starts with a single row to
+1 + num_speculative_tokens rows of drafts -1, so that all requests of a step have equal rows and fit
+full CUDA graphs. Trees differ in size anyway, the padding can never be accepted, and every row
+costs compute. A scheduler that works ahead reserves the table's rows before it knows the trees, so
+the table holds the budget of one request in such a batch. That is only the start:
+`keep_reserved_rows` then cuts the reservation to the worker's request in each step's output.
 
 Remove when: a proposer can say that it does not want the padding, and how many rows it wants.
 """

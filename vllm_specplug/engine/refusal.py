@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a start is refused: in words, first and last, and without frames of vLLM's.
+"""Refusals of a start: the message comes first and last, without vLLM's stack frames.
 
-Also what our methods do on a vLLM that this release does not know: refuse, with the reason.
+On a vLLM that this release does not support, the plugin's methods refuse with the reason.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ _NOT_THE_USERS = tuple(
 
 
 class Refusal(ValueError):
-    """What a user asked for and this engine cannot do; the message says what to do instead."""
+    """Refuses what this engine cannot do; the message says what to do instead."""
 
 
 def refused(message: str) -> Refusal:
-    """The error to raise for a start that is refused. The message is logged, since vLLM and
-    notebooks print their frames before an error; a traceback that Python prints has the user's own
-    frames alone."""
+    """Returns the error to raise for a refused start, and logs its message.
+
+    vLLM and notebooks print their frames before an error, hence the log. A traceback that Python
+    prints has only the user's own frames.
+    """
     _logger.error("%s", message)
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(sys.excepthook)

@@ -3,10 +3,10 @@
 
 Seam: structured_output.
 
-vLLM's scheduler knows drafts as a flat list and walks a grammar along it, which reads a tree's
-siblings as if one followed the other. Here the runner sends the parents along with the drafts of
-constrained requests, and the walk goes down and up the tree (`tree/grammar.py`) by the matcher's
-own `accept_tokens` and `rollback`:
+vLLM's scheduler keeps drafts as a flat list and walks a grammar along it, as if one sibling of a
+tree followed the other. Here the runner sends parents with the drafts of constrained requests. The
+walk goes down and up the tree (`tree/grammar.py`) with the matcher's `accept_tokens` and
+`rollback`:
 
 1. `Scheduler.update_draft_token_ids`, or `update_draft_token_ids_in_output` where steps are
    scheduled ahead, hands the parents to the structured output manager;
@@ -14,12 +14,11 @@ own `accept_tokens` and `rollback`:
 3. `StructuredOutputManager.grammar_bitmask` fills one row for the root and one for each node that
    the grammar can reach.
 
-Drafts stay where they are, on the device, so no node is dropped: one that the grammar forbids
-cannot be reached, as the row above masks its token.
+Drafts stay on the device, so no node is dropped. A node that the grammar forbids is unreachable,
+because the mask of its parent's row excludes its token.
 
-Reasoning ends where vLLM says it does for the path to a node taken as a chain, so a grammar may
-start in the middle of a tree. Without parents, or when anything does not match, vLLM's own code
-runs.
+Reasoning ends where vLLM would end it for the path to a node, read as a chain, so a grammar may
+start in the middle of a tree. Without parents, or if anything does not match, vLLM's own code runs.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ class ConstrainedTree:
 
 
 def _num_nodes(scheduled: Sequence[int]) -> int:
-    """Scheduled drafts before vLLM's padding of -1."""
+    """Returns the number of scheduled drafts before vLLM's padding of -1."""
     return next((i for i, token in enumerate(scheduled) if token == -1), len(scheduled))
 
 
@@ -108,7 +107,7 @@ def _tree_of(request: Any, scheduled: Sequence[int]) -> ConstrainedTree | None:
 
 
 def update_draft_token_ids(original: Any) -> Any:
-    """The methods of that name and of `..._in_output` with trees, see above."""
+    """Wraps `Scheduler.update_draft_token_ids` and `..._in_output`, see above."""
 
     def wrapped(self: Any, draft_token_ids: Any, *args: Any) -> None:
         parents = getattr(draft_token_ids, PARENTS_ATTRIBUTE, None)
@@ -132,14 +131,14 @@ def validate_tokens(original: Any) -> Any:
         if not request.use_structured_output:
             return original(self, request, spec_tokens)
         state = request.structured_output_request
-        # Also without parents: a chain may have the tokens of the tree before it.
+        # Also without parents: a chain may have the tokens of an earlier tree.
         setattr(state, _TREE, None)
         if drafted is None:
             return original(self, request, spec_tokens)
         parents = drafted.get(request.request_id)
         if parents is None:
             return original(self, request, spec_tokens)
-        # Perhaps fewer are scheduled than were drafted.
+        # The scheduler may take fewer drafts than the runner sent.
         parents = parents[: len(spec_tokens)]
         if len(parents) != len(spec_tokens) or min(spec_tokens, default=0) < 0:
             return original(self, request, spec_tokens)

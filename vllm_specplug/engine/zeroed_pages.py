@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages are zeroed before they are used where KV cache groups of unlike heads share memory.
+"""Zeroes new pages where KV cache groups with unlike heads share memory.
 
 Seam: zeroed_pages.
 
-What: `get_kv_cache_configs` is wrapped; for our methods, configs whose groups have heads of several
-shapes say that new pages need to be zeroed, as vLLM's own do for several precisions.
+What: wraps `get_kv_cache_configs`. For our methods, a config whose groups have several head shapes
+asks vLLM to zero new pages, as vLLM's own configs do for several precisions.
 
-Why: a draft whose values are not finite has NaN for keys (`kernels.finite_values`), harmless to
-whoever does not attend it while the page is read as it was written. Read by a group of other heads,
-keys lie where values do, and attention multiplies those behind a request's last token by 0. The
-layers of drafts only write finite numbers.
+Why: a draft whose values are not finite gets NaN keys (`kernels.finite_values`). They do no harm to
+rows that do not attend it, as long as the page is read as it was written. A group with other heads
+may read such keys as values, and attention multiplies the values after a request's last token by 0,
+which gives NaN. Draft layers write only finite numbers.
 
 Remove when: kernels leave out the values of columns that a row does not attend.
 """
@@ -34,7 +34,7 @@ class ZeroedKVCacheConfig(KVCacheConfig):
 
 
 def has_unlike_heads(config: Any) -> bool:
-    """Whether groups with layers of the target that share memory have unlike heads or blocks."""
+    """Returns whether groups of target layers that share memory have unlike heads or blocks."""
     shapes = {
         (spec.num_kv_heads, spec.head_size, spec.block_size)
         for group in config.kv_cache_groups

@@ -55,8 +55,8 @@ DEVICE_SPECULATOR = Replace(
 GRAPHS_OF_TREES = Replace(
     "graphs_of_trees",
     f"{_WORKER}.model_runner:ModelCudaGraphManager",
-    "full graphs take decoding requests of unequal numbers of rows for vLLM's adaptive "
-    "verification alone; in place while a runner of trees makes its graphs",
+    "vLLM's full graphs take decoding requests of unequal numbers of rows only for its adaptive "
+    "verification; in place while a tree runner makes its graphs",
     HAS_TREES,
     make="vllm_specplug.vllm_v2.graph_trees:wrap_graph_manager",
 )

@@ -46,7 +46,7 @@ Expand = Callable[[Frontier], tuple[np.ndarray, np.ndarray]]
 FRONTIER_WIDTH = 16
 """Most nodes of one request that a level expands, where a method does not say otherwise."""
 
-# `row`: of the parent in the frontier that it was drafted from
+# `row`: the parent's row in the frontier that the node was drafted from
 _NODE = np.dtype(
     [
         ("number", np.int64),
@@ -60,7 +60,7 @@ _NODE = np.dtype(
 
 
 class _Growing:
-    """The best nodes of one request so far, best first; of equal ones the first drafted."""
+    """The best nodes of one request so far, best first; ties keep the order of drafting."""
 
     def __init__(self, anchor: int) -> None:
         self.nodes = np.empty(0, _NODE)
@@ -101,7 +101,7 @@ class _Growing:
         self.front = front[:frontier_width]
 
     def tree(self) -> DraftTree:
-        """All nodes, as they are."""
+        """Returns the tree of all nodes that were kept."""
         index_of = np.full(self.drafted + 1, ROOT, np.int32)  # parent -1 looks itself up at the end
         index_of[self.nodes["number"]] = np.arange(len(self.nodes), dtype=np.int32)
         return DraftTree(
@@ -123,14 +123,14 @@ def draft_level_by_level(
     min_node_prob: float = 0.0,
     min_level_prob: float = 0.0,
 ) -> list[DraftTree]:
-    """Trees of R requests, one call of `expand` per level.
+    """Returns the trees of R requests, with one call of `expand` per level.
 
-    Only the best `budget` nodes of all levels so far are kept. A child never scores more than its
-    parent, so what falls out could not come back with its children, and only what is left of the
-    newest level is expanded. Nodes come out best first, parents before children: every prefix of a
+    Each tree keeps the best `budget` nodes of all levels so far. A child never scores more than its
+    parent, so a dropped node and its descendants can never return; the kept nodes of the newest
+    level are expanded. Nodes are sorted best first, parents before children, so every prefix of a
     tree is the best tree of its size.
 
-    That is the exact best-first tree, unless a level had more than `frontier_width` nodes to
+    The result is the exact best-first tree, unless a level had more than `frontier_width` nodes to
     expand.
 
     Args:

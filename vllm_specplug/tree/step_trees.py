@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees as tensors: kept by request slot, attached to a step's rows, walked, moved together.
+"""Trees as tensors: kept by request slot, attached to a step's rows, walked, compacted.
 
-Everything here is tensor code of fixed shapes: no operation waits for the device, so a step can
-be launched before the one before it is known on the host. What every step does is dozens of small
-launches, which take the host longer than a GPU: there one kernel of `kernels.step_trees_triton`
-does the same.
+Everything here is tensor code of fixed shapes. No operation waits for the device, so the host can
+launch a step before it knows the previous one. On a GPU, launching these dozens of small operations
+would take longer than running them, so one kernel of `kernels.step_trees_triton` replaces them.
 
 Chains of parents are followed by doubling: after k rounds a row knows its 2 ** k nearest
 ancestors, so the rounds grow with the logarithm of a tree's depth.
@@ -30,7 +29,7 @@ _WORD_BITS = 64
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels serve tensors of a device."""
+    """Returns whether Triton kernels serve tensors of a device."""
     return device.type == "cuda"
 
 
@@ -120,7 +119,7 @@ class TreeStore:
         return tokens
 
     def clear(self, slots: torch.Tensor) -> None:
-        """Slots [R] int64 that have no tree from here on."""
+        """Removes the trees of slots [R] int64."""
         self.root_positions.index_fill_(0, slots, -1)
 
 
@@ -278,7 +277,7 @@ def walk_trees(
     # [M] token of every row
     token_ids: torch.Tensor,
 ) -> Walk:
-    """Down every tree while the target's sample is a child.
+    """Walks down every tree while the target's sample is a child.
 
     A row is accepted when it and all its ancestors hold the sample of the row above: siblings
     never repeat a token, so these rows are one path per request, parents first.
@@ -312,8 +311,8 @@ def walk_trees(
 
 
 def emitting_rows(trees: StepTrees, walk: Walk) -> torch.Tensor:
-    """int64 [M]: at offset i of a request, the row whose distribution its emitted token i is from;
-    past the path the root's."""
+    """Returns int64 [M]: at offset i of a request, the row that its emitted token i was sampled
+    from; past the path the root's row."""
     return walk.path_rows[trees.rows.row_requests, trees.rows.offsets]
 
 
@@ -322,7 +321,7 @@ def along_paths(
     # [M]
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """[R] sum of the values of the rows that a request's tokens are from."""
+    """Returns [R]: per request, the sum of values over the rows of its emitted tokens."""
     depth = torch.arange(walk.path_rows.shape[1], device=values.device)
     is_path = depth <= walk.lengths[:, None]
     return torch.where(is_path, values[walk.path_rows], 0).sum(1, dtype=values.dtype)
@@ -334,7 +333,8 @@ def path_moves(
     # [T] int64 cache slot of every row of the forward
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sources and destinations int64 [R, N] that make the accepted paths contiguous.
+    """Returns the slots, sources and destinations int64 [R, N], of the moves that make accepted
+    paths contiguous.
 
     Row by row in ascending order, no move overwrites a source that is still to be read. Entries
     past a path move the root's slot onto itself.
@@ -395,7 +395,7 @@ def committed_rows(
 
 
 def warm_up(num_nodes: int, device: torch.device) -> None:
-    """Compiles what steps with trees of up to `num_nodes` nodes launch."""
+    """Compiles the kernels of steps with trees of up to `num_nodes` nodes."""
     one = torch.zeros(1, dtype=torch.int64, device=device)
     small, starts = one.int(), torch.arange(2, dtype=torch.int32, device=device)
     store = TreeStore(1, num_nodes, 1, device)

@@ -61,8 +61,8 @@ def _unsupported_latent(layer: MLAAttention) -> str | None:
             return f"{title} ({name}={type(getattr(layer, name)).__name__})"
     if not isinstance(layer.impl, TreeCPUMLAImpl):
         return (
-            f"multi-head latent attention by {type(layer.impl).__name__}; of such backends CPU_MLA "
-            "alone is served (--attention-backend CPU_MLA asks for it where a CPU has another)"
+            f"multi-head latent attention by {type(layer.impl).__name__}; of such backends only "
+            "CPU_MLA is served (--attention-backend CPU_MLA selects it on a CPU)"
         )
     if TREE_BACKEND_MARK not in vars(layer.attn_backend):
         return f"attention backend {layer.attn_backend.__name__}"
