@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,19 @@ def check_tensors(
             + "; ".join(problems)
             + ". Use the config and weights of one release"
         )
+
+
+def module_shapes(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor of the module that `make` builds, by name; allocates none of them."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
+
+
+def tensors_to_save(
+    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Contiguous tensors on the CPU in `dtype`, as `write_checkpoint` takes them."""
+    return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
 
 
 def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:

@@ -15,15 +15,17 @@ from vllm_specplug.drafting.checkpoint_files import (
     WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
+    module_shapes,
     read_safetensors,
+    tensors_to_save,
     weight_files,
     write_checkpoint,
 )
+from vllm_specplug.drafting.head_config import config_field
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_OPTIONAL = ("mask_embedding", "d2t", "t2d", "lm_head.weight", "embed_tokens.weight")
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,12 @@ def inspect_block_head(
     if config is None:
         config = BlockHeadConfig.from_pretrained(
             directory,
-            num_target_layers=int(_field(target_config, "num_hidden_layers")),
+            num_target_layers=int(config_field(target_config, "num_hidden_layers")),
             causal=causal,
         )
     shapes = read_tensors(directory, headers_only=True, renamed=renamed)
-    config = _check_target(config, target_config, shapes)
-    with torch.device("meta"):
-        head = BlockHead(config)
-    _check_tensors(directory, config, head, shapes, beside)
+    _check_target(config, target_config, shapes)
+    _check_tensors(directory, config, shapes, beside)
     return config
 
 
@@ -162,10 +162,7 @@ def save_block_head(
     weights' path.
     """
     directory = Path(directory)
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in head.state_dict().items()
-    }
+    tensors = tensors_to_save(head.state_dict(), dtype)
     if d2t is not None:
         draft_token_ids(d2t.cpu(), head.config.vocab_size)
         tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
@@ -176,12 +173,6 @@ def save_block_head(
         head.config.to_dict(),
         metadata,
     )
-
-
-def _field(config: Any, name: str) -> Any:
-    if isinstance(config, Mapping):
-        return config[name]
-    return getattr(config, name)
 
 
 def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
@@ -230,10 +221,12 @@ def read_tensors(
 
 def _check_target(
     config: BlockHeadConfig, target: Any, tensors: Mapping[str, torch.Tensor]
-) -> BlockHeadConfig:
+) -> None:
     remedy = "this head was trained for another target; use the head made for this model"
-    hidden, vocab = int(_field(target, "hidden_size")), int(_field(target, "vocab_size"))
-    layers = int(_field(target, "num_hidden_layers"))
+    hidden, vocab, layers = (
+        int(config_field(target, name))
+        for name in ("hidden_size", "vocab_size", "num_hidden_layers")
+    )
     if config.target_hidden_size != hidden:
         raise ValueError(
             f"draft head config: target_hidden_size = {config.target_hidden_size}, "
@@ -264,18 +257,15 @@ def _check_target(
             f"draft head config: mask_token_id = {mask}, legal: 0..{vocab - 1}, or a "
             f"tensor 'mask_embedding' [{config.hidden_size}] in the checkpoint; {remedy}"
         )
-    return config
 
 
 def _check_tensors(
     directory: Path,
     config: BlockHeadConfig,
-    head: BlockHead,
     tensors: Mapping[str, torch.Tensor],
     beside: Mapping[str, tuple[int, ...]],
 ) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
-    expected.update(beside)
+    expected = {**module_shapes(lambda: BlockHead(config)), **beside}
     optional = {
         "mask_embedding": (config.hidden_size,),
         "d2t": (config.draft_vocab_size,),
@@ -283,6 +273,5 @@ def _check_tensors(
         "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),
     }
-    assert set(optional) == set(_OPTIONAL)
     what = f"draft head {str(directory)!r}"
     check_tensors(what, {**expected, **optional}, tensors, optional=optional)

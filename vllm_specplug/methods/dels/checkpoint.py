@@ -19,20 +19,23 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
+    WEIGHTS_NAME,
     check_finite,
     check_tensors,
     draft_token_ids,
+    module_shapes,
     read_json_object,
     read_safetensors,
+    tensors_to_save,
     write_checkpoint,
 )
+from vllm_specplug.drafting.head_config import config_field
 from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 
 logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
-WEIGHTS_NAME = "model.safetensors"
 RELEASED_NAMES = (
     "local_head.pt",
     "merged_rnn_local_head.pt",
@@ -111,10 +114,7 @@ def save_local_head(
     config = head.config
     assert (d2t is not None) == (config.draft_vocab_size < config.vocab_size)
     directory = Path(directory)
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in head.state_dict().items()
-    }
+    tensors = tensors_to_save(head.state_dict(), dtype)
     if d2t is not None:
         tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
     return _write(
@@ -246,7 +246,7 @@ def _from_released(
         )
     said = raw.get("model_config") or {}
     said = said if isinstance(said, Mapping) else {}
-    hidden = int(_field(target, "hidden_size"))
+    hidden = int(config_field(target, "hidden_size"))
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in stated.items():
         name = _RENAMED.get(name, name)
@@ -284,7 +284,7 @@ def _from_released(
     return (
         LocalHeadConfig(
             kind="markov" if gru is None else "gru",
-            vocab_size=int(vocab or _field(target, "vocab_size")),
+            vocab_size=int(vocab or config_field(target, "vocab_size")),
             target_hidden_size=int(stated_hidden or hidden),
             rank=output.shape[1],
             hidden_size=0 if gru is None else gru.shape[1],
@@ -320,7 +320,7 @@ def _check(
 
 def _check_target(file: Path, config: LocalHeadConfig, target: Any) -> None:
     remedy = "this local head was trained for another target; use one made for this model"
-    vocab, hidden = int(_field(target, "vocab_size")), int(_field(target, "hidden_size"))
+    vocab, hidden = (int(config_field(target, name)) for name in ("vocab_size", "hidden_size"))
     if config.vocab_size != vocab:
         raise ValueError(
             f"local head {str(file)!r}: vocab_size = {config.vocab_size}, legal: {vocab} (the "
@@ -339,12 +339,7 @@ def _check_target(file: Path, config: LocalHeadConfig, target: Any) -> None:
 def _check_tensors(
     file: Path, config: LocalHeadConfig, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    with torch.device("meta"):
-        expected = {name: tuple(t.shape) for name, t in LocalHead(config).state_dict().items()}
+    expected = module_shapes(lambda: LocalHead(config))
     if config.draft_vocab_size < config.vocab_size:
         expected["d2t"] = (config.draft_vocab_size,)
     check_tensors(f"local head {str(file)!r}", expected, tensors)
-
-
-def _field(config: Any, name: str) -> Any:
-    return config[name] if isinstance(config, Mapping) else getattr(config, name)

@@ -13,8 +13,10 @@ import torch
 from vllm_specplug.drafting.checkpoint_files import (
     WEIGHTS_NAME,
     draft_token_ids,
+    tensors_to_save,
     write_checkpoint,
 )
+from vllm_specplug.drafting.head_config import config_field
 from vllm_specplug.methods.block.checkpoint import (
     BlockHeadExtras,
     inspect_block_head,
@@ -175,9 +177,7 @@ def save_dspark_head(
     }
     if confidence is not None:
         config["confidence_head_with_markov"] = confidence[0].shape[1] > head.config.hidden_size
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in state.items()
-    }
+    tensors = tensors_to_save(state, dtype)
     if d2t is not None:
         draft_token_ids(d2t.cpu(), head.config.vocab_size)
         tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
@@ -187,7 +187,5 @@ def save_dspark_head(
 
 
 def _read_config(directory: str | Path, target: Any, causal: bool | None) -> DSparkConfig:
-    layers = (
-        target["num_hidden_layers"] if isinstance(target, Mapping) else target.num_hidden_layers
-    )
-    return DSparkConfig.from_pretrained(directory, num_target_layers=int(layers), causal=causal)
+    layers = int(config_field(target, "num_hidden_layers"))
+    return DSparkConfig.from_pretrained(directory, num_target_layers=layers, causal=causal)

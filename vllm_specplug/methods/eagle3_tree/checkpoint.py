@@ -12,11 +12,15 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
+    WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
+    module_shapes,
+    tensors_to_save,
     write_checkpoint,
 )
-from vllm_specplug.methods.block.checkpoint import WEIGHTS_NAME, read_tensors
+from vllm_specplug.drafting.head_config import config_field
+from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.eagle3_tree.config import (
     AUX_LAYERS_KEY,
     PARALLEL,
@@ -100,12 +104,10 @@ def inspect_eagle3_head(
             f"draft head {str(directory)!r} is not a folder; give the path of a folder with "
             "config.json and model.safetensors"
         )
-    layers = target_config
-    layers = (
-        layers["num_hidden_layers"] if isinstance(layers, Mapping) else layers.num_hidden_layers
-    )
     config = Eagle3Config.from_pretrained(
-        directory, num_target_layers=int(layers), target_layers=target_layers
+        directory,
+        num_target_layers=int(config_field(target_config, "num_hidden_layers")),
+        target_layers=target_layers,
     )
     tensors = _read(directory, headers_only=True)
     _refuse_other_heads(directory, tensors)
@@ -144,9 +146,7 @@ def save_eagle3_head(
         tensors["lm_head.weight"] = lm_head
     if embed_tokens is not None:
         tensors["embed_tokens.weight"] = embed_tokens
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()
-    }
+    tensors = tensors_to_save(tensors, dtype)
     if target_ids is not None:
         d2t = target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
         draft_token_ids(d2t, config.vocab_size)
@@ -220,8 +220,7 @@ def _check_columns(
 def _check_tensors(
     directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    with torch.device("meta"):
-        expected = {k: tuple(v.shape) for k, v in Eagle3Head(config).state_dict().items()}
+    expected = module_shapes(lambda: Eagle3Head(config))
     optional: dict[str, tuple[int, ...]] = {
         "lm_head.weight": (config.draft_vocab_size, config.hidden_size),
         "embed_tokens.weight": (config.vocab_size, config.hidden_size),

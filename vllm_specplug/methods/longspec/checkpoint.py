@@ -14,6 +14,8 @@ from vllm_specplug.drafting.checkpoint_files import (
     WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
+    module_shapes,
+    tensors_to_save,
     write_checkpoint,
 )
 from vllm_specplug.methods.block.checkpoint import read_tensors
@@ -80,10 +82,7 @@ def save_longspec_head(
 ) -> Path:
     """Writes config.json and model.safetensors, each replaced atomically; returns the latter."""
     directory = Path(directory)
-    tensors = {
-        name: tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in head.state_dict().items()
-    }
+    tensors = tensors_to_save(head.state_dict(), dtype)
     if target_ids is not None:
         d2t = target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
         draft_token_ids(d2t, head.config.vocab_size)
@@ -120,8 +119,7 @@ def _inspect(
 def _check_tensors(
     directory: Path, config: LongSpecConfig, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    with torch.device("meta"):
-        expected = {k: tuple(v.shape) for k, v in LongSpecHead(config).state_dict().items()}
+    expected = module_shapes(lambda: LongSpecHead(config))
     if config.draft_vocab_size < config.vocab_size:
         expected["d2t"] = (config.draft_vocab_size,)
     check_tensors(f"draft head {str(directory)!r}", expected, tensors, ignored=_UNUSED)

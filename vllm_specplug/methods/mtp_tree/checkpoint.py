@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.checkpoint_files import check_tensors
+from vllm_specplug.drafting.checkpoint_files import check_tensors, module_shapes
 from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
 from vllm_specplug.methods.mtp_tree.head import MtpModule
@@ -80,8 +80,7 @@ def _as_module(config: MtpConfig, stored: dict[str, torch.Tensor]) -> dict[str, 
 
 
 def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    with torch.device("meta"):
-        expected = {k: tuple(v.shape) for k, v in MtpModule(config).state_dict().items()}
+    expected = module_shapes(lambda: MtpModule(config))
     if config.gated:
         rows, columns = expected.pop(_GATE)
         expected[_QUERY] = (2 * rows, columns)

@@ -24,16 +24,19 @@ from torch import nn
 
 from vllm_specplug.drafting.checkpoint_files import (
     MAX_SIZE,
+    WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
     is_positive,
     is_size,
+    module_shapes,
     read_json_object,
+    tensors_to_save,
     write_checkpoint,
 )
+from vllm_specplug.drafting.head_config import config_field
 from vllm_specplug.methods.block.checkpoint import read_tensors
 
-WEIGHTS_NAME = "model.safetensors"
 _MAP = "d2t"
 _READ = ("medusa_layers.", _MAP)
 
@@ -187,10 +190,8 @@ def save_heads(
     Both files are replaced atomically. Returns the weights' path.
     """
     directory = Path(directory)
-    tensors = {
-        f"model.{name}": tensor.detach().to("cpu", dtype).contiguous()
-        for name, tensor in heads.state_dict().items()
-    }
+    published = {f"model.{name}": tensor for name, tensor in heads.state_dict().items()}
+    tensors = tensors_to_save(published, dtype)
     if target_ids is not None:
         assert len(target_ids) == heads.config.draft_vocab_size
         tensors[_MAP] = target_ids.cpu().long() - torch.arange(len(target_ids))
@@ -201,7 +202,7 @@ def save_heads(
 
 def _check_target(config: TokenSwiftConfig, target: Any) -> None:
     for name in ("hidden_size", "vocab_size"):
-        legal = int(target[name] if isinstance(target, Mapping) else getattr(target, name))
+        legal = int(config_field(target, name))
         if getattr(config, name) != legal:
             raise ValueError(
                 f"draft head config: {name} = {getattr(config, name)}, legal: {legal} (the "
@@ -212,8 +213,7 @@ def _check_target(config: TokenSwiftConfig, target: Any) -> None:
 def _check_tensors(
     directory: Path, config: TokenSwiftConfig, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    with torch.device("meta"):
-        expected = {n: tuple(t.shape) for n, t in TokenSwiftHeads(config).state_dict().items()}
+    expected = module_shapes(lambda: TokenSwiftHeads(config))
     if config.draft_vocab_size < config.vocab_size:
         expected[_MAP] = (config.draft_vocab_size,)
     check_tensors(f"draft head {str(directory)!r}", expected, tensors)
