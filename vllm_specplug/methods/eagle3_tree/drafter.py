@@ -29,6 +29,7 @@ from vllm_specplug.drafting.device_levels import (
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.head_drafter import HeadDrafter
+from vllm_specplug.drafting.host_levels import HostLevelRows
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
@@ -38,7 +39,6 @@ from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, Fuse
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import (
     FRONTIER_WIDTH,
-    BranchRows,
     Expand,
     Frontier,
     draft_level_by_level,
@@ -240,39 +240,22 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
 
     def _expander(self, requests: DraftRequests) -> Expand:
         device = self.embed_tokens.device
-        rows = BranchRows(len(requests))
+        rows = HostLevelRows(len(requests))
         # The root's row stands at the position before the anchor: its state is of that position.
         starts = [length - 1 for length in requests.context_lens]
         first = np.array(starts)
         width = min(max(requests.widths), self.draft_vocab_size)
-        levels: list[tuple[torch.Tensor, ...]] = []  # q, k, v of each level's rows
-        owners: list[np.ndarray] = []  # request of each of those rows
         states = self._root_states(requests)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            levels.append((query, key, value))
-            # Earlier levels are queried again.
-            joined = levels[0]
-            if len(levels) > 1:
-                joined = tuple(torch.cat(parts) for parts in zip(*levels, strict=True))
             attention = cast(BranchCache, self.cache).branch_attention(
-                requests, starts, rows.parent_arrays()
+                requests, starts, rows.branches.parent_arrays()
             )
-            if len(requests) == 1 or len(levels) == 1:
-                mixed: torch.Tensor = attention(0, *joined)
-                return mixed[-len(query) :]
-            # Rows of one request lie together.
-            order = np.argsort(np.concatenate(owners), kind="stable")
-            inverse = np.empty_like(order)
-            inverse[order] = np.arange(len(order))
-            index = device_tensor(order, device)
-            mixed = attention(0, *(part[index] for part in joined))
-            return mixed[device_tensor(inverse[-len(query) :], device)]
+            return rows.attend(partial(attention, 0), query, key, value)
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             nonlocal states
             rows.add(frontier)
-            owners.append(frontier.requests)
             # Below the roots, states are those that the level before put out.
             parents = frontier.parent_rows if frontier.depth else frontier.requests
             positions = first[frontier.requests] + frontier.depth

@@ -36,6 +36,7 @@ from vllm_specplug.drafting.device_levels import (
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
 from vllm_specplug.drafting.head_drafter import HeadDrafter
+from vllm_specplug.drafting.host_levels import HostLevelRows
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
@@ -45,7 +46,6 @@ from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfA
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import (
     FRONTIER_WIDTH,
-    BranchRows,
     Expand,
     Frontier,
     draft_level_by_level,
@@ -262,30 +262,19 @@ class LongSpecDrafter(HeadDrafter):
         return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
 
     def _expander(self, requests: DraftRequests) -> Expand:
-        rows = BranchRows(len(requests))
+        rows = HostLevelRows(len(requests))
         starts = np.asarray(requests.context_lens)
-        levels: list[tuple[torch.Tensor, ...]] = []  # q, k, v of each level's rows
-        owners: list[np.ndarray] = []  # request of each of those rows
         width = min(max(requests.widths), self.config.draft_vocab_size)
 
         def self_attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
-            levels.append((query, key, value))
-            # Rows of one request lie together: earlier levels are queried again, which costs less
-            # than a kernel with fewer query rows than tail rows would save at these sizes.
-            order = np.argsort(np.concatenate(owners), kind="stable")
-            index = torch.from_numpy(order)
-            joined = [torch.cat(parts)[index] for parts in zip(*levels, strict=True)]
             window = cast(DraftWindow, self.window)
-            mixed = window.attention(requests, rows.parent_arrays())(*joined)
-            inverse = np.empty_like(order)
-            inverse[order] = np.arange(len(order))
-            return mixed[torch.from_numpy(inverse[-len(query) :])]
+            attention = window.attention(requests, rows.branches.parent_arrays())
+            return rows.attend(attention, query, key, value)
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             rows.add(frontier)
-            owners.append(frontier.requests)
             present, counts = np.unique(frontier.requests, return_counts=True)
             cross = cast(TargetCache, self.target_cache).attention(
                 [requests.req_indices[r] for r in present],
