@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Typed options that all methods share, their legal ranges and the text of every refusal.
+"""Options that all methods share: types, legal ranges, and the text of every refusal.
 
 `TreeOptions` is mixed into vLLM's `SpeculativeConfig` (see `engine/spec_config.py`), so each
 field here is a key of `--speculative-config`. Nothing in this file imports vLLM or torch.
@@ -23,8 +23,8 @@ TargetProductsName = Literal["auto", "packed", "vllm"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
-# With the root, 16 rows: times the query heads of a KV head, a power of two mostly, they fill row
-# tiles of GPU kernels, of which 17 rows take one more.
+# 16 rows with the root. A GPU kernel packs rows times query heads per KV head, mostly a power of
+# two, into row tiles: 16 rows fill them, and a 17th row would need one more tile.
 DEFAULT_CUDA_TREE_NODES = 15
 DEFAULT_TREE_WIDTH = 8
 
@@ -48,59 +48,64 @@ REMOVED_OPTIONS = {
     "unigram": "put the counts beside the local head, as unigram.safetensors",
     "expand_width": "a level expands the 16 best nodes of each request",
 }
-"""Options of earlier versions, and what holds in their place."""
+"""Options of earlier versions by name, and what replaces each."""
 
 _MAX_CONTEXT = 2**31 - 1
-"""No context is longer; a larger number would not pass from the front end to the engine."""
+"""Longest context; the front end cannot send a larger number to the engine."""
 
 
 @dataclass(config={"extra": "forbid"})
 class TreeOptions:
-    """Options of the tree methods, beside vLLM's own speculative options."""
+    """Options that the tree methods add to vLLM's speculative options."""
 
     tree_depth: int | None = Field(default=None, ge=1, le=64)
-    """Maximum depth of a tree. Default: what the method drafts by itself (with a block head, block
-    size - 1), and for n-gram branches the number of nodes."""
+    """Maximum depth of a tree. Default: the depth that the method drafts (block size - 1 with a
+    block head); for n-gram branches, the number of nodes."""
     tree_width: int = Field(default=DEFAULT_TREE_WIDTH, ge=1, le=64)
     """Maximum number of children per node; 1 drafts a chain."""
     ngram_topk: int = Field(default=3, ge=0, le=16)
-    """What followed the same tokens earlier in the request joins the tree under the same node
-    budget. On a CPU every node of a head's tree is looked up, and this is the most children that
-    the text proposes for it. In `ngram_tree` and `tokenswift`, and in trees that stay on a CUDA
-    device, it is the most branches from the root. 0 switches lookups off."""
+    """Maximum number of n-gram continuations. A lookup finds tokens that followed the same n-gram
+    earlier in the request and adds them to the tree, within the same node budget. On a CPU the
+    limit holds for the children that lookups add to each node of a head's tree. In `ngram_tree`,
+    in `tokenswift` and in trees that stay on a CUDA device it holds for the branches from the root.
+    0 switches lookups off."""
     tree_budget: int | Literal["auto"] = "auto"
-    """Nodes per tree. "auto" decides in every step, for all requests together: nodes go where they
-    promise the most tokens per millisecond, and nowhere if plain decoding is faster. A number fixes
-    it, up to `num_speculative_tokens`; with 0, only requests that ask for drafts get them."""
+    """Nodes per tree. "auto" chooses them in every step for all requests together: it adds those
+    nodes that promise the most tokens per millisecond, and none if plain decoding is faster. A
+    number up to `num_speculative_tokens` fixes the size; with 0, only requests that ask for drafts
+    get them."""
     max_request_budget: int | None = Field(default=None, ge=0)
-    """Most nodes that a request may ask for with `specplug_tree_budget`, which are drafted whatever
-    they cost; with 0 a request can only switch drafts off. Default: twice `tree_budget`, which
-    counts as 16 where it is "auto" or 0; never more than `num_speculative_tokens`."""
+    """Maximum number of nodes that a request may ask for with `specplug_tree_budget`. The server
+    drafts such nodes whatever they cost. With 0 a request can only switch drafts off. Default:
+    twice `tree_budget`, or 32 if `tree_budget` is "auto" or 0, but at most
+    `num_speculative_tokens`."""
     max_draft_context: int | None = Field(default=None, ge=0, le=_MAX_CONTEXT)
-    """Tokens of context beyond which a request decodes plainly. Default: no limit."""
+    """A request with more tokens of context than this decodes without drafts. Default: no limit."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
-    """Hard limit on the rows (roots and nodes of all requests) one step may verify, whatever
-    `tree_budget` says. A fixed budget shrinks to equal shares of it, and drafting stops where
-    fewer than two nodes per request would be left. Default: what the scheduler allows."""
+    """Maximum number of rows (roots and nodes of all requests) that one step verifies. It overrides
+    `tree_budget`: a fixed budget shrinks to an equal share per request, and drafting stops if that
+    share is below two nodes. Default: the scheduler's limit."""
     draft_weights: DraftWeightsName = "auto"
-    """Matrices of the draft head. "int8" rounds them at start, by row, and their inputs by token:
-    half the bytes and nearly twice the speed on a CPU with VNNI or AMX. "fp8" does so in e4m3 on a
-    GPU of compute capability 9.0 or more with a target in bfloat16. "full" keeps the target's
-    dtype. "auto" is "int8" on such a CPU where the target is in bfloat16 or float16, and "fp8" for
-    matrices of 2^23 numbers and more on a GPU of compute capability 9.x."""
+    """Number format of the draft head's matrices. "int8" quantizes matrices per row at start and
+    their inputs per token: half the bytes and nearly twice the speed on a CPU with VNNI or AMX.
+    "fp8" does the same in e4m3 on a GPU of compute capability 9.0 or more, for a target in
+    bfloat16. "full" keeps the target's dtype. "auto" takes "int8" on such a CPU if the target is in
+    bfloat16 or float16, and "fp8" on a GPU of compute capability 9.x for matrices of at least 2^23
+    numbers."""
     target_products: TargetProductsName = "auto"
-    """Products of the target's unquantized bfloat16 weights on a CPU. "packed" are the package's
-    own: with AVX-512 BF16 weights take three quarters of their bytes, bit for bit, and a dozen rows
-    less time than a single one takes with vLLM's; without AVX-512 a dozen rows take a fifth to an
-    eighth of the time of vLLM's, which then multiplies row by row. "auto" is "packed" where the CPU
-    has AVX-512 BF16 and no AMX, or AVX2 and no AVX-512, unless AMD's zentorch is installed; on such
-    a CPU the tree kernel then attends rows without drafts, too. "vllm" leaves both to vLLM."""
+    """Kernels that multiply with the target's unquantized bfloat16 weights on a CPU. "packed" uses
+    this package's kernels. With AVX-512 BF16 they store the weights losslessly in three quarters of
+    the bytes and multiply a dozen rows in less time than vLLM needs for one. Without AVX-512 they
+    need a fifth to an eighth of vLLM's time for a dozen rows, because vLLM then multiplies row by
+    row. "auto" takes "packed" on a CPU with AVX-512 BF16 but no AMX, or with AVX2 but no AVX-512,
+    unless AMD's zentorch is installed; on such a CPU the tree kernel also attends rows without
+    drafts. "vllm" leaves both to vLLM."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel. On CPU, "cpp" requires the compiled one. On CUDA, "cute"
-    and "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are
-    preferences: if one does not work, the next that does is used. "reference" is the readable torch
-    version. "auto" takes the fastest kernel that is correct here: on CUDA those that run are timed
-    at start."""
+    """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute" and
+    "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are
+    preferences: if one does not work, the engine uses the next one that does. "reference" is the
+    readable torch version. "auto" takes the fastest kernel that is correct on this machine; on CUDA
+    the engine times all that run at start."""
 
 
 def tree_option_names() -> tuple[str, ...]:
@@ -121,7 +126,7 @@ def changed_tree_options(options: Any) -> list[str]:
     return changed
 
 
-# vLLM options that mean nothing (or something else) for a tree, with what to do instead.
+# vLLM options without a meaning for trees, and what to do instead.
 UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
     "draft_tensor_parallel_size": "drafting is replicated on every rank; leave it out",
     "quantization": "draft heads are served unquantized; leave it out",
@@ -160,7 +165,7 @@ KERNELS_OF_DEVICE = {
 
 
 def check_kernel(name: str, device_type: str) -> None:
-    """Raises ValueError where `name` is no kernel of the device."""
+    """Raises ValueError unless `name` is a kernel of the device."""
     legal = KERNELS_OF_DEVICE[device_type]
     if name not in legal:
         raise option_error(
@@ -172,7 +177,7 @@ def check_kernel(name: str, device_type: str) -> None:
 
 
 def check_draft_weights(name: str, device_type: str) -> None:
-    """Raises ValueError where a device has no products with such weights."""
+    """Raises ValueError if the device cannot multiply with such draft weights."""
     needed = {"int8": "cpu", "fp8": "cuda"}.get(name, device_type)
     if needed != device_type:
         raise option_error(
@@ -184,7 +189,7 @@ def check_draft_weights(name: str, device_type: str) -> None:
 
 
 def check_target_products(name: str, device_type: str) -> None:
-    """Raises ValueError where a device cannot have such products."""
+    """Raises ValueError if the device has no such kernels for the target's products."""
     if name == "packed" and device_type != "cpu":
         raise option_error(
             "target_products",
@@ -195,12 +200,12 @@ def check_target_products(name: str, device_type: str) -> None:
 
 
 def option_error(field: str, value: object, legal: str, remedy: str) -> ValueError:
-    """The one form of every refusal: field, value, legal set, what to do."""
+    """The refusal of an option: field, value, legal values and remedy."""
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
 
 
 def describe_type(hint: Any) -> tuple[str, str, tuple[str, ...]]:
-    """Name of a type as JSON users know it, its range in words, and the words it has to be."""
+    """A type's name in JSON, its range in words, and its legal words."""
     if get_origin(hint) in (Union, types.UnionType):
         choices = [arg for arg in get_args(hint) if arg is not type(None)]
         if len(choices) > 1 and get_origin(choices[-1]) is Literal:
@@ -217,7 +222,7 @@ def describe_type(hint: Any) -> tuple[str, str, tuple[str, ...]]:
 
 
 def bounds(metadata: Any) -> str:
-    """ "low..high" from annotated-types bounds, "low or more"; "" without a lower one."""
+    """A range from annotated-types bounds: "low..high", "low or more", "" without a lower one."""
     low = next((entry.ge for entry in metadata if hasattr(entry, "ge")), None)
     high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
     if low is None:
@@ -231,7 +236,9 @@ def value_error(
     """The refusal of a value of a wrong type or out of range.
 
     Args:
-        hint: the declared type. metadata: its bounds. default: what leaving it out means.
+        hint: the declared type.
+        metadata: its bounds.
+        default: the value that holds if the option is left out.
     """
     kind, span, words = describe_type(hint)
     quoted = words if kind == "bool" else [json.dumps(word) for word in words]
@@ -248,9 +255,9 @@ def value_error(
 
 
 def check_target(model: str | None) -> None:
-    """Raises ValueError for a target that is named by a path where no model is.
+    """Raises ValueError for a target path without a model.
 
-    Hub ids, single files and addresses are left to vLLM.
+    vLLM checks hub ids, single files and addresses.
     """
     if model is None or "://" in model:
         return
@@ -267,13 +274,13 @@ def check_target(model: str | None) -> None:
 
 
 def is_number(hint: Any) -> bool:
-    """Whether a declared type takes numbers and no booleans, which pydantic reads as 0 and 1."""
+    """Whether a declared type takes numbers but no booleans, which pydantic reads as 0 and 1."""
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     return bool not in parts and bool({int, float} & set(parts))
 
 
 def shown(value: object) -> str:
-    """A value from outside, for a message: short, whatever it is."""
+    """The `repr` of a user's value, cut to 80 characters for a message."""
     try:
         text = repr(value)
     except Exception:  # integers of thousands of digits; a `__repr__` that raises
@@ -282,7 +289,7 @@ def shown(value: object) -> str:
 
 
 REQUEST_BUDGET_FACTOR = 2
-"""Default of `max_request_budget`, as a multiple of the nodes that the server gives by default."""
+"""Default of `max_request_budget`, as a multiple of the server's default number of nodes."""
 
 REQUEST_BUDGET_ARG = "specplug_tree_budget"
 REQUEST_CONTEXT_ARG = "specplug_max_draft_context"
@@ -290,25 +297,25 @@ REQUEST_CONTEXT_ARG = "specplug_max_draft_context"
 
 @dataclasses.dataclass(frozen=True)
 class RequestBudget:
-    """What one request may draft."""
+    """Draft limits of one request."""
 
     nodes: int | None
-    """Nodes of its trees, 0 for none; None leaves it to the engine's `tree_budget`."""
+    """Nodes per tree, 0 for no drafts; None means the engine's `tree_budget`."""
     max_context: int | None
-    """Tokens of context beyond which it decodes plainly; None for no limit."""
+    """The request decodes without drafts beyond this many tokens of context; None for no limit."""
 
 
 def request_budget_limit(options: Any) -> int:
-    """Most nodes that a request may ask for."""
-    most: int = options.num_speculative_tokens
+    """Maximum number of nodes that a request may ask for."""
+    max_nodes: int = options.num_speculative_tokens
     if options.max_request_budget is not None:
-        return min(most, options.max_request_budget)
-    own = DEFAULT_TREE_NODES if options.tree_budget in ("auto", 0) else int(options.tree_budget)
-    return min(most, REQUEST_BUDGET_FACTOR * own)
+        return min(max_nodes, options.max_request_budget)
+    default = DEFAULT_TREE_NODES if options.tree_budget in ("auto", 0) else options.tree_budget
+    return min(max_nodes, REQUEST_BUDGET_FACTOR * int(default))
 
 
 def max_scheduled_rows(scheduler_config: Any) -> int:
-    """Most rows that vLLM's scheduler puts into one step."""
+    """Maximum number of rows that vLLM's scheduler puts into one step."""
     rows: int = scheduler_config.max_num_batched_tokens
     return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
 
@@ -316,19 +323,19 @@ def max_scheduled_rows(scheduler_config: Any) -> int:
 def rows_of_requests(
     num_requests: int, max_step_rows: int, scheduler_rows: int | None, max_requests: int
 ) -> int:
-    """Rows that `num_requests` requests and their trees may fill together.
+    """Maximum number of rows that `num_requests` requests and their trees may fill together.
 
-    Of the scheduler's rows there stays a share for one request more: trees that filled them all
-    would keep every waiting request out until one of these ends.
+    One share of the scheduler's rows stays free for a waiting request: trees that filled every row
+    would keep it waiting until a running request ends.
 
     Args:
-        scheduler_rows: most rows that the scheduler puts into one step; None for no limit.
-        max_requests: most requests that it runs at once.
+        scheduler_rows: maximum rows that the scheduler puts into one step; None for no limit.
+        max_requests: maximum requests that the scheduler runs at once.
     """
     if scheduler_rows is None:
         return max_step_rows
-    left = scheduler_rows // (num_requests + 1) if num_requests < max_requests else 0
-    return min(max_step_rows, scheduler_rows - left)
+    reserved = scheduler_rows // (num_requests + 1) if num_requests < max_requests else 0
+    return min(max_step_rows, scheduler_rows - reserved)
 
 
 def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:
@@ -343,7 +350,7 @@ def check_request_limit(max_request_budget: int | None, num_speculative_tokens: 
 
 
 def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> RequestBudget:
-    """A request's own budget and context limit, the engine's where it names none.
+    """The budget and context limit of a request; the engine's if the request sets none.
 
     Args:
         extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
@@ -353,15 +360,15 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> Req
         ValueError: naming the parameter, its value and what is legal.
     """
     extra = extra_args or {}
-    most, name = request_budget_limit(options), "max_request_budget"
-    if most == options.num_speculative_tokens:
+    max_nodes, name = request_budget_limit(options), "max_request_budget"
+    if max_nodes == options.num_speculative_tokens:
         name = "num_speculative_tokens"
     nodes = extra.get(REQUEST_BUDGET_ARG, "auto")
     is_auto = isinstance(nodes, str) and nodes == "auto"
-    if not is_auto and not (_is_integer(nodes) and 0 <= nodes <= most):
+    if not is_auto and not (_is_integer(nodes) and 0 <= nodes <= max_nodes):
         raise ValueError(
-            f'{REQUEST_BUDGET_ARG}={shown(nodes)} is not usable: "auto" (what the server does by '
-            f"itself) or a number of nodes from 0 (no drafts) to {name}={most}. "
+            f'{REQUEST_BUDGET_ARG}={shown(nodes)} is not usable: "auto" (the server '
+            f"decides) or a number of nodes from 0 (no drafts) to {name}={max_nodes}. "
             "Give one of these, or leave it out"
         )
     context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
@@ -403,7 +410,7 @@ def check_num_nodes(num_speculative_tokens: Any) -> None:
 
 
 def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None, width: int) -> None:
-    """Raises ValueError when budget, depth and width cannot go together."""
+    """Raises ValueError if the node budget is too small for the depth."""
     check_num_nodes(num_speculative_tokens)
     if tree_depth is not None and num_speculative_tokens < tree_depth:
         raise option_error(
@@ -417,10 +424,10 @@ def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None, width:
 
 
 def check_tree_depth(tree_depth: int | None, block_size: int, deepest: int | None = None) -> int:
-    """The depth to draft with a head of `block_size` slots (slot 0 holds the anchor).
+    """The depth to draft with a head of `block_size` slots; slot 0 holds the anchor.
 
     Args:
-        deepest: depths that such a block drafts; all slots but the anchor's if None.
+        deepest: maximum depth that the block drafts; `block_size` - 1 if None.
 
     Raises:
         ValueError: when `tree_depth` asks for more than the head can draft.
@@ -440,12 +447,12 @@ def check_tree_depth(tree_depth: int | None, block_size: int, deepest: int | Non
 
 
 def check_vllm_options(options: Any, defaults: dict[str, Any], method: str) -> None:
-    """Refuses vLLM speculative options that the tree methods do not honour.
+    """Refuses vLLM's speculative options that the tree methods do not support.
 
     Args:
-        options: anything with the options as attributes.
-        defaults: the default of each option by name.
-        method: the method's name, for the message.
+        options: an object with the options as attributes.
+        defaults: default of each option by name.
+        method: name of the method, for the message.
 
     Raises:
         ValueError: naming the first such option.
