@@ -26,18 +26,18 @@ BLOCK_NEEDS = frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE})
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """How a block head is run."""
+    """Resolved options of a block head."""
 
     causal: bool | None
-    """The mask inside the block; None: what the checkpoint says."""
+    """Whether attention inside the block is causal; None: as the checkpoint says."""
 
 
 class BlockOptions(MethodOptions):
-    """Options of every block head."""
+    """Options of methods with a block head."""
 
     causal: bool | None = None
-    """Causal (true) or bidirectional (false) attention inside the draft block. Default: what the
-    checkpoint says (`causal_head`), bidirectional when it says nothing."""
+    """Causal (true) or bidirectional (false) attention inside the draft block. Default: the
+    checkpoint's `causal_head`, or bidirectional without one."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         path = resolve_head_path(shared.model, method)
@@ -61,5 +61,5 @@ class BlockOptions(MethodOptions):
     def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
     ) -> BlockSettings:
-        """What the drafter is given."""
+        """The settings that the drafter reads."""
         return BlockSettings(self.causal)

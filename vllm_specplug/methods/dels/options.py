@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of DeLS: how a local head is fused with a block head."""
+"""Options of DeLS, which fuses a local head with a block head."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class DelsOptions(BlockOptions):
-    """A local head beside the block head."""
+    """Options of a block head and its local head."""
 
     local_head: str | None = None
-    """Short-context head: a folder written by `specplug train dels`, or a released `.pt` file,
-    which is converted to safetensors once. Its `config.json` holds the weights of the fusion, and
-    token counts lie beside it."""
+    """The local (short-context) head: a folder that `specplug train dels` wrote, or a released
+    `.pt` file, which is converted to safetensors once. The `config.json` beside the weights sets
+    the fusion weights; token counts are in the same folder."""
 
     def settings(  # type: ignore[override]
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig

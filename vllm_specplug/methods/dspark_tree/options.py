@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DSparkSettings:
-    """How a DSpark head is run; `methods.local.tree.LocalTreeOptions`."""
+    """Resolved options of a DSpark head; implements `methods.local.tree.LocalTreeOptions`."""
 
     num_candidates: int
-    """Tokens of each depth that the Markov head scores."""
+    """Number of tokens per depth that the Markov head scores."""
     alpha: tuple[float, ...]
     """Weight of the Markov score at depths 1, 2, ...: 1, as the head was trained."""
     beta: tuple[float, ...]
-    """Zeros: no unigram prior."""
+    """Weight of the unigram prior at each depth: 0, there is none."""
     causal: bool | None = None
     anchor_input: bool = True
     gate_table_bytes: int = 0
 
 
 class DSparkOptions(BlockOptions):
-    """A block head with its own Markov head."""
+    """Options of a block head with its own Markov head."""
 
     def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:
         from vllm_specplug.methods.dspark_tree.checkpoint import inspect_dspark_head

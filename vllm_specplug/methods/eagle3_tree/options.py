@@ -13,19 +13,19 @@ DEFAULT_LEVELS = 5
 
 @dataclass(frozen=True)
 class Eagle3Settings:
-    """How an EAGLE-3 head is run."""
+    """Resolved options of an EAGLE-3 head."""
 
     target_layers: tuple[int, ...]
-    """Decoder layers of the target that the head reads, from 0."""
+    """Zero-based decoder layers of the target that the head reads."""
 
 
 class Eagle3Options(MethodOptions):
-    """The layers a head reads."""
+    """Options of EAGLE-3 heads."""
 
     aux_layers: list[int] | None = None
-    """Decoder layers of the target (first layer: 0) whose outputs the head reads, ascending.
-    Default: what the checkpoint says. Trainers number them in two ways, which a checkpoint does
-    not always tell apart."""
+    """Zero-based decoder layers of the target whose outputs the head reads, in ascending order.
+    Default: the checkpoint's layers. Trainers number layers in two ways, and a checkpoint does not
+    always tell which one it uses."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head

@@ -13,14 +13,14 @@ DEFAULT_LEVELS = 5
 
 @dataclass(frozen=True)
 class LongSpecSettings:
-    """How a LongSpec layer is run."""
+    """Resolved options of a LongSpec layer."""
 
     window_size: int
-    """Tokens before the anchor whose keys are kept."""
+    """Number of tokens before the anchor whose keys the window holds."""
 
 
 class LongSpecOptions(MethodOptions):
-    """No options beside the shared ones."""
+    """LongSpec has only the shared options."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.longspec.checkpoint import inspect_longspec_head

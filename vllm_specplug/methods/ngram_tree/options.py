@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of n-gram trees: the shared ones, less those of a head."""
+"""Options of n-gram trees: the shared options except `model`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from vllm_specplug.options import option_error
 
 
 class NgramTreeOptions(MethodOptions):
-    """No options beside the shared ones."""
+    """N-gram trees have only the shared options."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         if shared.model is not None:

@@ -14,37 +14,37 @@ from vllm_specplug.options import option_error
 
 DraftSource = Literal["auto", "self", "heads", "ngrams"]
 
-# First tokens of a context, on which attention falls whatever they say. Where more of them matter,
-# their scores select them.
+# Number of first tokens that a partial cache always keeps as attention sinks. Later tokens are
+# selected by their scores.
 SINK_SIZE = 16
 
 
 @dataclass(frozen=True)
 class TokenSwiftSettings:
-    """How the target drafts for itself, resolved."""
+    """Resolved options of TokenSwift."""
 
     source: DraftSource
     kv_budget: int
     sink_size: int
     max_requests: int
     gamma: int
-    """Consecutive tokens that the base prediction and the heads draft."""
+    """Number of consecutive tokens that the base prediction and the heads draft."""
 
 
 class TokenSwiftOptions(MethodOptions):
-    """Sources of drafts and partial caches."""
+    """Options of TokenSwift."""
 
     draft_source: DraftSource = "auto"
     """What the method drafts from: "self" runs the target over a partial cache and its heads on
     top, "heads" runs the heads on the last verified position, "ngrams" only looks up n-grams.
     "auto" measures which one gives the most tokens per second and uses it."""
     kv_budget: int = Field(default=4096, ge=1)
-    """Number of context tokens that the draft forward attends to: the first 16, or an eighth of
-    `kv_budget` where that is less, and those that matter most to each layer and KV head. Must leave
-    room for `num_speculative_tokens` beside the first."""
+    """Number of context tokens that the draft forward attends to: the first 16 (at most an eighth of
+    `kv_budget`) and the tokens that matter most to each layer and KV head. It must hold the first
+    tokens and `num_speculative_tokens`."""
     self_draft_requests: int = Field(default=4, ge=1, le=1024)
-    """Number of requests whose partial caches are kept at once, which bounds its memory. When more
-    requests than this exceed `kv_budget`, the method drafts from heads and n-grams."""
+    """Maximum number of requests with a partial cache, which bounds the caches' memory. If more
+    requests than this are longer than `kv_budget`, the method drafts from heads and n-grams."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.tokenswift.head import inspect_heads
@@ -64,7 +64,7 @@ class TokenSwiftOptions(MethodOptions):
         )
 
     def settings(self, shared: SharedOptions, num_heads: int) -> TokenSwiftSettings:
-        """The options worked out for a checkpoint of `num_heads` heads.
+        """The resolved options for a checkpoint with `num_heads` heads.
 
         Raises:
             ValueError: for a combination that cannot work, naming the option.
@@ -77,8 +77,8 @@ class TokenSwiftOptions(MethodOptions):
                 "Leave ngram_topk out or choose another draft_source",
             )
         sink = min(SINK_SIZE, self.kv_budget // 8)
-        least = sink + shared.num_speculative_tokens + 1
-        if self.kv_budget < least:
+        min_budget = sink + shared.num_speculative_tokens + 1
+        if self.kv_budget < min_budget:
             raise option_error(
                 "kv_budget",
                 self.kv_budget,
