@@ -30,8 +30,8 @@ from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.tree import DraftTree, build_tree
 
-# Draft logits that exist at once, most: 128 MiB in float32, or 512 MiB in bfloat16 where nothing
-# copies them, so that the weights of the LM head are read once.
+# Maximum number of draft logits in memory: 128 MiB in float32. If nothing copies them, 512 MiB in
+# bfloat16, so that one product reads the LM head's weights once.
 _MOST_LOGITS = 1 << 25
 _MOST_LOGITS_IN_PLACE = 1 << 28
 
@@ -202,12 +202,12 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         )
         hidden = self.head(block, positions, attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, first : first + depth]
-        # A piece at a time: logits of all requests would be the largest tensor of a step.
-        most = _MOST_LOGITS_IN_PLACE if copies_no_logits(device, width) else _MOST_LOGITS
-        pieces = hidden.flatten(0, 1).split(max(1, most // self.vocab_size))
-        found = [top_candidates(self.lm_head(piece), width) for piece in pieces]
+        # In pieces: the logits of all requests would be the largest tensor of a step.
+        max_logits = _MOST_LOGITS_IN_PLACE if copies_no_logits(device, width) else _MOST_LOGITS
+        pieces = hidden.flatten(0, 1).split(max(1, max_logits // self.vocab_size))
+        parts = [top_candidates(self.lm_head(piece), width) for piece in pieces]
         ids, log_probs = (
-            found[0] if len(found) == 1 else (torch.cat(part) for part in zip(*found, strict=True))
+            parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts, strict=True))
         )
         shape = (num_reqs, depth)
         return ids.unflatten(0, shape), log_probs.unflatten(0, shape), hidden

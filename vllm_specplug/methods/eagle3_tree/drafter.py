@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 trees: the head is run once per level, over the frontier of all trees.
+"""EAGLE-3 trees: one forward of the head per level drafts the frontier of all trees.
 
-The context's keys and values are those of committed tokens, each with the token after it; they are
-computed before a draft needs them, many at once. A drafted node attends them and its own branch,
-and takes its parent's state: every branch is what the head would draft as a chain along it.
+The head's context holds one key and value per committed token, computed from its state and the
+token after it. The drafter computes them in large batches, before a draft needs them. A node
+attends the context and its own branch and reads its parent's state, so every branch equals the
+chain that the head would draft along it.
 """
 
 from __future__ import annotations
@@ -46,40 +47,39 @@ from vllm_specplug.tree.beam import (
 
 
 class StateDrafter(LateContextDrafter, HeadDrafter):
-    """A layer over a token's embedding and the state before it.
+    """Drafter whose layer reads a token's embedding and the state of the position before it.
 
-    Subclasses set the attributes below in `load`, and end it with `begin_context`.
+    Subclasses set the attributes below in `load` and call `begin_context` at its end.
     """
 
     frontier_width: ClassVar[int] = FRONTIER_WIDTH
-    """Most nodes of one tree whose children are drafted per level. The default is best-first for
-    node budgets up to 16 and close to it above."""
+    """Maximum number of nodes per tree that a level expands. With the default, trees are best-first
+    for node budgets up to 16 and close to best-first above."""
     head: FusedDraftLayer
     # [V, H]
     embed_tokens: torch.Tensor
     lm_head: Callable[[torch.Tensor], torch.Tensor]
-    # [V'] target id of each draft id, where the draft vocabulary is reduced
+    # [V'] target id of each draft id; None if the head drafts the whole vocabulary
     target_ids: torch.Tensor | None
     draft_vocab_size: int
     # [B, H] states of each request's last committed position, in batch order
     _roots: torch.Tensor
-    # [B] where the rows of those positions lie among the tokens that wait, from the end; None when
-    # `_roots` is up to date
+    # [B] rows of those positions in the backlog, counted from its end; None if `_roots` is current
     _root_rows: torch.Tensor | None
-    # [B, C] what `_roots` are to be made of, where tokens were put off; None when they are
+    # [B, C] target outputs of those positions if the backlog defers them, else None
     _root_outputs: torch.Tensor | None
     is_device_cache = False
-    """Whether the cache is a `DeviceCache`: levels are then drafted without the host."""
+    """Whether the cache is a `DeviceCache`, so that drafting does not involve the host."""
 
     def begin_context(self, hidden_size: int) -> None:
-        """Sets up what is kept of committed tokens; `hidden_size` is that of their states."""
+        """Sets up the backlog and the root states, whose size is `hidden_size`."""
         self.begin_backlog(self.embed_tokens.device, self._write_context)
         self._roots = self.embed_tokens.new_zeros(0, hidden_size)
         self._root_rows = self._root_outputs = None
 
     @abstractmethod
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
-        """[M, C] what is kept of what the target put out at committed positions, a copy."""
+        """Target outputs at committed positions, a copy [M, C]."""
 
     def target_states(self, outputs: torch.Tensor) -> torch.Tensor:
         """States [M, H] of `target_outputs` [M, C]."""
@@ -97,11 +97,11 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         outputs = self.target_outputs(committed)
         if committed.last_rows is not None:
             last = committed.last_rows.to(rows.device)
-            # Of a device rows are in no order; those that were not accepted repeat their root's.
+            # Rows from a device have no order, and rejected rows repeat the row of their root.
             root_rows = (rows == last[:, None]).int().argmax(1) - len(rows)
             self._root_rows = self._root_outputs = None
             if self.backlog.is_deferring:
-                # Other tokens may be written before these, or instead of them.
+                # The backlog may write other tokens before these, or drop them.
                 self._root_outputs = outputs[root_rows]
             else:
                 self._root_rows = root_rows
@@ -117,7 +117,14 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """outputs [M, C]; the token after each, positions and slots int64 [M]."""
+        """Writes keys and values of committed tokens into the cache.
+
+        Args:
+            outputs: target outputs [M, C].
+            following: int64 [M], the token after each.
+            positions: int64 [M].
+            slots: int64 [M].
+        """
         states = self.target_states(outputs)
         key, value = self.head.context_kv(self._embed(following, positions), states, positions)
         self.cache.write(key[None], value[None], slots)
@@ -167,7 +174,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         if len(roots) and requests.rows is not None:
             roots = roots[requests.rows]
         if len(roots) != len(requests):
-            # A draft that no step came before.
+            # No step came before this draft.
             roots = roots.new_zeros(len(requests), self.embed_tokens.shape[1])
         if requests.deepest is not None:
             levels = min(levels, requests.deepest)
@@ -187,7 +194,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
         )  # fmt: skip
         *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
-        # Not the widest: see `num_nodes` below.
+        # The width of the options, not the requests' maximum: see `num_nodes` below.
         return self._draft_on_device(
             requests, self._root_states(requests), *given, num_levels=max(depths),
             width=self.options.tree_width, widths=widths,
@@ -217,8 +224,8 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             depths,
             expander.expand,
             num_levels=num_levels,
-            # Not the largest budget: kernels have variants by the rows of a level, and start-up
-            # compiles those of whole trees.
+            # The option, not the requests' largest budget: kernels have a variant per number of
+            # rows in a level, and start-up only compiles the variants of whole trees.
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
@@ -226,13 +233,13 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         )
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T, H] of the tokens after `positions`."""
-        # A prompt may hold ids of the tokenizer past the target's vocabulary: vLLM's padded table
-        # embeds them, this one ends before. Any row will do for a draft.
+        """Embeddings [T, H] of the tokens after `positions`."""
+        # A prompt may hold token ids past the target's vocabulary. vLLM's padded table has rows for
+        # them, this one has not; a draft may use any row.
         return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
 
     def _root_states(self, requests: DraftRequests) -> torch.Tensor:
-        """[R, H]; zeros in drafts that no step came before."""
+        """States of the roots [R, H]; zeros if no step came before the draft."""
         roots = self.request_states
         if max(requests.req_indices) >= len(roots):
             return self.embed_tokens.new_zeros(len(requests), self.embed_tokens.shape[1])
@@ -241,7 +248,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
     def _expander(self, requests: DraftRequests) -> Expand:
         device = self.embed_tokens.device
         rows = HostLevelRows(len(requests))
-        # The root's row stands at the position before the anchor: its state is of that position.
+        # The root has the position before the anchor, because its state belongs to that position.
         starts = [length - 1 for length in requests.context_lens]
         first = np.array(starts)
         width = min(max(requests.widths), self.draft_vocab_size)
@@ -256,11 +263,11 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             nonlocal states
             rows.add(frontier)
-            # Below the roots, states are those that the level before put out.
+            # Below the roots, the states are outputs of the previous level.
             parents = frontier.parent_rows if frontier.depth else frontier.requests
             positions = first[frontier.requests] + frontier.depth
             positions = np.minimum(positions, self.options.max_model_len - 1)
-            # One copy for all three, where the device is another.
+            # One copy to the device for all three.
             ids, above, at = device_tensor(
                 np.stack((frontier.token_ids, parents, positions)), device
             )
@@ -282,9 +289,9 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
 
 
 class DeviceLevels:
-    """A draft on the device, level by level: what its expanded nodes left there.
+    """State of a draft on the device: rows and states of the nodes expanded so far.
 
-    Rows of one request lie together: its root, then the entries of every frontier.
+    Rows are grouped by request: its root, then the entries of every frontier.
     """
 
     def __init__(
@@ -298,7 +305,7 @@ class DeviceLevels:
         width: int,
     ) -> None:
         self.drafter, self.requests, self.states = drafter, requests, roots
-        # The root's row stands at the position before the anchor: its state is of that position.
+        # The root has the position before the anchor, because its state belongs to that position.
         self.starts = (context_lens - 1).clamp_min(0)
         self.width = min(width, drafter.draft_vocab_size)
         self.rows = LevelRows()
@@ -308,7 +315,7 @@ class DeviceLevels:
         drafter, depth, shape = self.drafter, frontier.depth, frontier.token_ids.shape
         states = self.states
         if depth:
-            # Below the roots, states are those that the level before put out.
+            # Below the roots, the states are outputs of the previous level.
             states = states[frontier.rows_in(self.rows.width)]
         self.rows.add(frontier)
         last = drafter.options.max_model_len - 1
@@ -331,7 +338,7 @@ class DeviceLevels:
 
 
 class Eagle3Drafter(StateDrafter):
-    """Any EAGLE-3 head of one layer."""
+    """Drafter for EAGLE-3 heads of one layer."""
 
     head: FusedEagle3Head
 
@@ -348,7 +355,6 @@ class Eagle3Drafter(StateDrafter):
         embed = target.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
         # [V, H]
         self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)
-        # [V'] target id of each draft id, where the draft vocabulary is reduced
         self.target_ids = extras.target_ids
         if self.target_ids is not None:
             self.target_ids = self.target_ids.to(target.device)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LongSpec: one draft layer, run level by level, whose memory does not grow with the context.
+"""LongSpec: one draft layer whose memory does not grow with the context.
 
-Each level is one forward of the layer over the frontier of all trees: self-attention over the last
-`window_size` tokens and the node's own branch, cross-attention into what the target's last layer
-has cached of the whole context. The window is rebuilt from the tokens themselves whenever it is
-missing, so preemption and prefix-cache hits need no care.
+One forward of the layer per level drafts the frontier of all trees. Self-attention reads the last
+`window_size` tokens and the node's own branch; cross-attention reads the target's last-layer KV
+cache of the whole context. The drafter rebuilds a missing window from the tokens, so preemption and
+prefix-cache hits need no special case.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from vllm_specplug.tree.beam import (
     draft_level_by_level,
 )
 
-# Tokens whose keys and values are computed at once for windows, most.
-MOST_WINDOW_TOKENS = 4096
+# Maximum number of window tokens whose keys and values are computed at once.
+MAX_WINDOW_TOKENS = 4096
 
 
 class FusedLongSpecHead:
-    """Serving form of a `LongSpecHead`; see there for shapes and meaning of each method.
+    """A `LongSpecHead` with fused matrices for serving; its methods have the same contracts.
 
     Args:
         head: the loaded head, on its device and in its dtype.
-        max_positions: positions the rotary tables cover.
-        make_linear: how a matrix product is made.
+        max_positions: number of positions in the rotary tables.
+        make_linear: makes a linear layer from a weight and a bias.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class FusedLongSpecHead:
         self.norm = head.norm.weight if config.final_norm else None
         cos, sin = head.rotary(torch.arange(max_positions))
         weight = head.input_layernorm.weight
-        # [max_positions, 1, Dh]: both halves, so that rotating is two products and a sum
+        # [max_positions, 1, Dh]: both halves, so that a rotation is two products and a sum
         self.cos = torch.cat((cos, cos), -1)[:, None].to(weight.device, weight.dtype)
         self.sin = torch.cat((-sin, sin), -1)[:, None].to(weight.device, weight.dtype)
 
@@ -132,11 +132,11 @@ class FusedLongSpecHead:
 
 
 class LongSpecDrafter(HeadDrafter):
-    """Windowed self-attention and cross-attention over the target's last layer."""
+    """Drafter of method `longspec`."""
 
     reads_history: ClassVar[bool] = True
     is_device_window = False
-    """Whether the window is a `DeviceWindow`: levels are then drafted without the host."""
+    """Whether the window is a `DeviceWindow`, so that drafting does not involve the host."""
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -146,7 +146,7 @@ class LongSpecDrafter(HeadDrafter):
         self.config = head.config
         # [V, H]
         self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
-        # [V'] target id of each draft id, where the draft vocabulary is reduced
+        # [V'] target id of each draft id; None if the head drafts the whole vocabulary
         self.target_ids = extras.target_ids
         if self.target_ids is not None:
             self.target_ids = self.target_ids.to(target.device)
@@ -165,7 +165,7 @@ class LongSpecDrafter(HeadDrafter):
         self.is_device_window = hasattr(window, "tree_attention")
 
     def observe(self, committed: CommittedTokens) -> None:
-        """Nothing: windows take their tokens when the request is drafted for."""
+        """Does nothing: `_fill_windows` reads a request's tokens when it drafts."""
 
     def forget(self, req_ids: Iterable[str]) -> None:
         req_ids = list(req_ids)
@@ -212,7 +212,7 @@ class LongSpecDrafter(HeadDrafter):
             requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
         )  # fmt: skip
         *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
-        # Kernels have variants by the rows of a level, and start-up compiles those of this width.
+        # Kernels have a variant per number of rows in a level; start-up compiles this width's.
         return self._draft_on_device(
             requests, *given, num_levels=max(depths), width=self.options.tree_width, widths=widths
         )
@@ -247,18 +247,18 @@ class LongSpecDrafter(HeadDrafter):
     def _fill_windows(self, requests: DraftRequests | DeviceRequests) -> None:
         missing = self.window.missing(requests)  # type: ignore[arg-type]  # of the window's kind
         parts = (missing.token_ids, missing.positions, missing.slots)
-        # New requests bring whole windows.
+        # In pieces: new requests need whole windows.
         for token_ids, positions, slots in zip(
-            *(part.split(MOST_WINDOW_TOKENS) for part in parts), strict=True
+            *(part.split(MAX_WINDOW_TOKENS) for part in parts), strict=True
         ):
             if len(token_ids):
                 keys, values = self.head.window_kv(self._embed(token_ids), positions)
                 self.window.write(keys, values, slots)
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[T, H]."""
-        # A prompt may hold ids of the tokenizer past the target's vocabulary: vLLM's padded
-        # table embeds them, this one ends before. Any row will do for a draft.
+        """Embeddings [T, H]."""
+        # A prompt may hold token ids past the target's vocabulary. vLLM's padded table has rows for
+        # them, this one has not; a draft may use any row.
         return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
 
     def _expander(self, requests: DraftRequests) -> Expand:
@@ -297,7 +297,7 @@ class LongSpecDrafter(HeadDrafter):
 
 
 class DeviceLevels:
-    """A draft on the device, level by level: what its expanded nodes left there."""
+    """State of a draft on the device: rows of the nodes expanded so far."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class DeviceLevels:
         width: int,
     ) -> None:
         self.drafter, self.requests = drafter, requests
-        # Of the anchors.
+        # Positions of the anchors.
         self.starts = context_lens.clamp_min(0)
         self.width = min(width, drafter.config.draft_vocab_size)
         self.rows = LevelRows()

@@ -5,9 +5,9 @@ Shapes: T tokens or tree nodes, H hidden size, Hq/Hkv query/key heads, Dh head s
 
 One layer drafts one token at a time (arXiv 2502.17421): a token's embedding attends the drafted
 and the last committed tokens before it, then the keys and values that the target's last layer
-holds of all committed positions. The keys and values of its own self-attention depend on a token
-and its position alone, so they can be computed again at any time from the tokens: the draft's
-whole memory is a window of them.
+holds of all committed positions. The keys and values of the layer's self-attention depend only on
+a token and its position, so they can be recomputed from the tokens at any time. A window of them is
+all the memory that the draft needs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _SelfAttention(nn.Module):
 
 
 class _CrossAttention(nn.Module):
-    """Queries of its own; keys and values are the target's."""
+    """Query and output projections; keys and values come from the target."""
 
     def __init__(self, config: LongSpecConfig):
         super().__init__()
@@ -84,7 +84,7 @@ class LongSpecHead(nn.Module):
         self.post_cross_attention_layernorm = RMSNorm(*norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.norm: Any = RMSNorm(*norm) if config.final_norm else nn.Identity()
-        # No buffer: a head made on the meta device still has it.
+        # Not a buffer: it must have values in a head made on the meta device.
         self.inverse_frequencies = inverse_frequencies(config)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

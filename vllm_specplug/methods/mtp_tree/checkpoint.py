@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading the module from its target's checkpoint, with strict checks."""
+"""Reads the MTP module from its target's checkpoint, with strict checks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
 from vllm_specplug.methods.mtp_tree.head import MtpModule
 
-# Of several modules the first: it predicts the token after next, and its own outputs lead further.
-# MiMo's, and those that speculators writes.
+# Prefix in MiMo's checkpoints and in speculators' format. Only the first module is read: it predicts
+# the token after next, and its outputs feed the next level.
 PREFIX = "mtp_layers.0."
-# Qwen3.5's: one layer, and what stands before and after it by names of its own.
+# Prefixes in Qwen3.5's checkpoints: the tensors around the layer have names of their own.
 _QWEN_PREFIX = "mtp."
 _QWEN_LAYER = "mtp.layers.0."
 _QWEN_NAMES = {

@@ -21,11 +21,11 @@ MODEL_TYPES = ("mimo", *_QWEN)
 
 @dataclass(frozen=True)
 class MtpConfig:
-    """Shape of a module: that of one layer of its target.
+    """Shape of an MTP module, which has the shape of one layer of its target.
 
-    `is_qwen` tells Qwen3.5's from MiMo's: norms are stored less one, queries and keys are normed,
-    the projection has the embedding before the state, and the token after a text's first one is
-    read. `gated` says that each head's output is multiplied with the sigmoid of a gate.
+    `is_qwen` tells Qwen3.5's modules from MiMo's: Qwen3.5 stores norm weights minus one, norms
+    queries and keys, has the embedding before the state in its projection, and reads the token
+    after the first one. `gated` says that a sigmoid gate scales each head's output.
     """
 
     hidden_size: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multi-token-prediction trees: the module runs once per level, over the frontier of all trees."""
+"""Multi-token-prediction trees: one forward of the module per level drafts all frontiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_specplug.methods.mtp_tree.head import FusedMtpModule
 
 
 class MtpDrafter(StateDrafter):
-    """The module of one layer that a target ships."""
+    """Drafter for the one-layer MTP module of a target's checkpoint."""
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -38,5 +38,5 @@ class MtpDrafter(StateDrafter):
         embeds = super()._embed(token_ids, positions)
         if self.reads_first:
             return embeds
-        # MiMo's are trained without the token after a text's first one.
+        # MiMo trains its modules without the embedding of the token after the first one.
         return embeds.masked_fill((positions == 0).unsqueeze(-1), 0.0)

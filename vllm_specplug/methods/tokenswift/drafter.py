@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """TokenSwift: the target drafts for itself, for very long outputs.
 
-Three sources of drafts, each cheaper than the one before:
+There are three sources of drafts, each cheaper than the previous one:
 
 self    the target runs the anchor over a partial cache; its base prediction and the chained heads
         on its last layer give depths 1, 2, ...
-heads   only the heads, on the last verified position, whose base prediction the anchor already
-        answered: head i gives depth i. No draft forward at all.
-ngrams  what followed the same tokens earlier.
+heads   the heads run on the last verified position without a draft forward. The anchor is the base
+        prediction there, so head i gives depth i.
+ngrams  the tokens that followed the same n-gram earlier.
 
-N-gram branches join the trees of the other two. Which source pays depends on the context: a draft
-forward costs a pass over the weights, and verification costs more the longer the context is.
-Every node is verified by one sample of the target, unlike the published rule, which draws once
-per path and is biased.
+N-gram branches join the trees of the other two. The best source depends on the context: a draft
+forward costs a pass over the weights, and verification costs more with a longer context.
+One sample of the target verifies every node. The published rule draws one sample per path instead
+and is biased.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TokenSwiftDrafter(Drafter):
         self.settings = options.settings
         heads, target_ids = load_heads(options.head_path, target.text_config)
         self.heads = heads.to(device=target.device, dtype=target.dtype)
-        # int64 [V'] target id of each draft id, and [V] the way back, -1 where there is none
+        # int64 [V'] target id of each draft id, and [V] draft id of each target id or -1
         self.target_ids = target_ids
         self.draft_ids: torch.Tensor | None = None
         if target_ids is not None:
@@ -66,13 +66,13 @@ class TokenSwiftDrafter(Drafter):
         # Accepted tokens by where they were drafted: "heads", "ngrams" or "both".
         self.accepted_from: Counter[str] = Counter()
         self.steps_from: Counter[str] = Counter()
-        # Of the draft to come, where it was asked for before a graph that does not hold it.
+        # Source of the next draft, if `enter_graph` chose one that its graph does not contain.
         self._chosen: str | None = None
         # [T, H] last layer's outputs of the step, and [B] each request's last committed row
         self._hidden: torch.Tensor | None = None
         self._last_rows: torch.Tensor | None = None
-        # Of the last call: when it began, and of each request its committed tokens, the tree of
-        # the heads and the n-gram branches.
+        # Start time of the last call, and for each request: number of committed tokens, tree of the
+        # heads, n-gram branches.
         self._began: float | None = None
         self._drafted: dict[str, tuple[int, DraftTree, list[DraftTree]]] = {}
 
@@ -135,7 +135,7 @@ class TokenSwiftDrafter(Drafter):
 
     @property
     def device_branches(self) -> NgramBranches | None:
-        # A chain takes in none; where there is nothing else, the best branch is one.
+        # A chain has no branches, unless n-grams are the only source: then the best branch is it.
         is_chain = self.options.tree_width == 1 and self.chooser.sources != (NGRAMS,)
         return None if is_chain else self.ngrams
 
@@ -145,14 +145,14 @@ class TokenSwiftDrafter(Drafter):
 
     def warmup(self, requests: DraftRequests) -> None:
         for source in self.chooser.sources:
-            # There are no caches while vLLM measures memory; its own forward takes more.
+            # While vLLM measures memory there are no caches; vLLM's forward needs more memory.
             if source == HEADS or (source == SELF and self.target_forward is not None):
                 self._head_trees(source, requests)
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
-        """See `Drafter`. Sources are chosen on the host, by steps that it has heard of."""
+        """See `Drafter`. The host chooses the source from the steps whose results it has."""
         if requests.history is None:
-            # Of a graph: what it stands for is counted where it is replayed.
+            # During capture of a graph: `enter_graph` counts its replays.
             source = SELF
         else:
             source, self._chosen = self._chosen or self._choose_source(requests), None
@@ -177,7 +177,7 @@ class TokenSwiftDrafter(Drafter):
 
     @property
     def drafts_from_graphs(self) -> bool:
-        # Heads read the step's own rows, and are few launches.
+        # Only the self-draft: heads read the step's own rows and need few launches.
         return self.drafts_on_device and SELF in self.chooser.sources
 
     @property
@@ -187,10 +187,10 @@ class TokenSwiftDrafter(Drafter):
     def enter_graph(self, requests: DeviceRequests) -> bool:
         history = requests.history
         if history is None:
-            # A draft that no step came before.
+            # No step came before this draft.
             return False
         self._chosen = self._choose_source(requests)
-        # Penalties are rebuilt in every step, for as many tokens as the widest window has.
+        # The size of penalties changes in every step, with the widest window.
         if self._chosen != SELF or history.penalties is not None:
             return False
         assert self.target_forward is not None
@@ -204,7 +204,7 @@ class TokenSwiftDrafter(Drafter):
         available = self._available(requests)
         source = self.chooser.choose(available) if available else NGRAMS
         if len(self.chooser.sources) > 1:
-            # What ranks have heard of differs, and all of them run the target or none does.
+            # Ranks know different results, but all of them must run the target or none.
             (chosen,) = self.share([float(_SOURCES.index(source))])
             source = _SOURCES[int(chosen)]
         return source
@@ -218,7 +218,7 @@ class TokenSwiftDrafter(Drafter):
             self.chooser.observe(tokens, milliseconds, source)
 
     def _available(self, requests: DraftRequests | DeviceRequests) -> list[str]:
-        """Sources that these requests may use; none where only a full pool would serve."""
+        """Sources that these requests may use; empty if only "self" is set and cannot run."""
         sources = list(self.chooser.sources)
         forward = self.target_forward
         if SELF in sources and (forward is None or not forward.can_run(requests)):
@@ -239,21 +239,21 @@ class TokenSwiftDrafter(Drafter):
                 _matched(tree, new),
                 max((_matched(b, new) for b in branches), default=0),
             )
-            # The step's last token was never a draft, or the first that no draft got right.
+            # The step's last token is the target's own, never an accepted draft.
             accepted = len(new) - 1
             own, looked_up = min(own, accepted), min(looked_up, accepted)
             self.accepted_from["both"] += min(own, looked_up)
             self.accepted_from[HEADS] += max(own - looked_up, 0)
             self.accepted_from[NGRAMS] += max(looked_up - own, 0)
-        same = len(grown) == len(requests) == len(self._drafted)
+        same_requests = len(grown) == len(requests) == len(self._drafted)
         if len(self.chooser.sources) > 1 and grown and self._began is not None:
             (elapsed_ms,) = self.share([1e3 * (now - self._began)])
             # A step whose requests changed says nothing about the pace.
-            if same:
+            if same_requests:
                 self.chooser.observe(sum(grown) / len(grown), elapsed_ms)
 
     def _head_trees(self, source: str, requests: DraftRequests) -> list[DraftTree]:
-        """One tree per request from the heads, and with "self" from the target before them."""
+        """One tree per request from the heads; source "self" runs the target before them."""
         states = self._states(source, requests)
         first = 0 if source == SELF else 1
         depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
@@ -277,14 +277,14 @@ class TokenSwiftDrafter(Drafter):
 
     @torch.inference_mode()
     def _states(self, source: str, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
-        """What the LM head scores, of each depth: [D, R, H]."""
+        """Inputs of the LM head for each depth [D, R, H]."""
         if source == SELF:
             assert self.target_forward is not None
             normed, hidden = self.target_forward(requests)
             return torch.cat((normed[None], self.heads(hidden)))
         rows = self._last_rows
         if self._hidden is None or rows is None:
-            # A draft that no step came before.
+            # No step came before this draft.
             hidden = next(self.heads.parameters()).new_zeros(
                 len(requests), self.heads.config.hidden_size
             )
@@ -300,23 +300,23 @@ class TokenSwiftDrafter(Drafter):
         states: torch.Tensor,
         requests: DraftRequests | DeviceRequests,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens of each depth after the request's penalty: target ids int64 and
-        log-probabilities float32 [R, D, K]."""
+        """Target ids int64 and log-probabilities float32 [R, D, K] of the likeliest tokens of each
+        depth, after the request's penalty."""
         if isinstance(requests, DraftRequests):
             widest = max(requests.widths)
         else:
             widest = requests.width
         vocab_size = self.heads.config.draft_vocab_size
-        # Requests at a time: logits of all of them would be the largest tensor of a step.
-        most = max(1, MOST_LOGITS // (vocab_size * len(states)))
-        found = []
-        for first in range(0, len(requests), most):
-            part = states[:, first : first + most]
+        # In pieces: the logits of all requests would be the largest tensor of a step.
+        piece_size = max(1, MOST_LOGITS // (vocab_size * len(states)))
+        pieces = []
+        for first in range(0, len(requests), piece_size):
+            part = states[:, first : first + piece_size]
             logits = self.lm_head(part.flatten(0, 1)).float().unflatten(0, part.shape[:2])
             logits = logits.transpose(0, 1)
             self._penalise(logits, first, requests)
-            found.append(top_candidates(logits, min(widest, vocab_size)))
-        ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
+            pieces.append(top_candidates(logits, min(widest, vocab_size)))
+        ids, log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
 
     def _penalise(
@@ -326,7 +326,7 @@ class TokenSwiftDrafter(Drafter):
         first: int,
         requests: DraftRequests | DeviceRequests,
     ) -> None:
-        """As the sampler will do to the logits of the requests from `first` on."""
+        """Applies the sampler's penalties to the logits of the requests from `first` on."""
         if isinstance(requests, DeviceRequests):
             history = requests.history
             if history is not None and history.penalties is not None:
@@ -343,7 +343,7 @@ class TokenSwiftDrafter(Drafter):
 
 
 def _matched(tree: DraftTree, tokens: np.ndarray) -> int:
-    """How many of `tokens` a path from the root follows."""
+    """Number of leading `tokens` that a path from the root matches."""
     parent, matched = -1, 0
     for token in tokens.tolist():
         child = tree.child_of(parent, token)
