@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What methods ship for the targets that can be prepared: heads, and settings that serve well."""
+"""Shipped heads and settings for the targets that `specplug target` prepares."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HEADS = "heads/"
 
 
 def speculative_config(target: str, method: str, **overrides: Any) -> dict[str, Any]:
-    """The value of --speculative-config that serves `target` with what is shipped for it.
+    """The --speculative-config that serves `target` with its shipped head and settings.
 
     Raises:
-        ValueError: for an unknown target or method, and where nothing is shipped.
+        ValueError: for an unknown target or method, and if nothing is shipped for the two.
     """
     return {"method": method, **_preset(target, method), **overrides}
 

@@ -20,20 +20,21 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.head_files import HeadFiles
 
 BY_HEAD = "tree"
-"""What users write after "method" to have the method found by its head."""
+"""Value of "method" that selects the method by its head."""
 ENTRY_POINT_GROUP = "vllm_specplug.methods"
 _logger = logging.getLogger("vllm.specplug")
 _registered: dict[str, Method] = {}
 
 
 def register(method: Method) -> None:
-    """Makes a method known in this process, and in no other: engine core and workers are
-    processes of their own unless VLLM_ENABLE_V1_MULTIPROCESSING=0. Packages use the entry point
-    group `vllm_specplug.methods` instead, which every process reads.
+    """Registers a method in this process only.
+
+    Engine core and workers are separate processes unless VLLM_ENABLE_V1_MULTIPROCESSING=0. Packages
+    should use the entry point group `vllm_specplug.methods`, which every process reads.
 
     Raises:
-        ValueError: for another contract version, a name that is taken, or an option that all
-            methods have already.
+        ValueError: for another contract version, a name that is taken, or an option that every
+            method has.
     """
     check_declaration(method, {**_found(), **_registered})
     _registered[method.name] = method
@@ -64,7 +65,7 @@ def check_declaration(method: Method, known: dict[str, Method]) -> None:
 
 
 def methods() -> dict[str, Method]:
-    """All methods of this process by name, those of this package first."""
+    """All methods of this process by name; this package's methods come first."""
     return {**_found(), **_registered}
 
 
@@ -91,16 +92,16 @@ def get_method(name: str) -> Method:
 
 
 def legal_method_names() -> tuple[str, ...]:
-    """What users may write after "method": `BY_HEAD`, and the methods of this process."""
+    """Legal values of "method": `BY_HEAD` and the methods of this process."""
     return (BY_HEAD, *method_names())
 
 
 def find_method(name: object, model: str | None) -> Method | None:
-    """The method that a user's "method" and "model" mean; None for vLLM's own methods.
+    """The method that "method" and "model" select; None for vLLM's own methods.
 
     Raises:
-        ValueError: for `BY_HEAD` and a head that no method, or more than one, takes for its own,
-            and for a model that is no text.
+        ValueError: for `BY_HEAD` and a head that no method or several methods recognise, and for a
+            model that is not a string.
     """
     if name == BY_HEAD:
         return recognise_head(resolve_head_path(model, BY_HEAD))
@@ -114,7 +115,7 @@ def recognise_head(path: Path) -> Method:
     """The method that drafts with the head in folder `path`, by its config and tensor names.
 
     Raises:
-        ValueError: where none or more than one takes it for its own, and for unreadable files.
+        ValueError: if no method or several methods recognise it, and for unreadable files.
     """
     from vllm_specplug.drafting.head_files import read_head_files
 
@@ -140,7 +141,7 @@ def recognise_head(path: Path) -> Method:
 
 
 def head_owners(head: HeadFiles) -> list[Method]:
-    """The methods that take a head for one of theirs."""
+    """The methods that recognise a head as theirs."""
     owners = []
     for method in methods().values():
         # A broken third-party package must not affect other methods.
@@ -159,9 +160,9 @@ def head_owners(head: HeadFiles) -> list[Method]:
 
 
 def misfit(method: Method, head: HeadFiles) -> Method | None:
-    """The method that a head is made for, where `method` cannot draft with such heads."""
+    """The method that a head is made for; None if `method` can draft with it."""
     owners = head_owners(head)
-    # A method that adds options to another's drafts with the other's heads, too.
+    # A method whose options extend another method's also drafts with that method's heads.
     own = method.load_options()
     if any(issubclass(own, owner.load_options()) for owner in owners):
         return None
@@ -169,7 +170,7 @@ def misfit(method: Method, head: HeadFiles) -> Method | None:
 
 
 def default_method() -> Method:
-    """What demo and benchmarks take where no method was named."""
+    """The method that demo and benchmarks use by default."""
     return next(method for method in methods().values() if method.is_default)
 
 
@@ -179,7 +180,7 @@ def headless_methods() -> list[str]:
 
 
 def owners_of(option: str) -> list[str]:
-    """Names of the methods that have the option beside the shared ones."""
+    """Names of the methods that have `option` as an option of their own."""
     return [name for name, method in methods().items() if option in method.option_names()]
 
 

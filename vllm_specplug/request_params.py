@@ -10,14 +10,14 @@ from vllm_specplug.options import REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, shown
 
 PENALTY_ARGS = ("specplug_penalty_window", "specplug_penalty")
 REQUEST_ARGS = (REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, *PENALTY_ARGS)
-"""All arguments of the plugin that a request may have."""
+"""Arguments of the plugin that a request may set."""
 DEFAULT_PENALTY_WINDOW = 1024
-LEAST_PENALTY, MOST_PENALTY = 1e-3, 1e3
-"""Beyond these a float32 logit may overflow."""
+MIN_PENALTY, MAX_PENALTY = 1e-3, 1e3
+"""Outside this range a float32 logit may overflow."""
 
 
 def unknown_request_arg(extra_args: dict[str, Any] | None) -> tuple[str, str] | None:
-    """The first argument that looks like the plugin's and is not, and a hint for its sender."""
+    """The first argument that begins like the plugin's but is unknown, and a hint for the user."""
     for name in extra_args or ():
         if not isinstance(name, str) or not name.lower().startswith("specplug"):
             continue
@@ -29,20 +29,20 @@ def unknown_request_arg(extra_args: dict[str, Any] | None) -> tuple[str, str] | 
 
 
 def named_arg(error: ValueError) -> str | None:
-    """The parameter that a refusal opens with."""
-    # One name is another's beginning: the longest that fits.
-    found = [name for name in REQUEST_ARGS if str(error).startswith(name)]
-    return max(found, key=len, default=None)
+    """The parameter name that a refusal begins with."""
+    # The longest match, because one name is a prefix of another.
+    matches = [name for name in REQUEST_ARGS if str(error).startswith(name)]
+    return max(matches, key=len, default=None)
 
 
 def parse_penalty(
     extra_args: dict[str, Any] | None, max_window: int | None = None
 ) -> tuple[int, float] | None:
-    """A request's contextual penalty: window W in tokens and theta; None when it has none.
+    """A request's contextual penalty (window in tokens, theta); None without one.
 
     Args:
         extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
-        max_window: the longest text there can be; None for no limit on the window.
+        max_window: maximum window; None for no limit.
 
     Raises:
         ValueError: naming the parameter, its value and what is legal.
@@ -62,16 +62,16 @@ def parse_penalty(
         or window < 0
         or (max_window is not None and window_arg in extra and window > max_window)
     ):
-        most = "or more" if max_window is None else f"to max_model_len={max_window}"
+        upper = "or more" if max_window is None else f"to max_model_len={max_window}"
         raise ValueError(
             f"{window_arg}={shown(window)} is not usable: a number of tokens from 0 (no penalty) "
-            f"{most}. Give an integer such as 1024"
+            f"{upper}. Give an integer such as 1024"
         )
     numeric = isinstance(theta, int | float) and not isinstance(theta, bool)
-    if not numeric or not LEAST_PENALTY <= theta <= MOST_PENALTY:
+    if not numeric or not MIN_PENALTY <= theta <= MAX_PENALTY:
         raise ValueError(
-            f"{theta_arg}={shown(theta)} is not usable: a number from {LEAST_PENALTY} to "
-            f"{MOST_PENALTY:.0f}; 1 changes nothing. Give a number such as 1.2"
+            f"{theta_arg}={shown(theta)} is not usable: a number from {MIN_PENALTY} to "
+            f"{MAX_PENALTY:.0f}; 1 changes nothing. Give a number such as 1.2"
         )
     if window == 0 or theta == 1:
         return None
