@@ -14,8 +14,8 @@ from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
 from vllm_specplug.methods.mtp_tree.head import MtpModule
 
-# Prefix in MiMo's checkpoints and in speculators' format. Only the first module is read: it predicts
-# the token after next, and its outputs feed the next level.
+# Prefix in MiMo's checkpoints and in speculators' format. Only the first module is read: it
+# predicts the token after next, and its outputs feed the next level.
 PREFIX = "mtp_layers.0."
 # Prefixes in Qwen3.5's checkpoints: the tensors around the layer have names of their own.
 _QWEN_PREFIX = "mtp."

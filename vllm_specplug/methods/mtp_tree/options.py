@@ -10,8 +10,8 @@ DEFAULT_LEVELS = 4
 
 
 class MtpOptions(MethodOptions):
-    """MTP trees have only the shared options. `model` defaults to the target, whose checkpoint holds
-    the module."""
+    """MTP trees have only the shared options. `model` defaults to the target, whose checkpoint
+    holds the module."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module

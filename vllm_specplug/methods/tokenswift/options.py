@@ -39,9 +39,9 @@ class TokenSwiftOptions(MethodOptions):
     top, "heads" runs the heads on the last verified position, "ngrams" only looks up n-grams.
     "auto" measures which one gives the most tokens per second and uses it."""
     kv_budget: int = Field(default=4096, ge=1)
-    """Number of context tokens that the draft forward attends to: the first 16 (at most an eighth of
-    `kv_budget`) and the tokens that matter most to each layer and KV head. It must hold the first
-    tokens and `num_speculative_tokens`."""
+    """Number of context tokens that the draft forward attends to: the first 16 (at most an eighth
+    of `kv_budget`) and the tokens that matter most to each layer and KV head. It must hold the
+    first tokens and `num_speculative_tokens`."""
     self_draft_requests: int = Field(default=4, ge=1, le=1024)
     """Maximum number of requests with a partial cache, which bounds the caches' memory. If more
     requests than this are longer than `kv_budget`, the method drafts from heads and n-grams."""
