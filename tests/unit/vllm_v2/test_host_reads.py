@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
-from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB
@@ -27,7 +26,6 @@ from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
-from vllm_specplug.vllm_v2.tree_params import TreeBadWords, TreePenalties, TreeThinkingBudget
 from vllm_specplug.vllm_worker.cost.step_clock import HostClock, StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
@@ -75,8 +73,6 @@ not among them. Less is better; more needs a reason."""
 LAUNCHES_WITH_GRAPHS = 9
 """The same where the forward is one graph, whose replay is not among them: rows of padding and
 chains are arranged as trees, too, in memory that stays."""
-# What sampling parameters add that follow a row's path.
-LAUNCHES_OF_PARAMS = {"penalties": 60, "bad_words": 90, "thinking_budget": 95}
 
 
 class PretendedBackend(CudaTreeBackend):
@@ -208,75 +204,3 @@ def test_statistics_that_read_the_walk_are_noticed(moved: list[tuple[Any, ...]])
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _both(*shape: int, dtype: torch.dtype = torch.int64, value: int = 1) -> Any:
-    """One of vLLM's buffers with a copy on the host."""
-    return SimpleNamespace(
-        gpu=_numbers(*shape, dtype=dtype), np=np.full(shape, value, dtype=np.int64)
-    )
-
-
-def _stock_params(name: str) -> Any:
-    states = SimpleNamespace(
-        max_num_reqs=SLOTS,
-        prompt_len=_both(SLOTS),
-        total_len=_both(SLOTS),
-        all_token_ids=_both(SLOTS, 64, dtype=torch.int32),
-    )
-    flags = np.ones(SLOTS, dtype=bool)
-    floats = {"dtype": torch.float32}
-    fields: dict[str, dict[str, Any]] = {
-        "penalties": {
-            "use_penalty": flags,
-            "output_bin_counts": _numbers(SLOTS, VOCAB, dtype=torch.int32),
-            "prompt_bin_mask": _numbers(SLOTS, 1, dtype=torch.int32),
-            "repetition_penalty": _both(SLOTS, **floats),
-            "frequency_penalty": _both(SLOTS, **floats),
-            "presence_penalty": _both(SLOTS, **floats),
-        },
-        "bad_words": {
-            "num_bad_words": _both(SLOTS, value=3),
-            "bad_word_offsets": _both(SLOTS, 8, dtype=torch.int32),
-            "bad_word_token_ids": _both(SLOTS, 30, dtype=torch.int32),
-        },
-        "thinking_budget": {
-            "enabled": True,
-            "use_thinking_budget": flags,
-            "thinking_token_budget": _both(SLOTS, dtype=torch.int32),
-            "reasoning_start_token_ids": _numbers(2),
-            "natural_reasoning_end_token_ids": _numbers(2),
-            "reasoning_end_token_ids": _numbers(3),
-            "cached_last_start": _numbers(SLOTS),
-            "cached_last_end": _numbers(SLOTS),
-        },
-    }
-    return SimpleNamespace(req_states=states, apply=lambda logits, context: logits, **fields[name])
-
-
-@pytest.mark.parametrize("name", list(LAUNCHES_OF_PARAMS))
-def test_parameters_that_follow_a_path_read_nothing(name: str) -> None:
-    step = Step()
-    kind = {
-        "penalties": TreePenalties,
-        "bad_words": TreeBadWords,
-        "thinking_budget": TreeThinkingBudget,
-    }[name]
-    processor: Any = kind(_stock_params(name), SimpleNamespace(trees=step.trees), N)
-    if name == "bad_words":
-        processor.longest[:] = 2
-    rows = len(step.trees.depths)
-    context = LogitsContext(
-        expanded_idx_mapping=step.batch.expanded_idx_mapping,
-        idx_mapping=step.batch.idx_mapping,
-        idx_mapping_np=np.array([1, 4, 2]),
-        pos=_numbers(rows),
-        input_ids=step.tokens,
-        expanded_local_pos=step.batch.expanded_local_pos,
-        seq_lens_upper_bound_np=np.array([60, 80, 90]),
-    )
-    logits = _numbers(rows, VOCAB, dtype=torch.float32)
-    assert reads_the_device(lambda: processor.apply(logits, context)) is None
-    with Recorder() as recorder:
-        processor.apply(logits, context)
-    assert 0 < recorder.operations <= LAUNCHES_OF_PARAMS[name], recorder.operations

@@ -22,11 +22,10 @@ from vllm import SamplingParams
 from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.tiny import HIDDEN, make_head
+from tests.unit.drafters import load_drafter
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
-from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.seams import CPU_KERNELS
@@ -94,22 +93,10 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(block_head, "can_build_best_first", lambda device: False)
     monkeypatch.setattr("vllm_specplug.kernels.local_tree.can_build_local_trees", lambda _: False)
     monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
-    options = DrafterOptions(
-        head_path=str(make_head(tmp_path / "head", VOCAB)), num_nodes=NODES, tree_depth=DEPTH,
-        max_depth=NODES, tree_width=4, 
-        settings=BlockSettings(None),
-        ngram_topk=0, max_model_len=64,
-    )  # fmt: skip
-    drafter = JetSpecDrafter(options)
     weights = torch.zeros(VOCAB, HIDDEN)
-    drafter.load(
-        TargetWeights(
-            embed_tokens=weights, lm_head=weights, dtype=torch.float32, device=CPU,
-            make_linear=plain_linear,
-            text_config=SimpleNamespace(
-                hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2
-            ),
-        )
+    drafter = load_drafter(
+        JetSpecDrafter, make_head(tmp_path / "head", VOCAB), BlockSettings(None), weights,
+        num_nodes=NODES, max_depth=NODES,
     )  # fmt: skip
     made = object.__new__(TreeGPUModelRunner)
     made.__dict__.update(
@@ -122,7 +109,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         tree_backend=SimpleNamespace(make_workspace=lambda: None),
         speculator=SimpleNamespace(
             proposer=SimpleNamespace(
-                drafter=drafter, options=options, state_layers=StateLayers()
+                drafter=drafter, options=drafter.options, state_layers=StateLayers()
             )
         ),
         planner=SimpleNamespace(row_budget=SimpleNamespace(max_step_rows=TOKENS)),
