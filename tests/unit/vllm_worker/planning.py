@@ -15,6 +15,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 
 MAX_NODES = 8
 
@@ -32,14 +33,17 @@ def planner_of(
     draft_ms: float = 0.3,
     scheduler_rows: int | None = None,
     max_requests: int = 1,
+    deepest: int = 4,
+    clock: StepClock | None = None,
     **changes: Any,
 ) -> DraftPlanner:
     options = options_of(**changes)
     nodes = MAX_NODES if options.tree_budget == "auto" else options.tree_budget
     row_budget = RowBudget(nodes, rows, scheduler_rows, max_requests)
-    planner = DraftPlanner(options, row_budget, StepStats(), 1000)
+    planner = DraftPlanner(options, row_budget, StepStats(), 1000, clock)
     if planner.is_adaptive:
-        planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=draft_ms)), row_budget, 4)
+        costs = StepCostModel(calibration(draft=draft_ms))
+        planner.adaptive = AdaptiveBudget(costs, row_budget, deepest)
     return planner
 
 

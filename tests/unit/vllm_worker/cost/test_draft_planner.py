@@ -238,31 +238,6 @@ def test_nobody_to_draft_for_is_no_work() -> None:
     assert not drafter.asked
 
 
-def _verified(num_computed: int, tree: DraftTree, path: list[int], first: int = 0) -> StepRequest:
-    return StepRequest(first, first, first + 1 + tree.num_nodes, num_computed, tree, path)
-
-
-def test_times_of_real_steps_reach_the_cost_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    planner = planner_of()
-    assert planner.adaptive is not None
-    costs = planner.adaptive.costs
-    before = float(costs.verify_ms(5, 5, 0))
-    tree = DraftTree.chain([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
-    for _ in range(160):
-        planner.begin_step()
-        now[0] += 0.2
-        planner.observe(TreeStep([_verified(100, tree, [0, 1])]), ["a"], now[0])
-        now[0] += 0.006
-    # 200 ms of verification and 6 ms of everything else a step.
-    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) > 3 * before
-    assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
-    assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
-    assert planner.stats.predicted_actual == 320
-    assert planner.stats.predicted_accepted == pytest.approx(320, rel=0.25)
-
-
 def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

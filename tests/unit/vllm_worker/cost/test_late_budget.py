@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 
-from tests.unit.budget.calibrations import calibration
-from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
-from vllm_specplug.metrics import StepStats
+from tests.unit.vllm_worker.planning import MAX_NODES, planner_of
+from vllm_specplug.budget import Plan
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.cost.draft_planner import Batch
 from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
 
-NODES, DEEPEST = 8, 4
+NODES, DEEPEST = MAX_NODES, 4
 SURE = DraftTree.chain(range(6), -0.01 * np.arange(1, 7))
 VAIN = DraftTree.chain(range(6), -5.0 * np.arange(1, 7))
 NONE = DraftTree.empty()
@@ -22,13 +19,7 @@ NONE = DraftTree.empty()
 
 def late_budget(*extras: dict | None, deepest: int = DEEPEST) -> LateBudget:
     """Of requests "0", "1", ... with these arguments; rows cost as those of a small model."""
-    options = SimpleNamespace(
-        num_speculative_tokens=NODES, tree_budget="auto", max_draft_context=None,
-        max_request_budget=NODES,
-    )  # fmt: skip
-    rows = RowBudget(max_nodes=NODES, max_step_rows=512)
-    planner = DraftPlanner(options, rows, StepStats(), 1000)
-    planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=0.3)), rows, deepest)
+    planner = planner_of(deepest=deepest, max_request_budget=NODES)
     for i, extra in enumerate(extras):
         planner.nodes_for(str(i), extra, 100, len(extras))
     return LateBudget(planner, deepest)

@@ -3,17 +3,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.unit.budget.calibrations import calibration
-from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
-from vllm_specplug.metrics import StepStats
+from tests.unit.vllm_worker.planning import planner_of
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
-from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, HostClock, StepClock
+from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, HostClock
 from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
 
 
@@ -115,16 +112,6 @@ def test_a_pretended_device_notices_a_host_that_waits() -> None:
         start.elapsed_time(clock.mark())
 
 
-def _planner(clock: StepClock) -> DraftPlanner:
-    options = SimpleNamespace(
-        num_speculative_tokens=8, tree_budget="auto", max_draft_context=None, max_request_budget=8
-    )
-    rows = RowBudget(max_nodes=8, max_step_rows=512)
-    planner = DraftPlanner(options, rows, StepStats(), 1000, clock)
-    planner.adaptive = AdaptiveBudget(StepCostModel(calibration(draft=0.3)), rows, 4)
-    return planner
-
-
 TREE = DraftTree.chain([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
 
 
@@ -141,10 +128,14 @@ def _serve(planner: DraftPlanner, clock: Any, steps: int, device: Device) -> Non
         device.catch_up(behind=2)
 
 
-def test_the_cost_model_learns_from_a_device_a_step_late() -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_the_cost_model_learns_at_once_or_from_a_device_a_step_late(
+    monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
     device = Device()
-    clock = DeviceClock(device.make_event)
-    planner = _planner(clock)
+    monkeypatch.setattr("time.perf_counter", lambda: device.now)
+    clock = DeviceClock(device.make_event) if late else HostClock()
+    planner = planner_of(clock=clock)
     assert planner.adaptive is not None
     costs = planner.adaptive.costs
     learnt: list[float] = []
@@ -153,7 +144,8 @@ def test_the_cost_model_learns_from_a_device_a_step_late() -> None:
         learnt.append(args[3]),
         observe(*args, **more),
     )
-    _serve(planner, clock, 5, device)
+    # What the host reads of a device is two steps old.
+    _serve(planner, clock, 3 + 2 * late, device)
     assert learnt == []
     _serve(planner, clock, 1, device)
     # The fourth step is the first that means something.
@@ -162,13 +154,17 @@ def test_the_cost_model_learns_from_a_device_a_step_late() -> None:
     _serve(planner, clock, 160, device)
     assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
     assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
+    # Later only every fourth step of a device is timed.
+    assert planner.stats.predicted_actual == (178 if late else 2 * 164)
+    expected = planner.stats.predicted_actual
+    assert planner.stats.predicted_accepted == pytest.approx(expected, rel=0.25)
 
 
 def test_a_step_may_be_looked_at_when_others_are_over() -> None:
     """Its walk is then measured after the whole of it."""
     device = Device()
     clock = DeviceClock(device.make_event)
-    planner = _planner(clock)
+    planner = planner_of(clock=clock)
     assert planner.adaptive is not None
     planner.nodes_for("a", None, 100, 1)
     costs = planner.adaptive.costs
@@ -189,7 +185,7 @@ def test_a_step_may_be_looked_at_when_others_are_over() -> None:
 
 def test_a_device_that_lags_teaches_nothing_and_stops_nothing() -> None:
     device = Device()
-    planner = _planner(DeviceClock(device.make_event))
+    planner = planner_of(clock=DeviceClock(device.make_event))
     assert planner.adaptive is not None
     before = float(planner.adaptive.costs.verify_ms(5, 5, 500))
     device.catch_up = lambda behind=0: None  # type: ignore[method-assign]
