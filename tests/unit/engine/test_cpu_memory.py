@@ -10,32 +10,16 @@ import pytest
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.cpu_resource_utils import MemoryNodeInfo
 
-from vllm_specplug.engine import cpu_memory, install
+from vllm_specplug.engine import cpu_memory
+
+pytestmark = pytest.mark.usefixtures("installed")
 
 GIB = 1 << 30
 NGRAMS = {"method": "ngram_tree", "num_speculative_tokens": 8}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def installed() -> None:
-    install()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from transformers import LlamaConfig
-
-    folder: Path = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=128,
-        architectures=["LlamaForCausalLM"], dtype="float32",
-    ).save_pretrained(folder)  # fmt: skip
-    return str(folder)
-
-
 @pytest.fixture
-def share(monkeypatch: pytest.MonkeyPatch, model: str) -> Any:
+def share(monkeypatch: pytest.MonkeyPatch, target: Path) -> Any:
     """The share of the memory that a worker takes, by GiB free of 24 and the engine's arguments."""
     monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
 
@@ -43,7 +27,7 @@ def share(monkeypatch: pytest.MonkeyPatch, model: str) -> Any:
         memory = MemoryNodeInfo(total_memory=24 * GIB, available_memory=int(free * GIB))
         monkeypatch.setattr(cpu_memory, "get_memory_node_info", lambda node: memory)
         arguments = {"speculative_config": NGRAMS, **arguments}
-        config = EngineArgs(model=model, skip_tokenizer_init=True, **arguments)
+        config = EngineArgs(model=str(target), skip_tokenizer_init=True, **arguments)
         return config.create_engine_config().cache_config.gpu_memory_utilization
 
     return of

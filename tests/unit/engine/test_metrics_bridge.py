@@ -108,23 +108,16 @@ def scheduler_cls():
     return FakeScheduler
 
 
-def test_scheduler_hands_on_what_the_runner_attached(scheduler_cls):
+@pytest.mark.parametrize(("has_payload", "log_stats"), [(True, True), (False, True), (True, False)])
+def test_scheduler_hands_on_what_the_runner_attached(scheduler_cls, has_payload, log_stats):
     payload = make_payload()
-    output = SimpleNamespace(**{STATS_ATTRIBUTE: payload})
-    stats = scheduler_cls(log_stats=True).update_from_output(None, output)[0].scheduler_stats
-    assert stats.specplug_stats == payload
+    output = SimpleNamespace(**({STATS_ATTRIBUTE: payload} if has_payload else {}))
+    stats = scheduler_cls(log_stats).update_from_output(None, output)[0].scheduler_stats
+    if not log_stats:
+        assert stats is None
+        return
     assert stats.num_running_reqs == 1
-
-
-def test_scheduler_leaves_other_outputs_alone(scheduler_cls):
-    stats = scheduler_cls(True).update_from_output(None, SimpleNamespace())[0].scheduler_stats
-    assert not hasattr(stats, "specplug_stats")
-
-
-def test_statistics_switched_off_stay_off(scheduler_cls):
-    output = SimpleNamespace(**{STATS_ATTRIBUTE: make_payload()})
-    outputs = scheduler_cls(log_stats=False).update_from_output(None, output)
-    assert outputs[0].scheduler_stats is None
+    assert getattr(stats, "specplug_stats", None) == (payload if has_payload else None)
 
 
 def make_vllm_config(plugin_method: str | None):

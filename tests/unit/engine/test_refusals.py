@@ -16,6 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.tiny import make_head, make_tokenswift_heads
 from tests.unit.engine_config import engine_config
+from vllm_specplug.engine.engine_args import (
+    _check_cache_dtype,
+    _check_states,
+    check_engine_config,
+)
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -29,6 +34,15 @@ def head(tmp_path: Path) -> Path:
 
 def _jetspec(head: Path, **options: Any) -> dict[str, Any]:
     return {"method": "jetspec", "model": str(head), **options}
+
+
+def _changed(target: Path, folder: Path, **changes: Any) -> Path:
+    """A target whose config differs in these."""
+    other = folder / "other"
+    other.mkdir()
+    config = json.loads((target / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **changes}))
+    return other
 
 
 def test_a_good_config_claims_the_worker_and_keeps_typed_options(target: Path, head: Path) -> None:
@@ -161,6 +175,7 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
         ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
         ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
+        ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True"),
         ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
         ({"max_num_scheduled_tokens": 8}, "needs 9 rows .*max_num_scheduled_tokens=8"),
     ],
@@ -214,8 +229,6 @@ def test_fp8_caches_are_read_by_whom_they_can_be(
 def test_quantised_caches_by_device(
     device: str, dtype: str, scheme: Any, options: dict[str, Any], message: str | None
 ) -> None:
-    from vllm_specplug.engine.engine_args import _check_cache_dtype
-
     config: Any = SimpleNamespace(
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(cache_dtype=dtype),
@@ -248,40 +261,26 @@ def test_kv_connectors(target: Path, connector: str) -> None:
     assert engine_config(target, None, kv_transfer_config=transfer).speculative_config is None
 
 
-def test_prompts_that_skip_layers(target: Path) -> None:
-    with pytest.raises(ValueError, match="'ngram_tree' .*kv_sharing_fast_prefill=True"):
-        engine_config(target, {"method": "ngram_tree"}, kv_sharing_fast_prefill=True)
-
-
-@pytest.mark.parametrize(("field", "value"), [("enable_dbo", True), ("ubatch_size", 2)])
-def test_microbatching(target: Path, field: str, value: Any) -> None:
-    """Set on the finished config: vLLM switches it off on CPU."""
-    from vllm_specplug.engine.engine_args import check_engine_config
-
-    config = engine_config(target, {"method": "ngram_tree"})
-    check_engine_config(config)
-    setattr(config.parallel_config, field, value)
-    with pytest.raises(ValueError, match=f"'ngram_tree' .*{field}={value}"):
-        check_engine_config(config)
-
-
 @pytest.mark.parametrize(
-    ("part", "field", "message"),
+    ("part", "field", "value", "message"),
     [
-        (None, "watermark_config", "watermarking"),
-        ("parallel_config", "enable_batch_sharded_sampling", "enable_batch_sharded_sampling=True"),
-        ("model_config", "enable_trace_replay", "enable_trace_replay=True"),
-        ("aux_output_config", "enable_return_routed_experts", "enable_return_routed_experts=True"),
+        # vLLM switches these two off on CPU.
+        ("parallel_config", "enable_dbo", True, "enable_dbo=True"),
+        ("parallel_config", "ubatch_size", 2, "ubatch_size=2"),
+        # These take rows for consecutive tokens.
+        (None, "watermark_config", True, "watermarking"),
+        ("parallel_config", "enable_batch_sharded_sampling", True, "sharded_sampling=True"),
+        ("model_config", "enable_trace_replay", True, "enable_trace_replay=True"),
+        ("aux_output_config", "enable_return_routed_experts", True, "routed_experts=True"),
     ],
 )
-def test_what_takes_rows_for_consecutive_tokens_is_named(
-    target: Path, part: str | None, field: str, message: str
+def test_what_does_not_go_with_trees_is_named(
+    target: Path, part: str | None, field: str, value: Any, message: str
 ) -> None:
-    from vllm_specplug.engine.engine_args import check_engine_config
-
+    """Set on the finished config."""
     config = engine_config(target, {"method": "ngram_tree"})
     check_engine_config(config)
-    setattr(config if part is None else getattr(config, part), field, True)
+    setattr(config if part is None else getattr(config, part), field, value)
     with pytest.raises(ValueError, match=f"'ngram_tree' .*{message}"):
         check_engine_config(config)
 
@@ -330,10 +329,7 @@ def test_rows_reserved_ahead_leave_some_for_one_more_request(target: Path) -> No
 def test_wrong_targets(
     target: Path, head: Path, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
-    config = json.loads((target / "config.json").read_text())
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({**config, **change}))
+    other = _changed(target, tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         engine_config(other, _jetspec(head))
 
@@ -349,15 +345,14 @@ _FP8_CACHE = {
 def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
     target: Path, tmp_path: Path
 ) -> None:
-    config = json.loads((target / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": _FP8_CACHE}))
+    other = _changed(target, tmp_path, quantization_config=_FP8_CACHE)
     heads = str(make_tokenswift_heads(tmp_path / "heads", VOCAB))
-    assert engine_config(tmp_path, {"method": "ngram_tree"}).speculative_config.plugin_method
+    assert engine_config(other, {"method": "ngram_tree"}).speculative_config.plugin_method
     with pytest.raises(
         ValueError,
         match="quantised KV cache: with draft_source='self' its drafts read",
     ):
-        engine_config(tmp_path, {"method": "tokenswift", "model": heads, "draft_source": "self"})
+        engine_config(other, {"method": "tokenswift", "model": heads, "draft_source": "self"})
 
 
 _HYBRID = {
@@ -390,19 +385,26 @@ def test_targets_with_recurrent_states(
         spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 64))
     engine = {"dtype": "bfloat16", "enable_prefix_caching": False, **engine}
     if message is None:
-        assert engine_config(tmp_path, spec, **engine).model_config.is_hybrid
+        config = engine_config(tmp_path, spec, **engine)
+        assert config.model_config.is_hybrid
+        # What CPUs lack, CUDA has.
+        config.device_config = SimpleNamespace(device_type="cuda")
+        for dtype in (torch.bfloat16, torch.float32):
+            config.model_config.dtype = dtype
+            _check_states("ngram_tree", config.speculative_config, config)
         return
     with pytest.raises(ValueError, match=message):
         engine_config(tmp_path, spec, **engine)
 
 
 def test_missing_and_pickled_heads(target: Path, head: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="model=None .*needs a draft head"):
-        engine_config(target, {"method": "jetspec", "num_speculative_tokens": 8})
-    with pytest.raises(ValueError, match="model='/nowhere/head' .*no such folder"):
-        engine_config(target, {"method": "jetspec", "model": "/nowhere/head"})
-    with pytest.raises(ValueError, match="hf download some/head"):
-        engine_config(target, {"method": "jetspec", "model": "some/head"})
+    for given, message in (
+        ({}, "model=None .*needs a draft head"),
+        ({"model": "/nowhere/head"}, "model='/nowhere/head' .*no such folder"),
+        ({"model": "some/head"}, "hf download some/head"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine_config(target, {"method": "jetspec", **given})
     weights = head / "model.safetensors"
     torch.save(load_file(weights), head / "pytorch_model.bin")
     weights.unlink()
@@ -437,10 +439,7 @@ def test_a_mixture_of_experts_in_replicas_takes_no_draft_forwards_of_one_replica
     target: Path, tmp_path: Path, source: str, replicas: int
 ) -> None:
     """Replicas meet in every forward; one that ran one more would wait for the others for ever."""
-    config = json.loads((target / "config.json").read_text())
-    other = tmp_path / "mixture"
-    other.mkdir()
-    (other / "config.json").write_text(json.dumps({**config, **_MIXTURE}))
+    other = _changed(target, tmp_path, **_MIXTURE)
     heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
     spec = {"method": "tokenswift", "model": str(heads), "draft_source": source}
     if source == "ngrams":
@@ -460,8 +459,6 @@ def test_what_multimodal_targets_do_not_give_is_named(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vllm.config import ModelConfig, MultiModalConfig
-
-    from vllm_specplug.engine.engine_args import check_engine_config
 
     heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
     own = {"method": "tokenswift", "model": str(heads), "draft_source": "self"}

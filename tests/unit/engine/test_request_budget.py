@@ -10,8 +10,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from vllm_specplug.engine import install
 from vllm_specplug.engine.spec_config import SpecPlugSpeculativeConfig
+
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 def _spec(plugin_method: str | None = "jetspec") -> Any:
@@ -26,11 +27,6 @@ def _spec(plugin_method: str | None = "jetspec") -> Any:
     for name, value in values.items():
         object.__setattr__(spec, name, value)
     return spec
-
-
-@pytest.fixture(autouse=True)
-def _installed() -> None:
-    install()
 
 
 @pytest.mark.parametrize(

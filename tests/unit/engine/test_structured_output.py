@@ -138,58 +138,6 @@ def make_scheduler(manager: Any, requests: list[Any]) -> Any:
     return scheduler
 
 
-@settings(max_examples=150)
-@given(
-    tree=trees(20, VOCABULARY),
-    committed=st.lists(st.integers(0, 3), max_size=3),
-    share=st.floats(0, 1),
-    reasons=st.booleans(),
-)
-def test_masks_are_those_of_each_path_by_itself(tree, committed, share, reasons) -> None:
-    tokens, parents = tree.token_ids.tolist(), tree.parent_indices.tolist()
-    request = make_request("reasons" if reasons else "tree", committed)
-    name, grammar = request.request_id, request.structured_output_request.grammar
-    manager = make_manager(reasons)
-    scheduler = make_scheduler(manager, [request])
-    scheduler.update_draft_token_ids(drafts_of({name: tokens}, **{name: parents}))
-
-    def constrained(path: list[int]) -> list[int] | None:
-        """The part of a path that the grammar reads; None before it reads anything."""
-        if not reasons:
-            return path
-        return path[path.index(9) + 1 :] if 9 in path else None
-
-    def allowed(path: list[int]) -> bool:
-        part = constrained(path)
-        return part is None or grammar.validate_tokens(part) == part
-
-    paths = list(paths_of(tree))
-    assert request.spec_token_ids == tokens
-    assert grammar.text == committed
-
-    # The scheduler may cut the drafts.
-    scheduled = request.spec_token_ids[: round(share * len(tokens))]
-    mask = manager.grammar_bitmask(
-        scheduler.requests, [name], {name: scheduled} if scheduled else {}
-    )
-    rows = rows_as_read(mask, [1 + len(scheduled)])
-    for row, path in enumerate([[], *paths[: len(scheduled)]]):
-        if not allowed(path):
-            # Nothing reaches it: the row above masks its token.
-            continue
-        alone = ToyGrammar()
-        part = constrained(path)
-        expected = torch.tensor([-1], dtype=torch.int32)
-        if part is None and IS_033:
-            expected -= sum(1 << token for token in ENDS)
-        if part is not None and (not reasons or path):
-            alone.text = [*committed, *part]
-            if not alone.is_terminated():
-                alone.fill_bitmask(expected, 0)
-        assert rows[row] == expected[0], (row, path)
-    assert grammar.text == committed and grammar.rejected == 0
-
-
 def test_a_tree_between_lines_keeps_its_own_rows() -> None:
     first, middle, last = (make_request(name, []) for name in ("first", "middle", "last"))
     manager = make_manager()
@@ -221,54 +169,75 @@ def test_without_parents_vllms_own_code_runs() -> None:
     assert request.structured_output_request.specplug_tree is None
 
 
-def masks_on_the_device(
-    tokens: list[int], parents: list[int] | None, committed: list[int], slots: int, ahead: bool
+def masks_of(
+    tokens: list[int],
+    parents: list[int] | None,
+    committed: list[int],
+    slots: int,
+    *,
+    ahead: bool,
+    reasons: bool = False,
 ) -> tuple[Any, list[int]]:
-    """Masks [1 + slots] of drafts that stay on the device, and the scheduler's list of them.
+    """Masks [1 + slots] of a request's drafts, and the scheduler's list of them.
 
     Scheduled ahead of drafting, a request has `slots` places whatever was drafted.
     """
-    request = make_request("tree", committed)
-    manager = make_manager()
+    request = make_request("reasons" if reasons else "tree", committed)
+    name, grammar = request.request_id, request.structured_output_request.grammar
+    manager = make_manager(reasons)
     scheduler = make_scheduler(manager, [request])
-    drafts = drafts_of({"tree": tokens}, **({} if parents is None else {"tree": parents}))
+    drafts = drafts_of({name: tokens}, **({} if parents is None else {name: parents}))
     if ahead:
-        output = SimpleNamespace(scheduled_spec_decode_tokens={"tree": [-1] * slots})
+        output = SimpleNamespace(scheduled_spec_decode_tokens={name: [-1] * slots})
         scheduler.update_draft_token_ids_in_output(drafts, output)
-        scheduled = output.scheduled_spec_decode_tokens["tree"]
+        scheduled = output.scheduled_spec_decode_tokens[name]
     else:
         scheduler.update_draft_token_ids(drafts)
+        assert parents is None or request.spec_token_ids == tokens
+        # The scheduler may cut the drafts.
         scheduled = request.spec_token_ids[:slots]
+    assert grammar.text == committed
     mask = manager.grammar_bitmask(
-        scheduler.requests, ["tree"], {"tree": scheduled} if scheduled else {}
+        scheduler.requests, [name], {name: scheduled} if scheduled else {}
     )
-    assert request.structured_output_request.grammar.text == committed
+    assert grammar.text == committed and grammar.rejected == 0
     return rows_as_read(mask, [1 + len(scheduled)]), scheduled
 
 
-@settings(max_examples=150)
+@settings(max_examples=300)
 @given(
     tree=trees(20, VOCABULARY),
     committed=st.lists(st.integers(0, 3), max_size=3),
-    slots=st.integers(1, 24),
+    slots=st.integers(0, 24),
     ahead=st.booleans(),
+    reasons=st.booleans(),
     unused=st.lists(st.integers(0, 19), max_size=3),
 )
-def test_drafts_on_the_device_stay_and_forbidden_ones_cannot_be_reached(
-    tree, committed, slots, ahead, unused
+def test_masks_are_those_of_each_path_and_forbidden_drafts_cannot_be_reached(
+    tree, committed, slots, ahead, reasons, unused
 ) -> None:
     tokens, parents = tree.token_ids.tolist(), tree.parent_indices.tolist()
     # Nodes that the device gave up; what hangs below them is lost.
     parents = [-2 if node in unused else parent for node, parent in enumerate(parents)]
     paths = list(map(list, paths_of(tree)))
-    mask, scheduled = masks_on_the_device(tokens, parents, committed, slots, ahead)
+    slots = max(slots, 1) if ahead else slots
+    mask, scheduled = masks_of(tokens, parents, committed, slots, ahead=ahead, reasons=reasons)
     nodes = min(len(tokens), slots)
     assert scheduled == tokens[:nodes] + [-1] * (slots - nodes if ahead else 0)
 
+    def grammar_at(path: list[int]) -> ToyGrammar | None:
+        """The grammar behind a path; None where it reads nothing yet."""
+        if reasons and 9 not in path:
+            return None
+        alone = ToyGrammar()
+        alone.text = [*committed, *(path[path.index(9) + 1 :] if reasons else path)]
+        return alone
+
     def row(path: list[int]) -> int:
-        alone, expected = ToyGrammar(), torch.tensor([-1], dtype=torch.int32)
-        alone.text = [*committed, *path]
-        if not alone.is_terminated():
+        alone, expected = grammar_at(path), torch.tensor([-1], dtype=torch.int32)
+        if alone is None:
+            expected -= sum(1 << token for token in ENDS) if IS_033 else 0
+        elif not alone.is_terminated():
             alone.fill_bitmask(expected, 0)
         return int(expected[0])
 
@@ -277,13 +246,11 @@ def test_drafts_on_the_device_stay_and_forbidden_ones_cannot_be_reached(
     for node in range(nodes):
         if parents[node] not in reachable:
             continue
-        above = paths[node][:-1]
-        alone = ToyGrammar()
-        alone.text = [*committed, *above]
-        if alone.validate_tokens([tokens[node]]):
+        above = grammar_at(paths[node][:-1])
+        if above is None or above.validate_tokens([tokens[node]]):
             reachable.add(node)
-            assert mask[1 + node] == row([*above, tokens[node]]), node
-        elif not alone.is_terminated():
+            assert mask[1 + node] == row(paths[node]), node
+        elif not above.is_terminated():
             # The row above never samples it.
             assert not mask[1 + parents[node]] >> tokens[node] & 1
 
@@ -292,8 +259,8 @@ def test_without_parents_the_masks_of_such_drafts_are_others() -> None:
     """What makes the test above one that can fail: siblings taken for a chain."""
     tokens, parents = [5, 6, 8, 8], [-1, -1, 0, 1]
     for ahead in (False, True):
-        with_tree, _ = masks_on_the_device(tokens, parents, [], 4, ahead)
-        as_chain, _ = masks_on_the_device(tokens, None, [], 4, ahead)
+        with_tree, _ = masks_of(tokens, parents, [], 4, ahead=ahead)
+        as_chain, _ = masks_of(tokens, None, [], 4, ahead=ahead)
         assert with_tree != as_chain
 
 

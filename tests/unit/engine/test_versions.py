@@ -25,13 +25,6 @@ def _drill(fault: str, model: str, folder: Path, after: str = "") -> tuple[str, 
     return ours, plain
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tests.e2e.tiny import make_target
-
-    return str(make_target(tmp_path_factory.mktemp("target"), 12))
-
-
 # name: what goes wrong, and what the message must name
 FAULTS = {
     "version": ('import vllm; vllm.__version__ = "0.40.1"', "0.40.1"),
@@ -67,11 +60,11 @@ FAULTS["halfway"] = (
 @pytest.mark.xdist_group("version_drills")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_our_methods_refuse_with_the_exact_reason_and_plain_vllm_starts(
-    fault: str, model: str, tmp_path: Path
+    fault: str, target: Path, tmp_path: Path
 ) -> None:
     script, named = FAULTS[fault]
     after = UNTOUCHED if fault == "halfway" else ""
-    ours, plain = _drill(script, model, tmp_path, after)
+    ours, plain = _drill(script, str(target), tmp_path, after)
     assert "'jetspec' is not available" in ours and "pip install" in ours and "0.32.x" in ours
     assert named in ours
     assert ("vLLM is as it was" in ours) == (fault == "halfway")
@@ -91,7 +84,7 @@ def test_a_release_counts_where_its_tests_ran(monkeypatch, version, device, refu
     assert problem is None or (version in problem and "only on cpu" in problem)
 
 
-def test_a_method_is_refused_where_the_release_was_not_tested(monkeypatch, model: str) -> None:
+def test_a_method_is_refused_where_the_release_was_not_tested(monkeypatch, target: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     from vllm_specplug.plugin import register
@@ -100,4 +93,4 @@ def test_a_method_is_refused_where_the_release_was_not_tested(monkeypatch, model
     monkeypatch.setattr(versions, "SUPPORTED_VLLM", {"0.32": ("cuda",), "0.33": ("cuda",)})
     spec = {"method": "ngram_tree", "num_speculative_tokens": 4}
     with pytest.raises(ValueError, match=r"'ngram_tree' is not available: .* only on cuda"):
-        EngineArgs(model=model, speculative_config=spec).create_engine_config()
+        EngineArgs(model=str(target), speculative_config=spec).create_engine_config()

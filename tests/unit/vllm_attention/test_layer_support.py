@@ -45,8 +45,10 @@ from vllm_specplug.vllm_worker.memory.cache_groups import (
     target_groups,
 )
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
+from vllm_specplug.vllm_worker.proposer import _check_forward
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+TREE_IMPLS = {TreeCPUAttentionBackendImpl, TreeFlashAttentionImpl, TreeTritonAttentionImpl}
 # Parameters of implementations that tree rows honour, or that the layer check covers elsewhere.
 HONOURED = {
     "self", "num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype",
@@ -121,18 +123,7 @@ SERVED = [
 
 
 @pytest.mark.parametrize(("options", "title", "name", "value"), SERVED)
-def test_what_the_kernel_reproduces_is_served_and_handed_over(
-    config: VllmConfig, options: dict[str, Any], title: str, name: str, value: Any
-) -> None:
-    features = layer(config, 1, **options).impl.tree_features()
-    check(config)
-    assert not features.is_plain
-    given = getattr(features, name)
-    assert torch.equal(given, value) if isinstance(value, torch.Tensor) else given == value
-
-
-@pytest.mark.parametrize(("options", "title", "name", "value"), SERVED)
-def test_an_implementation_that_does_not_serve_a_feature_is_refused(
+def test_what_the_kernel_reproduces_is_handed_over_or_refused(
     config: VllmConfig,
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
@@ -140,8 +131,12 @@ def test_an_implementation_that_does_not_serve_a_feature_is_refused(
     name: str,
     value: Any,
 ) -> None:
+    features = layer(config, 1, **options).impl.tree_features()
+    check(config)
+    assert not features.is_plain
+    given = getattr(features, name)
+    assert torch.equal(given, value) if isinstance(value, torch.Tensor) else given == value
     monkeypatch.setattr(TreeCPUAttentionBackendImpl, "serves", frozenset())
-    layer(config, 1, **options)
     with pytest.raises(ValueError, match=f"'ngram_tree' .*'model.layers.1.attn' has .*{title}"):
         check(config)
 
@@ -240,29 +235,26 @@ def test_layers_that_change_their_metadata_are_refused(config: VllmConfig) -> No
         check(config)
 
 
-@pytest.mark.parametrize("impl", [CPUAttentionBackendImpl, FlashAttentionImpl, TritonAttentionImpl])
-def test_everything_an_implementation_takes_is_honoured_or_checked(impl: type) -> None:
-    parameters = inspect.signature(impl.__init__).parameters
-    assert set(parameters) <= HONOURED | set(IMPL_FEATURES), "tree rows would ignore one of these"
-    for name in set(parameters) & set(IMPL_FEATURES):
-        _, changes_nothing = IMPL_FEATURES[name]
-        default = parameters[name].default
-        assert changes_nothing(None if default is inspect.Parameter.empty else default), name
-
-
 @pytest.mark.parametrize(
-    ("impl", "windows"),
+    ("impl", "unlimited"),
     [
         (CPUAttentionBackendImpl, -1),
         (TritonAttentionImpl, (-1, -1)),
         (FlashAttentionImpl, (-1, -1)),
     ],
 )
-def test_an_unlimited_window_is_none(impl: type, windows: Any) -> None:
-    """As the implementations write it."""
-    source = inspect.getsource(impl.__init__)
-    assert f"self.sliding_window = {windows}" in source
-    assert IMPL_FEATURES["sliding_window"][1](windows)
+def test_everything_an_implementation_takes_is_honoured_or_checked(
+    impl: type, unlimited: Any
+) -> None:
+    parameters = inspect.signature(impl.__init__).parameters
+    assert set(parameters) <= HONOURED | set(IMPL_FEATURES), "tree rows would ignore one of these"
+    for name in set(parameters) & set(IMPL_FEATURES):
+        _, changes_nothing = IMPL_FEATURES[name]
+        default = parameters[name].default
+        assert changes_nothing(None if default is inspect.Parameter.empty else default), name
+    # An unlimited window is none, as the implementations write it.
+    assert f"self.sliding_window = {unlimited}" in inspect.getsource(impl.__init__)
+    assert IMPL_FEATURES["sliding_window"][1](unlimited)
 
 
 @pytest.mark.parametrize("impl", [TreeFlashAttentionImpl, TreeTritonAttentionImpl])
@@ -299,26 +291,28 @@ def test_caches_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
         check_cache_dtypes({"a": good, "b": good.to(dtype)}, torch.float32, "jetspec")
 
 
-def test_caches_of_eight_bits_are_taken_where_their_numbers_are_known() -> None:
-    cache = {"a": torch.zeros(1, 1, 16, 8, dtype=torch.uint8)}
-    for kind in ("fp8", "fp8_e4m3", "fp8_e5m2"):
-        for impl in (TreeCPUAttentionBackendImpl, TreeFlashAttentionImpl, TreeTritonAttentionImpl):
-            layers = {"a": SimpleNamespace(kv_cache_dtype=kind, impl=impl)}
-            if kind == "fp8_e5m2" and impl is not TreeCPUAttentionBackendImpl:
-                with pytest.raises(ValueError, match="'a'.* dtype is uint8"):
-                    check_cache_dtypes(cache, torch.float32, "jetspec", layers)
-            else:
+@pytest.mark.parametrize(
+    ("kind", "dtype", "takers"),
+    [
+        ("fp8", torch.uint8, TREE_IMPLS),
+        ("fp8_e4m3", torch.uint8, TREE_IMPLS),
+        ("fp8_e5m2", torch.uint8, {TreeCPUAttentionBackendImpl}),
+        ("int8_per_token_head", torch.int8, {TreeTritonAttentionImpl}),
+        ("fp8_per_token_head", torch.uint8, {TreeTritonAttentionImpl}),
+        ("int4_per_token_head", torch.uint8, set()),
+    ],
+)
+def test_caches_of_eight_bits_are_taken_where_their_numbers_are_known(
+    kind: str, dtype: torch.dtype, takers: set[type]
+) -> None:
+    cache = {"a": torch.zeros(1, 1, 16, 8, dtype=dtype)}
+    for impl in TREE_IMPLS:
+        layers = {"a": SimpleNamespace(kv_cache_dtype=kind, impl=impl)}
+        if impl in takers:
+            check_cache_dtypes(cache, torch.float32, "jetspec", layers)
+        else:
+            with pytest.raises(ValueError, match=f"'a'.* dtype is {str(dtype)[6:]}"):
                 check_cache_dtypes(cache, torch.float32, "jetspec", layers)
-    stored = {"int8_per_token_head": torch.int8, "fp8_per_token_head": torch.uint8}
-    for kind, dtype in {**stored, "int4_per_token_head": torch.uint8}.items():
-        cache = {"a": torch.zeros(1, 1, 16, 8, dtype=dtype)}
-        for impl in (TreeCPUAttentionBackendImpl, TreeFlashAttentionImpl, TreeTritonAttentionImpl):
-            layers = {"a": SimpleNamespace(kv_cache_dtype=kind, impl=impl)}
-            if impl is TreeTritonAttentionImpl and kind in stored:
-                check_cache_dtypes(cache, torch.float32, "jetspec", layers)
-            else:
-                with pytest.raises(ValueError, match=f"'a'.* dtype is {str(dtype)[6:]}"):
-                    check_cache_dtypes(cache, torch.float32, "jetspec", layers)
 
 
 @pytest.mark.parametrize("impl", [TreeFlashAttentionImpl, TreeTritonAttentionImpl])
@@ -367,8 +361,6 @@ def test_the_caches_of_eight_bits_are_those_that_vllms_cpu_attention_declares() 
 
 
 def test_a_forward_that_reads_the_tokens_before_a_row_is_refused() -> None:
-    from vllm_specplug.vllm_worker.proposer import _check_forward
-
     _check_forward(torch.nn.Identity(), "jetspec")
     with pytest.raises(ValueError, match="'jetspec' .*token_lookback_depth=2"):
         _check_forward(SimpleNamespace(token_lookback_depth=2), "jetspec")  # type: ignore[arg-type]
@@ -379,8 +371,6 @@ def test_a_target_whose_inputs_are_made_by_a_class_of_its_own_is_refused() -> No
     from vllm.model_executor.models.longcat_flash_ngram import LongcatFlashNgramForCausalLM
     from vllm.v1.worker.gpu.model_states import resolve_model_state_cls
 
-    from vllm_specplug.vllm_worker.proposer import _check_forward
-
     model = LongcatFlashNgramForCausalLM.__new__(LongcatFlashNgramForCausalLM)
     assert resolve_model_state_cls(SimpleNamespace(), model).__name__ == "LongcatNgramModelState"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'jetspec' .*LongcatFlash.* LongcatNgramModelState,"):
@@ -390,8 +380,6 @@ def test_a_target_whose_inputs_are_made_by_a_class_of_its_own_is_refused() -> No
 def test_embeddings_of_decoded_tokens_are_refused() -> None:
     """vLLM's own name of such a target."""
     from vllm.model_executor.models.interfaces import SupportsRealtime, supports_realtime
-
-    from vllm_specplug.vllm_worker.proposer import _check_forward
 
     class Streaming(torch.nn.Module):
         supports_realtime = True
