@@ -78,42 +78,6 @@ def test_no_subset_closed_under_ancestors_has_a_better_rate(step: tuple) -> None
     assert allocation.rate == pytest.approx(best, rel=1e-9)
 
 
-def test_free_rows_are_all_used_and_dear_ones_are_not() -> None:
-    probabilities = np.array([0.9, 0.6, 0.3, 0.1])
-    assert allocate(probabilities, np.full(5, 10.0), 1).kept.all()
-    assert not allocate(probabilities, np.array([1.0, 3, 5, 7, 9]), 1).kept.any()
-
-
-def test_stops_at_the_edge_of_a_stair_and_climbs_it_when_the_next_one_pays() -> None:
-    stairs = np.array([10.0, 10, 10, 14, 14, 14])
-    some = allocate(np.array([0.9, 0.8, 0.2, 0.1, 0.1]), stairs, 1)
-    assert some.kept.tolist() == [True, True, False, False, False]
-    # No single node pays for the stair, three together do.
-    more = allocate(np.array([0.9, 0.8, 0.6, 0.6, 0.6]), stairs, 1)
-    assert more.kept.all()
-
-
-def test_nothing_to_allocate_is_the_plain_step() -> None:
-    allocation = allocate(np.empty(0), np.array([7.0]), 3)
-    assert (allocation.tokens, allocation.milliseconds) == (3, 7.0)
-
-
-def test_long_contexts_pay_for_their_own_attention() -> None:
-    probabilities = np.array([0.5, 0.6])
-    curve = np.array([10.0, 11.0, 12.0])
-    assert allocate(probabilities, curve, 2).kept.tolist() == [True, True]
-    dear = allocate(probabilities, curve, 2, np.array([0.0, 5.0]))
-    assert dear.kept.tolist() == [True, False]
-
-
-def test_equal_inputs_give_equal_choices() -> None:
-    rng = np.random.default_rng(0)
-    probabilities = np.repeat(rng.random(100), 3)
-    curve = 10.0 + 0.2 * np.arange(301)
-    first = allocate(probabilities, curve, 8)
-    assert (first.kept == allocate(probabilities.copy(), curve.copy(), 8).kept).all()
-
-
 def test_more_trees_take_no_more_calls() -> None:
     """One sorting and one sum a round for all nodes together, however many there are."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.unit.budget.simulation import accepted_path
 from tests.unit.scripts import load_script
 from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, RowBudget, StepCostModel
 from vllm_specplug.tree import DraftTree, build_tree
@@ -67,7 +68,8 @@ def served(a: float, batch: int, steps: int = 250) -> float:
         depths = budget.plan(step, [DraftTree.empty()] * batch)
         kept = budget.trim([trees[d] for d in depths])
         drawn = np.searchsorted(np.cumsum(ranks), rng.random((batch, DEPTH)))
-        paths = [path(tree, right.tolist()) for tree, right in zip(kept, drawn, strict=True)]
+        truths = (drawn + np.arange(DEPTH) * WIDTH).tolist()
+        paths = [accepted_path(tree, truth) for tree, truth in zip(kept, truths, strict=True)]
         nodes = sum(tree.num_nodes for tree in kept)
         drafted = [d for d in depths if d]
         drafting = draft_ms(len(drafted), float(np.mean(drafted))) if drafted else 0.0
@@ -84,20 +86,6 @@ def served(a: float, batch: int, steps: int = 250) -> float:
             tokens += batch + sum(map(len, paths))
             ms += verify + drafting + REST_MS
     return tokens / ms
-
-
-def path(tree: DraftTree, right: list[int]) -> list[int]:
-    """The accepted nodes where the token of rank `right[d]` follows at depth d."""
-    found: list[int] = []
-    parent = -1
-    for depth, rank in enumerate(right):
-        below = np.flatnonzero(tree.parent_indices == parent)
-        accepted = [n for n in below.tolist() if tree.token_ids[n] == depth * WIDTH + rank]
-        if not accepted:
-            break
-        parent = accepted[0]
-        found.append(parent)
-    return found
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])

@@ -21,9 +21,6 @@ def test_shrinks_then_stops() -> None:
     assert [budget.nodes_per_request(n) for n in (0, 1, 2, 4, 8, 10, 11, 64)] == [
         0, 16, 15, 7, 3, 2, 0, 0,
     ]  # fmt: skip
-
-
-def test_a_budget_of_one_node_is_honoured() -> None:
     assert RowBudget(max_nodes=1, max_step_rows=8).nodes_per_request(1) == 1
 
 

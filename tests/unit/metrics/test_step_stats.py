@@ -89,12 +89,6 @@ def test_nothing_to_tell_is_no_payload():
     assert stats == StepStats()
 
 
-def test_a_tree_nobody_accepted_counts_as_a_draft():
-    stats = StepStats()
-    stats.observe_draft(5, 0)
-    assert stats.to_payload() == {"drafts": 1, "nodes": 5, "by_depth": []}
-
-
 def test_misuse_is_caught():
     stats = StepStats()
     with pytest.raises(AssertionError):

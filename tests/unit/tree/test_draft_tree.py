@@ -15,16 +15,6 @@ def make_tree(token_ids, parent_indices, depths) -> DraftTree:
     return DraftTree(*(np.array(c, t) for c, t in columns), np.zeros(len(token_ids), np.float32))
 
 
-#        root
-#       /    \
-#     5:0    6:1
-#     /  \     \
-#   5:2  7:3   5:4
-#   /
-# 9:5
-FORKED = ([5, 6, 5, 7, 5, 9], [ROOT, ROOT, 0, 0, 1, 2], [1, 1, 2, 2, 2, 3])
-
-
 def test_empty_tree_has_no_nodes_and_only_the_root_row():
     tree = DraftTree.empty()
     tree.validate()
@@ -43,47 +33,32 @@ def test_chain_is_one_branch():
     assert np.array_equal(tree.ancestor_mask(), np.tril(np.ones((4, 4), bool)))
 
 
-def test_paths_follow_the_branches():
-    tree = make_tree(*FORKED)
-    tree.validate()
-    assert tree.max_depth == 3
-    assert tree.path_to(5) == [0, 2, 5]
-    assert tree.path_to(4) == [1, 4]
-
-
-def test_prefix_forgets_the_children_it_drops():
-    tree = make_tree(*FORKED)
-    assert tree.child_of(2, 9) == 5
-    shorter = tree.prefix(5)
-    shorter.validate()
-    assert shorter.num_nodes == 5
-    assert shorter.child_of(2, 9) is None
-    assert shorter.child_of(1, 5) == 4
-    assert tree.prefix(6) is tree
-    assert tree.prefix(99) is tree
-    assert tree.prefix(0).num_nodes == 0
-
-
 @given(cases(), st.sampled_from(BUILDERS), st.integers(0, 45))
 def test_every_prefix_is_a_tree(case, builder, num_nodes):
     tree = case.build(builder)
+    tree.child_of(ROOT, 0)  # what it remembers of children is not the prefix's
     shorter = tree.prefix(num_nodes)
     shorter.validate()
     assert shorter.num_nodes == min(num_nodes, tree.num_nodes)
+    assert (shorter is tree) == (num_nodes >= tree.num_nodes)
     assert shorter.token_ids.tolist() == tree.token_ids[:num_nodes].tolist()
+    for node in range(tree.num_nodes):
+        parent, token = int(tree.parent_indices[node]), int(tree.token_ids[node])
+        assert shorter.child_of(parent, token) == (node if node < num_nodes else None)
 
 
 @given(cases(), st.sampled_from(BUILDERS))
-def test_ancestor_mask_equals_brute_force(case, builder):
+def test_paths_and_the_mask_of_ancestors_equal_brute_force(case, builder):
     tree = case.build(builder)
     size = tree.num_nodes + 1
     expected = np.zeros((size, size), bool)
     for row in range(size):
-        column = row
+        path, column = [], row
         while column != 0:
-            expected[row, column] = True
+            path.insert(0, column - 1)
             column = int(tree.parent_indices[column - 1]) + 1
-        expected[row, 0] = True
+        expected[row, [0, *(node + 1 for node in path)]] = True
+        assert tree.path_to(row - 1) == path
     assert np.array_equal(tree.ancestor_mask(), expected)
 
 

@@ -65,10 +65,3 @@ def test_every_node_is_entered_once_on_its_own_path(tree) -> None:
         expected = [] if node == ROOT else [int(tree.token_ids[n]) for n in tree.path_to(node)]
         assert path == expected
     assert cursor.path == []
-
-
-def test_a_refused_node_takes_its_subtree_along() -> None:
-    # 5 -> 6 -> 7 beside 8 -> 6
-    tokens, parents = [5, 8, 6, 6, 7], [-1, -1, 0, 1, 2]
-    cursor = PathCursor(lambda path: path[-1] != 6 or path[0] == 8)
-    assert reachable_nodes(tokens, parents, cursor) == [0, 1, 3]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sure, tied, masked and broken candidates give valid trees with every builder."""
+"""Usual, sure, tied, masked and broken candidates give valid trees with every builder."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tests.unit.tree.candidates import (
     Case,
     all_paths,
     assert_best,
+    cases,
     hard_cases,
     paths_of,
     usable,
@@ -36,7 +37,7 @@ def _warnings_are_errors():
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-@given(case=hard_cases())
+@given(case=cases() | hard_cases())
 def test_marginal_builders(builder: str, case: Case) -> None:
     every = all_paths(usable(case))
     paths = valid_paths_of(case.build(builder))
@@ -45,7 +46,7 @@ def test_marginal_builders(builder: str, case: Case) -> None:
         assert_best(paths, every, case.budget)
 
 
-@given(case=hard_cases(), frontier_width=st.sampled_from([1, 3, None]))
+@given(case=cases() | hard_cases(), frontier_width=st.sampled_from([1, 3, None]))
 def test_level_by_level(case: Case, frontier_width: int | None) -> None:
     def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
         shape = (len(frontier), 1)

@@ -12,7 +12,7 @@ from scipy import stats
 
 from tests.unit.tree.candidates import tree_of
 from tests.unit.tree.walk_oracle import walk_on_host
-from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, input_batch, stored, trees
+from tests.unit.vllm_v2.steps import VOCAB, attached, input_batch, stored, trees
 from vllm_specplug.kernels import ancestor_words as words_on_host
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import (
@@ -154,20 +154,15 @@ def test_committed_rows_are_in_the_order_of_positions(
 ) -> None:
     """Prompt rows, the root, then the accepted path behind it; nothing of what was rejected."""
     prompts = [data.draw(st.integers(0, 4)) for _ in batch]
-    slots_of, contexts = [5, 2, 0][: len(batch)], [9, 30, 4][: len(batch)]
-    store = TreeStore(SLOTS, 12, VOCAB, CPU)
-    tokens = stored(store, batch, slots_of, contexts)
-    vllms = input_batch(slots_of, contexts, [12] * len(batch), prompts)
-    step = attach_trees(store, step_rows(vllms, 12))
+    step, flat, contexts = attached(batch, prompt_rows=prompts)
     assert step.rows.covers_batch == (not any(prompts))
     # All nodes hold what the row above samples where they are the first child.
     samples = torch.full((13 * len(batch),), VOCAB + 1)
-    flat = torch.cat([torch.cat([torch.tensor([0]), t]) for t in tokens])
     for row in reversed(range(len(flat))):
         if step.parent_rows[row] >= 0:
             samples[step.parent_rows[row]] = flat[row]
     walk = walk_trees(step, samples, flat)
-    total = vllms.num_tokens
+    total = len(flat) + sum(prompts)
     committed = committed_rows(step, walk, torch.arange(100, 100 + total), torch.arange(total))
     first = 0
     for i, prompt in enumerate(prompts):
@@ -191,12 +186,8 @@ def test_positions_follow_depth_on_every_axis(batch: list[DraftTree], data: st.D
     """Behind an image a root's position is none of its number in the sequence, and other on each
     axis; rows of prompts and of padding keep theirs."""
     prompts = [data.draw(st.integers(0, 4)) for _ in batch]
-    slots, contexts = [5, 2, 0][: len(batch)], [9, 30, 4][: len(batch)]
-    store = TreeStore(SLOTS, 12, VOCAB, CPU)
-    stored(store, batch, slots, contexts)
-    vllms = input_batch(slots, contexts, [12] * len(batch), prompts)
-    step = attach_trees(store, step_rows(vllms, 12))
-    total, padding = vllms.num_tokens, 3
+    step, tokens, contexts = attached(batch, prompt_rows=prompts)
+    total, padding = len(tokens) + sum(prompts), 3
     # As in vLLM, a view of a buffer with more columns.
     axes = torch.arange(3 * (total + 9)).reshape(3, -1).mul(7)[:, : total + padding]
     line = axes[0].clone()

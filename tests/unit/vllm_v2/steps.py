@@ -73,7 +73,10 @@ def input_batch(
 
 
 def attached(
-    batch: Sequence[DraftTree], num_nodes: int = 12, scheduled: Sequence[int] | None = None
+    batch: Sequence[DraftTree],
+    num_nodes: int = 12,
+    scheduled: Sequence[int] | None = None,
+    prompt_rows: Sequence[int] | None = None,
 ) -> tuple[StepTrees, torch.Tensor, list[int]]:
     """A step that verifies all these trees: the trees, the tokens [M] of its logits rows, and each
     root's position."""
@@ -82,6 +85,7 @@ def attached(
     counts = [num_nodes] * len(batch) if scheduled is None else list(scheduled)
     store = TreeStore(SLOTS, num_nodes, VOCAB, torch.device("cpu"))
     tokens = stored(store, batch, slots, contexts)
-    step = attach_trees(store, step_rows(input_batch(slots, contexts, counts), num_nodes))
+    made = input_batch(slots, contexts, counts, prompt_rows)
+    step = attach_trees(store, step_rows(made, num_nodes))
     rows = [torch.cat([torch.tensor([0]), t[:n]]) for t, n in zip(tokens, counts, strict=True)]
     return step, torch.cat(rows), contexts
