@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -93,6 +94,8 @@ class Step:
         for name, value in vars(batch).items():
             if isinstance(value, torch.Tensor) and name != "seq_lens_cpu_upper_bound":
                 setattr(batch, name, value.to("meta"))
+        batch.req_ids = ["a", "b", "c"]
+        batch.idx_mapping_np = np.array([1, 4, 2])
         self.batch = batch
         self.store = TreeStore(SLOTS, N, VOCAB, torch.device("meta"))
         self.trees = attach_trees(self.store, step_rows(batch, N))

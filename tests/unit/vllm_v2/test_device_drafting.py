@@ -155,8 +155,6 @@ class Lookup:
 
 def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> DeviceSpeculator:
     batch = step.batch
-    batch.req_ids = ["a", "b", "c"]
-    batch.idx_mapping_np = np.array([1, 4, 2])
     batch.num_computed_tokens_np = np.array([40, 60, 80])
     batch.num_scheduled_tokens = np.array([N + 1, N + 1, 4])
     batch.num_reqs = 3
@@ -208,6 +206,16 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
     monkeypatch.setattr(HostCopy, "has_come", False)
     monkeypatch.setattr(device_speculator, "get_tensor_model_parallel_world_size", lambda: 1)
     return made
+
+
+@pytest.fixture
+def step() -> Step:
+    return Step()
+
+
+@pytest.fixture
+def made(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> DeviceSpeculator:
+    return speculator(step, drafter, monkeypatch)
 
 
 def propose(made: DeviceSpeculator, step: Step) -> torch.Tensor:
@@ -330,10 +338,12 @@ def defaults(made: DeviceSpeculator, drafter: JetSpecDrafter) -> AdaptiveBudget:
 
 @pytest.mark.parametrize("depths", [[4, 4, 4], [2, 0, 4], [0, 0, 0]])
 def test_the_defaults_read_nothing_and_keep_to_their_launches(
-    depths: list[int], drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step,
+    made: DeviceSpeculator,
+    depths: list[int],
+    drafter: JetSpecDrafter,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     with Recorder() as fixed:
         propose(made, step)
     made._late.clear()
@@ -423,11 +433,9 @@ def test_the_defaults_from_graphs(
 
 
 def test_what_the_host_decides_reads_a_step_once(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: trees of the host, for which it waits."""
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     defaults(made, drafter)
     made.schedules_ahead = False
     read: list[Any] = []
@@ -442,10 +450,8 @@ def test_what_the_host_decides_reads_a_step_once(
 
 
 def test_reserved_rows_hold_for_the_trees_that_fill_them(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter
 ) -> None:
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     defaults(made, drafter)
     made._asked = ReservedRows({"a": 5, "b": 0}, others=3)
     # Decided since the last output left: for the step after.
@@ -457,10 +463,8 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
 
 
 def test_a_decision_holds_while_the_batch_stays_the_same(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     budget = defaults(made, drafter)
     monkeypatch.setattr(device_speculator, "HELD_STEPS", 3)
     plans = plans_made(monkeypatch, [4])
@@ -482,11 +486,9 @@ def test_a_decision_holds_while_the_batch_stays_the_same(
 
 
 def test_requests_are_drafted_for_up_to_their_end(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host does not take drafts for accepted, of which it has not heard."""
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     defaults(made, drafter)
     made.len_lower_bound = {"a": 190, "b": 197, "c": 199}
     plans = plans_made(monkeypatch)
@@ -495,11 +497,9 @@ def test_requests_are_drafted_for_up_to_their_end(
 
 
 def test_schedulers_of_all_ranks_are_asked_for_what_the_first_rank_wants(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every step, whether or not this rank has decided anything since the last one."""
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     made.extra_args |= dict.fromkeys("abc")
     first = ReservedRows({"a": 1, "b": 2, "c": 0}, others=1)
     shared: list[Any] = []
@@ -521,12 +521,8 @@ def test_schedulers_of_all_ranks_are_asked_for_what_the_first_rank_wants(
     assert shared == [(own, ["a", "b", "c"]), (None, ["a", "b", "c"])]
 
 
-def test_fixed_budgets_reserve_their_own_rows(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fixed_budgets_reserve_their_own_rows(step: Step, made: DeviceSpeculator) -> None:
     """Of a scheduler that works ahead, which would reserve the most that a request may have."""
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     made.extra_args |= {"b": {"specplug_tree_budget": 3}, "c": {"specplug_tree_budget": 0}}
     propose(made, step)
     most = made._budgets(step.batch, N)[0]
@@ -544,10 +540,8 @@ def test_fixed_budgets_reserve_their_own_rows(
 
 
 def test_requests_without_a_budget_are_not_drafted_for(
-    drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = Step()
-    made = speculator(step, drafter, monkeypatch)
     seen: list[DeviceRequests] = []
     drafts = drafter.propose_on_device
     monkeypatch.setattr(drafter, "propose_on_device", lambda r: seen.append(r) or drafts(r))

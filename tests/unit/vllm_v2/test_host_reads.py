@@ -106,8 +106,6 @@ def _runner(step: Step) -> Any:
     rows = len(step.trees.depths)
     batch, samples = step.batch, step.samples
     batch.num_draft_tokens = rows - 3
-    batch.req_ids = ["a", "b", "c"]
-    batch.idx_mapping_np = np.array([1, 4, 2])
     batch.query_start_loc_np = np.array([0, 17, 39, 43])
     batch.positions = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
     batch.input_ids = torch.empty(batch.num_tokens, dtype=torch.int32, device="meta")
