@@ -78,8 +78,8 @@ def use_isa(name: str | None) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder that all workers of a run share; see `run_engine` in tests/e2e/harness.py."""
-    if not hasattr(config, "workerinput"):
+    """A folder that all processes of a run share; see `run_engine` in tests/e2e/harness.py."""
+    if "SPECPLUG_TESTS_SHARED" not in os.environ:
         folder = tempfile.mkdtemp(prefix="specplug-tests-")
         os.environ["SPECPLUG_TESTS_SHARED"] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))

@@ -20,12 +20,12 @@ from tests.e2e import cuda_device  # isort: skip
 import pytest
 import torch
 
-from tests.e2e import number_format_checks
-from tests.e2e.budget_checks import FLAT, freeze_costs
-from tests.e2e.option_checks import greedy, seeded
+from tests.e2e import number_formats
+from tests.e2e.budgets import FLAT, freeze_costs
+from tests.e2e.families import engine_of
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of, pair
-from tests.e2e.target_checks import engine_of
+from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.ngram_tree.drafter import NgramTreeDrafter
@@ -382,7 +382,7 @@ def check_acceptance_is_that_of_trees_made_on_the_host() -> None:
 def check_fp8_caches_with_scales() -> None:
     """A checkpoint that asks for such a cache, with scales far from 1; queries are quantised
     where vLLM quantises them."""
-    target = {"model": str(number_format_checks.scaled_target()), "skip_tokenizer_init": True}
+    target = {"model": str(number_formats.scaled_target()), "skip_tokenizer_init": True}
     made = engines(ahead=True, target=target)
     layers = made.runner.state.layers
     assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}

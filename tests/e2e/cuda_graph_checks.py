@@ -18,13 +18,13 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 
 from tests.e2e import cuda_device
-from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda_checks import WINDOW_PROMPTS, compare, compare_windows, engines
 from tests.e2e.cuda_self_checks import LONG, SELF, watching
-from tests.e2e.option_checks import greedy
+from tests.e2e.families import engine_of
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair
-from tests.e2e.target_checks import engine_of
+from tests.e2e.requests import greedy
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter

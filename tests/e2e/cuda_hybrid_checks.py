@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.e2e import cuda_device, cuda_states, vision_checks
+from tests.e2e import cuda_device, cuda_states, vision
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
-from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, core_of, sequences_of, watch_prefix_hits
+from tests.e2e.requests import greedy, seeded
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 
 cuda_states.use_device_core()
@@ -34,7 +34,7 @@ def target(family: str | None = None, **config: Any) -> str:
         family = "Qwen3Next" if cuda_device.has_experts() else "Qwen3_5Text"
     folder = Path(tempfile.mkdtemp(prefix="specplug-hybrid-")) / family
     if family == "Qwen3_5Text":
-        vision_checks.have_torchvision()
+        vision.have_torchvision()
         config["rope_parameters"] = ROPE_ON_AXES
     return str(make_hybrid_target(folder, family, VOCAB, **config))
 

@@ -17,8 +17,8 @@ import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
 import torch
 
 from tests.e2e.cuda_checks import LateCopy, compare, engines, late_copies, profiles
-from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import watch_preemptions
+from tests.e2e.requests import greedy, seeded
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.vllm_worker.device_self_draft import (
     DevicePartialAttention,

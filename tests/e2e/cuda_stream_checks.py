@@ -23,7 +23,7 @@ from tests.e2e import cuda_streams  # isort: skip
 import torch
 
 from tests import pretended_device
-from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda_checks import PROMPTS, compare, engines
 from tests.e2e.cuda_graph_checks import (
     draft_replays,
@@ -31,10 +31,10 @@ from tests.e2e.cuda_graph_checks import (
     known_on_the_device,
     steps_from_graphs,
 )
-from tests.e2e.grammar_checks import KINDS, constrained
-from tests.e2e.option_checks import greedy, seeded
+from tests.e2e.families import engine_of
+from tests.e2e.grammars import KINDS, constrained
 from tests.e2e.pair import Pair, watch_preemptions, watch_prefix_hits
-from tests.e2e.target_checks import engine_of
+from tests.e2e.requests import greedy, seeded
 from tests.pretended_device import DEVICE, Stream
 from tests.stream_order import Race
 from vllm_specplug.vllm_v2 import device_speculator, host_step

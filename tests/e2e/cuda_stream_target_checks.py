@@ -24,7 +24,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gated_delta
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
-from tests.e2e import adapter_checks, cuda_hybrid_checks, cuda_vision_checks
+from tests.e2e import adapters, cuda_hybrid_checks, cuda_vision_checks
 from tests.e2e.cuda_checks import PROMPTS, engines
 from tests.e2e.tiny import make_head
 from tests.pretended_device import Stream
@@ -85,10 +85,10 @@ def check_images() -> None:
 
 def check_adapters() -> None:
     """Three adapters and the bare target in one batch; more than run at once."""
-    each = adapter_checks.adapters()
-    batch = adapter_checks.batch(PROMPTS[:2], each, max_tokens=10)
+    each = adapters.adapters()
+    batch = adapters.batch(PROMPTS[:2], each, max_tokens=10)
     with streams.ordered():
-        made = engines(ahead=True, target=adapter_checks.LORA)
+        made = engines(ahead=True, target=adapters.LORA)
         expected, counts = made.compare(**batch, least_accepted=10)
     assert counts.stale > 0, counts
     answers = {tuple(output.outputs[0].token_ids) for output in expected[: len(each)]}

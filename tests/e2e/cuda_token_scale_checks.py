@@ -15,10 +15,10 @@ import torch
 
 from tests.e2e import cuda_device
 from tests.e2e.cuda_checks import PROMPTS, compare_windows, engines, is_equal
-from tests.e2e.number_format_checks import VOCAB, folder, head
-from tests.e2e.option_checks import greedy
+from tests.e2e.families import engine_of
+from tests.e2e.number_formats import VOCAB, folder, head
 from tests.e2e.pair import Pair, generate
-from tests.e2e.target_checks import engine_of
+from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_target
 from tests.kernels.device_trees import other_scales
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches

@@ -23,14 +23,13 @@ import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from tests.e2e import cuda_device, cuda_states, mistral3_checks, vision_checks
-from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e import cuda_device, cuda_states, mistral3, vision
+from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda_checks import LateCopy, knowing_candidates, late_copies
 from tests.e2e.cuda_draft_checks import knowing_levels
 from tests.e2e.cuda_graph_checks import full_graphs, steps_from_graphs
-from tests.e2e.embeds_checks import embeddings
+from tests.e2e.embeds import embeddings
 from tests.e2e.hybrids import wrapped_hybrid
-from tests.e2e.option_checks import greedy
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import (
     Counts,
@@ -40,9 +39,10 @@ from tests.e2e.pair import (
     watch_preemptions,
     watch_prefix_hits,
 )
+from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_eagle3_head, make_head
-from tests.e2e.vision_checks import TEXTS, VOCAB, compare_answers
-from tests.e2e.wrapper_checks import mistral3_target
+from tests.e2e.vision import TEXTS, VOCAB, compare_answers
+from tests.e2e.wrappers import mistral3_target
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.vllm_v2 import model_state
 from vllm_specplug.vllm_v2 import runner as runner_module
@@ -54,8 +54,8 @@ MRotaryEmbedding.forward_cpu = MRotaryEmbedding.forward_cuda  # type: ignore[met
 def engines(
     method: str = "oracle", *, ahead: bool, family: str = "Qwen2_5_VL", **options: Any
 ) -> Pair:
-    make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision_checks.vision_target
-    with vision_checks.without_processors():
+    make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision.vision_target
+    with vision.without_processors():
         target = {
             "model": make(family),
             "limit_mm_per_prompt": {"image": 2, "video": 0},
@@ -68,8 +68,8 @@ def engines(
 def prompts() -> list[Any]:
     """Text, an image, two of them, and the first one's text around another; prompts with images are
     longer than a step, which may end inside one."""
-    every = vision_checks.prompts()
-    return [every[0], every[4], vision_checks.two_images(), every[7]]
+    every = vision.prompts()
+    return [every[0], every[4], vision.two_images(), every[7]]
 
 
 def compare(made: Pair, inputs: list[Any], ahead: bool) -> Counts:
@@ -120,14 +120,14 @@ def check_prefix_hits_and_preemption_with_images() -> None:
 
 def check_images_before_a_text_model_with_one_axis() -> None:
     """Mistral-Small 3, whose images are of any shape and have text tokens between their rows."""
-    with mistral3_checks.without_processors():
+    with mistral3.without_processors():
         target = {
             "model": mistral3_target(),
             "limit_mm_per_prompt": {"image": 2},
             **cuda_device.tower_arguments(),
         }
         made = cuda_checks.engines(ahead=True, target=target)
-    every = mistral3_checks.prompts()
+    every = mistral3.prompts()
     inputs = [every[i] for i in (0, 4, 5, 7)]
     compare(made, inputs, True)
     linear = patch.object(runner_module, "set_positions", lambda trees, positions: None)

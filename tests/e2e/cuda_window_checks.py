@@ -17,7 +17,7 @@ import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
 import torch
 from transformers import AutoConfig
 
-from tests.e2e.budget_checks import FLAT, freeze_costs
+from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda_checks import (
     PROMPTS,
     LateCopy,
@@ -27,8 +27,8 @@ from tests.e2e.cuda_checks import (
     profiles,
 )
 from tests.e2e.cuda_draft_checks import LevelDrafts, knowing
-from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
+from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import DeviceLevels, LongSpecDrafter

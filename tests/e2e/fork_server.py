@@ -86,7 +86,7 @@ def run_forked(
         raise RuntimeError("the fork server ended")
     status = int(answer)
     if status == -signal.SIGALRM:
-        raise JobTimeoutError(f"killed after {timeout_s} s:\n{log.read_text()[-6000:]}")
+        raise _timeout(timeout_s, log)
     return status
 
 
@@ -101,14 +101,21 @@ def run_fresh(
     """`run_forked` with a new interpreter: for variables that count while vLLM is imported."""
     code = f"import sys; from {module} import main; main(*sys.argv[1:])"
     with log.open("w") as stream:
-        return subprocess.run(
-            [sys.executable, "-c", code, *args],
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **ENVIRONMENT, **(env or {})},
-            cwd=REPO,
-            timeout=timeout_s,
-        ).returncode
+        try:
+            return subprocess.run(
+                [sys.executable, "-c", code, *args],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **ENVIRONMENT, **(env or {})},
+                cwd=REPO,
+                timeout=timeout_s,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            raise _timeout(timeout_s, log) from None
+
+
+def _timeout(timeout_s: float, log: Path) -> JobTimeoutError:
+    return JobTimeoutError(f"killed after {timeout_s} s:\n{log.read_text()[-6000:]}")
 
 
 def run_code(code: str, *args: str, env: dict[str, str] | None = None) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tests.e2e.tiny import make_tokenizer
-from tests.e2e.vision_checks import END, IMAGE, PATCH, START, VIDEO, VOCAB
+from tests.e2e.vision import END, IMAGE, PATCH, START, VIDEO, VOCAB
 
 NORM_EPS = 1e-5
 # Of Qwen3.5's text models, whose config has it with and without a vision tower.

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs of small engines, plain and with trees, in one process; checks that compare them.
+"""Pairs of small engines, plain and with trees, in one process.
 
 Both engines run on vLLM's V2 model runner, so that they differ in speculation alone.
 
-A pair costs seconds, so a check file builds few of them and asks many things of each:
-`python -m tests.e2e.pair MODULE RESULT.json` runs every function `check_*` of a module and
-notes what failed. Tests call `run_checks(MODULE)` and look their check up.
+A pair costs seconds, so a test module builds few of them and asks many things of each, in a
+process of its own; see own_process.py. What is run without pytest as well, as on a GPU, has
+functions `check_*` instead: `python -m tests.e2e.pair MODULE RESULT.json` runs those of a module
+and notes what failed. Tests call `run_checks(MODULE)` and look their check up.
 """
 
 from __future__ import annotations

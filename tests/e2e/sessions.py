@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.e2e.option_checks import PROMPTS, greedy, seeded
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of
+from tests.e2e.requests import PROMPTS, greedy, seeded
 
 NEXT = [[9, 30, 31, 32], [33, 34, 35], [36, 37]]
 # Turns, and the sampling parameters of each.

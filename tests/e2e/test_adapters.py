@@ -1,22 +1,161 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LoRA adapters of a small random target, float32."""
+"""LoRA adapters of the target on trees against plain decoding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 
-from tests.e2e import adapter_checks, adapter_method_checks
-from tests.e2e.pair import assert_check, check_names
+from tests.e2e.adapters import CACHED, LORA, MODULES, adapters, batch, by_adapter
+from tests.e2e.pair import (
+    Pair,
+    both_schedulers,
+    core_of,
+    generate,
+    pair,
+    sequences_of,
+    watch_prefix_hits,
+)
+from tests.e2e.requests import LONG, PROMPTS, greedy
+from vllm_specplug.metrics import StepStats
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("adapter_checks")]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-@pytest.mark.parametrize("name", check_names(adapter_checks))
-def test_each_request_is_answered_by_its_adapter(name: str) -> None:
-    assert_check("tests.e2e.adapter_checks", name)
+@contextmanager
+def counted_by_metrics(made: Pair) -> Iterator[StepStats]:
+    """What the payloads of the steps add up to."""
+    metrics, stats = made.runner.tree_metrics, StepStats()
+    stock = metrics.end_step
+
+    def end_step() -> Any:
+        payload = stock()
+        stats.merge(payload)
+        return payload
+
+    metrics.end_step = end_step
+    try:
+        yield stats
+    finally:
+        del metrics.end_step
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", check_names(adapter_method_checks))
-def test_every_method_drafts_beside_adapters(name: str) -> None:
-    assert_check("tests.e2e.adapter_method_checks", name)
+def compare_adapters(made: Pair, prompts: list[list[int]], **options: Any) -> list[Any]:
+    """The pair's answers; raises unless each adapter has answers of its own, and drafts that were
+    accepted."""
+    nodes, accepted = by_adapter(made)
+    each = adapters()
+    with counted_by_metrics(made) as stats:
+        expected, _ = made.compare(**batch(prompts, each, **options))
+    assert set(stats.by_adapter) == {"", *MODULES}, stats
+    for i, adapter in enumerate(each):
+        _, *counts = stats.by_adapter["" if adapter is None else adapter.lora_name]
+        assert counts == [nodes[i], accepted[i]], (adapter, counts, nodes, accepted)
+    for i in range(0, len(expected), len(each)):
+        answers = {tuple(o.outputs[0].token_ids) for o in expected[i : i + len(each)]}
+        assert len(answers) == len(each), "an adapter changes nothing"
+    assert set(accepted) == set(range(len(each))), accepted
+    assert min(accepted.values()) > 20 and min(nodes.values()) > 60, (nodes, accepted)
+    return expected
+
+
+@contextmanager
+def mapped(made: Pair, **change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Iterator[None]:
+    """LoRA ids by row are changed before vLLM takes them: `index_mapping`, of the rows of a
+    forward, and `prompt_mapping`, of its rows with logits."""
+    manager = made.runner.lora_manager
+    stock = manager.set_active_adapters
+
+    def set_active_adapters(requests: Any, mapping: Any) -> None:
+        values = {name: by(getattr(mapping, name)) for name, by in change.items()}
+        stock(requests, replace(mapping, **values))
+
+    manager.set_active_adapters = set_active_adapters
+    try:
+        yield
+    finally:
+        del manager.set_active_adapters
+
+
+def of_the_next_row(ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The last row of each request, a node of its tree, belongs to the request behind it."""
+    return *ids[1:], ids[-1]
+
+
+def diverges(made: Pair, prompts: list[list[int]]) -> None:
+    with pytest.raises(AssertionError, match="differs"):
+        made.compare(**batch(prompts, adapters()))
+
+
+def test_adapters_of_requests() -> None:
+    """Three adapters and the bare target in one batch, greedy and sampled."""
+    for made in both_schedulers(**LORA, **CACHED):
+        compare_adapters(made, PROMPTS)
+
+
+def test_rows_of_another_adapter_show() -> None:
+    for made in both_schedulers(**LORA, **CACHED):
+        for name in ("index_mapping", "prompt_mapping"):
+            with mapped(made, **{name: of_the_next_row}):
+                diverges(made, PROMPTS)
+        made.compare(**batch(PROMPTS, adapters()))
+
+
+def test_prefix_hits_are_of_the_same_adapter() -> None:
+    from vllm.v1.core import kv_cache_utils
+
+    made = pair("oracle", **LORA, **CACHED)
+    expected, _ = made.compare(**batch(LONG[:2], adapters()))
+    hits = watch_prefix_hits(made.tree)
+    again = batch(sequences_of(expected), (None,))
+    again["adapters"] = [*adapters()] * 2
+    made.compare(**again)
+    assert len(hits) == len(expected) and min(hits.values()) >= 64, hits
+    # Generated text, too, whose blocks compaction wrote.
+    assert max(hits.values()) >= 96, hits
+    # Blocks that forget whose keys they hold.
+    manager = core_of(made.tree).scheduler.kv_cache_manager
+    stock = kv_cache_utils._gen_lora_extra_hash_keys
+    kv_cache_utils._gen_lora_extra_hash_keys = lambda request: []
+    try:
+        assert manager.reset_prefix_cache()
+        diverges(made, LONG[:2])
+    finally:
+        kv_cache_utils._gen_lora_extra_hash_keys = stock
+        assert manager.reset_prefix_cache()
+
+
+def test_more_adapters_than_slots_preempted_and_in_chunks() -> None:
+    """Slots change hands between steps, blocks between requests, and prompts come in pieces."""
+    made = pair(
+        "oracle",
+        **{**LORA, "max_loras": 2},
+        tree={"num_gpu_blocks_override": 12, "max_num_batched_tokens": 144},
+    )
+    scheduler = core_of(made.tree).scheduler
+    preempted, original = [], scheduler._preempt_request
+
+    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted.append(request.lora_request.lora_name)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = noted
+    # A request without an adapter would read the last slot: see LORA.
+    made.compare(**batch(LONG[:4], adapters()[1:], max_tokens=90))
+    assert len({*preempted}) > 1, preempted
+
+
+def test_one_row_with_logits_per_request_is_not_enough() -> None:
+    """As vLLM maps adapters. The engine does not survive it."""
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    made = pair("oracle", **LORA)
+    made.compare(**batch(PROMPTS, adapters()))
+    made.runner._set_active_loras = partial(LoRAModelRunnerMixin._set_active_loras, made.runner)
+    with pytest.raises(RuntimeError):
+        generate(made.tree, PROMPTS, greedy(), list(adapters()))

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import eagle3_checks, mtp_checks
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
-from tests.e2e.pair import assert_check, check_names
 from tests.e2e.tiny import make_eagle3_head, make_target
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
@@ -60,13 +58,3 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path]) -> None:
     assert tree.preemptions > 0
     assert tree.counters["vllm:prefix_cache_hits"] > 0
     assert_drafted(tree, least_acceptance=0.0)
-
-
-@pytest.mark.parametrize("name", check_names(eagle3_checks))
-def test_chains_are_those_of_vllms_own_method(name: str) -> None:
-    assert_check("tests.e2e.eagle3_checks", name)
-
-
-@pytest.mark.parametrize("name", check_names(mtp_checks))
-def test_a_targets_own_module(name: str) -> None:
-    assert_check("tests.e2e.mtp_checks", name)

@@ -1,16 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests whose prompt holds embeddings are decoded plainly: a drafter never sees their rows."""
+"""Prompts of embeddings beside prompts of tokens, against plain decoding."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
-from tests.e2e import embeds_checks
-from tests.e2e.pair import assert_check, check_names
+from tests.e2e.embeds import embeddings
+from tests.e2e.pair import assert_same_output, pair
+from tests.e2e.requests import greedy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("embeds_checks")]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
+
+# Text that lookups find: the requests of embeddings take the places that these leave.
+TEXT = [60, 61, 62, 63] * 8
 
 
-@pytest.mark.parametrize("name", check_names(embeds_checks))
-def test_prompt_embeds(name: str) -> None:
-    assert_check("tests.e2e.embeds_checks", name)
+def test_embeddings_are_never_looked_up() -> None:
+    for method in ("ngram_tree", "jetspec", "longspec"):
+        engines = pair(method, enable_prompt_embeds=True, max_num_seqs=2)
+        runner, drafter = engines.runner, engines.runner.drafter.drafter
+        seen: list[list[int]] = []
+        propose = drafter.propose
+
+        def noted(requests: Any, propose: Any = propose, seen: Any = seen) -> Any:
+            seen.extend(ids.tolist() for ids in requests.token_ids)
+            return propose(requests)
+
+        drafter.propose = noted
+        params = greedy(max_tokens=24)
+        plain = engines.plain.generate({"prompt_token_ids": TEXT}, params, use_tqdm=False)
+        tree = engines.tree.generate({"prompt_token_ids": TEXT}, params, use_tqdm=False)
+        assert_same_output(plain[0], tree[0], f"{method}, tokens")
+        assert seen, "requests of tokens are drafted for beside the option"
+        seen.clear()
+        # A prompt of embeddings in the same row of the batch, alone and beside a prompt of tokens.
+        own = {"prompt_embeds": embeddings([100 + i for i in range(len(TEXT))])}
+        for prompts in ([own], [own, {"prompt_token_ids": TEXT}], [own, own]):
+            expected = engines.plain.generate(prompts, params, use_tqdm=False)
+            actual = engines.tree.generate(prompts, params, use_tqdm=False)
+            for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
+                assert list(a.outputs[0].token_ids) == list(b.outputs[0].token_ids), (method, i)
+        answer = list(tree[0].outputs[0].token_ids)
+        strangers = [ids for ids in seen if ids != (TEXT + answer)[: len(ids)]]
+        assert not strangers, json.dumps(strangers[0])
+        assert runner.tree_metrics is not None
+
+
+def test_a_penalised_prompt_of_embeddings_has_no_tokens() -> None:
+    engines = pair("ngram_tree", enable_prompt_embeds=True, max_num_seqs=2)
+    params = greedy(max_tokens=24, extra_args={"specplug_penalty": 1.4})
+    own = {"prompt_embeds": embeddings([100, 101, 102, 103])}
+    expected = engines.plain.generate(own, params, use_tqdm=False)
+    actual = engines.tree.generate(own, params, use_tqdm=False)
+    assert list(expected[0].outputs[0].token_ids) == list(actual[0].outputs[0].token_ids)

@@ -22,19 +22,11 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e import event_checks
-from tests.e2e.pair import assert_check, check_names
 from tests.e2e.tiny import SPECIAL_TOKENS, make_head, make_text_target
 from vllm_specplug.bench.process_group import group_members
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
 pytestmark = [pytest.mark.e2e]
-
-
-@pytest.mark.xdist_group("event_checks")
-@pytest.mark.parametrize("name", check_names(event_checks))
-def test_engine_events(name: str) -> None:
-    assert_check("tests.e2e.event_checks", name)
 
 
 PROMPTS = [[7, 40, 41], [60, 61, 62, 63], [100, 9], [270, 280, 290, 11, 12], [8], [9], [33, 34]]

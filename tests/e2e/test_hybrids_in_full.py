@@ -1,22 +1,168 @@
 # SPDX-License-Identifier: Apache-2.0
-"""More of test_hybrids.py: images, other drafters, grammars, bfloat16."""
+"""More of what `test_hybrids` compares: images, other drafters, grammars."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 
-from tests.e2e.pair import assert_check, written_checks
+from tests.e2e import hybrid_pairs
+from tests.e2e.families import WINDOW_PROMPTS
+from tests.e2e.hybrid_pairs import VOCAB, changed, compared, target
+from tests.e2e.pair import core_of, pair, sequences_of, watch_prefix_hits
+from tests.e2e.requests import greedy, seeded
+from tests.e2e.tiny import make_eagle3_head, make_head
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("hybrid_checks")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.own_process(timeout_s=1500),
+    pytest.mark.full,
+    pytest.mark.usefixtures("float32_states"),
+]
+
+FAMILY = "Qwen3Next"
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        (module, name)
-        for module in ("qwen3_5_image_checks", "hybrid_full_checks", "hybrid_bf16_checks")
-        for name in written_checks(module)
-    ],
-)
-def test_equals_plain_decoding(module: str, name: str) -> None:
-    assert_check(f"tests.e2e.{module}", name, timeout_s=1500)
+def _folder() -> Path:
+    return Path(tempfile.mkdtemp(prefix="specplug-hybrid-"))
+
+
+def test_as_many_value_heads_as_key_heads() -> None:
+    made = hybrid_pairs.engines(model=target(FAMILY, value_heads=2))
+    compared(made, least_accepted=60)
+
+
+def test_drafts_from_the_own_text() -> None:
+    compared(hybrid_pairs.engines("ngram_tree"), least_accepted=0, branching=False)
+
+
+def test_heads_that_read_hidden_states() -> None:
+    folder = _folder()
+    heads: dict[str, Any] = {
+        "jetspec": make_head(folder / "jetspec", VOCAB, hidden=64),
+        "eagle3_tree": make_eagle3_head(folder / "eagle3", VOCAB),
+    }
+    for method, head in heads.items():
+        made = hybrid_pairs.engines(method, speculative={"model": str(head)})
+        compared(made, least_accepted=0)
+
+
+def test_chains() -> None:
+    """A chain's state waits for acceptance as a tree's does."""
+    made = hybrid_pairs.engines(speculative={"tree_width": 1})
+    compared(made, least_accepted=60, branching=False)
+
+
+def test_costs_are_measured_with_trees() -> None:
+    """What the adaptive budget starts from, in layers with a state: rows of trees and their commit,
+    as many as each measured forward has; a single row is decoded."""
+    os.environ["SPECPLUG_CACHE"] = str(_folder())
+    run: list[int] = []
+    commits: list[int] = []
+
+    def noted(stock: Any, step: Any, layer: Any, trees: Any, inputs: Any, *args: Any) -> Any:
+        run.append(len(inputs))
+        return stock(step, layer, trees, inputs, *args)
+
+    def committed(stock: Any, step: Any, *args: Any) -> None:
+        commits.append(len(step.rows))
+        stock(step, *args)
+
+    with changed("run_trees", noted), changed("commit", committed):
+        made = hybrid_pairs.engines(speculative={"tree_budget": "auto", "max_step_rows": 40})
+    runner = made.runner
+    measured = runner.planner.adaptive.costs.forward.rows.tolist()
+    assert len(measured) > 2 and measured[0] == 1, measured
+    assert {float(rows) for rows in run} == {float(rows) for rows in commits} == {*measured[1:]}
+    layers = len(runner.state.state_layers.names)
+    assert len(run) == layers * len(commits)
+    # Once it serves, its dummies are vLLM's again, and so are its outputs.
+    assert runner.step.warmup_states is None
+    compared(made, least_accepted=0, branching=False)
+
+
+def test_trained_heads() -> None:
+    from tests.e2e.trained import is_accepted_as_learnt
+    from tests.e2e.vision import have_torchvision
+
+    is_accepted_as_learnt("Qwen3Next", "eagle3")
+    # Its module imports that of Qwen3-VL.
+    have_torchvision()
+    is_accepted_as_learnt("Qwen3_5", "jetspec")
+
+
+def test_a_scheduler_that_works_ahead() -> None:
+    made = hybrid_pairs.engines(tree={"async_scheduling": True})
+    counts = compared(made, least_accepted=60)
+    assert counts.stale > 0, counts
+
+
+def test_grammars() -> None:
+    from tests.e2e.grammars import KINDS, every_kind
+    from tests.e2e.hybrids import make_hybrid_target
+    from tests.e2e.tiny import make_tokenizer
+
+    folder = _folder() / "target"
+    folder.mkdir()
+    make_hybrid_target(folder, FAMILY, make_tokenizer(folder))
+    kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
+    made = pair("oracle", model=str(folder), speculative=hybrid_pairs.SPECULATIVE)
+    every_kind(made, kinds)
+
+
+def _number(hit: tuple[str, int]) -> int:
+    """vLLM's of a request; its names are "NUMBER-RANDOM"."""
+    return int(hit[0].partition("-")[0])
+
+
+def test_prefix_hits_on_generated_text() -> None:
+    """A block that generated text fills keeps the state at its end.
+
+    vLLM lets go of those whose end is passed before it looks; what is found was the last committed
+    row of a step, or the first of the next.
+    """
+    # Blocks of 32 tokens: paths end them in most steps.
+    made = hybrid_pairs.engines(
+        model=target(FAMILY, size=16),
+        # By default vLLM keeps the last state of a prompt alone.
+        tree={"enable_prefix_caching": True, "prefix_cache_retention_interval": None},
+        speculative={"num_speculative_tokens": 16, "tree_budget": 16},
+    )
+    size = core_of(made.tree).scheduler.block_size
+    assert size == 32
+    hits = watch_prefix_hits(made.tree)
+    prompts = [WINDOW_PROMPTS[i % len(WINDOW_PROMPTS)][: 5 + 9 * i] for i in range(6)]
+    params = [
+        make(max_tokens=90, detokenize=False) for make in [greedy, lambda **kw: seeded(1, **kw)] * 3
+    ]
+
+    def both_times() -> int:
+        """Prompts, then those with what was generated for them; how many of these found more than
+        their prompt."""
+        made.tree.reset_prefix_cache()
+        expected, _ = made.compare(prompts, params, least_accepted=100)
+        hits.clear()
+        longer = [[*text[:-7], 11] for text in sequences_of(expected)]
+        made.compare(longer, params)
+        found = zip(sorted(hits.items(), key=_number), prompts, strict=True)
+        return sum(count > len(prompt) for (_, count), prompt in found)
+
+    assert both_times() >= 2, hits
+
+    # Neither the running state nor that of the row behind or before is the block's.
+    def is_lost(stock: Any, step: Any, *args: Any) -> Any:
+        ended, rows, slots = stock(step, *args)
+        return ended[:0], rows[:0], slots[:0]
+
+    def is_the_row_above(stock: Any, step: Any, *args: Any) -> Any:
+        ended, rows, slots = stock(step, *args)
+        return ended, torch.where(step.parents[rows] < 0, rows, step.parents[rows]), slots
+
+    for wrong in (is_lost, is_the_row_above):
+        with changed("_full_blocks", wrong), pytest.raises(AssertionError, match="differs"):
+            both_times()

@@ -1,39 +1,166 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's V2 runner with our CPU kernels, without speculation; see kernel_checks.py."""
+"""Plain vLLM on its V2 runner with our kernels, against V1 and vLLM's kernels interpreted."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 
-from tests.e2e import kernel_checks
-from tests.e2e.fork_server import run_fresh
-from tests.e2e.pair import check_names
+from tests.e2e.pair import assert_same_output, core_of, generate, make_engine, vllms_v1
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.xdist_group("kernel_checks")]
+pytest.importorskip("triton")
+
+# Triton decides while it is imported whether its kernels are interpreted.
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.own_process(fresh=True, env={"TRITON_INTERPRET": "1"}),
+]
+
+_PROMPTS = [np.random.default_rng(i).integers(6, 350, 5 + 9 * i).tolist() for i in range(4)]
+_LENGTH = {"max_tokens": 10, "ignore_eos": True}
+
+
+def runner_of(llm: Any) -> str:
+    """The module of an engine's model runner."""
+    return type(core_of(llm).model_executor.driver_worker.worker.model_runner).__module__
 
 
 @cache
-def failures(folder: Path) -> dict[str, str | None]:
-    """Triton decides while it is imported whether its kernels are interpreted."""
-    result, log = folder / "result.json", folder / "log"
-    arguments = ["tests.e2e.kernel_checks", str(result)]
-    run_fresh("tests.e2e.pair", arguments, log, env={"TRITON_INTERPRET": "1"}, timeout_s=900)
-    assert result.is_file(), log.read_text()[-6000:]
-    return json.loads(result.read_text())
+def v1() -> Any:
+    with vllms_v1():
+        made = make_engine(None, max_num_batched_tokens=24)
+    assert runner_of(made) == "vllm.v1.worker.cpu_model_runner"
+    return made
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("triton")
-    return tmp_path_factory.mktemp("v2")
+@cache
+def v2() -> Any:
+    made = make_engine(None, max_num_batched_tokens=24)
+    assert runner_of(made) == "vllm.v1.worker.cpu.model_runner"
+    return made
 
 
-@pytest.mark.parametrize("name", check_names(kernel_checks))
-def test_plain_v2(name: str, folder: Path) -> None:
-    found = failures(folder)
-    assert name in found, found
-    assert found[name] is None, found[name]
+@contextmanager
+def interpreted_kernels() -> Iterator[list[str]]:
+    """vLLM's own kernels, interpreted; yields the names of those that were launched."""
+    import importlib
+
+    from tests.kernels.interpreted_vllm import PREFIX, interpreted, our_kernels
+    from vllm_specplug.seams import CPU_KERNELS
+
+    launched: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str, kernel: Any) -> None:
+            self.name, self.kernel = name, kernel
+
+        def __getitem__(self, grid: Any) -> Any:
+            launched.append(self.name)
+            return self.kernel[grid]
+
+    modules = {s.target.partition(":")[0] for s in CPU_KERNELS.seams if PREFIX in s.target}
+    patches = []
+    for path in modules:
+        name = path.removeprefix(f"{PREFIX}.")
+        module, copy = importlib.import_module(path), interpreted(name)
+        for kernel in our_kernels(name):
+            patches.append(patch.object(module, kernel, Noted(kernel, getattr(copy, kernel))))
+    for one in patches:
+        one.start()
+    try:
+        yield launched
+    finally:
+        for one in patches:
+            one.stop()
+
+
+def compare(sampling: list[dict[str, Any]], *, with_v1: bool = True) -> set[str]:
+    """Raises unless the outputs are the same; returns which kernels vLLM launched."""
+    from vllm import SamplingParams
+
+    params = [SamplingParams(**{**_LENGTH, **one}) for one in sampling]
+    ours = generate(v2(), _PROMPTS, params)
+    with interpreted_kernels() as launched, np.errstate(over="ignore"):
+        stock = generate(v2(), _PROMPTS, params)
+    for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
+        assert_same_output(a, b, f"request {i}, interpreted")
+    if with_v1:
+        with vllms_v1():
+            expected = generate(v1(), _PROMPTS, params)
+        for i, (a, b) in enumerate(zip(expected, ours, strict=True)):
+            assert_same_output(a, b, f"request {i}, V1")
+    return set(launched)
+
+
+def test_greedy() -> None:
+    """Prompts in pieces, four lengths, logprobs of prompts and answers."""
+    launched = compare(
+        [
+            {"temperature": 0.0},
+            {"temperature": 0.0, "logprobs": 3},
+            {"temperature": 0.0, "prompt_logprobs": 2},
+            {"temperature": 0.0, "max_tokens": 3},
+        ]
+    )
+    assert {
+        "_prepare_prefill_inputs_kernel", "_prepare_pos_seq_lens_kernel", "_post_update_kernel",
+        "_combine_sampled_and_draft_tokens_kernel", "_compute_slot_mappings_kernel",
+        "_gather_block_tables_kernel", "_apply_write_kernel", "_gumbel_sample_kernel",
+        "_topk_log_softmax_kernel", "_ranks_kernel", "_prompt_logprobs_token_ids_kernel",
+        "_get_num_sampled_and_rejected_kernel",
+    } <= launched, launched  # fmt: skip
+
+
+def test_greedy_with_options() -> None:
+    """What changes logits, on V1 too."""
+    launched = compare(
+        [
+            {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+            {"temperature": 0.0, "presence_penalty": 1.5, "logit_bias": {7: 20.0, 9: 19.0}},
+            {"temperature": 0.0, "allowed_token_ids": list(range(20, 60))},
+            {"temperature": 0.0, "min_tokens": 6, "ignore_eos": False,
+             "logit_bias": {1: 100.0}, "stop_token_ids": [11, 12]},
+        ]
+    )  # fmt: skip
+    assert {"_penalties_kernel", "_bincount_kernel", "_bias_kernel"} <= launched, launched
+
+
+def test_sampled() -> None:
+    """Seeded; V1 draws other numbers."""
+    launched = compare(
+        [
+            {"temperature": 1.0, "seed": 5},
+            {"temperature": 0.7, "seed": 6, "top_k": 20, "top_p": 0.8},
+            {"temperature": 1.4, "seed": 7, "min_p": 0.05, "repetition_penalty": 1.2},
+            {"temperature": 0.0},
+        ],
+        with_v1=False,
+    )
+    assert {"_temperature_kernel", "_min_p_kernel"} <= launched, launched
+
+
+def test_grammar_and_bad_words() -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    tokenizer = v1().get_tokenizer()
+    words = [tokenizer.decode([token]) for token in range(260, 340)]
+    launched = compare(
+        [
+            {"temperature": 0.0, "bad_words": words},
+            {
+                "temperature": 0.0,
+                "structured_outputs": StructuredOutputsParams(regex="[a-c ]{8,9}"),
+            },
+            {"temperature": 0.9, "seed": 3, "bad_words": words},
+            {"temperature": 0.0, "bad_words": words[:3]},
+        ],
+        with_v1=False,
+    )
+    assert {"_bad_words_kernel", "_apply_grammar_bitmask_kernel"} <= launched, launched

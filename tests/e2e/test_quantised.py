@@ -1,16 +1,188 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with quantised weights on small random models."""
+"""Quantised targets: the formats that vLLM's CPU build computes with, with a quantised LM head and
+without. See test_quantised.py.
+
+Kernels for float32 activations are compared exactly. Four-bit weights, and int8 ones with AMX, need
+bfloat16, where tree rows round otherwise than vLLM's own attention does: drafts without branches,
+which that attention verifies, are exact there too, and trees part from plain decoding at near ties
+alone.
+"""
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.e2e import quantised_checks
-from tests.e2e.pair import assert_check, check_names
+from tests.e2e.pair import Pair, make_engine, pair
+from tests.e2e.quantised import dequantised, make_quantised_target
+from tests.e2e.requests import greedy, seeded
+from tests.e2e.tiny import make_head
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("quantised_checks")]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
+
+VOCAB = 128
+PROMPTS = [[(37 * i + 11 * n) % 120 + 5 for i in range(n)] for n in (5, 9, 17, 30, 3, 12, 40, 7)]
+# Of a logprob: four units of rounding of bfloat16 numbers between 1 and 2, the size of the scores.
+MARGIN = 2.0**-5
 
 
-@pytest.mark.parametrize("name", check_names(quantised_checks))
-def test_quantised_targets_are_served_like_plain_vllm(name: str) -> None:
-    assert_check("tests.e2e.quantised_checks", name)
+@cache
+def folder_of(scheme: str, head: bool, tied: bool = False) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-")) / "target"
+    return make_quantised_target(folder, VOCAB, scheme, head=head, tied=tied)
+
+
+@cache
+def draft_head() -> Path:
+    return make_head(Path(tempfile.mkdtemp(prefix="specplug-quantised-")) / "head", VOCAB)
+
+
+def engines_of(scheme: str, dtype: str, head: bool, tied: bool = False, **options: Any) -> Pair:
+    return pair(
+        "jetspec",
+        model=str(folder_of(scheme, head, tied)),
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        speculative={"model": str(draft_head()), **options},
+    )
+
+
+def _reads_the_tables_right(engines: Pair, scheme: str, head: bool, tied: bool = False) -> None:
+    """Heads draft with the numbers that the target itself computes with."""
+    from vllm_specplug.vllm_worker.proposer import full_vocab_weight, vocabulary_tables
+
+    runner = engines.runner
+    model, config = runner.model, runner.model_config
+    embedding, lm_head = vocabulary_tables(model, config, "jetspec")
+    if scheme == "int8" and not torch.cpu._is_vnni_supported():
+        return  # vLLM's products overflow there, and heads read what they compute
+    stored = load_file(folder_of(scheme, head, tied) / "model.safetensors")
+    table = stored["model.embed_tokens.weight"]
+    expected = table if tied else dequantised(stored, "lm_head.")
+    close = {"atol": 1e-4, "rtol": 1e-4} if config.dtype == torch.float32 else {
+        "atol": 2e-3, "rtol": 2**-6}  # fmt: skip
+    torch.testing.assert_close(full_vocab_weight(lm_head, config).float(), expected, **close)
+    torch.testing.assert_close(full_vocab_weight(embedding, config).float(), table, **close)
+
+
+def _is_exact(scheme: str, heads: tuple[bool, ...] = (True,)) -> None:
+    params = [greedy(detokenize=False), seeded(3, detokenize=False)]
+    prompts = [prompt for prompt in PROMPTS for _ in params]
+    for head in heads:
+        engines = engines_of(scheme, "float32", head)
+        engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params])
+        _reads_the_tables_right(engines, scheme, head)
+
+
+def _needs_four_bits() -> None:
+    """vLLM loads four-bit weights on any CPU, and fails in the first step where its build has no
+    products for them."""
+    if not hasattr(torch.ops._C, "cpu_gemm_wna16"):
+        pytest.skip("vLLM's build for this CPU has no four-bit products")
+
+
+def _needs_int8_of_float32() -> None:
+    """vLLM's int8 products for AMX refuse float32 inputs."""
+    from vllm.model_executor.layers.utils import check_cpu_sgl_kernel
+
+    if not check_cpu_sgl_kernel(32, 32, torch.int8):
+        return
+    weight = torch.ops._C.convert_weight_packed(torch.zeros(32, 32, dtype=torch.int8))
+    inputs, scales = torch.zeros(1, 32), torch.ones(32)
+    try:
+        torch.ops._C.int8_scaled_mm_with_quant(inputs, weight, scales, None, torch.float32, True)
+    except RuntimeError as refusal:
+        pytest.skip(f"plain vLLM refuses: {refusal}")
+
+
+def _parts_at_ties_alone(scheme: str, heads: tuple[bool, ...] = (True,)) -> None:
+    if scheme != "int8":
+        _needs_four_bits()
+    for head in heads:
+        engines = engines_of(scheme, "bfloat16", head)
+        engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
+        _reads_the_tables_right(engines, scheme, head)
+
+
+def test_int8_weights_and_inputs() -> None:
+    _needs_int8_of_float32()
+    _is_exact("int8", (False, True))
+
+
+def test_int8_weights_and_inputs_in_bfloat16() -> None:
+    if not torch.cpu._is_vnni_supported():
+        pytest.skip("vLLM's int8 products overflow without VNNI")
+    _parts_at_ties_alone("int8", (False, True))
+
+
+def test_fp8_weights_and_inputs() -> None:
+    _is_exact("fp8-channels")
+
+
+def test_four_bit_weights() -> None:
+    _parts_at_ties_alone("w4a16")
+
+
+def test_four_bit_weights_with_zero_points() -> None:
+    _parts_at_ties_alone("w4a16-zeros")
+
+
+def test_gptq() -> None:
+    _parts_at_ties_alone("gptq", (False, True))
+
+
+def test_awq() -> None:
+    _parts_at_ties_alone("awq")
+
+
+def test_without_branches_four_bits_are_exact() -> None:
+    """What parts elsewhere is the rounding of attention: here vLLM's own computes every row."""
+    _needs_four_bits()
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's products for AMX round by the number of rows")
+    engines = engines_of("awq", "bfloat16", True, tree_width=1)
+    _, counts = engines.compare(
+        PROMPTS, greedy(max_tokens=48, detokenize=False), least_accepted=0, branching=False
+    )
+    assert counts.nodes > 500 and not counts.branching, counts
+
+
+def test_a_tied_target() -> None:
+    _needs_four_bits()
+    engines = engines_of("gptq", "bfloat16", False, tied=True)
+    engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
+    _reads_the_tables_right(engines, "gptq", False, tied=True)
+
+
+def test_it_would_notice_missing_compaction() -> None:
+    """The negative control: the margin tells rounding from a wrong cache."""
+    _needs_four_bits()
+    engines = engines_of("gptq", "bfloat16", False)
+    backend = engines.runner.tree_backend
+    backend.compact = lambda *args: None
+    try:
+        with pytest.raises(AssertionError, match="behind the best"):
+            engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
+    finally:
+        del backend.compact
+
+
+def test_what_vllm_does_not_compute_stops_at_start() -> None:
+    """Formats without a CPU kernel fail with trees as they do without, by vLLM's own message."""
+    if torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM has products for AMX of some of these formats")
+    for scheme, message in (("fp8", "static_scaled_fp8_quant"), ("fp8-blocks", "find a kernel")):
+        for method in (None, "ngram_tree"):
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                make_engine(
+                    method,
+                    model=str(folder_of(scheme, False)),
+                    dtype="bfloat16",
+                    skip_tokenizer_init=True,
+                )

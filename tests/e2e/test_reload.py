@@ -1,22 +1,175 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that are replaced while an engine lives, by `reload_weights` and by a trainer."""
+"""Weights that are replaced while an engine lives: the target's are then those of the new
+checkpoint in every form, and drafters read them too. See test_reload.py."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
-from tests.e2e.pair import assert_check, written_checks
+from tests.e2e import tiny
+from tests.e2e.pair import Pair, core_of, generate
+from tests.e2e.reloads import (
+    PARAMS,
+    PROMPTS,
+    VOCAB,
+    WAYS,
+    engine_of,
+    folder,
+    packed_weights_follow,
+    reload,
+    target_of,
+)
 
-pytestmark = [pytest.mark.e2e]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-@pytest.mark.xdist_group("reload_checks")
-@pytest.mark.parametrize("name", written_checks("reload_checks"))
-def test_new_weights_are_served(name: str) -> None:
-    assert_check("tests.e2e.reload_checks", name)
+class _FromDisk(NCCLWeightTransferEngine):
+    """Reads what a trainer would send from its checkpoint."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.model.load_weights(_tensors(update_info["folder"]))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", written_checks("reload_compiled_checks"))
-def test_new_weights_are_served_by_a_compiled_engine(name: str) -> None:
-    assert_check("tests.e2e.reload_compiled_checks", name)
+def _tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    return iter(load_file(Path(path) / "model.safetensors").items())
+
+
+WeightTransferEngineFactory.register_engine("from_disk", _FromDisk)
+
+
+def test_packed_weights_are_those_of_the_new_checkpoint() -> None:
+    for kind in WAYS:
+        packed_weights_follow(kind)
+
+
+def test_tied_lm_heads_are_new_where_products_are_vllms() -> None:
+    """vLLM itself keeps the old one in a packed copy."""
+    tree = engine_of("oracle", target_of("tied", 0))
+    reload(tree, target_of("tied", 1))
+    made = Pair(engine_of(None, target_of("tied", 1)), tree)
+    made.watch()
+    made.compare(PROMPTS, PARAMS, least_accepted=40)
+
+
+def _without(path: Path, name: str) -> Path:
+    """A head's folder less one tensor, for which it takes the target's."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+def _local_head(path: Path) -> Path:
+    """A local head that has neither inputs nor outputs of its own."""
+    from vllm_specplug.methods.dels.checkpoint import save_local_head
+    from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+
+    torch.manual_seed(2)
+    config = LocalHeadConfig(
+        kind="gru", vocab_size=VOCAB, target_hidden_size=64, rank=16, hidden_size=32,
+        parameterization="target_factorized", lm_head_mode="target_lm_head", alpha=1.0, beta=0.0,
+    )  # fmt: skip
+    head = LocalHead(config)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.normal_(std=0.5)
+    save_local_head(path, head, dtype=torch.float32)
+    return path
+
+
+@cache
+def head_of(method: str) -> dict[str, Any]:
+    path = folder() / method
+    if method in ("jetspec", "dels"):
+        head = tiny.make_head(path, VOCAB, causal=method == "jetspec")
+        options = {"model": str(_without(head, "mask_embedding"))}
+        if method == "dels":
+            options |= {"local_head": str(_local_head(path / "local"))}
+        return options
+    if method == "eagle3_tree":
+        head = tiny.make_eagle3_head(path, VOCAB, draft_vocab_size=VOCAB - 40)
+        return {"model": str(_without(head, "lm_head.weight"))}
+    if method == "longspec":
+        return {"model": str(tiny.make_longspec_head(path, VOCAB))}
+    if method == "tokenswift":
+        heads = tiny.make_tokenswift_heads(path, VOCAB)
+        return {"model": str(heads), "draft_source": "heads"}
+    return {}
+
+
+Drafts = dict[str, tuple[list[int], list[int], list[float]]]
+
+
+def drafts_of(llm: Any) -> Drafts:
+    """What is drafted after each text of a run."""
+    runner = core_of(llm).model_executor.driver_worker.worker.model_runner
+    drafter = runner.drafter.drafter
+    propose, seen = drafter.propose, {}
+
+    def noted(requests: Any) -> Any:
+        trees = propose(requests)
+        for tokens, tree in zip(requests.token_ids, trees, strict=True):
+            parts = tree.token_ids, tree.parent_indices, tree.scores
+            seen[json.dumps(tokens.tolist())] = tuple(part.tolist() for part in parts)
+        return trees
+
+    drafter.propose = noted
+    try:
+        generate(llm, PROMPTS, PARAMS)
+    finally:
+        del drafter.propose
+    assert sum(len(tree[0]) for tree in seen.values()) > 100
+    return seen
+
+
+def drafters_follow(method: str, kind: str = "untied", **engine: Any) -> None:
+    """What is drafted after a reload is what an engine drafts that began with those weights."""
+    speculative = {**head_of(method), "ngram_topk": 0}
+    ours, fresh = (
+        engine_of(method, target_of(kind, seed), speculative=speculative, **engine)
+        for seed in (0, 1)
+    )
+    before, expected = drafts_of(ours), drafts_of(fresh)
+    reload(ours, target_of(kind, 1))
+    after = drafts_of(ours)
+    assert after == expected and after != before
+
+
+def test_jetspec_follows() -> None:
+    drafters_follow("jetspec")
+
+
+def test_states_of_layers_are_read_from_the_new_weights() -> None:
+    """Of a class that hands them over through buffers, which vLLM takes out while it reloads."""
+    drafters_follow("jetspec", "hooked")
+
+
+def test_dels_follows() -> None:
+    drafters_follow("dels")
+
+
+def test_eagle3_follows() -> None:
+    drafters_follow("eagle3_tree")
+
+
+def test_longspec_follows() -> None:
+    drafters_follow("longspec")
+
+
+def test_tokenswift_follows() -> None:
+    drafters_follow("tokenswift")
+
+
+def test_mtp_follows() -> None:
+    drafters_follow("mtp_tree", "mimo", trust_remote_code=True)

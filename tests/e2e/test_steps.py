@@ -1,33 +1,198 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of every method, with the scheduler waiting for each of them and ahead of it."""
+"""Steps of every method against plain decoding, with the scheduler waiting for each of them and
+ahead of it.
+
+Without a Triton for CPUs, both engines take the kernels that stand in for vLLM's, which have tests
+of their own; for vLLM's, see test_steps_interpreted.py.
+"""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import torch
 
-from tests.e2e.fork_server import run_fresh
-from tests.e2e.pair import assert_check, written_checks
+from tests.e2e.pair import (
+    Pair,
+    generate,
+    head_options,
+    scheduled,
+    watch_preemptions,
+    watch_prefix_hits,
+)
+from tests.e2e.requests import LONG, PROMPTS, greedy, seeded
+from tests.e2e.steps import compare, engines, mixed
 
-pytestmark = pytest.mark.e2e
-
-# With vLLM's own kernels, interpreted.
-INTERPRETED = ["check_greedy_and_seeded", "check_greedy_and_seeded_scheduled_ahead"]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-@pytest.mark.xdist_group("step_checks")
-@pytest.mark.parametrize("name", written_checks("step_checks"))
-def test_steps(name: str) -> None:
-    assert_check("tests.e2e.step_checks", name)
+def test_greedy_and_seeded() -> None:
+    assert compare("oracle", ahead=False).skipping > 3
 
 
-# In every run `kernels/test_cpu_kernels.py` compares each kernel with vLLM's own.
-@pytest.mark.full
-def test_steps_with_vllms_own_kernels(tmp_path: Path) -> None:
-    result, log = tmp_path / "result.json", tmp_path / "log"
-    arguments = ["tests.e2e.step_checks", str(result), *INTERPRETED]
-    run_fresh("tests.e2e.pair", arguments, log, env={"SPECPLUG_INTERPRETED": "1"})
-    assert result.is_file(), log.read_text()[-6000:]
-    assert json.loads(result.read_text()) == dict.fromkeys(INTERPRETED), log.read_text()[-6000:]
+def test_greedy_and_seeded_scheduled_ahead() -> None:
+    assert compare("oracle", ahead=True).skipping > 3
+
+
+def test_causal_block_head_and_ngrams() -> None:
+    for ahead in (False, True):
+        compare("jetspec", ahead)
+
+
+def test_bidirectional_block_head_and_ngrams() -> None:
+    compare("ddtree", ahead=True)
+
+
+def test_ngram_branches() -> None:
+    for ahead in (False, True):
+        compare("ngram_tree", ahead)
+
+
+def test_host_branches() -> None:
+    compare("dels", ahead=True)
+
+
+def test_a_local_head_behind_a_causal_block() -> None:
+    causal = str(head_options("jetspec")["model"])
+    for ahead in (False, True):
+        compare("dels", ahead, causal)
+    drafter = engines("dels", model=causal).runner.speculator.proposer.drafter
+    assert drafter.config.causal and drafter.local_tree is not None
+    assert not drafter.local_tree.is_idle
+
+
+def test_windows() -> None:
+    """Kept beside the pages, dropped with a request, computed again when it returns."""
+    for ahead in (False, True):
+        compare("longspec", ahead)
+    made = engines("longspec", num_gpu_blocks_override=9)
+    preempted = watch_preemptions(made.tree)
+    made.compare(LONG[:3], greedy(max_tokens=70))
+    assert preempted
+
+
+@contextmanager
+def calls(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
+    """Arguments of the calls of an object's method."""
+    method, seen = getattr(owner, name), []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        seen.append(args)
+        return method(*args, **kwargs)
+
+    setattr(owner, name, noted)
+    try:
+        yield seen
+    finally:
+        delattr(owner, name)
+
+
+def test_drafts_of_the_target_itself() -> None:
+    """Over a partial cache of 20 tokens, smaller than the contexts, selected again after 18."""
+    for ahead in (False, True):
+        made = engines("tokenswift", ahead=ahead)
+        drafter = made.runner.drafter.drafter
+        pool = drafter.target_forward.pool
+        drafter.steps_from.clear()
+        with calls(pool, "choose") as chosen:
+            made.compare([LONG[0], *PROMPTS[:3]], mixed())
+        assert set(drafter.steps_from) == {"self"} and len(chosen) >= 4, drafter.steps_from
+        # The next step drops what ended.
+        generate(made.tree, PROMPTS[:1], greedy(max_tokens=2))
+        assert len(pool._free) == pool.max_requests and not pool._contexts
+    made = engines("tokenswift", num_gpu_blocks_override=9)
+    preempted = watch_preemptions(made.tree)
+    made.compare(LONG[:3], greedy(max_tokens=70))
+    assert preempted
+
+
+def test_heads_that_read_the_next_token() -> None:
+    for ahead in (False, True):
+        compare("eagle3_tree", ahead)
+
+
+def test_a_prefix_hit_that_leaves_one_token() -> None:
+    """vLLM would pad such a request with drafts that nobody proposed."""
+    made = engines(enable_prefix_caching=True)
+    prompt = list(range(30, 63))
+    made.compare([prompt], greedy(max_tokens=8))
+    made.compare([prompt, *PROMPTS[:2]], greedy(max_tokens=8))
+
+
+def test_full_prefix_hits_of_prompts_in_pieces() -> None:
+    """Prompts of whole blocks, cached but for the last token or block, that are cut into pieces
+    beside requests that decode."""
+    for method, ahead in (("oracle", False), ("oracle", True), ("jetspec", True),
+                          ("eagle3_tree", False), ("longspec", True)):  # fmt: skip
+        made = engines(
+            method, ahead=ahead, enable_prefix_caching=True, max_num_batched_tokens=64,
+            long_prefill_token_threshold=10, num_gpu_blocks_override=24,
+        )  # fmt: skip
+        text = [6 + i % 50 for i in range(129)]
+        prompts = [text[:128], text, text[:97], *PROMPTS[:3]]
+        hits = watch_prefix_hits(made.tree)
+        made.compare(prompts, greedy(max_tokens=12))
+        assert not any(hits.values()), hits
+        # All of them again, and a second time with seeds.
+        for params in (greedy(max_tokens=12), seeded(4, max_tokens=12)):
+            hits.clear()
+            made.compare([*prompts, text[:65]], params)
+            # A head that reads the next token has the last block computed again.
+            again = 32 if method == "eagle3_tree" else 0
+            assert sorted(n + again for n in hits.values())[-4:] == [64, 96, 96, 128], hits
+
+
+def test_rows_that_run_out() -> None:
+    """Eight requests leave a request two nodes, then one, then the requests that are left more."""
+    options = {"num_speculative_tokens": 6, "tree_budget": 6, "max_step_rows": 20}
+    made = scheduled(True, speculative=options)
+    made.compare(PROMPTS * 2, [greedy(max_tokens=6 + 4 * i) for i in range(8)])
+
+
+def _diverges(made: Pair) -> None:
+    def compare() -> None:
+        for _ in range(3):
+            made.compare(PROMPTS[:4], greedy(max_tokens=40))
+
+    with pytest.raises(AssertionError, match="differs"):
+        compare()
+
+
+def test_it_would_notice_missing_compaction() -> None:
+    made = engines(ahead=False)
+    backend = made.runner.tree_backend
+    backend.compact = lambda *args: None
+    try:
+        _diverges(made)
+    finally:
+        del backend.compact
+
+
+def test_it_would_notice_linear_positions() -> None:
+    import vllm_specplug.vllm_v2.runner as runner
+
+    stock = runner.set_positions
+    runner.set_positions = lambda *args: None
+    try:
+        _diverges(engines())
+    finally:
+        runner.set_positions = stock
+
+
+def test_it_would_notice_a_causal_mask() -> None:
+    import vllm_specplug.vllm_v2.backend as backend
+
+    stock = backend.ancestor_words
+
+    def causal(trees: Any) -> torch.Tensor:
+        places = trees.rows.places
+        return (torch.ones_like(places) << (places + 1))[:, None] - 1
+
+    backend.ancestor_words = causal
+    try:
+        _diverges(engines())
+    finally:
+        backend.ancestor_words = stock

@@ -20,10 +20,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.latent import latent_config
-from tests.e2e.option_checks import greedy, seeded
 from tests.e2e.pair import Counts, Pair, pair
+from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_tokenizer
-from tests.e2e.vision_checks import vision_config
+from tests.e2e.vision import vision_config
 from vllm_specplug.methods.block.train import run as block
 from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun
 from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LoRA adapters of a small random target, and batches that use them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.pair import Pair, target
+from tests.e2e.requests import greedy, seeded
+from tests.e2e.tiny import make_adapter
+from vllm_specplug.vllm_v2.step_input import verified_step
+
+# What each changes: layers alone, the embedding too, and the LM head too.
+MODULES = {
+    "layers": ("q_proj", "v_proj", "down_proj"),
+    "embedding": ("embed_tokens", "k_proj", "o_proj", "gate_proj"),
+    "lm_head": ("lm_head", "up_proj"),
+}
+# A slot stays empty: on a CPU vLLM reads the last one for rows without an adapter.
+LORA = {"enable_lora": True, "max_loras": len(MODULES) + 1, "max_lora_rank": 8}
+CACHED = {"tree": {"enable_prefix_caching": True}}
+
+
+@cache
+def adapters() -> tuple[Any, ...]:
+    """The bare target, and one request per adapter."""
+    from vllm.lora.request import LoRARequest
+
+    folder = Path(tempfile.mkdtemp(prefix="specplug-adapters-"))
+    return None, *(
+        LoRARequest(name, i, str(make_adapter(folder / name, target(), modules, seed=i)))
+        for i, (name, modules) in enumerate(MODULES.items(), 1)
+    )
+
+
+def by_adapter(made: Pair) -> tuple[Counter[int], Counter[int]]:
+    """Nodes and accepted drafts by LoRA id; grow as the pair runs."""
+    runner, nodes, accepted = made.runner, Counter[int](), Counter[int]()
+    record = runner.speculator.learn
+
+    def recorded(*args: Any) -> Any:
+        ids = runner.lora_state.lora_ids[args[0].idx_mapping_np]
+        requests = verified_step(args[0], runner.speculator.trees, args[1]).requests
+        for i, request in enumerate(requests):
+            nodes[int(ids[i])] += 0 if request.tree is None else request.tree.num_nodes
+            accepted[int(ids[i])] += len(request.accepted_path)
+        return record(*args)
+
+    runner.speculator.learn = recorded
+    return nodes, accepted
+
+
+def batch(prompts: list[list[int]], each: Sequence[Any], **options: Any) -> dict[str, Any]:
+    """Each prompt with each of these adapters; every other prompt's answers are sampled."""
+    return {
+        "prompts": [prompt for prompt in prompts for _ in each],
+        "params": [
+            seeded(p, **options) if p % 2 else greedy(**options)
+            for p in range(len(prompts))
+            for _ in each
+        ],
+        "adapters": list(each) * len(prompts),
+    }
+
+
+def assert_costs_are_measured_with_adapters(made: Pair) -> None:
+    """The same ones in every forward of a calibration, made once, and none after it."""
+    from vllm_specplug.vllm_worker.cost import calibration
+
+    state, manager = made.runner.state, made.runner.lora_manager
+    # As at start: dummies have the numbers of real ones.
+    manager.remove_all_adapters()
+    seen, added = [], []
+    forward, add = state.dummy_forward, manager.add_dummy_lora
+
+    def noted(rows: int, context: int) -> Any:
+        hidden = forward(rows, context)
+        seen.append(len(manager.list_adapters()))
+        return hidden
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # False where it is there already.
+        is_new = add(*args, **kwargs)
+        added.extend([args] if is_new else [])
+        return is_new
+
+    state.dummy_forward, manager.add_dummy_lora = noted, counted
+    try:
+        with state.dummy_adapters():
+            calibration.Calibrator(state, list, time_limit_s=0.1).measure()
+    finally:
+        state.dummy_forward, manager.add_dummy_lora = forward, add
+    assert seen and set(seen) == {LORA["max_loras"]} and len(added) == LORA["max_loras"]
+    assert manager.list_adapters() == set()

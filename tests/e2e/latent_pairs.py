@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pairs on targets with multi-head latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from tests.e2e.families import WINDOW_PROMPTS
+from tests.e2e.latent import BACKEND, latent_target
+from tests.e2e.pair import Counts, Pair, pair
+from tests.e2e.requests import greedy, seeded
+
+ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, **BACKEND}
+# More than there is room for: prompts come in beside trees.
+PROMPTS = [*WINDOW_PROMPTS, *([9, *p] for p in WINDOW_PROMPTS)]
+
+
+def engines(method: str = "oracle", **options: Any) -> Pair:
+    return pair(method, **{"model": latent_target(), **ENGINE, **options})
+
+
+def compared(made: Pair, **options: Any) -> Counts:
+    """Greedy and seeded, drafted for and not, ending at different steps."""
+    params = [
+        make(max_tokens=24 + 3 * i, detokenize=False)
+        for i, make in enumerate([greedy, lambda **kw: seeded(1, **kw)] * 8)
+    ]
+    params[3].extra_args = {"specplug_tree_budget": 0}
+    return made.compare(PROMPTS, params, **options)[1]
+
+
+@contextmanager
+def changed(module: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
+    """`module.name` replaced by `change(stock, *args)`."""
+    stock = getattr(module, name)
+    setattr(module, name, lambda *args: change(stock, *args))
+    try:
+        yield
+    finally:
+        setattr(module, name, stock)
+
+
+def lines_for_trees() -> Any:
+    from vllm_specplug.vllm_attention import latent
+
+    def spans(stock: Any, requests: Any) -> Any:
+        return stock([(i, replace(r, mask=None)) for i, r in requests])
+
+    return changed(latent, "spans_of", spans)
+
+
+def nothing_moves() -> Any:
+    from vllm_specplug.vllm_v2 import latent_backend as backend
+
+    return changed(backend, "move_latents", lambda stock, *args: None)

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every method beside LoRA adapters of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.e2e.adapters import (
+    CACHED,
+    LORA,
+    adapters,
+    assert_costs_are_measured_with_adapters,
+    batch,
+    by_adapter,
+)
+from tests.e2e.pair import METHODS, Pair, core_of, generate, pair
+from tests.e2e.requests import LONG, PROMPTS, greedy
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.full]
+
+# The module that mtp_tree drafts with is part of another target, which takes no adapters.
+OTHERS = sorted({*METHODS} - {"oracle", "jetspec", "tokenswift", "mtp_tree"})
+
+
+def test_a_heads_context_is_of_the_same_adapter() -> None:
+    """Drafts from keys and values found in the prefix cache are those from computed ones."""
+    # Branches of n-grams are scored by what was right before.
+    made = pair("jetspec", **LORA, **CACHED, speculative={"ngram_topk": 0})
+    made.compare(**batch(PROMPTS, adapters()), least_accepted=0)
+    manager, found = core_of(made.tree).scheduler.kv_cache_manager, []
+    for prompt in LONG[:2]:
+        for adapter in adapters():
+            assert manager.reset_prefix_cache()
+            cold = _drafts(made, prompt, adapter)
+            assert manager.reset_prefix_cache()
+            for other in adapters():
+                _drafts(made, prompt, other)
+            assert _drafts(made, prompt, adapter) == cold
+            found.append(cold)
+    assert len({str(drafts) for drafts in found}) == len(found), "the adapters do not matter"
+
+
+def _drafts(made: Pair, prompt: list[int], adapter: Any) -> list[Any]:
+    """Trees of one request, step by step."""
+    trees, propose = [], made.runner.drafter.drafter.propose
+
+    def noted(requests: Any) -> Any:
+        drafted = propose(requests)
+        trees.append([(tree.token_ids.tolist(), tree.parent_indices.tolist()) for tree in drafted])
+        return drafted
+
+    made.runner.drafter.drafter.propose = noted
+    try:
+        generate(made.tree, [prompt], greedy(max_tokens=24), [adapter])
+    finally:
+        del made.runner.drafter.drafter.propose
+    return trees
+
+
+def test_drafts_of_the_targets_own_layers() -> None:
+    """Nothing of the context is left out, and one token drafted: it is the target's next one,
+    save that drafts come from the base LM head."""
+    options = {"kv_budget": 200, "ngram_topk": 0, "tree_depth": 1, "tree_width": 1}
+    made = pair("tokenswift", **LORA, speculative=options)
+    run = batch(PROMPTS, adapters()[:3], max_tokens=48)
+    run["params"] = greedy(max_tokens=48)
+    nodes, accepted = by_adapter(made)
+    made.compare(**run, branching=False)
+    assert accepted == nodes and min(nodes.values()) > 80, (nodes, accepted)
+    with of_no_adapter(made):
+        made.compare(**run, branching=False)
+    assert all(accepted[i] < 0.9 * nodes[i] for i in (1, 2)), (nodes, accepted)
+
+
+@contextmanager
+def of_no_adapter(made: Pair) -> Iterator[None]:
+    """The target drafts for itself without adapters."""
+    state = made.runner.state
+    stock = state.adapters
+    state.adapters = lambda rows: ([0] * len(rows), set())
+    try:
+        yield
+    finally:
+        state.adapters = stock
+
+
+def test_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
+    """Those of the calibration have the numbers of real ones."""
+    for method in ("ngram_tree", "tokenswift"):
+        made = pair(method, **LORA, speculative={"tree_budget": "auto"})
+        assert made.runner.planner.adaptive is not None
+        assert made.runner.lora_manager.list_adapters() == set()
+        assert_costs_are_measured_with_adapters(made)
+        made.compare(**batch(PROMPTS, adapters()), least_accepted=0)
+
+
+def test_other_methods() -> None:
+    for method in OTHERS:
+        made = pair(method, **LORA)
+        made.compare(**batch([*PROMPTS, LONG[0]], adapters()), least_accepted=0)

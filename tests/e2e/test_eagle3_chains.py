@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""EAGLE-3 heads under vLLM's own method and as trees of one branch: the same drafts, token for
+token. Run by tests/e2e/test_eagle3_tree.py."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.eagle3_chains import (
+    CHAIN,
+    LONG,
+    PROMPTS,
+    Drafts,
+    compare_drafts,
+    drafts_of,
+    own_engine,
+)
+from tests.e2e.pair import (
+    generate,
+    head_options,
+    make_engine,
+    sequences_of,
+    target,
+    watch_preemptions,
+    watch_prefix_hits,
+)
+from tests.e2e.requests import greedy
+from tests.e2e.tiny import make_eagle3_head
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
+
+
+def _engines(**engine: Any) -> tuple[Any, Any]:
+    engine = {"async_scheduling": False, **engine}
+    chains = own_engine("eagle3", speculative=head_options("eagle3_tree"), **engine)
+    return chains, make_engine("eagle3_tree", speculative=CHAIN, **engine)
+
+
+def test_the_same_drafts_in_a_batch_and_after_prefix_hits() -> None:
+    """The last block that is hit was followed by another token before."""
+    engines = _engines(enable_prefix_caching=True)
+    assert compare_drafts(engines, PROMPTS) > 20
+    assert compare_drafts(engines, [LONG]) > 5
+    hits = watch_prefix_hits(engines[1])
+    assert compare_drafts(engines, [[*LONG[:96], 62, 3]]) > 5
+    # Three blocks are there, and the last one is computed again.
+    assert list(hits.values()) == [64]
+
+
+def test_chunks_and_preemption_leave_the_drafts() -> None:
+    """Drafts depend on the tokens before them alone. (With vLLM's own method they also depend on
+    where a prompt was cut, so this compares with prompts that were not.)"""
+    # Chains: the order of a tree's nodes follows rounding where their scores are close.
+    llm = make_engine(
+        "eagle3_tree", speculative=CHAIN, max_num_batched_tokens=40, num_gpu_blocks_override=9
+    )
+    alone: dict[Any, list[int]] = {}
+    for prompt in PROMPTS:
+        alone.update(drafts_of(llm, [prompt])[0])
+    preempted = watch_preemptions(llm)
+    mixed, _ = drafts_of(llm, [LONG, *PROMPTS])
+    assert preempted
+    common = set(alone) & set(mixed)
+    assert len(common) > 10, (len(common), len(alone), len(mixed))
+    for known in common:
+        count = min(len(alone[known]), len(mixed[known]))
+        assert alone[known][:count] == mixed[known][:count], len(known)
+
+
+def test_drafts_after_steps_without_any() -> None:
+    """What waits while nothing is drafted, through chunks, prefix hits and preemption: drafts are
+    those of an engine that drafts in every step."""
+    params = greedy(max_tokens=40)
+    engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True}
+    llms = [
+        make_engine("eagle3_tree", speculative=CHAIN, **engine, **more)
+        for more in ({}, {"num_gpu_blocks_override": 9})
+    ]
+    preempted, hits = watch_preemptions(llms[1]), watch_prefix_hits(llms[1])
+    with Drafts(llms[0]) as always, Drafts(llms[1], every=6) as seldom:
+        # The last two alone, so that what they share is still there.
+        for prompts in ([LONG, *PROMPTS], [LONG], [[*LONG[:96], 62, 3]]):
+            expected, found = (sequences_of(generate(llm, prompts, params)) for llm in llms)
+            assert expected == found
+    assert preempted and any(hits.values()), (preempted, hits)
+    common = set(always.seen) & set(seldom.seen)
+    assert len(common) > 5, (len(common), len(seldom.seen))
+    for known in common:
+        assert always.seen[known] == seldom.seen[known], len(known)
+    # Tokens of several steps went together.
+    assert sum(1 for n in seldom.written if n > 2 * len(PROMPTS)) > 2, seldom.written
+
+
+def test_a_head_of_other_heads_than_the_targets() -> None:
+    """Its keys and values have pages of their own shape: the same drafts, and plain outputs. It has
+    more KV heads than the target has query heads."""
+    folder, vocab = (
+        target().parent / "eagle3_other",
+        json.loads((target() / "config.json").read_text())["vocab_size"],
+    )
+    head = make_eagle3_head(
+        folder, vocab, draft_vocab_size=vocab - 40, num_heads=8, num_kv_heads=4, head_dim=64
+    )
+    options = {"model": str(head)}
+    engine = {"async_scheduling": False, "enable_prefix_caching": True}
+    engines = (
+        own_engine("eagle3", speculative=options, **engine),
+        make_engine("eagle3_tree", speculative={**CHAIN, **options}, **engine),
+    )
+    assert compare_drafts(engines, PROMPTS) > 20
+    assert compare_drafts(engines, [LONG]) > 5
