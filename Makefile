@@ -56,16 +56,17 @@ test-full:
 # vLLM 0.33 has no CPU wheel: its Python tree over 0.32's compiled library, in .venv-033. Of the
 # tests those that compare engines, and what 0.33 changed below them.
 TESTS_033 := tests/unit/engine/test_structured_output.py tests/unit/engine/test_versions.py \
-  tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_cpu_kernels.py \
-  tests/fuzz tests/e2e/test_steps.py tests/e2e/test_options.py tests/e2e/test_paths.py tests/e2e/test_grammar.py \
-  tests/e2e/test_lossless.py
+  tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_cpu_kernels.py tests/fuzz \
+  tests/e2e/lossless/test_steps.py tests/e2e/lossless/test_lossless.py \
+  tests/e2e/options/test_options.py tests/e2e/options/test_paths.py \
+  tests/e2e/options/test_grammar.py
 
 test-033: setup
 	@$(BIN)/specplug target smollm2
 	@$(BIN)/python scripts/setup_033.py
 	OMP_NUM_THREADS=1 .venv-033/bin/python -m pytest -n 2 --dist loadgroup --durations=15 \
 	  -m "not full" -v $(TESTS_033) $(ARGS)
-	OMP_NUM_THREADS=1 .venv-033/bin/python -m pytest -v tests/e2e/test_compiled.py $(ARGS)
+	OMP_NUM_THREADS=1 .venv-033/bin/python -m pytest -v tests/e2e/lossless/test_compiled.py $(ARGS)
 
 # Thousands of runs of the fuzzed state machine; `make test` has a few for each method.
 fuzz: export SPECPLUG_FUZZ_EXAMPLES ?= 150

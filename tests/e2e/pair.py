@@ -14,7 +14,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -396,12 +395,6 @@ def both_schedulers(method: str = "oracle", **engine: Any) -> Iterator[Pair]:
 def check_names(module: Any) -> list[str]:
     """Names of a module's checks, in the order they are written."""
     return [name for name in vars(module) if name.startswith("check_")]
-
-
-def written_checks(module: str) -> list[str]:
-    """`check_names` of a module of this folder that is not to be imported here."""
-    source = Path(__file__).with_name(f"{module}.py").read_text()
-    return re.findall(r"^def (check_\w+)", source, re.MULTILINE)
 
 
 # What a check's entry among the failures begins with if this machine cannot do what it needs.

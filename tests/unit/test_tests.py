@@ -34,7 +34,7 @@ def _starts_a_server(source: str) -> bool:
 
 def test_tests_of_one_server_run_in_one_process() -> None:
     """Otherwise each of pytest's workers starts the server for its share of the tests."""
-    paths = (TESTS / "e2e").glob("test_*.py")
+    paths = (TESTS / "e2e").rglob("test_*.py")
     modules = [path for path in paths if _starts_a_server(path.read_text())]
     assert len(modules) >= 3
     for path in modules:

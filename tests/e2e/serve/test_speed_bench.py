@@ -12,7 +12,7 @@ import pytest
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-BENCH = Path(__file__).resolve().parents[2] / "bench" / "gpu"
+BENCH = Path(__file__).resolve().parents[3] / "bench" / "gpu"
 
 
 @pytest.mark.timeout(600)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target's own module under vLLM's method and as trees. Run by tests/e2e/test_eagle3_tree.py."""
+"""A target's own module under vLLM's method and as trees."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.e2e.tiny import make_target
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.full]
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 # A script like those of bench/, on a random target.
 SCRIPT = f"""
 import sys

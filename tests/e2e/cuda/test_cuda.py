@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.cuda.cuda_on_gpu import written_checks
 from tests.e2e.fork_server import run_fresh
-from tests.e2e.pair import written_checks
 
 pytestmark = pytest.mark.e2e
 
@@ -40,7 +40,7 @@ DEFAULTS = ("check_defaults_of_a_causal_block_head", "check_trees_without_their_
 def failures(module: str, folder: Path, *only: str) -> dict[str, str | None]:
     result, log = folder / f"{module}.json", folder / f"{module}.log"
     folder.mkdir(exist_ok=True)
-    arguments = [f"tests.e2e.{module}", str(result), *only]
+    arguments = [f"tests.e2e.cuda.{module}", str(result), *only]
     environment = {"SPECPLUG_INTERPRETED": "1"}
     run_fresh("tests.e2e.pair", arguments, log, env=environment, timeout_s=1800)
     assert result.is_file(), log.read_text()[-6000:]

@@ -49,7 +49,7 @@ def _run(folder: Path, name: str, speculative: dict[str, Any] | None) -> dict[st
         # vLLM compiles what ranks do with tokens of others, and the interpreter is no compiler.
         "TORCHDYNAMO_DISABLE": "1",
     }
-    run_fresh("tests.e2e.cuda_ranks", arguments, log, env=environment)
+    run_fresh("tests.e2e.cuda.cuda_ranks", arguments, log, env=environment)
     assert result.is_file(), log.read_text()[-6000:]
     found: dict[str, Any] = json.loads(result.read_text())
     return found

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 # Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e.cuda_checks import LateCopy  # isort: skip
+from tests.e2e.cuda.cuda_checks import LateCopy  # isort: skip
 
 from tests.e2e import engine_process
 from tests.e2e.sabotage import is_later_rank

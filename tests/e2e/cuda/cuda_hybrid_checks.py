@@ -12,13 +12,14 @@ from typing import Any
 from unittest.mock import patch
 
 # First: it puts the interpreter in place.
-from tests.e2e import cuda_checks  # isort: skip
+from tests.e2e.cuda import cuda_checks  # isort: skip
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.e2e import cuda_device, cuda_states, vision
+from tests.e2e import vision
+from tests.e2e.cuda import cuda_device, cuda_states
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
 from tests.e2e.pair import Counts, Pair, core_of, sequences_of, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DFlash heads under vLLM's own method and as trees of one branch: the same drafts, token for
-token. Run by tests/e2e/test_dflash.py."""
+token."""
 
 from __future__ import annotations
 

@@ -18,14 +18,15 @@ from typing import Any
 from unittest.mock import patch
 
 # First: it puts the interpreter and the device in place.
-from tests.e2e import cuda_stream_checks as streams  # isort: skip
+from tests.e2e.cuda import cuda_stream_checks as streams  # isort: skip
 
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gated_delta
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
-from tests.e2e import adapters, cuda_hybrid_checks, cuda_vision_checks
-from tests.e2e.cuda_checks import PROMPTS, engines
+from tests.e2e import adapters
+from tests.e2e.cuda import cuda_hybrid_checks, cuda_vision_checks
+from tests.e2e.cuda.cuda_checks import PROMPTS, engines
 from tests.e2e.tiny import make_head
 from tests.pretended_device import Stream
 from vllm_specplug.vllm_attention import device_states

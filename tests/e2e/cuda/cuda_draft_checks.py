@@ -12,18 +12,18 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
 
 import numpy as np
 import torch
 
-from tests.e2e.cuda_checks import (
+from tests.e2e.cuda.cuda_checks import (
     compare,
     compare_block_head,
     engines,
     known_tokens,
 )
-from tests.e2e.cuda_device import SCORES_WITHIN
+from tests.e2e.cuda.cuda_device import SCORES_WITHIN
 from tests.e2e.pair import target
 from tests.e2e.tiny import make_dspark_head
 from vllm_specplug.drafting.device_levels import read_trees

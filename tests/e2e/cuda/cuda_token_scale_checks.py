@@ -9,12 +9,12 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
 
 import torch
 
-from tests.e2e import cuda_device
-from tests.e2e.cuda_checks import PROMPTS, compare_windows, engines, is_equal
+from tests.e2e.cuda import cuda_device
+from tests.e2e.cuda.cuda_checks import PROMPTS, compare_windows, engines, is_equal
 from tests.e2e.families import engine_of
 from tests.e2e.number_formats import VOCAB, folder, head
 from tests.e2e.pair import Pair, generate

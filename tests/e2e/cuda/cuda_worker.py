@@ -21,7 +21,7 @@ from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 from vllm.v1.worker.cpu import model_runner as cpu_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from tests.e2e.cuda_device import CAPTURED_ROWS
+from tests.e2e.cuda.cuda_device import CAPTURED_ROWS
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.engine import engine_args, spec_config
 from vllm_specplug.tree import step_trees

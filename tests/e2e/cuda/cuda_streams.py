@@ -50,7 +50,7 @@ def _async_tensor_h2d(*args: Any, **kwargs: Any) -> torch.Tensor:
 # Whoever imports it from here on gets one for both.
 torch_utils.async_tensor_h2d = buffer_utils.async_tensor_h2d = _async_tensor_h2d
 
-from tests.e2e import cuda_worker  # noqa: E402
+from tests.e2e.cuda import cuda_worker  # noqa: E402
 from vllm_specplug.engine import spec_config  # noqa: E402
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend  # noqa: E402
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock  # noqa: E402

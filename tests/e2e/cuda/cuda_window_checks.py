@@ -12,13 +12,13 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
 
 import torch
 from transformers import AutoConfig
 
 from tests.e2e.budgets import FLAT, freeze_costs
-from tests.e2e.cuda_checks import (
+from tests.e2e.cuda.cuda_checks import (
     PROMPTS,
     LateCopy,
     compare,
@@ -26,7 +26,7 @@ from tests.e2e.cuda_checks import (
     late_copies,
     profiles,
 )
-from tests.e2e.cuda_draft_checks import LevelDrafts, knowing
+from tests.e2e.cuda.cuda_draft_checks import LevelDrafts, knowing
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests

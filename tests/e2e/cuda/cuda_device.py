@@ -43,7 +43,7 @@ _replays = 0
 def use_worker() -> None:
     """Engines that this process builds from here on run here."""
     if not ON_GPU:
-        from tests.e2e import cuda_worker
+        from tests.e2e.cuda import cuda_worker
 
         cuda_worker.use_cuda_worker()
         return
@@ -66,7 +66,7 @@ def runner_class() -> type:
         from vllm_specplug.vllm_v2.worker_gpu import TreeGPUModelRunner
 
         return TreeGPUModelRunner
-    from tests.e2e.cuda_worker import InterpretedRunner
+    from tests.e2e.cuda.cuda_worker import InterpretedRunner
 
     return InterpretedRunner
 
@@ -128,7 +128,7 @@ def profiled() -> AbstractContextManager[None]:
     """Engines built inside are profiled before their caches are made."""
     if ON_GPU:
         return nullcontext()
-    from tests.e2e.cuda_worker import profiled
+    from tests.e2e.cuda.cuda_worker import profiled
 
     return profiled()
 

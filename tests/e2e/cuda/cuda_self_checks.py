@@ -12,11 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
 
 import torch
 
-from tests.e2e.cuda_checks import LateCopy, compare, engines, late_copies, profiles
+from tests.e2e.cuda.cuda_checks import LateCopy, compare, engines, late_copies, profiles
 from tests.e2e.pair import watch_preemptions
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.kernels.reference import dense_attention

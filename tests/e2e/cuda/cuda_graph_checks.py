@@ -11,16 +11,16 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda_checks  # noqa: F401  # isort: skip
+import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
 
 import pytest
 import torch
 from vllm.config.compilation import CUDAGraphMode
 
-from tests.e2e import cuda_device
 from tests.e2e.budgets import FLAT, freeze_costs
-from tests.e2e.cuda_checks import WINDOW_PROMPTS, compare, compare_windows, engines
-from tests.e2e.cuda_self_checks import LONG, SELF, watching
+from tests.e2e.cuda import cuda_device
+from tests.e2e.cuda.cuda_checks import WINDOW_PROMPTS, compare, compare_windows, engines
+from tests.e2e.cuda.cuda_self_checks import LONG, SELF, watching
 from tests.e2e.families import engine_of
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the checks as on CUDA on a GPU; see `cuda_device`.
 
-    python -m tests.e2e.cuda_on_gpu --out OUT [--jobs 6] [--modules a,b] [--seconds 200]
+    python -m tests.e2e.cuda.cuda_on_gpu --out OUT [--jobs 6] [--modules a,b] [--seconds 200]
 
 Each module is a process of its own, several at once on the one GPU, with its log in OUT/MODULE.log
 and its results in OUT/MODULE.json. One that takes longer than `--seconds` is killed; what it had
@@ -20,7 +20,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[2]
+REPO = Path(__file__).resolve().parents[3]
 # Those that take longest first.
 MODULES = (
     "cuda_checks",
@@ -38,7 +38,7 @@ def run_module(module: str, out: Path, seconds: float) -> str:
     """Runs a module's checks; how its process ended."""
     result, log = out / f"{module}.json", out / f"{module}.log"
     result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.e2e.pair", f"tests.e2e.{module}", str(result)]
+    command = [sys.executable, "-m", "tests.e2e.pair", f"tests.e2e.cuda.{module}", str(result)]
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,

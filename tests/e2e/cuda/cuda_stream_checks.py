@@ -18,14 +18,14 @@ if os.environ.get("SPECPLUG_INTERPRETED") == "1":
     interpreter.install()
 
 # Before vLLM's CPU worker.
-from tests.e2e import cuda_streams  # isort: skip
+from tests.e2e.cuda import cuda_streams  # isort: skip
 
 import torch
 
 from tests import pretended_device
 from tests.e2e.budgets import FLAT, freeze_costs
-from tests.e2e.cuda_checks import PROMPTS, compare, engines
-from tests.e2e.cuda_graph_checks import (
+from tests.e2e.cuda.cuda_checks import PROMPTS, compare, engines
+from tests.e2e.cuda.cuda_graph_checks import (
     draft_replays,
     full_graphs,
     known_on_the_device,

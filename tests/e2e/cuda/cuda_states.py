@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.e2e.cuda_device import ON_GPU
+from tests.e2e.cuda.cuda_device import ON_GPU
 from vllm_specplug.engine import engine_args
 
 

@@ -20,7 +20,7 @@ from tests.e2e.tiny import make_text_target
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
 pytestmark = pytest.mark.e2e
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "stranger_method"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "stranger_method"
 
 
 @pytest.fixture(scope="module")

@@ -17,17 +17,18 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e import cuda_checks  # isort: skip
+from tests.e2e.cuda import cuda_checks  # isort: skip
 
 import pytest
 import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from tests.e2e import cuda_device, cuda_states, mistral3, vision
+from tests.e2e import mistral3, vision
 from tests.e2e.budgets import FLAT, freeze_costs
-from tests.e2e.cuda_checks import LateCopy, knowing_candidates, late_copies
-from tests.e2e.cuda_draft_checks import knowing_levels
-from tests.e2e.cuda_graph_checks import full_graphs, steps_from_graphs
+from tests.e2e.cuda import cuda_device, cuda_states
+from tests.e2e.cuda.cuda_checks import LateCopy, knowing_candidates, late_copies
+from tests.e2e.cuda.cuda_draft_checks import knowing_levels
+from tests.e2e.cuda.cuda_graph_checks import full_graphs, steps_from_graphs
 from tests.e2e.embeds import embeddings
 from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.oracle import OracleDrafter

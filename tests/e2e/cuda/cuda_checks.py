@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 # Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e import cuda_device  # isort: skip
+from tests.e2e.cuda import cuda_device  # isort: skip
 
 import pytest
 import torch
