@@ -188,8 +188,8 @@ def test_it_would_notice_a_causal_mask() -> None:
     stock = backend.ancestor_words
 
     def causal(trees: Any) -> torch.Tensor:
-        places = trees.rows.places
-        return (torch.ones_like(places) << (places + 1))[:, None] - 1
+        offsets = trees.rows.offsets
+        return (torch.ones_like(offsets) << (offsets + 1))[:, None] - 1
 
     backend.ancestor_words = causal
     try:
