@@ -51,7 +51,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.timeout(options.get("timeout_s", TIMEOUT_S) + 60))
 
 
-def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
     options = _options(item)
     if options is None:
         return None
@@ -69,6 +69,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         report.nodeid = item.nodeid
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    # Fixtures that an earlier test of this process left for a neighbour of this one.
+    item.session._setupstate.teardown_exact(nextitem)
     return True
 
 

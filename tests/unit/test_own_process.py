@@ -60,7 +60,11 @@ def test_reports_are_those_of_the_child(tmp_path: Path) -> None:
     code = (
         "import os, pytest, sys; os.environ['PARENT'] = str(os.getpid()); sys.exit(pytest.main())"
     )
-    (tmp_path / "test_module.py").write_text(MODULE)
+    # Tests of this process around it: what the first leaves set up is not what the last expects.
+    for folder in ("first", "last"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"test_{folder}.py").write_text("def test_here(): pass")
+    (tmp_path / "first" / "test_module.py").write_text(MODULE)
     run = subprocess.run(
         [sys.executable, "-c", code, "-v", "-k", "not is_not_selected", "-p", "no:cacheprovider"],
         cwd=tmp_path,
@@ -77,7 +81,7 @@ def test_reports_are_those_of_the_child(tmp_path: Path) -> None:
         ("ends_badly", "FAILED"),
         ("never_starts", "FAILED"),
     ):
-        assert f"test_module.py::test_{test} {outcome}" in output, output
+        assert f"first/test_module.py::test_{test} {outcome}" in output, output
     assert "assert 'this' == 'that'" in output, output
     assert "the process ended with 3" in output and "the last words" in output, output
-    assert "3 failed, 2 passed, 1 skipped, 1 deselected" in output, output
+    assert "3 failed, 4 passed, 1 skipped, 1 deselected" in output, output

@@ -242,9 +242,9 @@ def test_spans_of_a_step() -> None:
         above += [starts[-1], *(starts[-1] + 1 + p for p in parents)]
         starts.append(starts[-1] + 1 + len(parents))
         ends.append(ends[-1] + before + 1 + len(parents))
-    places = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:], strict=False)])
+    offsets = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:], strict=False)])
     rows: Any = SimpleNamespace(
-        starts=torch.tensor(starts), places=places, max_rows=9,
+        starts=torch.tensor(starts), offsets=offsets, max_rows=9,
         contexts=torch.tensor([before + computed for before, computed, _ in BATCH]),
     )  # fmt: skip
     trees: Any = StepTrees(rows, None, None, torch.tensor(above))  # type: ignore[arg-type]

@@ -111,7 +111,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     from vllm_specplug.kernels.tree_attn_triton import config_for, tail_config
 
     ran, words, built, moved, stored = set(), set(), [], [], []
-    places = tree_builder_triton._places
+    heap_size = tree_builder_triton._heap_size
 
     def configs(trees, rows):
         packed_rows = rows * heads // kv_heads
@@ -140,7 +140,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     monkeypatch.setattr(
         tree_builder_triton,
         "build_best_first_triton",
-        lambda *args: built.append(places(args[-1])),
+        lambda *args: built.append(heap_size(args[-1])),
     )
     monkeypatch.setattr(
         finite_values_triton, "store_isolated_triton", lambda *kv: stored.append(kv[0].shape[1:])
@@ -151,7 +151,7 @@ def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, head
     wanted = {config for r in sizes for trees in range(1, 5) for config in configs(trees, r)}
     assert ran == {(config, long) for config in wanted for long in (False, True)}
     assert words == {-(-r // 64) for r in sizes}
-    assert built == sorted({places(r - 1) for r in sizes if r > 1})
+    assert built == sorted({heap_size(r - 1) for r in sizes if r > 1})
     assert moved == [[0]] and len(waits) >= len(ran)
     assert stored == [(kv_heads, 64)]
 
