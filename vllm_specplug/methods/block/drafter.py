@@ -14,11 +14,11 @@ from typing import cast
 
 import torch
 
+from vllm_specplug.drafting.branch_drafter import BranchDrafter
 from vllm_specplug.drafting.caches import DeviceCache, DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import TargetWeights
-from vllm_specplug.drafting.head_drafter import BranchDrafter
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,56 +20,41 @@ import torch
 from vllm_specplug.drafting.caches import BranchCache, DeviceCache, DraftCache, DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import (
+    DeviceExpand,
     DeviceFrontier,
     LevelRows,
-    draft_levels_on_device,
     level_candidates,
-    most_frontier_width,
-    read_trees,
 )
-from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import TargetWeights
-from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.host_levels import HostLevelRows
 from vllm_specplug.drafting.late_context import LateContextDrafter
+from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head
-from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import (
-    FRONTIER_WIDTH,
     Expand,
     Frontier,
-    draft_level_by_level,
 )
 
 
-class StateDrafter(LateContextDrafter, HeadDrafter):
+class StateDrafter(LateContextDrafter, LevelDrafter):
     """Drafter whose layer reads a token's embedding and the state of the position before it.
 
     Subclasses set the attributes below in `load` and call `begin_context` at its end.
     """
 
-    frontier_width: ClassVar[int] = FRONTIER_WIDTH
-    """Maximum number of nodes per tree that a level expands. With the default, trees are best-first
-    for node budgets up to 16 and close to best-first above."""
     head: FusedDraftLayer
-    # [V, H]
-    embed_tokens: torch.Tensor
     lm_head: Callable[[torch.Tensor], torch.Tensor]
-    # [V'] target id of each draft id; None if the head drafts the whole vocabulary
-    target_ids: torch.Tensor | None
-    draft_vocab_size: int
     # [B, H] states of each request's last committed position, in batch order
     _roots: torch.Tensor
     # [B] rows of those positions in the backlog, counted from its end; None if `_roots` is current
     _root_rows: torch.Tensor | None
     # [B, C] target outputs of those positions if the backlog defers them, else None
     _root_outputs: torch.Tensor | None
-    is_device_cache = False
-    """Whether the cache is a `DeviceCache`, so that drafting does not involve the host."""
 
     def begin_context(self, hidden_size: int) -> None:
         """Sets up the backlog and the root states, whose size is `hidden_size`."""
@@ -133,28 +118,13 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
 
     def bind_cache(self, cache: DraftCache) -> None:
         super().bind_cache(cache)
-        self.is_device_cache = hasattr(cache, "tree_attention")
+        self.drafts_on_device = hasattr(cache, "tree_attention")
 
-    def draft(self, requests: DraftRequests) -> list[DraftTree]:
-        self.backlog.write(requests.req_ids)
-        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
-        if self.is_device_cache:
-            self.levels_run = max(depths)
-            return read_trees(self._draft_for_host(requests, depths))
-        return draft_level_by_level(
-            requests.anchors,
-            requests.budgets,
-            depths,
-            requests.widths,
-            self.counted(self._expander(requests)),
-            min_node_prob=requests.min_node_prob,
-            min_level_prob=requests.min_level_prob,
-            frontier_width=self.frontier_width,
-        )
-
-    @property
-    def drafts_on_device(self) -> bool:
-        return self.is_device_cache
+    def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
+        if isinstance(requests, DeviceRequests):
+            self.backlog.flush()
+        else:
+            self.backlog.write(requests.req_ids)
 
     @property
     def drafts_from_graphs(self) -> bool:
@@ -166,93 +136,40 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             self._roots, self._root_outputs = self.target_states(self._root_outputs), None
         return self._roots
 
-    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        self.backlog.flush()
-        roots, levels = self.request_states, self.options.tree_depth
-        if requests.states is not None:
-            roots = requests.states
-        if len(roots) and requests.rows is not None:
-            roots = roots[requests.rows]
-        if len(roots) != len(requests):
-            # No step came before this draft.
-            roots = roots.new_zeros(len(requests), self.embed_tokens.shape[1])
-        if requests.deepest is not None:
-            levels = min(levels, requests.deepest)
-        return self._draft_on_device(
-            requests,
-            roots,
-            requests.anchors,
-            requests.context_lens,
-            requests.budgets,
-            requests.depths,
-            num_levels=levels,
-            width=requests.width,
-        )
-
-    def _draft_for_host(self, requests: DraftRequests, depths: list[int]) -> DeviceTrees:
-        columns = (
-            requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
-        )  # fmt: skip
-        *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
-        # The width of the options, not the requests' maximum: see `num_nodes` below.
-        return self._draft_on_device(
-            requests, self._root_states(requests), *given, num_levels=max(depths),
-            width=self.options.tree_width, widths=widths,
-        )  # fmt: skip
-
-    def _draft_on_device(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        # [R, H]
-        roots: torch.Tensor,
-        # [R] each
-        anchors: torch.Tensor,
-        context_lens: torch.Tensor,
-        budgets: torch.Tensor,
-        depths: torch.Tensor,
-        *,
-        num_levels: int,
-        width: int,
-        widths: torch.Tensor | None = None,
-    ) -> DeviceTrees:
-        """`draft_level_by_level` without a read on the host."""
-        options = self.options
-        expander = DeviceLevels(self, requests, roots, context_lens, width)
-        return draft_levels_on_device(
-            anchors,
-            budgets,
-            depths,
-            expander.expand,
-            num_levels=num_levels,
-            # The option, not the requests' largest budget: kernels have a variant per number of
-            # rows in a level, and start-up only compiles the variants of whole trees.
-            num_nodes=options.num_nodes,
-            width=width,
-            widths=widths,
-            frontier_width=min(self.frontier_width, most_frontier_width(options.tree_depth)),
-        )
+    def device_expand(
+        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
+    ) -> DeviceExpand:
+        return DeviceLevels(self, requests, context_lens, width).expand
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Embeddings [T, H] of the tokens after `positions`."""
-        # A prompt may hold token ids past the target's vocabulary. vLLM's padded table has rows for
-        # them, this one has not; a draft may use any row.
-        return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
+        return self.embed(token_ids)
 
-    def _root_states(self, requests: DraftRequests) -> torch.Tensor:
+    def root_states(self, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
         """States of the roots [R, H]; zeros if no step came before the draft."""
         roots = self.request_states
-        if max(requests.req_indices) >= len(roots):
-            return self.embed_tokens.new_zeros(len(requests), self.embed_tokens.shape[1])
-        return roots[device_tensor(requests.req_indices, roots.device)]
+        if isinstance(requests, DeviceRequests):
+            if requests.states is not None:
+                roots = requests.states
+            rows = requests.rows
+        else:
+            rows = device_tensor(requests.req_indices, roots.device)
+            if max(requests.req_indices) >= len(roots):
+                roots = roots[:0]
+        if len(roots) and rows is not None:
+            roots = roots[rows]
+        if len(roots) != len(requests):
+            return roots.new_zeros(len(requests), self.embed_tokens.shape[1])
+        return roots
 
-    def _expander(self, requests: DraftRequests) -> Expand:
+    def host_expand(self, requests: DraftRequests) -> Expand:
         device = self.embed_tokens.device
         rows = HostLevelRows(len(requests))
         # The root has the position before the anchor, because its state belongs to that position.
         starts = [length - 1 for length in requests.context_lens]
         first = np.array(starts)
         width = min(max(requests.widths), self.draft_vocab_size)
-        states = self._root_states(requests)
+        states = self.root_states(requests)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             attention = cast(BranchCache, self.cache).branch_attention(
@@ -273,8 +190,7 @@ class StateDrafter(LateContextDrafter, HeadDrafter):
             )
             hidden, states = self._run(ids, states[above], at, attend)
             ids, log_probs = top_candidates(self.lm_head(hidden), width)
-            ids = ids if self.target_ids is None else self.target_ids[ids]
-            return ids.cpu().numpy(), log_probs.cpu().numpy()
+            return self.to_target_ids(ids).cpu().numpy(), log_probs.cpu().numpy()
 
         return expand
 
@@ -298,13 +214,12 @@ class DeviceLevels:
         self,
         drafter: StateDrafter,
         requests: DraftRequests | DeviceRequests,
-        # [R, H]
-        roots: torch.Tensor,
         # [R]
         context_lens: torch.Tensor,
         width: int,
     ) -> None:
-        self.drafter, self.requests, self.states = drafter, requests, roots
+        self.drafter, self.requests = drafter, requests
+        self.states = drafter.root_states(requests)
         # The root has the position before the anchor, because its state belongs to that position.
         self.starts = (context_lens - 1).clamp_min(0)
         self.width = min(width, drafter.draft_vocab_size)
@@ -325,8 +240,7 @@ class DeviceLevels:
         ids, log_probs = level_candidates(
             hidden, drafter.lm_head, drafter.draft_vocab_size, self.width
         )
-        ids = ids if drafter.target_ids is None else drafter.target_ids[ids]
-        return ids.unflatten(0, shape), log_probs.unflatten(0, shape)
+        return drafter.to_target_ids(ids).unflatten(0, shape), log_probs.unflatten(0, shape)
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         cache = cast(DeviceCache, self.drafter.cache)

@@ -26,29 +26,24 @@ from vllm_specplug.drafting.caches import (
 )
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import (
+    DeviceExpand,
     DeviceFrontier,
     LevelRows,
-    draft_levels_on_device,
     level_candidates,
-    most_frontier_width,
-    read_trees,
 )
-from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
-from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.host_levels import HostLevelRows
+from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
-from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend
-from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import (
-    FRONTIER_WIDTH,
     Expand,
     Frontier,
-    draft_level_by_level,
 )
 
 # Maximum number of window tokens whose keys and values are computed at once.
@@ -131,12 +126,10 @@ class FusedLongSpecHead:
         return x * self.cos[positions] + swapped * self.sin[positions]
 
 
-class LongSpecDrafter(HeadDrafter):
+class LongSpecDrafter(LevelDrafter):
     """Drafter of method `longspec`."""
 
     reads_history: ClassVar[bool] = True
-    is_device_window = False
-    """Whether the window is a `DeviceWindow`, so that drafting does not involve the host."""
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -144,9 +137,8 @@ class LongSpecDrafter(HeadDrafter):
         head, extras = load_longspec_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config
-        # [V, H]
+        self.draft_vocab_size = head.config.draft_vocab_size
         self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
-        # [V'] target id of each draft id; None if the head drafts the whole vocabulary
         self.target_ids = extras.target_ids
         if self.target_ids is not None:
             self.target_ids = self.target_ids.to(target.device)
@@ -162,89 +154,22 @@ class LongSpecDrafter(HeadDrafter):
         self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
     ) -> None:
         super().bind_window(window, target_cache)
-        self.is_device_window = hasattr(window, "tree_attention")
+        self.drafts_on_device = hasattr(window, "tree_attention")
 
     def observe(self, committed: CommittedTokens) -> None:
-        """Does nothing: `_fill_windows` reads a request's tokens when it drafts."""
+        """Does nothing: `prepare_context` reads a request's tokens when it drafts."""
 
     def forget(self, req_ids: Iterable[str]) -> None:
         req_ids = list(req_ids)
         self.window.forget(req_ids)
         super().forget(req_ids)
 
-    def draft(self, requests: DraftRequests) -> list[DraftTree]:
-        self._fill_windows(requests)
-        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
-        if self.is_device_window:
-            self.levels_run = max(depths)
-            return read_trees(self._draft_for_host(requests, depths))
-        return draft_level_by_level(
-            requests.anchors,
-            requests.budgets,
-            depths,
-            requests.widths,
-            self.counted(self._expander(requests)),
-            min_node_prob=requests.min_node_prob,
-            min_level_prob=requests.min_level_prob,
-        )
+    def device_expand(
+        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
+    ) -> DeviceExpand:
+        return DeviceLevels(self, requests, context_lens, width).expand
 
-    @property
-    def drafts_on_device(self) -> bool:
-        return self.is_device_window
-
-    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        self._fill_windows(requests)
-        levels = self.options.tree_depth
-        if requests.deepest is not None:
-            levels = min(levels, requests.deepest)
-        return self._draft_on_device(
-            requests,
-            requests.anchors,
-            requests.context_lens,
-            requests.budgets,
-            requests.depths,
-            num_levels=levels,
-            width=requests.width,
-        )
-
-    def _draft_for_host(self, requests: DraftRequests, depths: list[int]) -> DeviceTrees:
-        columns = (
-            requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
-        )  # fmt: skip
-        *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
-        # Kernels have a variant per number of rows in a level; start-up compiles this width's.
-        return self._draft_on_device(
-            requests, *given, num_levels=max(depths), width=self.options.tree_width, widths=widths
-        )
-
-    def _draft_on_device(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        # [R] each
-        anchors: torch.Tensor,
-        context_lens: torch.Tensor,
-        budgets: torch.Tensor,
-        depths: torch.Tensor,
-        *,
-        num_levels: int,
-        width: int,
-        widths: torch.Tensor | None = None,
-    ) -> DeviceTrees:
-        """`draft_level_by_level` without a read on the host."""
-        options = self.options
-        return draft_levels_on_device(
-            anchors,
-            budgets,
-            depths,
-            DeviceLevels(self, requests, context_lens, width).expand,
-            num_levels=num_levels,
-            num_nodes=options.num_nodes,
-            width=width,
-            widths=widths,
-            frontier_width=min(FRONTIER_WIDTH, most_frontier_width(options.tree_depth)),
-        )
-
-    def _fill_windows(self, requests: DraftRequests | DeviceRequests) -> None:
+    def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
         missing = self.window.missing(requests)  # type: ignore[arg-type]  # of the window's kind
         parts = (missing.token_ids, missing.positions, missing.slots)
         # In pieces: new requests need whole windows.
@@ -252,19 +177,13 @@ class LongSpecDrafter(HeadDrafter):
             *(part.split(MAX_WINDOW_TOKENS) for part in parts), strict=True
         ):
             if len(token_ids):
-                keys, values = self.head.window_kv(self._embed(token_ids), positions)
+                keys, values = self.head.window_kv(self.embed(token_ids), positions)
                 self.window.write(keys, values, slots)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, H]."""
-        # A prompt may hold token ids past the target's vocabulary. vLLM's padded table has rows for
-        # them, this one has not; a draft may use any row.
-        return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
-
-    def _expander(self, requests: DraftRequests) -> Expand:
+    def host_expand(self, requests: DraftRequests) -> Expand:
         rows = HostLevelRows(len(requests))
         starts = np.asarray(requests.context_lens)
-        width = min(max(requests.widths), self.config.draft_vocab_size)
+        width = min(max(requests.widths), self.draft_vocab_size)
 
         def self_attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -290,8 +209,7 @@ class LongSpecDrafter(HeadDrafter):
                 cross,
             )
             ids, log_probs = top_candidates(self.lm_head(hidden), width)
-            ids = ids if self.target_ids is None else self.target_ids[ids]
-            return ids.numpy(), log_probs.numpy()
+            return self.to_target_ids(ids).numpy(), log_probs.numpy()
 
         return expand
 
@@ -310,7 +228,7 @@ class DeviceLevels:
         self.drafter, self.requests = drafter, requests
         # Positions of the anchors.
         self.starts = context_lens.clamp_min(0)
-        self.width = min(width, drafter.config.draft_vocab_size)
+        self.width = min(width, drafter.draft_vocab_size)
         self.rows = LevelRows()
         target = cast(DeviceTargetCache, drafter.target_cache)
         self.cross_attend = target.level_attention(requests, self.starts)
@@ -322,16 +240,15 @@ class DeviceLevels:
         last = drafter.options.max_model_len - 1
         positions = (self.starts + frontier.depth).clamp_max(last).long()
         hidden = drafter.head(
-            drafter._embed(frontier.token_ids.flatten()),
+            drafter.embed(frontier.token_ids.flatten()),
             positions.repeat_interleave(shape[1]),
             self._self_attend,
             self.cross_attend,
         )
         ids, log_probs = level_candidates(
-            hidden, drafter.lm_head, drafter.config.draft_vocab_size, self.width
+            hidden, drafter.lm_head, drafter.draft_vocab_size, self.width
         )
-        ids = ids if drafter.target_ids is None else drafter.target_ids[ids]
-        return ids.unflatten(0, shape), log_probs.unflatten(0, shape)
+        return drafter.to_target_ids(ids).unflatten(0, shape), log_probs.unflatten(0, shape)
 
     def _self_attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Drafting level by level: one forward of the head drafts a level of all trees."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from vllm_specplug.drafting.branch_drafter import BranchDrafter
+from vllm_specplug.drafting.device_levels import (
+    DeviceExpand,
+    draft_levels_on_device,
+    most_frontier_width,
+    read_trees,
+)
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import FRONTIER_WIDTH, Expand, Frontier, draft_level_by_level
+
+
+class LevelDrafter(BranchDrafter):
+    """A drafter that expands the frontiers of all trees with one forward per level.
+
+    Subclasses set the attributes below in `load`.
+    """
+
+    drafts_by_level: ClassVar[bool] = True
+    frontier_width: ClassVar[int] = FRONTIER_WIDTH
+    """Maximum number of nodes per tree that a level expands. With the default, trees are best-first
+    for node budgets up to 16 and close to best-first above."""
+    # [V, H]
+    embed_tokens: torch.Tensor
+    # [V'] target id of each draft id; None if the head drafts the whole vocabulary
+    target_ids: torch.Tensor | None
+    draft_vocab_size: int
+    drafts_on_device = False
+    """Whether the bound cache is a device's, so that drafting does not involve the host."""
+    levels_run = 0
+    """Levels of the last draft, which may end before the deepest that was asked for."""
+
+    @abstractmethod
+    def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
+        """Computes what a draft of these requests reads of their contexts."""
+
+    @abstractmethod
+    def host_expand(self, requests: DraftRequests) -> Expand:
+        """Returns what expands the levels of a draft on the host."""
+
+    @abstractmethod
+    def device_expand(
+        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
+    ) -> DeviceExpand:
+        """Returns what expands the levels of a draft on the device.
+
+        Args:
+            context_lens: [R] tokens before each anchor.
+            width: maximum number of children of a node.
+        """
+
+    @property
+    def forward_depth(self) -> int:
+        return self.options.tree_depth
+
+    def propose(self, requests: DraftRequests) -> list[DraftTree]:
+        trees = [DraftTree.empty()] * len(requests)
+        chosen, drafted = requests.for_forward()
+        if chosen:
+            for r, tree in zip(chosen, self.draft(drafted), strict=True):
+                trees[r] = tree
+        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
+
+    def draft(self, requests: DraftRequests) -> list[DraftTree]:
+        """Trees of the head only, for at least one request."""
+        self.prepare_context(requests)
+        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
+        if not self.drafts_on_device:
+            return draft_level_by_level(
+                requests.anchors,
+                requests.budgets,
+                depths,
+                requests.widths,
+                self._counted(self.host_expand(requests)),
+                min_node_prob=requests.min_node_prob,
+                min_level_prob=requests.min_level_prob,
+                frontier_width=self.frontier_width,
+            )
+        self.levels_run = max(depths)
+        columns = (
+            requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
+        )  # fmt: skip
+        *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
+        trees = self._draft_on_device(
+            requests, *given, num_levels=max(depths), width=self.options.tree_width, widths=widths
+        )
+        return read_trees(trees)
+
+    def _counted(self, expand: Expand) -> Expand:
+        """`expand`, which also counts `levels_run` from 0."""
+        self.levels_run = 0
+
+        def count(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+            self.levels_run += 1
+            return expand(frontier)
+
+        return count
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        self.prepare_context(requests)
+        levels = self.options.tree_depth
+        if requests.deepest is not None:
+            levels = min(levels, requests.deepest)
+        return self._draft_on_device(
+            requests,
+            requests.anchors,
+            requests.context_lens,
+            requests.budgets,
+            requests.depths,
+            num_levels=levels,
+            width=requests.width,
+        )
+
+    def _draft_on_device(
+        self,
+        requests: DraftRequests | DeviceRequests,
+        # [R] each
+        anchors: torch.Tensor,
+        context_lens: torch.Tensor,
+        budgets: torch.Tensor,
+        depths: torch.Tensor,
+        *,
+        num_levels: int,
+        width: int,
+        widths: torch.Tensor | None = None,
+    ) -> DeviceTrees:
+        options = self.options
+        return draft_levels_on_device(
+            anchors,
+            budgets,
+            depths,
+            self.device_expand(requests, context_lens, width),
+            num_levels=num_levels,
+            # Options, not the requests' maximum, for nodes and width: kernels have a variant per
+            # number of rows in a level, and start-up only compiles the variants of whole trees.
+            num_nodes=options.num_nodes,
+            width=width,
+            widths=widths,
+            frontier_width=min(self.frontier_width, most_frontier_width(options.tree_depth)),
+        )
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings [T, H] of any token ids [T]."""
+        # A prompt may hold token ids past the target's vocabulary. vLLM's padded table has rows for
+        # them, this one has not; a draft may use any row.
+        return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Target token ids of draft token ids, of any shape."""
+        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
