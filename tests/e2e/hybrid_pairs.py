@@ -15,7 +15,7 @@ import torch
 from tests.e2e.families import WINDOW_PROMPTS
 from tests.e2e.hybrids import make_hybrid_target
 from tests.e2e.pair import Counts, Pair, pair
-from tests.e2e.requests import greedy, seeded
+from tests.e2e.requests import mixed_params
 
 VOCAB = 300
 # Prompts come in chunks, and there are fewer rows than all trees want.
@@ -36,13 +36,7 @@ def engines(method: str = "oracle", **options: Any) -> Pair:
 
 
 def compared(made: Pair, **options: Any) -> Counts:
-    """Greedy and seeded, drafted for and not, ending at different steps."""
-    params = [
-        make(max_tokens=24 + 3 * i, detokenize=False)
-        for i, make in enumerate([greedy, lambda **kw: seeded(1, **kw)] * 4)
-    ]
-    params[3].extra_args = {"specplug_tree_budget": 0}
-    return made.compare(WINDOW_PROMPTS, params, **options)[1]
+    return made.compare(WINDOW_PROMPTS, mixed_params(8), **options)[1]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any
 from tests.e2e.families import WINDOW_PROMPTS
 from tests.e2e.latent import BACKEND, latent_target
 from tests.e2e.pair import Counts, Pair, pair
-from tests.e2e.requests import greedy, seeded
+from tests.e2e.requests import mixed_params
 
 ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, **BACKEND}
 # More than there is room for: prompts come in beside trees.
@@ -23,13 +23,7 @@ def engines(method: str = "oracle", **options: Any) -> Pair:
 
 
 def compared(made: Pair, **options: Any) -> Counts:
-    """Greedy and seeded, drafted for and not, ending at different steps."""
-    params = [
-        make(max_tokens=24 + 3 * i, detokenize=False)
-        for i, make in enumerate([greedy, lambda **kw: seeded(1, **kw)] * 8)
-    ]
-    params[3].extra_args = {"specplug_tree_budget": 0}
-    return made.compare(PROMPTS, params, **options)[1]
+    return made.compare(PROMPTS, mixed_params(16), **options)[1]
 
 
 @contextmanager

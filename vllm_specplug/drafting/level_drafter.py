@@ -93,6 +93,8 @@ class LevelDrafter(BranchDrafter):
             requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
         )  # fmt: skip
         *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
+        # The option's width, not the requests' maximum: kernels have a variant per number of rows
+        # in a level, and start-up only compiles the variants of whole trees.
         trees = self._draft_on_device(
             requests, *given, num_levels=max(depths), width=self.options.tree_width, widths=widths
         )
@@ -143,8 +145,7 @@ class LevelDrafter(BranchDrafter):
             depths,
             self.device_expand(requests, context_lens, width),
             num_levels=num_levels,
-            # Options, not the requests' maximum, for nodes and width: kernels have a variant per
-            # number of rows in a level, and start-up only compiles the variants of whole trees.
+            # Not the requests' largest budget: see `draft`.
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
