@@ -49,7 +49,7 @@ class ImposedDrafts:
         from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
 
         of_block = BlockHeadDrafter.candidates
-        of_level, of_host_levels = DeviceLevels.expand, StateDrafter._expander
+        of_level, of_host_level = DeviceLevels.expand, StateDrafter.host_expand
 
         def candidates(drafter: Any, requests: Any, depth: int, width: int) -> Any:
             log_probs = of_block(drafter, requests, depth, width)[1]
@@ -66,8 +66,8 @@ class ImposedDrafts:
                 right, self.ranks[levels.lines, frontier.depth, None, None], log_probs
             )
 
-        def expander(drafter: Any, requests: Any) -> Any:
-            inner, lines = of_host_levels(drafter, requests), None
+        def host_expand(drafter: Any, requests: Any) -> Any:
+            inner, lines = of_host_level(drafter, requests), None
 
             def expand_on_host(frontier: Any) -> Any:
                 nonlocal lines
@@ -83,7 +83,7 @@ class ImposedDrafts:
 
         BlockHeadDrafter.candidates = candidates  # type: ignore[method-assign]
         DeviceLevels.expand = expand  # type: ignore[method-assign]
-        StateDrafter._expander = expander  # type: ignore[method-assign]
+        StateDrafter.host_expand = host_expand  # type: ignore[method-assign]
 
     def install_in_chains(self) -> None:
         """Drafts of vLLM's chains become the target's own tokens: which of them are accepted is
