@@ -51,6 +51,9 @@ class DraftCache(Protocol):
 class HostCache(DraftCache, Protocol):
     """The cache where it is in the host's own memory."""
 
+    knows_slots: bool
+    """Whether only this engine writes the pages, so that a record of their slots stays true."""
+
     def slots(self, req_index: int, num_tokens: int) -> np.ndarray:
         """int64 [num_tokens], the slots of a request's first tokens; `req_index` is its place in
         the batch."""

@@ -33,7 +33,8 @@ class LateContextDrafter(Drafter):
         super().bind_cache(cache)
         # A new backlog: slots of another cache mean nothing in this one. Not by device: a CPU may
         # interpret a device's kernels, which come with that device's cache.
-        self.backlog = ContextBacklog.on(*self._backlog_of, knows_slots=hasattr(cache, "slots"))
+        knows_slots = getattr(cache, "knows_slots", False)
+        self.backlog = ContextBacklog.on(*self._backlog_of, knows_slots=knows_slots)
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
         if self.backlog.knows_slots:

@@ -95,7 +95,6 @@ def check_engine_config(vllm_config: Any) -> None:
             "Leave --kv-sharing-fast-prefill out: with it, layers that share a KV cache skip rows "
             "of a step",
         )
-    _check_kv_transfer(method, vllm_config)
     _check_row_features(method, vllm_config)
     if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16", "float16"):
         _refuse(
@@ -283,18 +282,6 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
         option = spec.plan.target_forward_option if spec.plan else None
         drafts = f"with {option} its drafts" if option else "its drafts"
         _refuse(method, f"{what}: {drafts} read the target's cache", remedy)
-
-
-def _check_kv_transfer(method: str, vllm_config: Any) -> None:
-    """A connector may store or send slots before the accepted path has been moved together."""
-    transfer = vllm_config.kv_transfer_config
-    if transfer is None or transfer.kv_connector is None:
-        return
-    size = vllm_config.cache_config.kv_offloading_size
-    what = f"kv_transfer_config.kv_connector={transfer.kv_connector!r}"
-    if size is not None:
-        what = f"kv_offloading_size={size}"
-    _refuse(method, what, "Serve without a KV connector and without KV offloading")
 
 
 def _check_token_budget(

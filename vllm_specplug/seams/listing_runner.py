@@ -377,6 +377,22 @@ RUNNER_USES: tuple[Seam, ...] = (
         "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
         "vllm.triton_utils:HAS_TRITON",
     ),
+    *overrides(
+        "kv_connector",
+        "a connector that saves layers during the forward would read them before compaction",
+        HAS_TREES,
+        "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
+        "save_kv_layer",
+        "wait_for_save",
+    ),
+    *uses(
+        "kv_connector",
+        "draft layers are saved with the target's",
+        HAS_REGISTRY,
+        "vllm.distributed.kv_transfer:get_kv_transfer_group",
+        "vllm.distributed.kv_transfer:has_kv_transfer_group",
+        "vllm.forward_context:get_forward_context",
+    ),
     *uses(
         "runner_state",
         _WHY_STATE,

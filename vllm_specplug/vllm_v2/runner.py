@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.logger import init_logger
 
 from vllm_specplug.drafting.requests import device_tensor
@@ -39,7 +40,9 @@ from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.memory.cache_groups import draft_group
+from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
+from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves, check_transferable
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.target.layer_states import collect_layer_states
@@ -150,6 +153,13 @@ class TreeRunnerMixin(_Runner):
             table = partial(state.block_table, self.step.draft_group)
             state.drafter.bind_cache(self.tree_backend.draft_cache(layers, table, scale))
         bind_drafter_memory(state, method)
+        if has_kv_transfer_group():
+            check_transferable(method, self.drafter.state_layers.names)
+            self.saves = CommittedSaves(
+                [(n, x) for n, x in state.layers.items() if isinstance(x, DraftKVLayer)],
+                lambda: self.step.trees is not None,
+                self.speculator.flush_context,
+            )
 
     def start_budget(self) -> None:
         """Measures step costs for an adaptive budget. Call once the model is ready to serve."""

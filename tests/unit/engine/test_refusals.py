@@ -21,6 +21,7 @@ from vllm_specplug.engine.engine_args import (
     _check_states,
     check_engine_config,
 )
+from vllm_specplug.vllm_worker.memory import kv_transfer
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -174,7 +175,6 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*only drafts on the last rank"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
-        ({"kv_offloading_size": 1.0}, "kv_offloading_size=1.0"),
         ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True"),
         ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
         ({"max_num_scheduled_tokens": 8}, "needs 9 rows .*max_num_scheduled_tokens=8"),
@@ -250,15 +250,11 @@ def test_every_dtype_of_vllm_is_taken(target: Path, head: Path) -> None:
         assert str(config.model_config.dtype) == f"torch.{dtype}"
 
 
-@pytest.mark.parametrize(
-    "connector", ["ExampleConnector", "SimpleCPUOffloadConnector", "MultiConnector"]
-)
-def test_kv_connectors(target: Path, connector: str) -> None:
-    """They may store or send slots of a layer before compaction has moved the accepted path."""
-    transfer = {"kv_connector": connector, "kv_role": "kv_both"}
-    with pytest.raises(ValueError, match=f"'ngram_tree' .*kv_connector='{connector}'.*Serve"):
-        engine_config(target, {"method": "ngram_tree"}, kv_transfer_config=transfer)
-    assert engine_config(target, None, kv_transfer_config=transfer).speculative_config is None
+def test_kv_connector_with_recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
+    kv_transfer.check_transferable("ngram_tree", ())
+    with pytest.raises(ValueError, match=r"'ngram_tree' .* \(layers.0 and 1 more\).*Serve"):
+        kv_transfer.check_transferable("ngram_tree", ("layers.0", "layers.2"))
 
 
 @pytest.mark.parametrize(

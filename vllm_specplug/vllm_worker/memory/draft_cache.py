@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.selector import get_attn_backend
@@ -87,6 +88,8 @@ class PagedDraftCache:
     def __init__(self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float) -> None:
         self.block_table = block_table
         self.scale = scale
+        # A KV connector fills pages with the context of tokens that this engine never computed.
+        self.knows_slots = not has_kv_transfer_group()
         self.layout = cpu_kv_layout(layers[0].kv_cache)
         self.windows = [layer.spec.window for layer in layers]
         self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
