@@ -148,6 +148,8 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
     """Registered over `FLASH_ATTN` in workers that draft trees."""
 
     takes_tree_rows = True
+    # From vLLM 0.33 on: some models would store keys and values without `do_kv_cache_update`.
+    supports_kv_cache_update_bypass = False
 
     @staticmethod
     def get_impl_cls() -> type[TreeFlashAttentionImpl]:

@@ -67,16 +67,12 @@ class TreeCPUMLAImpl(CPUMLAImpl):
         kv_c_normed: torch.Tensor,
         # [T, 1, P]
         k_pe: torch.Tensor,
-        kv_cache: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        kv_cache_dtype: str,
-        k_scale: torch.Tensor,
+        # The cache, slots and scales; vLLM 0.33 passes one more than 0.32.
+        *args: Any,
     ) -> None:
         # A latent row is both key and value, except its rotary key, which is only a key.
         k_pe, latents = isolate_nonfinite(k_pe, kv_c_normed.unsqueeze(1))
-        super().do_kv_cache_update(
-            latents.squeeze(1), k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale
-        )
+        super().do_kv_cache_update(latents.squeeze(1), k_pe, *args)
 
 
 @dataclass(frozen=True)
