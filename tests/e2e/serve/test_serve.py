@@ -5,12 +5,16 @@ what it refuses."""
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from tests.e2e.harness import METHODS, chat_ids, engine_args, run_engine, target_path
 from vllm_specplug.bench.server import ServerSpec, VllmServer
@@ -49,6 +53,14 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         yield openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=300)
 
 
+def _samples(client: openai.OpenAI) -> list[Sample]:
+    """What the server's `/metrics` has."""
+    url = str(client.base_url).removesuffix("/v1/") + "/metrics"
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        families = text_string_to_metric_families(answer.read().decode())
+    return [sample for family in families for sample in family.samples]
+
+
 def _ask(client: openai.OpenAI, question: str, **options: object) -> str:
     done = client.chat.completions.create(
         model="smollm2",
@@ -76,18 +88,27 @@ def test_answers_are_those_of_plain_vllm(client: openai.OpenAI) -> None:
 
 
 def test_trees_are_drafted_and_counted(client: openai.OpenAI) -> None:
-    import urllib.request
-
     _ask(client, QUESTIONS[0], max_tokens=64, **DRAFTED)
-    url = str(client.base_url).removesuffix("/v1/") + "/metrics"
-    text = urllib.request.urlopen(url, timeout=60).read().decode()
-    values = {
-        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
-        for line in text.splitlines()
-        if line.startswith(("specplug:", "vllm:spec_decode"))
-    }
+    values = {sample.name: sample.value for sample in _samples(client)}
     assert values["specplug:drafts_total"] > 0
     assert values["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+def test_the_dashboard_asks_for_what_the_server_has(client: openai.OpenAI) -> None:
+    _ask(client, QUESTIONS[0], max_tokens=64, **DRAFTED)
+    _ask(client, QUESTIONS[0], extra_body={"vllm_xargs": {"specplug_tree_budget": 0}})
+    labels: dict[str, set[str]] = {}
+    for sample in _samples(client):
+        labels.setdefault(sample.name, set()).update(sample.labels)
+    dashboard = Path(__file__).resolve().parents[3] / "examples" / "grafana.json"
+    panels = json.loads(dashboard.read_text())["panels"]
+    queries = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(queries) > 10
+    for query in queries:
+        names = set(re.findall(r"(?:vllm|specplug):\w+", query))
+        by = set(re.findall(r"by \((\w+)\)", query))
+        assert names and all("model_name" in labels.get(name, ()) for name in names), query
+        assert all(any(label in labels[name] for name in names) for label in by), query
 
 
 def test_options_that_other_speculation_refuses_are_honoured(client: openai.OpenAI) -> None:
