@@ -12,6 +12,10 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.e2e.own_process import pytest_itemcollected, pytest_runtest_protocol
+
+__all__ = ["pytest_itemcollected", "pytest_runtest_protocol"]
+
 # Busy machines make single examples slow without anything being wrong.
 settings.register_profile("specplug", deadline=None, print_blob=True)
 settings.load_profile("specplug")

@@ -5,10 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.own_process import pytest_itemcollected, pytest_runtest_protocol
-
-__all__ = ["pytest_itemcollected", "pytest_runtest_protocol"]
-
 
 @pytest.fixture(scope="session")
 def float32_states() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-import shlex
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def page(rows: dict[str, Any]) -> str:
         by = row["provenance"]
         packages = sorted(by["versions"].items())
         versions = ", ".join(f"{name} {value}" for name, value in packages if value)
-        command = by["command"].replace(name_of_check(method), "check_METHOD")
+        command = re.sub(r"\[.+\]", "[METHOD]", by["command"])
         key = (command, str(by["commit"]), by["hardware"]["cpu"], versions)
         made.setdefault(key, []).append(method)
     lines.append("")
@@ -68,20 +68,3 @@ def page(rows: dict[str, Any]) -> str:
             "",
         ]
     return "\n".join(lines)
-
-
-def name_of_check(machine: str) -> str:
-    """Of a machine's function; see `machine_checks.machine_name`."""
-    return f"check_{machine.replace('-', '_')}"
-
-
-def command_line(machine: str, variables: dict[str, str]) -> str:
-    """The command that runs one machine's check again."""
-    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
-    module = "machine_checks"
-    if machine.startswith("ahead-") and machine != "ahead-oracle":
-        module = "ahead_checks"
-    elif "-" in machine and machine != "ahead-oracle":
-        module = "hard_head_checks"
-    check = name_of_check(machine)
-    return f"{settings} python -m tests.e2e.pair tests.fuzz.{module} out/failures.json {check}"

@@ -3,60 +3,55 @@
 
 `SPECPLUG_FUZZ_EXAMPLES=150 pytest tests/fuzz` runs thousands of examples, others each time; the
 default, the same few in every run, is what every run affords. Of schedulers that work ahead every
-run has the oracle's alone: `make test-full` and `make fuzz` have all methods.
+run has only the oracle's: `make test-full` and `make fuzz` have all methods.
 """
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 
-from tests.e2e.pair import assert_check, check_names
-from tests.fuzz import (
-    ahead_checks,
-    hard_head_checks,
-    hybrid_ahead_checks,
-    hybrid_machine_checks,
-    machine_checks,
-)
+from tests.fuzz.engine_machine import machine_pair
+from tests.fuzz.examples import TIMEOUT_S, assert_noticed, run_method
+from tests.soak.soak import problems, run
 from vllm_specplug.registry import method_names
 
-# All methods run in one process.
-TIMEOUT_S = 900 + 40 * machine_checks.EXAMPLES
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT_S + 60)]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process(timeout_s=TIMEOUT_S)]
 
 
-@pytest.mark.xdist_group("machine_checks")
-@pytest.mark.parametrize("name", check_names(machine_checks))
-def test_state_machine(name: str) -> None:
-    assert_check("tests.fuzz.machine_checks", name, TIMEOUT_S)
+@pytest.mark.parametrize("method", ["oracle", *method_names()])
+def test_methods(method: str) -> None:
+    run_method(method)
 
 
-@pytest.mark.full
-@pytest.mark.xdist_group("ahead_checks")
-@pytest.mark.parametrize("name", check_names(ahead_checks))
-def test_state_machine_ahead(name: str) -> None:
-    assert_check("tests.fuzz.ahead_checks", name, TIMEOUT_S)
+def test_oracle_ahead() -> None:
+    run_method("oracle", ahead=True)
 
 
-@pytest.mark.full
-@pytest.mark.xdist_group("machine_checks")
-@pytest.mark.parametrize("name", check_names(hard_head_checks))
-def test_state_machine_with_hard_heads(name: str) -> None:
-    assert_check("tests.fuzz.hard_head_checks", name, TIMEOUT_S)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_lost_compaction_is_noticed(ahead: bool) -> None:
+    """The negative control: without it accepted paths that skip nodes leave wrong keys behind."""
+    backend = machine_pair("oracle", ahead).runner.tree_backend
+    with patch.object(backend, "compact", lambda *args: None):
+        assert_noticed(r"^\('r\d+', \[", ahead)
 
 
-@pytest.mark.xdist_group("hybrid_machine_checks")
-@pytest.mark.parametrize("name", check_names(hybrid_machine_checks))
-def test_state_machine_of_recurrent_states(name: str) -> None:
-    assert_check("tests.fuzz.hybrid_machine_checks", name, TIMEOUT_S)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_kept_request_is_noticed(ahead: bool) -> None:
+    """A speculator that forgets nobody drafts as well as any other."""
+    speculator = machine_pair("oracle", ahead).runner.speculator
+    with patch.object(speculator, "forget", lambda *args: None):
+        assert_noticed("requests are kept in .*extra_args", ahead)
+    speculator.forget(list(speculator.extra_args), list(speculator.extra_args))
 
 
-@pytest.mark.full
-@pytest.mark.xdist_group("hybrid_machine_checks")
-@pytest.mark.parametrize("name", check_names(hybrid_ahead_checks))
-def test_state_machine_of_recurrent_states_ahead(name: str) -> None:
-    assert_check("tests.fuzz.hybrid_ahead_checks", name, TIMEOUT_S)
-
-
-def test_every_method_has_its_machine() -> None:
-    assert {f"check_{name}" for name in method_names()} <= set(check_names(machine_checks))
+def test_short_soak() -> None:
+    """The long run's script, for a few hundred steps: too few for the slopes to mean anything."""
+    samples, summary = run(400, "ngram_tree", seed=1)
+    assert len(samples) == 4
+    slopes = ("grew", "faded", "stay in use")
+    found = [text for text in problems(summary) if not any(word in text for word in slopes)]
+    assert not found, (found, summary)
+    assert summary["requests_finished"] > 20 and summary["clients_left"] > 0
+    assert summary["cached_prompt_tokens"] > summary["prompt_tokens"] / 2
