@@ -134,3 +134,7 @@ def main(reports: str, *arguments: str) -> None:
     # Its log has all output in order, which a crash would lose otherwise.
     options = ["-v", "-s", "-p", "no:cacheprovider", "-o", "timeout=0"]
     sys.exit(pytest.main([*options, *arguments], plugins=[_Reporter(reports)]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

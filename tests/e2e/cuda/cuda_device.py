@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where checks "as on CUDA" run, and what engines need there.
+"""Where tests "as on CUDA" run, and what engines need there.
 
 With SPECPLUG_INTERPRETED=1 that is a CPU, with kernels in Triton's interpreter and classes of
 `cuda_worker`. With SPECPLUG_CHECKS_ON_GPU=1 it is a GPU, and nothing stands in for anything;
@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
+INTERPRETED = os.environ.get("SPECPLUG_INTERPRETED") == "1"
 ON_GPU = os.environ.get("SPECPLUG_CHECKS_ON_GPU") == "1"
 KERNEL = os.environ.get("SPECPLUG_CHECKS_KERNEL", "triton") if ON_GPU else "triton"
 ATTENTION = os.environ.get("SPECPLUG_CHECKS_ATTENTION", "TRITON_ATTN")
@@ -24,7 +25,7 @@ if ON_GPU:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     # Products of float32 in full: a tree and a chain are compared within 1e-3, by other kernels.
     os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-elif os.environ.get("SPECPLUG_INTERPRETED") == "1":
+elif INTERPRETED:
     from tests.e2e import interpreter
 
     interpreter.install()
@@ -45,6 +46,7 @@ def use_worker() -> None:
     if not ON_GPU:
         from tests.e2e.cuda import cuda_worker
 
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
         cuda_worker.use_cuda_worker()
         return
     import torch

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the checks as on CUDA on a GPU; see `cuda_device`.
+"""Runs the tests as on CUDA on a GPU; see `cuda_device`.
 
     python -m tests.e2e.cuda.cuda_on_gpu --out OUT [--jobs 6] [--modules a,b] [--seconds 200]
 
 Each module is a process of its own, several at once on the one GPU, with its log in OUT/MODULE.log
-and its results in OUT/MODULE.json. One that takes longer than `--seconds` is killed; what it had
-found by then is kept.
+and the reports of its tests in OUT/MODULE.reports. One that takes longer than `--seconds` is
+killed; what it had found by then is kept.
 """
 
 from __future__ import annotations
@@ -20,31 +20,34 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-REPO = Path(__file__).resolve().parents[3]
+from tests.e2e.fork_server import ENVIRONMENT, REPO
+
 # Those that take longest first.
 MODULES = (
-    "cuda_checks",
-    "cuda_vision_checks",
-    "cuda_graph_checks",
-    "cuda_window_checks",
-    "cuda_hybrid_checks",
-    "cuda_self_checks",
-    "cuda_draft_checks",
-    "cuda_token_scale_checks",
+    "test_trees",
+    "test_vision",
+    "test_graphs",
+    "test_windows",
+    "test_defaults",
+    "test_hybrids",
+    "test_self_drafts",
+    "test_draft_heads",
+    "test_token_scales",
 )
 
 
 def run_module(module: str, out: Path, seconds: float) -> str:
-    """Runs a module's checks; how its process ended."""
-    result, log = out / f"{module}.json", out / f"{module}.log"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.e2e.pair", f"tests.e2e.cuda.{module}", str(result)]
+    """Runs a module's tests; how its process ended."""
+    reports, log = out / f"{module}.reports", out / f"{module}.log"
+    reports.unlink(missing_ok=True)
+    path = Path(__file__).with_name(f"{module}.py")
+    command = [sys.executable, "-m", "tests.e2e.own_process", str(reports), str(path)]
     with log.open("w") as stream:
         process = subprocess.Popen(
             command,
             stdout=stream,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "SPECPLUG_CHECKS_ON_GPU": "1"},
+            env={**ENVIRONMENT, **os.environ, "SPECPLUG_CHECKS_ON_GPU": "1"},
             cwd=REPO,
             start_new_session=True,
         )
@@ -56,33 +59,39 @@ def run_module(module: str, out: Path, seconds: float) -> str:
             return f"was killed after {seconds:.0f} s"
 
 
-def written_checks(module: str) -> list[str]:
-    """Names of a module's checks, in the order they are written."""
+def written_tests(module: str) -> list[str]:
+    """Names of a module's tests, in the order they are written."""
     source = Path(__file__).with_name(f"{module}.py").read_text()
-    return re.findall(r"^def (check_\w+)", source, re.MULTILINE)
+    return re.findall(r"^def (test_\w+)", source, re.MULTILINE)
 
 
-def outcome(failure: str | None) -> str:
-    """One line for an entry of a module's results."""
-    if failure is None:
-        return "ok"
-    lines = failure.strip().splitlines()
-    # What was raised last, with the rest of its message.
-    raised = [i for i, line in enumerate(lines) if re.match(r"[\w.]*(Error|Exception)\b", line)]
-    return " ".join(line.strip() for line in lines[raised[-1] if raised else -1 :])[:400]
+def outcomes(reports: Path) -> dict[str, str]:
+    """One line for each test that has ended, by its name."""
+    found: dict[str, str] = {}
+    for line in reports.read_text().splitlines() if reports.is_file() else ():
+        report = json.loads(line)
+        name, told = report["nodeid"].rpartition("::")[2], report["longrepr"]
+        if report["outcome"] == "skipped":
+            found[name] = told[2]
+        elif report["outcome"] == "failed":
+            message = told if isinstance(told, str) else told["reprcrash"]["message"]
+            found[name] = f"failed: {' '.join(message.split())[:400]}"
+        elif report["when"] == "call":
+            found[name] = "ok"
+    return found
 
 
 def report(module: str, out: Path, end: str) -> bool:
-    """Prints a line for each check of a module; whether all of them are good."""
-    result = out / f"{module}.json"
-    found = json.loads(result.read_text()) if result.is_file() else {}
-    for name in written_checks(module):
-        told = outcome(found[name]) if name in found else f"did not end, the process {end}"
+    """Prints a line for each test of a module; whether all of them are good."""
+    found = outcomes(out / f"{module}.reports")
+    for name, told in found.items():
         print(f"{module} {name}: {told}")
-    return all(
-        name in found and (found[name] is None or found[name].startswith("skipped: "))
-        for name in written_checks(module)
-    )
+    ended = {name.partition("[")[0] for name in found}
+    for name in written_tests(module):
+        if name not in ended:
+            print(f"{module} {name}: did not end, the process {end}")
+    print(f"{module}: {end}")
+    return end == "ended with 0"
 
 
 def main() -> int:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine of tensor parallel ranks as on CUDA, in Triton's interpreter; see
-`engine_process`. To be run with SPECPLUG_INTERPRETED_V2=1, set before vLLM is imported.
+`engine_process`. To be run with SPECPLUG_INTERPRETED=1, set before vLLM is imported.
 
 Ranks hear of their steps at different times, and each would draft from another source: nothing but
 what they share makes them agree. What each does is noted in a file of its own.
@@ -12,10 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e.cuda.cuda_checks import LateCopy  # isort: skip
-
 from tests.e2e import engine_process
+from tests.e2e.cuda import cuda_device
+from tests.e2e.cuda.cuda_pairs import LateCopy
 from tests.e2e.sabotage import is_later_rank
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
@@ -84,6 +83,7 @@ def _note(folder: Path) -> None:
 
 
 def main(job: str, result: str, notes: str) -> None:
+    cuda_device.use_worker()
     host_step.HostCopy = LateOnLaterRanks  # type: ignore[misc]
     SourceChooser.choose = _choose_in_turns  # type: ignore[method-assign]
     _note(Path(notes))

@@ -10,7 +10,6 @@ the same with and without trees.
 
 from __future__ import annotations
 
-from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -27,7 +26,6 @@ def _exp(x: Any) -> Any:
     return tl.exp(x)
 
 
-@cache
 def use_device_core() -> None:
     """For all engines that this process builds from here on."""
     import vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn as stock

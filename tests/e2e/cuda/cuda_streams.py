@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA worker on a pretended device that keeps the order of streams alone.
+"""The CUDA worker on a pretended device that keeps only the order of streams.
 
 `cuda_worker` with `tests.pretended_device` entered in all that a worker does: the runner's
 device is "cuda", and streams, events, pinned and mapped memory are the pretended device's. vLLM's
 own functions for these, which its CPU worker replaces, stand where they stand on CUDA. Plain
 engines stay as they are.
 
-To be imported after `interpreter.install` and before `cuda_worker`.
+With SPECPLUG_INTERPRETED=1 to be imported before `cuda_worker` and before what uses vLLM's workers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from unittest.mock import patch
 
 import torch
 
+from tests.e2e.cuda.cuda_device import INTERPRETED
 from tests.pretended_device import DEVICE, PretendedDevice, on_the_device_too
 
 device = PretendedDevice()
@@ -30,8 +31,9 @@ def _impl(self: Any, name: Any, function: Any, *args: Any, **kwargs: Any) -> Any
     _register(self, name, on_the_device_too(function) if is_python else function, *args, **kwargs)
 
 
-# Before vLLM registers operations that are written in Python.
-torch.library.Library.impl = _impl  # type: ignore[method-assign]
+if INTERPRETED:
+    # Before vLLM registers operations that are written in Python.
+    torch.library.Library.impl = _impl  # type: ignore[method-assign]
 
 from vllm.utils import torch_utils  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
@@ -47,8 +49,9 @@ def _async_tensor_h2d(*args: Any, **kwargs: Any) -> torch.Tensor:
     return (_stock_h2d if device.is_entered else _cpu_h2d)(*args, **kwargs)
 
 
-# Whoever imports it from here on gets one for both.
-torch_utils.async_tensor_h2d = buffer_utils.async_tensor_h2d = _async_tensor_h2d
+if INTERPRETED:
+    # Whoever imports it from here on gets one for both.
+    torch_utils.async_tensor_h2d = buffer_utils.async_tensor_h2d = _async_tensor_h2d
 
 from tests.e2e.cuda import cuda_worker  # noqa: E402
 from vllm_specplug.engine import spec_config  # noqa: E402
@@ -125,6 +128,6 @@ for _name in (
 
 
 def use_stream_worker() -> None:
-    """Drafting engines that this process builds from here on run on the pretended device."""
-    cuda_worker.use_cuda_worker()
+    """Drafting engines that this process builds from here on run on the pretended device; after
+    `use_cuda_worker`."""
     spec_config.WORKERS["cpu"] = f"{__name__}.{StreamWorker.__name__}"

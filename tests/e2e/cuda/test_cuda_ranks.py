@@ -60,7 +60,6 @@ def _tokens(result: dict[str, Any]) -> list[list[list[int]]]:
 
 
 def test_ranks_draft_from_one_source(tmp_path: Path) -> None:
-    pytest.importorskip("triton")
     make_target(tmp_path / "target", VOCAB)
     make_tokenswift_heads(tmp_path / "swift", VOCAB)
     plain = _run(tmp_path, "plain", None)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target as its own draft, chained heads and n-grams as on CUDA; see `cuda_checks`.
-Attention over partial caches is compared, row by row, with dense attention to the positions that
-the caches should hold."""
+"""Attention over partial caches on the device, compared row by row with dense attention to the
+positions that the caches should hold."""
 
 from __future__ import annotations
 
@@ -11,14 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-# Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
-
 import torch
 
-from tests.e2e.cuda.cuda_checks import LateCopy, compare, engines, late_copies, profiles
-from tests.e2e.pair import watch_preemptions
-from tests.e2e.requests import greedy, seeded
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.vllm_worker.device_self_draft import (
     DevicePartialAttention,
@@ -105,71 +98,3 @@ def _chosen(query: torch.Tensor, context: torch.Tensor, pool: DevicePartialCache
     best = scores.topk(pool.budget - pool.sink).indices
     sink = torch.arange(pool.sink, device=best.device)
     return torch.cat((sink.expand(len(best), -1), best), dim=1)
-
-
-def check_the_target_drafts_for_itself() -> None:
-    for ahead in (False, True):
-        with watching() as seen:
-            made = engines("tokenswift", ahead=ahead, ngram_topk=0, nodes=6, head=SELF)
-            drafter = made.runner.drafter.drafter
-            drafter.steps_from.clear()
-            prompts = [LONG[0][:44], [5, 6, 7, 8, 5, 6, 7], LONG[1]]
-            params = [greedy(max_tokens=24), seeded(1, max_tokens=16), greedy(max_tokens=24)]
-            _, counts = made.compare(prompts, params, least_accepted=6)
-        assert (counts.stale > 0) == ahead and counts.skipping > 1, counts
-        assert set(drafter.steps_from) == {"self"}, drafter.steps_from
-        assert seen.whole > 10 and seen.partial > 10 and seen.taken_in > 4 and seen.chosen, seen
-        assert seen.far < 1e-4, seen.far
-
-
-def check_the_profile_counts_the_partial_caches() -> None:
-    """And no more than a page of each layer where every context fits the budget."""
-    for head, requests in ((SELF, 4), ({**SELF, "kv_budget": 256}, 0)):
-        with profiles() as counted:
-            made = engines("tokenswift", ahead=True, ngram_topk=0, nodes=5, head=head)
-        pool = made.runner.drafter.drafter.target_forward.pool
-        assert pool.max_requests == requests
-        assert counted == [pool.num_bytes] and counted[0], counted
-
-
-def check_what_a_partial_cache_lacks_is_noticed() -> None:
-    """The controls: tokens that are not taken in, and nothing chosen."""
-    made = engines("tokenswift", ahead=True, ngram_topk=0, nodes=6, head=SELF)
-    params = greedy(max_tokens=24, detokenize=False)
-    for name in ("_take_in", "choose"):
-        with watching() as seen, patch.object(DevicePartialCache, name, lambda *args: None):
-            made.compare([LONG[0], LONG[1]], params)
-        assert seen.far > 1e-3, (name, seen.far)
-
-
-def check_self_drafts_after_preemption() -> None:
-    with watching() as seen:
-        made = engines(
-            "tokenswift", ahead=True, ngram_topk=0, nodes=6, head=SELF,
-            num_gpu_blocks_override=9,
-        )  # fmt: skip
-        preempted = watch_preemptions(made.tree)
-        made.compare(LONG, greedy(max_tokens=36, detokenize=False))
-    assert preempted and seen.partial > 10 and seen.far < 1e-4, (preempted, seen)
-
-
-def check_chained_heads_and_branches() -> None:
-    """Nothing is read: heads, with n-grams and without."""
-    penalty = {"specplug_penalty": 1.3, "specplug_penalty_window": 16}
-    with late_copies():
-        for head, topk in (({"draft_source": "heads"}, 3), ({"draft_source": "auto"}, 3),
-                           (SELF, 0)):  # fmt: skip
-            made = engines("tokenswift", ahead=True, ngram_topk=topk, nodes=6, head=head)
-            LateCopy.waits = 0
-            params = [
-                greedy(max_tokens=24), seeded(1, max_tokens=24, extra_args=penalty),
-                greedy(max_tokens=24, extra_args=penalty),
-            ]  # fmt: skip
-            prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], list(range(20, 60)), [9, 9, 9, 9]]
-            made.compare(prompts, params, branching=False)
-            assert not LateCopy.waits, (head, LateCopy.waits)
-
-
-def check_a_scheduler_that_waits() -> None:
-    made = engines("tokenswift", ahead=False, ngram_topk=3, nodes=6, head=SELF, budget="auto")
-    compare(made, False)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Caches in which each token and head has a scale of its own, as on CUDA, against plain vLLM
-over the same cache; see `cuda_checks`."""
+over the same cache."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-# Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
-
+import pytest
 import torch
 
 from tests.e2e.cuda import cuda_device
-from tests.e2e.cuda.cuda_checks import PROMPTS, compare_windows, engines, is_equal
+from tests.e2e.cuda.cuda_pairs import INTERPRETED, PROMPTS, compare_windows, engines, is_equal
 from tests.e2e.families import engine_of
 from tests.e2e.number_formats import VOCAB, folder, head
 from tests.e2e.pair import Pair, generate
@@ -23,6 +21,8 @@ from tests.e2e.tiny import make_target
 from tests.kernels.device_trees import other_scales
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
+
+pytestmark = [*INTERPRETED, pytest.mark.full]
 
 
 def _scales_changed(which: str, change: Any) -> Any:
@@ -64,23 +64,8 @@ def _target(kind: str) -> dict[str, Any]:
     return {"model": str(path), "skip_tokenizer_init": True, "kv_cache_dtype": kind}
 
 
-def _check_with_controls(kind: str, stored: torch.dtype) -> None:
-    made = engines(ahead=True, target=_target(kind))
-    _check(made, stored)
-    controls = {
-        **{
-            f"{name} {change.__name__}": _scales_changed(name, change)
-            for name in ("key_scales", "value_scales")
-            for change in (torch.ones_like, _before)
-        },
-        "scales left behind": _numbers_moved_alone(made),
-        "compaction": patch.object(made.runner.tree_backend, "compact", lambda *args: None),
-    }
-    assert not [name for name, control in controls.items() if is_equal(made, control)]
-
-
 # vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
-def check_int8_caches_in_groups() -> None:
+def test_int8_caches_in_groups() -> None:
     """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
     own, and sinks."""
     cuda_device.need_experts()
@@ -94,7 +79,7 @@ def check_int8_caches_in_groups() -> None:
     _check(made, torch.int8)
 
 
-def check_draft_heads_beside_int8_caches() -> None:
+def test_draft_heads_beside_int8_caches() -> None:
     """A head's own keys and values keep the model's dtype, in pages of another size."""
     made = engines(
         "jetspec",
@@ -107,9 +92,20 @@ def check_draft_heads_beside_int8_caches() -> None:
     made.compare(PROMPTS, greedy(max_tokens=20, detokenize=False))
 
 
-def check_int8_caches() -> None:
-    _check_with_controls("int8_per_token_head", torch.int8)
-
-
-def check_e4m3_caches() -> None:
-    _check_with_controls("fp8_per_token_head", torch.uint8)
+@pytest.mark.parametrize(
+    ("kind", "stored"),
+    [("int8_per_token_head", torch.int8), ("fp8_per_token_head", torch.uint8)],
+)
+def test_scales_of_each_token(kind: str, stored: torch.dtype) -> None:
+    made = engines(ahead=True, target=_target(kind))
+    _check(made, stored)
+    controls = {
+        **{
+            f"{name} {change.__name__}": _scales_changed(name, change)
+            for name in ("key_scales", "value_scales")
+            for change in (torch.ones_like, _before)
+        },
+        "scales left behind": _numbers_moved_alone(made),
+        "compaction": patch.object(made.runner.tree_backend, "compact", lambda *args: None),
+    }
+    assert not [name for name, control in controls.items() if is_equal(made, control)]

@@ -1,36 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that draft branch by branch as on CUDA, against the host's trees; see
-`cuda_checks`."""
+"""Drafts on the device beside the host's trees of the same states."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-# Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
-
 import numpy as np
 import torch
 
-from tests.e2e.cuda.cuda_checks import (
-    compare,
-    compare_block_head,
-    engines,
-    known_tokens,
-)
 from tests.e2e.cuda.cuda_device import SCORES_WITHIN
-from tests.e2e.pair import target
-from tests.e2e.tiny import make_dspark_head
+from tests.e2e.oracle import OracleDrafter
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
-from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import draft_level_by_level
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
@@ -51,45 +38,17 @@ def assert_same_trees(
     return nodes
 
 
-@contextmanager
-def local_trees_are_the_hosts() -> Iterator[list[int]]:
-    """Every tree of a local head is also built request by request on the host, from the same
-    scores; yields the nodes of each draft."""
-    original, seen = LocalTreeBuilder.build_on_device, []
-
-    def build(self: Any, ids: Any, log_probs: Any, anchors: Any, budgets: Any, depths: Any,
-              *, width: int, **limits: Any) -> Any:  # fmt: skip
-        made = original(self, ids, log_probs, anchors, budgets, depths, width=width, **limits)
-        reach = depths.clamp(0, ids.shape[1])
-        oracle = self.build(
-            ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
-            [width] * len(anchors), limits.get("slots"), compiled=False,
-        )  # fmt: skip
-        seen.append(assert_same_trees(made, dict(enumerate(oracle))))
-        return made
-
-    with patch.object(LocalTreeBuilder, "build_on_device", build):
-        yield seen
-
-
-def check_local_head_on_the_device() -> None:
-    for ahead in (False, True):
-        with local_trees_are_the_hosts() as nodes:
-            assert set(compare_block_head("dels", ahead, 0)) == {0}
-        assert sum(nodes) > 50, nodes
-
-
-def check_markov_head_on_the_device() -> None:
-    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-    head = make_dspark_head(target().parent / "dspark_without_windows", vocab, windows=(None,))
-    for ahead in (False, True):
-        with local_trees_are_the_hosts() as nodes:
-            found = compare_block_head("dspark_tree", ahead, 0, {"model": str(head)})
-        assert set(found) == {0} and sum(nodes) > 50, nodes
-
-
-def check_local_head_and_ngrams() -> None:
-    assert set(compare_block_head("dels", True, 3)) == {0}
+def known_tokens(requests: DeviceRequests) -> list[list[list[int]]]:
+    """What follows each anchor in the oracle's sequences."""
+    found = []
+    for anchor, context in zip(
+        requests.anchors.tolist(), requests.context_lens.tolist(), strict=True
+    ):
+        sequences = OracleDrafter.sequences
+        found.append(
+            [s[context + 1 :] for s in sequences if len(s) > context and s[context] == anchor]
+        )
+    return found
 
 
 @dataclass
@@ -190,24 +149,3 @@ def knowing_levels() -> Iterator[LevelDrafts]:
         patch.object(CudaDraftCache, "branch_attention", branches, create=True),
     ):
         yield seen
-
-
-def check_draft_layer_on_the_device() -> None:
-    for ahead in (False, True):
-        with knowing_levels() as drafts:
-            made = engines("eagle3_tree", ahead=ahead, ngram_topk=0, nodes=10)
-            assert compare(made, ahead).skipping > 1
-        assert drafts.nodes > 50 and not drafts.differing, drafts
-
-
-def check_mtp_module_on_the_device() -> None:
-    with knowing_levels() as drafts:
-        made = engines("mtp_tree", ahead=True, ngram_topk=0, nodes=10)
-        assert compare(made, True).skipping > 1
-    assert drafts.nodes > 50 and not drafts.differing, drafts
-
-
-def check_draft_layer_and_ngrams() -> None:
-    with knowing_levels() as drafts:
-        compare(engines("eagle3_tree", ahead=True, ngram_topk=3, nodes=10), True)
-    assert drafts.nodes > 50 and not drafts.differing, drafts

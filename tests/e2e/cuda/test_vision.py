@@ -1,39 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and embeddings in prompts and positions on three axes, on trees as on CUDA, in
-Triton's interpreter; see test_cuda.py.
-
-vLLM's kernel for rotary positions on several axes is interpreted, its vision towers run as they do
-on a CPU.
-"""
+"""Images and embeddings in prompts and positions on three axes, on trees as on CUDA, against plain
+vLLM."""
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# Before vLLM: it puts Triton's interpreter in place.
-from tests.e2e.cuda import cuda_checks  # isort: skip
-
 import pytest
 import torch
-from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from tests.e2e import mistral3, vision
+from tests.e2e import mistral3
 from tests.e2e.budgets import FLAT, freeze_costs
-from tests.e2e.cuda import cuda_device, cuda_states
-from tests.e2e.cuda.cuda_checks import LateCopy, knowing_candidates, late_copies
-from tests.e2e.cuda.cuda_draft_checks import knowing_levels
-from tests.e2e.cuda.cuda_graph_checks import full_graphs, steps_from_graphs
+from tests.e2e.cuda import cuda_device, cuda_pairs
+from tests.e2e.cuda.cuda_drafts import knowing_levels
+from tests.e2e.cuda.cuda_graphs import full_graphs, steps_from_graphs
+from tests.e2e.cuda.cuda_pairs import INTERPRETED, LateCopy, knowing_candidates, late_copies
+from tests.e2e.cuda.cuda_vision import compare, engines, prompts
 from tests.e2e.embeds import embeddings
-from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import (
-    Counts,
     Pair,
     assert_same_output,
     sequences_of,
@@ -42,72 +31,47 @@ from tests.e2e.pair import (
 )
 from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_eagle3_head, make_head
-from tests.e2e.vision import TEXTS, VOCAB, compare_answers
+from tests.e2e.vision import TEXTS, VOCAB
 from tests.e2e.wrappers import mistral3_target
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.vllm_v2 import model_state
 from vllm_specplug.vllm_v2 import runner as runner_module
 
-cuda_states.use_device_core()
-MRotaryEmbedding.forward_cpu = MRotaryEmbedding.forward_cuda  # type: ignore[method-assign]
+pytestmark = [
+    *INTERPRETED,
+    pytest.mark.full,
+    pytest.mark.usefixtures("device_states", "device_axes"),
+]
 
 
-def engines(
-    method: str = "oracle", *, ahead: bool, family: str = "Qwen2_5_VL", **options: Any
-) -> Pair:
-    make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision.vision_target
-    with vision.without_processors():
-        target = {
-            "model": make(family),
-            "limit_mm_per_prompt": {"image": 2, "video": 0},
-            **cuda_device.tower_arguments(),
-            **(cuda_device.state_arguments() if family == "Qwen3_5" else {}),
-        }
-        return cuda_checks.engines(method, ahead=ahead, target=target, **options)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_images_and_positions_on_three_axes(ahead: bool) -> None:
+    compare(engines(ahead=ahead), prompts(), ahead)
 
 
-def prompts() -> list[Any]:
-    """Text, an image, two of them, and the first one's text around another; prompts with images are
-    longer than a step, which may end inside one."""
-    every = vision.prompts()
-    return [every[0], every[4], vision.two_images(), every[7]]
+_set_axes = model_state.set_axes
 
 
-def compare(made: Pair, inputs: list[Any], ahead: bool) -> Counts:
-    expected, counts = compare_answers(made, inputs, max_tokens=14, logprobs=2, detokenize=False)
-    # The same text around another image.
-    assert expected[1].outputs[0].token_ids != expected[3].outputs[0].token_ids
-    assert counts.accepted > 10 and counts.skipping > 2, counts
-    assert (counts.stale > 0) == ahead, counts
-    return counts
-
-
-def check_images_and_positions_on_three_axes() -> None:
-    for ahead in (False, True):
-        compare(engines(ahead=ahead), prompts(), ahead)
-
-
-def check_positions_on_wrong_axes_differ() -> None:
-    made, stock = engines(ahead=True), model_state.set_axes
-    for wrong in (
-        # Linear, as vLLM gives them.
-        lambda trees, positions: None,
-        # On one axis alone.
-        lambda trees, positions: stock(trees, positions[:1]),
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda trees, positions: None, lambda trees, positions: _set_axes(trees, positions[:1])],
+    ids=["linear", "one axis"],
+)
+def test_positions_on_wrong_axes_differ(wrong: Any) -> None:
+    made = engines(ahead=True)
+    with (
+        patch.object(model_state, "set_axes", wrong),
+        pytest.raises(AssertionError, match="request"),
     ):
-        with (
-            patch.object(model_state, "set_axes", wrong),
-            pytest.raises(AssertionError, match="request"),
-        ):
-            compare(made, prompts(), True)
+        compare(made, prompts(), True)
 
 
-def check_layers_that_see_the_image_again() -> None:
+def test_layers_that_see_the_image_again() -> None:
     """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
     compare(engines(ahead=True, family="Qwen3VL"), prompts(), True)
 
 
-def check_prefix_hits_and_preemption_with_images() -> None:
+def test_prefix_hits_and_preemption_with_images() -> None:
     made = engines(
         ahead=True, enable_prefix_caching=True, num_gpu_blocks_override=6, max_model_len=96
     )
@@ -119,7 +83,7 @@ def check_prefix_hits_and_preemption_with_images() -> None:
     assert preempted
 
 
-def check_images_before_a_text_model_with_one_axis() -> None:
+def test_images_before_a_text_model_with_one_axis() -> None:
     """Mistral-Small 3, whose images are of any shape and have text tokens between their rows."""
     with mistral3.without_processors():
         target = {
@@ -127,7 +91,7 @@ def check_images_before_a_text_model_with_one_axis() -> None:
             "limit_mm_per_prompt": {"image": 2},
             **cuda_device.tower_arguments(),
         }
-        made = cuda_checks.engines(ahead=True, target=target)
+        made = cuda_pairs.engines(ahead=True, target=target)
     every = mistral3.prompts()
     inputs = [every[i] for i in (0, 4, 5, 7)]
     compare(made, inputs, True)
@@ -136,7 +100,7 @@ def check_images_before_a_text_model_with_one_axis() -> None:
         compare(made, inputs, True)
 
 
-def check_images_before_recurrent_states() -> None:
+def test_images_before_recurrent_states() -> None:
     """Qwen3.5: Gated DeltaNet layers and rotary positions on three axes, which are interleaved."""
     made = engines(
         ahead=True, family="Qwen3_5", enable_prefix_caching=True,
@@ -153,9 +117,9 @@ def check_images_before_recurrent_states() -> None:
         compare(made, prompts(), True)
 
 
-def check_prompts_of_embeddings_beside_trees() -> None:
+def test_prompts_of_embeddings_beside_trees() -> None:
     """Whole ones, and some with tokens among the embeddings; prompts of tokens have drafts."""
-    made = cuda_checks.engines(ahead=True, target={"enable_prompt_embeds": True})
+    made = cuda_pairs.engines(ahead=True, target={"enable_prompt_embeds": True})
     tokens = [100 + i for i in range(40)]
     own = embeddings(tokens)
     is_token = [i % 3 == 0 for i in range(40)]
@@ -182,7 +146,7 @@ def check_prompts_of_embeddings_beside_trees() -> None:
 # -- graphs --------------------------------------------------------------------------------
 
 
-def check_positions_on_three_axes_from_graphs() -> None:
+def test_positions_on_three_axes_from_graphs() -> None:
     """Graphs read positions where the steps write them; what padding has for positions does not
     matter."""
     with full_graphs():
@@ -199,7 +163,7 @@ def check_positions_on_three_axes_from_graphs() -> None:
         assert rope.positions.data_ptr() == address
 
 
-def check_positions_where_no_graph_looks_differ() -> None:
+def test_positions_where_no_graph_looks_differ() -> None:
     """The control: a step's positions lie elsewhere than in the captures."""
     with full_graphs():
         made = engines(ahead=True)
@@ -230,9 +194,9 @@ def linear_positions(made: Pair) -> Iterator[list[int]]:
         yield seen
 
 
-def check_defaults_of_a_block_head_read_nothing() -> None:
+def test_defaults_of_a_block_head_read_nothing(tmp_path: Path) -> None:
     """Images or not, the host waits for nothing."""
-    head = make_head(Path(tempfile.mkdtemp(prefix="specplug-head-")), VOCAB)
+    head = make_head(tmp_path, VOCAB)
     with knowing_candidates(), late_copies():
         made = engines("jetspec", ahead=True, nodes=10, budget="auto", head={"model": str(head)})
         freeze_costs(made, FLAT)
@@ -242,9 +206,9 @@ def check_defaults_of_a_block_head_read_nothing() -> None:
         assert not LateCopy.waits and sum(rows) > 100, (LateCopy.waits, rows)
 
 
-def check_draft_layer_on_the_device() -> None:
+def test_draft_layer_on_the_device(tmp_path: Path) -> None:
     """Levels of EAGLE-3, whose trees are those of the host, behind images as well."""
-    head = make_eagle3_head(Path(tempfile.mkdtemp(prefix="specplug-head-")), VOCAB)
+    head = make_eagle3_head(tmp_path, VOCAB)
     with knowing_levels() as drafts:
         made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
         with linear_positions(made) as rows:

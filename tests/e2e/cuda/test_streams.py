@@ -1,111 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees as on CUDA on a device that keeps the order of streams alone; see `cuda_streams`.
+"""Trees as on CUDA on a device that keeps only the order of streams; see `cuda_streams`.
 
-Each check compares with plain vLLM, and fails on any race.
+Each test compares with plain vLLM, and fails on any race.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any
 from unittest.mock import patch
 
-if os.environ.get("SPECPLUG_INTERPRETED") == "1":
-    from tests.e2e import interpreter
-
-    interpreter.install()
-
 # Before vLLM's CPU worker.
-from tests.e2e.cuda import cuda_streams  # isort: skip
+from tests.e2e.cuda.cuda_races import kept_pinned, knowing, ordered, races  # isort: skip
 
+import pytest
 import torch
 
 from tests import pretended_device
 from tests.e2e.budgets import FLAT, freeze_costs
-from tests.e2e.cuda.cuda_checks import PROMPTS, compare, engines
-from tests.e2e.cuda.cuda_graph_checks import (
-    draft_replays,
-    full_graphs,
-    known_on_the_device,
-    steps_from_graphs,
-)
+from tests.e2e.cuda.cuda_graphs import draft_replays, full_graphs, steps_from_graphs
+from tests.e2e.cuda.cuda_pairs import INTERPRETED, PROMPTS, compare, engines
+from tests.e2e.cuda.cuda_partial_caches import SELF
 from tests.e2e.families import engine_of
 from tests.e2e.grammars import KINDS, constrained
 from tests.e2e.pair import Pair, watch_preemptions, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
-from tests.pretended_device import DEVICE, Stream
-from tests.stream_order import Race
+from tests.pretended_device import Stream
 from vllm_specplug.vllm_v2 import device_speculator, host_step
 from vllm_specplug.vllm_v2.host_step import HostCopy
 
-cuda_streams.use_stream_worker()
-device = cuda_streams.device
-PARAMS = [greedy(max_tokens=24, logprobs=2), seeded(1, max_tokens=24), greedy(max_tokens=20)]
+pytestmark = [*INTERPRETED, pytest.mark.full, pytest.mark.usefixtures("stream_worker")]
 
 
-@contextmanager
-def races() -> Iterator[list[Race]]:
-    """Yields those of what is run, once it has been."""
-    order, found = device.order, []
-    # What was run before is done.
-    device.synchronize()
-    order.races.clear()
-    try:
-        yield found
-    finally:
-        found += order.races
-        order.races.clear()
-
-
-@contextmanager
-def ordered() -> Iterator[None]:
-    """No access races, neither the package's nor vLLM's."""
-    before = device.order.accesses
-    with races() as found:
-        yield
-    accesses = device.order.accesses - before
-    assert accesses > 1000, accesses
-    assert not found, "\n".join(str(race) for race in found[:4])
-
-
-@contextmanager
-def knowing() -> Iterator[None]:
-    with cuda_streams.on_device():
-        known = known_on_the_device(DEVICE)
-        known.__enter__()
-    try:
-        yield
-    finally:
-        known.__exit__(None, None, None)
+def _params() -> list[Any]:
+    return [greedy(max_tokens=24, logprobs=2), seeded(1, max_tokens=24), greedy(max_tokens=20)]
 
 
 # vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
-def check_windows_in_groups() -> None:
+def test_windows_in_groups() -> None:
     """gpt-oss: two tables of blocks."""
     with ordered():
         made = engines(ahead=True, target=engine_of("GptOss"))
         made.compare(PROMPTS, greedy(max_tokens=12, detokenize=False), least_accepted=6)
 
 
-def check_trees_of_the_host() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_trees_of_the_host(ahead: bool) -> None:
     """The host waits for what a step emitted, and sends its trees."""
-    for ahead in (False, True):
-        with ordered():
-            compare(engines(ahead=ahead), ahead)
+    with ordered():
+        compare(engines(ahead=ahead), ahead)
 
 
-def check_a_block_head() -> None:
+def test_a_block_head() -> None:
     with knowing(), ordered():
         made = engines("jetspec", ahead=True, nodes=10, budget=10)
         assert compare(made, True).skipping > 1
 
 
-def check_ngram_trees() -> None:
+def test_ngram_trees() -> None:
     with ordered():
         made = engines("ngram_tree", ahead=True, nodes=10, budget=10)
-        _, counts = made.compare(PROMPTS, PARAMS, least_accepted=6, branching=False)
+        _, counts = made.compare(PROMPTS, _params(), least_accepted=6, branching=False)
     assert counts.stale > 0, counts
 
 
@@ -115,14 +70,14 @@ def _adaptive() -> Pair:
     return made
 
 
-def check_an_adaptive_budget() -> None:
+def test_an_adaptive_budget() -> None:
     with knowing(), ordered():
         made = _adaptive()
-        _, counts = made.compare(PROMPTS, PARAMS, least_accepted=6)
+        _, counts = made.compare(PROMPTS, _params(), least_accepted=6)
     assert counts.stale > 0 and made.runner.speculator.reserved is not None, counts
 
 
-def check_graphs() -> None:
+def test_graphs() -> None:
     with full_graphs(), knowing(), ordered():
         made = engines("jetspec", ahead=True, ngram_topk=0, nodes=10)
         with steps_from_graphs(made), draft_replays() as replayed:
@@ -130,25 +85,25 @@ def check_graphs() -> None:
     assert len(replayed) > 4, replayed
 
 
-def check_other_ways_to_draft() -> None:
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("eagle3_tree", {"nodes": 10}),
+        ("mtp_tree", {"nodes": 10}),
+        ("dels", {"nodes": 10}),
+        ("longspec", {"nodes": 10}),
+        ("tokenswift", {"nodes": 5, "ngram_topk": 0, "head": SELF}),
+    ],
+)
+def test_other_ways_to_draft(method: str, options: dict[str, Any]) -> None:
     """Level by level, with local heads, over windows, by the target itself; scheduled ahead."""
-    own = {"draft_source": "self", "kv_budget": 48}
-    ways: dict[str, dict[str, Any]] = {
-        "eagle3_tree": {"nodes": 10},
-        "mtp_tree": {"nodes": 10},
-        "dels": {"nodes": 10},
-        "longspec": {"nodes": 10},
-        "tokenswift": {"nodes": 5, "ngram_topk": 0, "head": own},
-    }
-    for method, options in ways.items():
-        with knowing(), ordered():
-            made = engines(method, ahead=True, **options)
-            params = [param.clone() for param in PARAMS]
-            _, counts = made.compare(PROMPTS, params, least_accepted=6)
-        assert counts.stale > 0, (method, counts)
+    with knowing(), ordered():
+        made = engines(method, ahead=True, **options)
+        _, counts = made.compare(PROMPTS, _params(), least_accepted=6)
+    assert counts.stale > 0, counts
 
 
-def check_penalties() -> None:
+def test_penalties() -> None:
     """What a request brings along on the host."""
     penalty = {"specplug_penalty": 1.3, "specplug_penalty_window": 16}
     params = [
@@ -161,7 +116,7 @@ def check_penalties() -> None:
         made.compare(PROMPTS, params, least_accepted=6)
 
 
-def check_requests_that_come_back() -> None:
+def test_requests_that_come_back() -> None:
     """After preemption, and on prefix hits."""
     long = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (40, 41, 42)]
     with knowing(), ordered():
@@ -175,7 +130,7 @@ def check_requests_that_come_back() -> None:
     assert preempted and max(hits.values()) >= 32, (preempted, hits)
 
 
-def check_grammars() -> None:
+def test_grammars() -> None:
     """Masks and drafts take streams of their own."""
     params = [
         constrained(KINDS["choice"], max_tokens=12),
@@ -198,22 +153,7 @@ class Unwaited(HostCopy):
         return self._copy
 
 
-def kept_pinned() -> Any:
-    """`to_device` through pinned buffers of its own, which nothing waits for."""
-    kept: dict[Any, torch.Tensor] = {}
-
-    def to_device(values: Any, where: torch.device) -> torch.Tensor:
-        tensor = values if isinstance(values, torch.Tensor) else torch.from_numpy(values)
-        key = tensor.shape, tensor.dtype
-        if key not in kept:
-            kept[key] = tensor.pin_memory()
-        kept[key].copy_(tensor)
-        return kept[key].to(where, non_blocking=True)
-
-    return to_device
-
-
-def check_what_orders_nothing_is_noticed() -> None:
+def test_what_orders_nothing_is_noticed() -> None:
     """The controls. No check of the same engine comes after it: the last one may break it."""
     controls = {
         "a pinned buffer that is used again": (
@@ -234,6 +174,6 @@ def check_what_orders_nothing_is_noticed() -> None:
         made = _adaptive()
         for name, (control, told) in controls.items():
             with races() as found, control, suppress(Exception):
-                made.compare(PROMPTS, PARAMS)
+                made.compare(PROMPTS, _params())
             texts = [str(race) for race in found]
             assert any(all(part in text for part in told) for text in texts), (name, texts[:3])

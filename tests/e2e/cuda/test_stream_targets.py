@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with recurrent states, images and adapters on a device that keeps the order of streams
-alone; see `cuda_streams`.
+"""Targets with recurrent states, images and adapters on a device that keeps only the order of
+streams; see `cuda_streams`.
 
-Each check compares with plain vLLM and fails on any race; then it takes something away that orders
+Each test compares with plain vLLM and fails on any race; then it takes something away that orders
 the same engine's work, and fails unless that is noticed. LoRA's kernels are those that vLLM has for
 CPUs; which rows are whose, and the weights, take the ways of CUDA.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
@@ -17,28 +16,35 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# First: it puts the interpreter and the device in place.
-from tests.e2e.cuda import cuda_stream_checks as streams  # isort: skip
+# Before vLLM's CPU worker.
+from tests.e2e.cuda.cuda_races import kept_pinned, knowing, ordered, races  # isort: skip
 
+import pytest
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as gated_delta
 from vllm.v1.worker.gpu.mm.encoder_runner import EncoderRunner
 
 from tests.e2e import adapters
-from tests.e2e.cuda import cuda_hybrid_checks, cuda_vision_checks
-from tests.e2e.cuda.cuda_checks import PROMPTS, engines
+from tests.e2e.cuda import cuda_hybrids, cuda_vision
+from tests.e2e.cuda.cuda_pairs import INTERPRETED, PROMPTS, engines
+from tests.e2e.cuda.cuda_streams import device
 from tests.e2e.tiny import make_head
 from tests.pretended_device import Stream
 from vllm_specplug.vllm_attention import device_states
 
-# Kernels on CUDA; here of operations that look at numbers.
-for _name in ("causal_conv1d_fn", "fla_chunk_gated_delta_rule"):
-    setattr(gated_delta, _name, streams.device.one_kernel(getattr(gated_delta, _name)))
+pytestmark = [*INTERPRETED, pytest.mark.full, pytest.mark.usefixtures("stream_worker")]
+
+
+@pytest.fixture
+def state_kernels(device_states: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels on CUDA; here of operations that look at numbers."""
+    for name in ("causal_conv1d_fn", "fla_chunk_gated_delta_rule"):
+        monkeypatch.setattr(gated_delta, name, device.one_kernel(getattr(gated_delta, name)))
 
 
 def is_noticed(control: Any, told: tuple[str, ...], run: Callable[[], object]) -> None:
     """A race is told of, with all of `told` in its text, once `control` is in place."""
-    with streams.races() as found, control, suppress(Exception):
+    with races() as found, control, suppress(Exception):
         run()
     texts = [str(race) for race in found]
     assert any(all(part in text for part in told) for text in texts), texts[:3]
@@ -56,39 +62,41 @@ def aside(owner: Any, name: str) -> Any:
     return patch.object(owner, name, instead)
 
 
-def check_recurrent_states() -> None:
+@pytest.mark.usefixtures("state_kernels")
+def test_recurrent_states(tmp_path: Path) -> None:
     """Rows of a step go over from the host, which waits for no step."""
-    with tempfile.TemporaryDirectory() as folder, streams.knowing():
-        head = make_head(Path(folder) / "jetspec", cuda_hybrid_checks.VOCAB, hidden=64)
-        with streams.ordered():
-            made = cuda_hybrid_checks.engines(
+    head = make_head(tmp_path, cuda_hybrids.VOCAB, hidden=64)
+    with knowing():
+        with ordered():
+            made = cuda_hybrids.engines(
                 method="jetspec", ahead=True, nodes=10, budget=10, head={"model": str(head)}
             )
-            counts = cuda_hybrid_checks.compared(made, least_accepted=10)
+            counts = cuda_hybrids.compared(made, least_accepted=10)
         assert counts.skipping > 1 and counts.stale > 0, counts
-        again = patch.object(device_states, "to_device", streams.kept_pinned())
-        is_noticed(again, ("pinned", "device_states.py"), lambda: cuda_hybrid_checks.compared(made))
+        again = patch.object(device_states, "to_device", kept_pinned())
+        is_noticed(again, ("pinned", "device_states.py"), lambda: cuda_hybrids.compared(made))
 
 
-def check_images() -> None:
+@pytest.mark.usefixtures("device_states", "device_axes")
+def test_images() -> None:
     """A tower's outputs, and positions on three axes, which the host stages."""
-    with streams.ordered():
-        made = cuda_vision_checks.engines(ahead=True)
-        inputs = cuda_vision_checks.prompts()
-        cuda_vision_checks.compare(made, inputs, True)
+    with ordered():
+        made = cuda_vision.engines(ahead=True)
+        inputs = cuda_vision.prompts()
+        cuda_vision.compare(made, inputs, True)
     made.tree.llm_engine.reset_encoder_cache()
     is_noticed(
         aside(EncoderRunner, "execute_mm_encoder"),
         ("device memory",),
-        lambda: cuda_vision_checks.compare(made, inputs, True),
+        lambda: cuda_vision.compare(made, inputs, True),
     )
 
 
-def check_adapters() -> None:
+def test_adapters() -> None:
     """Three adapters and the bare target in one batch; more than run at once."""
     each = adapters.adapters()
     batch = adapters.batch(PROMPTS[:2], each, max_tokens=10)
-    with streams.ordered():
+    with ordered():
         made = engines(ahead=True, target=adapters.LORA)
         expected, counts = made.compare(**batch, least_accepted=10)
     assert counts.stale > 0, counts

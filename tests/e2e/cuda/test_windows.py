@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A draft layer over a window of its own and the target's last layer, as on CUDA; see
-`cuda_checks`. Its trees are compared with those of the plain module, which reads the request's
-tokens and the target's pages."""
+"""A draft layer over a window of its own and the target's last layer, as on CUDA. Its trees are
+compared with those of the plain module, which reads the request's tokens and the target's pages."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-# Before vLLM: it puts Triton's interpreter in place.
-import tests.e2e.cuda.cuda_checks  # noqa: F401  # isort: skip
-
+import pytest
 import torch
 from transformers import AutoConfig
 
 from tests.e2e.budgets import FLAT, freeze_costs
-from tests.e2e.cuda.cuda_checks import (
+from tests.e2e.cuda.cuda_drafts import LevelDrafts, knowing
+from tests.e2e.cuda.cuda_pairs import (
+    INTERPRETED,
     PROMPTS,
     LateCopy,
     compare,
@@ -26,7 +25,6 @@ from tests.e2e.cuda.cuda_checks import (
     late_copies,
     profiles,
 )
-from tests.e2e.cuda.cuda_draft_checks import LevelDrafts, knowing
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -37,6 +35,8 @@ from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.memory.device_window import DeviceWindowCache, PagedDeviceTargetCache
+
+pytestmark = [*INTERPRETED, pytest.mark.full]
 
 
 def _trees_of_the_module(
@@ -82,17 +82,17 @@ def knowing_windows() -> Iterator[LevelDrafts]:
         yield seen
 
 
-def check_windows_on_the_device() -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_windows_on_the_device(ahead: bool) -> None:
     """One prompt is longer than the window of 24, and the rings come round."""
-    for ahead in (False, True):
-        with knowing_windows() as drafts:
-            made = engines("longspec", ahead=ahead, ngram_topk=0, nodes=10)
-            drafts.nodes = 0
-            assert compare(made, ahead).skipping > 1
-        assert drafts.nodes > 50 and not drafts.differing, drafts
+    with knowing_windows() as drafts:
+        made = engines("longspec", ahead=ahead, ngram_topk=0, nodes=10)
+        drafts.nodes = 0
+        assert compare(made, ahead).skipping > 1
+    assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
-def check_the_profile_counts_the_windows() -> None:
+def test_the_profile_counts_the_windows() -> None:
     with knowing_windows() as drafts:
         with profiles() as counted:
             made = engines("longspec", ahead=True, ngram_topk=0, nodes=9)
@@ -102,7 +102,7 @@ def check_the_profile_counts_the_windows() -> None:
     assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
-def check_what_a_window_lacks_is_noticed() -> None:
+def test_what_a_window_lacks_is_noticed() -> None:
     """The controls: tokens that are not stored, a bound that is too small, windows of other
     requests, and a context that is not attended."""
     with knowing_windows():
@@ -131,7 +131,7 @@ def check_what_a_window_lacks_is_noticed() -> None:
         assert drafts.differing, name
 
 
-def check_windows_of_requests_that_come_back() -> None:
+def test_windows_of_requests_that_come_back() -> None:
     """After preemption, and on prefix hits, whose tokens no forward computed again."""
     long = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (40, 41, 42)]
     with knowing_windows() as drafts:
@@ -149,7 +149,7 @@ def check_windows_of_requests_that_come_back() -> None:
     assert isinstance(window, DeviceWindowCache)
 
 
-def check_defaults_read_nothing() -> None:
+def test_defaults_read_nothing() -> None:
     """A budget that follows the load, and n-gram branches: forwards for some requests of a
     batch."""
     params = [greedy(max_tokens=24, logprobs=2), seeded(1, max_tokens=24), greedy(max_tokens=20)]
@@ -162,7 +162,7 @@ def check_defaults_read_nothing() -> None:
     assert counts.stale > 0 and drafts.nodes > 50 and not drafts.differing, (counts, drafts)
 
 
-def check_a_scheduler_that_waits_reads_each_step() -> None:
+def test_a_scheduler_that_waits_reads_each_step() -> None:
     """The trees of requests that the host knows, by the same levels."""
     params = [greedy(max_tokens=16, logprobs=2), seeded(1, max_tokens=16), greedy(max_tokens=12)]
     with late_copies():

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads that draft branch by branch as on CUDA, against the host's trees."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_levels
+from tests.e2e.cuda.cuda_pairs import INTERPRETED, compare, compare_block_head, engines
+from tests.e2e.pair import target
+from tests.e2e.tiny import make_dspark_head
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
+
+pytestmark = [*INTERPRETED, pytest.mark.full]
+
+
+@pytest.fixture(scope="module")
+def markov_head(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    folder = tmp_path_factory.mktemp("head")
+    return {"model": str(make_dspark_head(folder, vocab, windows=(None,)))}
+
+
+@contextmanager
+def local_trees_are_the_hosts() -> Iterator[list[int]]:
+    """Every tree of a local head is also built request by request on the host, from the same
+    scores; yields the nodes of each draft."""
+    original, seen = LocalTreeBuilder.build_on_device, []
+
+    def build(self: Any, ids: Any, log_probs: Any, anchors: Any, budgets: Any, depths: Any,
+              *, width: int, **limits: Any) -> Any:  # fmt: skip
+        made = original(self, ids, log_probs, anchors, budgets, depths, width=width, **limits)
+        reach = depths.clamp(0, ids.shape[1])
+        oracle = self.build(
+            ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
+            [width] * len(anchors), limits.get("slots"), compiled=False,
+        )  # fmt: skip
+        seen.append(assert_same_trees(made, dict(enumerate(oracle))))
+        return made
+
+    with patch.object(LocalTreeBuilder, "build_on_device", build):
+        yield seen
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_local_head_on_the_device(ahead: bool) -> None:
+    with local_trees_are_the_hosts() as nodes:
+        assert set(compare_block_head("dels", ahead, 0)) == {0}
+    assert sum(nodes) > 50, nodes
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_markov_head_on_the_device(ahead: bool, markov_head: dict[str, str]) -> None:
+    with local_trees_are_the_hosts() as nodes:
+        found = compare_block_head("dspark_tree", ahead, 0, markov_head)
+    assert set(found) == {0} and sum(nodes) > 50, nodes
+
+
+def test_local_head_and_ngrams() -> None:
+    assert set(compare_block_head("dels", True, 3)) == {0}
+
+
+@pytest.mark.parametrize(
+    ("method", "ahead"), [("eagle3_tree", False), ("eagle3_tree", True), ("mtp_tree", True)]
+)
+def test_draft_layers_on_the_device(method: str, ahead: bool) -> None:
+    with knowing_levels() as drafts:
+        made = engines(method, ahead=ahead, ngram_topk=0, nodes=10)
+        assert compare(made, ahead).skipping > 1
+    assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+def test_draft_layer_and_ngrams() -> None:
+    with knowing_levels() as drafts:
+        compare(engines("eagle3_tree", ahead=True, ngram_topk=3, nodes=10), True)
+    assert drafts.nodes > 50 and not drafts.differing, drafts

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees over recurrent states as on CUDA, against plain vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from tests.e2e.cuda.cuda_hybrids import compared, engines, target
+from tests.e2e.cuda.cuda_pairs import INTERPRETED
+from tests.e2e.pair import Pair, core_of, sequences_of, watch_prefix_hits
+from tests.e2e.requests import greedy, seeded
+from vllm_specplug.vllm_attention.device_states import DeviceStateStep
+
+pytestmark = [*INTERPRETED, pytest.mark.full, pytest.mark.usefixtures("device_states")]
+
+
+def test_states_follow_trees() -> None:
+    counts = compared(engines(ahead=False), least_accepted=10)
+    assert counts.skipping > 1, counts
+
+
+def test_states_follow_trees_scheduled_ahead() -> None:
+    made = engines(ahead=True)
+    counts = compared(made, least_accepted=10)
+    assert counts.skipping > 1 and counts.stale > 0, counts
+    _check_one_state(made)
+
+
+def _check_one_state(made: Pair) -> None:
+    """Caches are laid out as without speculation, and vLLM's kernels find no states of drafts."""
+    plain, tree = (core_of(llm).scheduler.kv_cache_config for llm in (made.plain, made.tree))
+    shapes = [[(g.kv_cache_spec, len(g.layer_names)) for g in each.kv_cache_groups]
+              for each in (plain, tree)]  # fmt: skip
+    assert shapes[0] == shapes[1]
+    states = [spec for spec, _ in shapes[1] if isinstance(spec, MambaSpec)]
+    assert len(states) == 3 and {spec.num_speculative_blocks for spec in states} == {0}
+
+
+def test_text_models_of_qwen3_5() -> None:
+    """Their queries, keys and values come from one projection, side by side."""
+    compared(engines(ahead=True, model=target("Qwen3_5Text")), least_accepted=10)
+
+
+_made, _apply_paths = DeviceStateStep.__init__, DeviceStateStep.apply_paths
+
+
+def _is_a_line(step: Any, requests: Any, parents: torch.Tensor) -> None:
+    before = torch.arange(len(parents), device=parents.device) - 1
+    _made(step, requests, torch.where(parents < 0, -1, before))
+
+
+def _only_roots(step: Any, last_rows: torch.Tensor, *rest: Any) -> None:
+    _apply_paths(step, step.starts[:-1], *rest)
+
+
+def _by_place(step: Any, last_rows: torch.Tensor, contexts: Any, lengths: Any) -> None:
+    """As many rows as were accepted, but the first ones."""
+    _apply_paths(step, step.starts[:-1] + lengths, contexts, lengths)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("__init__", _is_a_line), ("apply_paths", _by_place), ("apply_paths", _only_roots)],
+)
+def test_wrong_parents_and_wrong_commits_show(name: str, wrong: Any) -> None:
+    made = engines(ahead=True)
+    control = patch.object(DeviceStateStep, name, wrong)
+    with control, pytest.raises(AssertionError, match="differs"):
+        compared(made)
+
+
+class _NothingRead(TorchDispatchMode):
+    """Fails where the host would wait for a device's tensor."""
+
+    READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::unique")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not func.name().startswith(self.READS), func.name()
+        if func.name().startswith(("aten::index", "aten::_index")):
+            for index in args[1]:
+                assert index is None or index.dtype != torch.bool, "a mask as an index"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(scope="module")
+def caching() -> Pair:
+    made = engines(
+        model=target(size=16),
+        ahead=True,
+        # By default vLLM keeps only the last state of a prompt.
+        enable_prefix_caching=True,
+        prefix_cache_retention_interval=None,
+    )
+    assert core_of(made.tree).scheduler.block_size == 32
+    return made
+
+
+def test_prefix_hits_on_generated_text(caching: Pair) -> None:
+    """A block that generated text fills keeps the state at its end; vLLM's own kernels carry the
+    running one from block to block."""
+    hits = watch_prefix_hits(caching.tree)
+    prompts = [[(5 * i + n) % 250 + 5 for i in range(n)] for n in (21, 25, 27)]
+    params = [
+        greedy(max_tokens=14, detokenize=False),
+        *(seeded(i, max_tokens=14, detokenize=False) for i in (1, 2)),
+    ]
+    expected, _ = caching.compare(prompts, params, least_accepted=8)
+    hits.clear()
+    longer = [[*text[:-1], 11] for text in sequences_of(expected)]
+    caching.compare(longer, greedy(max_tokens=8, detokenize=False))
+    assert any(count >= 32 for count in hits.values()), hits
+
+
+def test_nothing_is_read_on_the_host(caching: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("run_trees", "apply_paths"):
+        stock = getattr(DeviceStateStep, name)
+
+        def reading_nothing(*args: Any, stock: Any = stock) -> Any:
+            with _NothingRead():
+                return stock(*args)
+
+        monkeypatch.setattr(DeviceStateStep, name, reading_nothing)
+    caching.compare([[5, 6, 7, 8]], greedy(max_tokens=6, detokenize=False))
