@@ -44,6 +44,7 @@ _MODULES = (
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.llama",
     "xgrammar",
+    "pytest",
     "tests.e2e.engine_process",
     "tests.e2e.pair",
 )

@@ -4,22 +4,16 @@
 Both engines run on vLLM's V2 model runner, so that they differ in speculation alone.
 
 A pair costs seconds, so a test module builds few of them and asks many things of each, in a
-process of its own; see own_process.py. What is run without pytest as well, as on a GPU, has
-functions `check_*` instead: `python -m tests.e2e.pair MODULE RESULT.json` runs those of a module
-and notes what failed. Tests call `run_checks(MODULE)` and look their check up.
+process of its own; see own_process.py.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
-import sys
 import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -28,12 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 
-from tests.e2e.fork_server import ENVIRONMENT, run_forked
-from vllm_specplug.vllm_v2.plain_engine import use_v2
-
-TIMEOUT_S = 900
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "enforce_eager": True,
@@ -387,70 +376,3 @@ def both_schedulers(method: str = "oracle", **engine: Any) -> Iterator[Pair]:
     """A pair whose tree engine waits for every step, then one that schedules steps ahead."""
     for ahead in (False, True):
         yield scheduled(ahead, method, **engine)
-
-
-# -- running the checks of a module ---------------------------------------------------------
-
-
-def check_names(module: Any) -> list[str]:
-    """Names of a module's checks, in the order they are written."""
-    return [name for name in vars(module) if name.startswith("check_")]
-
-
-# What a check's entry among the failures begins with if this machine cannot do what it needs.
-_SKIPPED = "skipped: "
-
-
-@cache
-def run_checks(module: str, timeout_s: float = TIMEOUT_S) -> dict[str, str | None]:
-    """Runs the checks of `module` in a process of their own.
-
-    Returns:
-        The failure of each check by name, or why it was skipped; None where it passed.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        result, log = Path(folder) / "result.json", Path(folder) / "log"
-        code = run_forked("tests.e2e.pair", [module, str(result)], log, timeout_s=timeout_s)
-        if not result.is_file():
-            raise AssertionError(f"the process ended with {code}:\n{log.read_text()[-6000:]}")
-        return json.loads(result.read_text())
-
-
-def assert_check(module: str, name: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Fails with the message of a check that failed."""
-    failures = run_checks(module, timeout_s)
-    assert name in failures, f"{name} did not run: {failures}"
-    failure = failures[name]
-    if failure is not None and failure.startswith(_SKIPPED):
-        pytest.skip(failure.removeprefix(_SKIPPED))
-    assert failure is None, failure
-
-
-def main(module: str, result: str, *only: str) -> None:
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # First: some modules choose Triton's interpreter, which vLLM asks for when it is imported.
-    checks = importlib.import_module(module)
-    use_v2()
-    failures: dict[str, str | None] = {}
-    for name in only or check_names(checks):
-        start = time.perf_counter()
-        try:
-            check: Callable[[], None] = getattr(checks, name)
-            check()
-            failures[name] = None
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except pytest.skip.Exception as reason:
-            failures[name] = f"{_SKIPPED}{reason}"
-        except BaseException:  # what pytest.raises fails with is no Exception
-            failures[name] = traceback.format_exc()[-6000:]
-        seconds = time.perf_counter() - start
-        print(f"{name}: {'ok' if failures[name] is None else failures[name]} ({seconds:.1f} s)")
-        sys.stdout.flush()
-        # Kept up to date: a crash later on must not lose what is known.
-        Path(result).write_text(json.dumps(failures))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
