@@ -58,11 +58,6 @@ class TargetError(RuntimeError):
     """Preparing a target failed; the message says which step and what to do."""
 
 
-def target_names() -> tuple[str, ...]:
-    """Names that `get_target` knows."""
-    return tuple(_TARGETS)
-
-
 def get_target(name: str) -> Target:
     """The target called `name`.
 
@@ -143,12 +138,6 @@ def _is_prepared(folder: Path) -> bool:
         return all((folder / name).stat().st_size == entry["size"] for name, entry in files.items())
     except (OSError, ValueError, KeyError, TypeError):
         return False
-
-
-def verify_target(folder: Path) -> list[str]:
-    """Names of the files of a prepared target whose SHA-256 differs from the manifest's."""
-    files = json.loads((folder / MANIFEST).read_text())["files"]
-    return [name for name, entry in files.items() if _sha256(folder / name) != entry["sha256"]]
 
 
 def _write_manifest(folder: Path, source: str) -> None:

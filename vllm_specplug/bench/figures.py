@@ -82,16 +82,6 @@ def place_measured(
     axis.minorticks_off()
 
 
-def add_legend(figure: Figure, axis: Axes) -> None:
-    """One legend for the whole figure, below it: all axes draw what `axis` draws in the
-    same colours."""
-    handles, names = axis.get_legend_handles_labels()
-    figure.legend(
-        handles, names, loc="outside lower center", ncols=min(4, len(names)), fontsize=8,
-        frameon=False, labelcolor=_TEXT,
-    )  # fmt: skip
-
-
 def to_svg(figure: Figure, name: str) -> str:
     """The figure as an element to put into a page, which colours its text and lines.
 

@@ -141,15 +141,6 @@ class DraftTree:
             object.__setattr__(self, "_children", children)
         return children.get((parent_index, token_id))
 
-    def path_to(self, node: int) -> list[int]:
-        """Node indices from a child of the root down to `node`, both included."""
-        path = []
-        while node != ROOT:
-            path.append(node)
-            node = int(self.parent_indices[node])
-        path.reverse()
-        return path
-
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
         """[N+1, N+1]: row i attends column j. Row and column 0 are the root, node n is n + 1.
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tree.candidates import trees
+from tests.unit.tree.candidates import paths_of, trees
 from vllm_specplug.tree import ROOT
 from vllm_specplug.tree.grammar import visit_tree
 
@@ -43,25 +43,21 @@ def test_reachable_nodes_are_those_whose_whole_path_is_allowed(tree, banned, mos
     kept = reachable_nodes(tree.token_ids.tolist(), tree.parent_indices.tolist(), cursor)
     assert cursor.path == []
 
-    def path_allowed(node: int) -> bool:
-        path = [int(tree.token_ids[n]) for n in tree.path_to(node)]
-        return all(allows(path[: i + 1]) for i in range(len(path)))
+    def path_allowed(path: tuple[int, ...]) -> bool:
+        return all(allows(list(path[: i + 1])) for i in range(len(path)))
 
-    assert kept == [node for node in range(tree.num_nodes) if path_allowed(node)]
+    assert kept == [node for node, path in enumerate(paths_of(tree)) if path_allowed(path)]
 
 
 @given(trees(24, 31))
 def test_every_node_is_entered_once_on_its_own_path(tree) -> None:
     cursor = PathCursor(lambda path: True)
-    seen: dict[int, list[int]] = {}
+    seen: dict[int, tuple[int, ...]] = {}
 
     def enter(node: int) -> None:
         assert node not in seen
-        seen[node] = list(cursor.path)
+        seen[node] = tuple(cursor.path)
 
     visit_tree(tree.token_ids.tolist(), tree.parent_indices.tolist(), cursor, enter)
-    assert set(seen) == {ROOT, *range(tree.num_nodes)}
-    for node, path in seen.items():
-        expected = [] if node == ROOT else [int(tree.token_ids[n]) for n in tree.path_to(node)]
-        assert path == expected
+    assert seen == {ROOT: (), **dict(enumerate(paths_of(tree)))}
     assert cursor.path == []

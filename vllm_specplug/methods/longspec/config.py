@@ -49,11 +49,6 @@ class LongSpecConfig:
         """Factor on q.k before the softmax."""
         return float(self.head_dim**-0.5)
 
-    @property
-    def window_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in bfloat16."""
-        return 2 * 2 * self.num_key_value_heads * self.head_dim
-
     @classmethod
     def for_target(
         cls,

@@ -37,13 +37,6 @@ class PartialContext:
     """Entry that the next committed token replaces."""
 
 
-def pool_bytes(
-    num_layers: int, num_kv_heads: int, head_size: int, itemsize: int, budget: int, requests: int
-) -> int:
-    """Bytes of the caches of `requests` requests of `budget` tokens, without rounding to blocks."""
-    return num_layers * requests * budget * num_kv_heads * 2 * head_size * itemsize
-
-
 class PartialCache:
     """Partial caches of a bounded number of requests, in all layers.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.methods.dels.local_heads import KINDS, H, V, make
+from tests.unit.tree.candidates import paths_of
 from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
@@ -79,10 +80,9 @@ def test_every_node_scores_what_the_formula_says(name: str, anchor_input: bool) 
     tree.validate()
     assert tree.num_nodes == 30 and tree.max_depth > 1
     assert (np.diff(tree.scores) <= 0).all()
-    for node in range(tree.num_nodes):
-        path = [int(tree.token_ids[n]) for n in tree.path_to(node)]
+    for path, score in paths_of(tree).items():
         expected = sum(float(case.fused(5, path[:i])[path[i]]) for i in range(len(path)))
-        assert tree.scores[node] == pytest.approx(expected, abs=1e-3)
+        assert score == pytest.approx(expected, abs=1e-3)
 
 
 @pytest.mark.parametrize("name", KINDS)

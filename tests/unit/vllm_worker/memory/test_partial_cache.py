@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from vllm_specplug.kernels.cpu_layout import make_layout, standard_tables
-from vllm_specplug.vllm_worker.memory.partial_cache import RECENT, PartialCache, pool_bytes
+from vllm_specplug.vllm_worker.memory.partial_cache import RECENT, PartialCache
 
 LAYERS, BLOCKS, HEADS, BLOCK, DIM = 2, 24, 2, 32, 32
 BUDGET, SINK = 80, 5
@@ -108,7 +108,8 @@ def test_refresh_may_come_sooner(caches, layout) -> None:
 
 def test_memory_is_bounded_and_whoever_was_dropped_chooses_anew(caches, layout) -> None:
     pool = _pool(caches, layout)
-    expected = pool_bytes(LAYERS, HEADS, DIM, 4, 96, 2)  # 80 tokens take 3 pages of 32
+    # Float32 keys and values of two requests; 80 tokens take 3 pages of 32.
+    expected = LAYERS * 2 * 96 * HEADS * 2 * DIM * 4
     assert pool.num_bytes == expected
     row = _row(7, 2, 9, 4, 11, 0, 1)
     for req_id in ("a", "b", "a", "c"):
