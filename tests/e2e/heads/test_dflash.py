@@ -5,7 +5,6 @@ token."""
 from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +24,13 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 MASK_TOKEN = 2
 
 
-@cache
-def heads() -> tuple[Path, Path]:
+def make_heads(folder: Path) -> tuple[Path, Path]:
     """A head as it is saved here, and with what vLLM's own method wants beside it: the LM head, and
     a mask that is no token in a file of its own. Drafts depend on all slots of a block, so it is as
     long as the chains."""
     weights = TargetWeights(target())
     vocab = int(weights.config["vocab_size"])
     block = make_block_head(vocab, causal=False, block_size=DEPTH + 1)
-    folder = target().parent / "dflash"
     save_block_head(folder / "ours", block, dtype=torch.float32)
     file = save_block_head(folder / "whole", block, dtype=torch.float32)
     save_file({**load_file(file), "lm_head.weight": weights.tables().lm_head.float()}, file)
@@ -47,9 +44,9 @@ def heads() -> tuple[Path, Path]:
     return folder / "ours", folder / "whole"
 
 
-def test_chains_are_those_of_vllms_own_method() -> None:
+def test_chains_are_those_of_vllms_own_method(tmp_path: Path) -> None:
     """In a batch and after prefix hits."""
-    ours, whole = heads()
+    ours, whole = make_heads(tmp_path)
     engine: dict[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
     engines = (
         own_engine("dflash", speculative={"model": str(whole)}, **engine),

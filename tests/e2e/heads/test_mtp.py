@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import tempfile
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +17,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 LONG = [3 + (7 * i * i + 3 * i) % 20 for i in range(101)]
 
 
-@cache
-def _engine() -> dict[str, Any]:
-    target = make_mimo_target(Path(tempfile.mkdtemp(prefix="specplug-mimo-")) / "target", VOCAB)
-    return {"model": str(target), "skip_tokenizer_init": True, "trust_remote_code": True}
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = make_mimo_target(tmp_path_factory.mktemp("target"), VOCAB)
+    return {"model": str(folder), "skip_tokenizer_init": True, "trust_remote_code": True}
 
 
-def test_chains_are_those_of_vllms_own_method() -> None:
+def test_chains_are_those_of_vllms_own_method(target: dict[str, Any]) -> None:
     """Found by the target itself, with prompts in a batch and after prefix hits."""
-    engine = {**_engine(), "enable_prefix_caching": True, "async_scheduling": False}
+    engine = {**target, "enable_prefix_caching": True, "async_scheduling": False}
     ours = {**CHAIN, "method": "tree", "model": engine["model"]}
     engines = (
         own_engine("mtp", **engine),
@@ -39,9 +36,9 @@ def test_chains_are_those_of_vllms_own_method() -> None:
     assert compare_drafts(engines, [[*LONG[:96], 12, 3]]) > 5
 
 
-def test_trees_are_lossless_and_branch() -> None:
+def test_trees_are_lossless_and_branch(target: dict[str, Any]) -> None:
     """The module is the target's own where no model is named."""
-    engines = pair("mtp_tree", **_engine())
+    engines = pair("mtp_tree", **target)
     params = [greedy(detokenize=False), seeded(3, detokenize=False)]
     prompts = [p for p in PROMPTS for _ in params]
     engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params], least_accepted=8)

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -32,7 +31,7 @@ def runner_of(llm: Any) -> str:
     return type(core_of(llm).model_executor.driver_worker.worker.model_runner).__module__
 
 
-@cache
+@pytest.fixture(scope="module")
 def v1() -> Any:
     with vllms_v1():
         made = make_engine(None, max_num_batched_tokens=24)
@@ -40,7 +39,7 @@ def v1() -> Any:
     return made
 
 
-@cache
+@pytest.fixture(scope="module")
 def v2() -> Any:
     made = make_engine(None, max_num_batched_tokens=24)
     assert runner_of(made) == "vllm.v1.worker.cpu.model_runner"
@@ -66,48 +65,46 @@ def interpreted_kernels() -> Iterator[list[str]]:
             return self.kernel[grid]
 
     modules = {s.target.partition(":")[0] for s in CPU_KERNELS.seams if PREFIX in s.target}
-    patches = []
-    for path in modules:
-        name = path.removeprefix(f"{PREFIX}.")
-        module, copy = importlib.import_module(path), interpreted(name)
-        for kernel in our_kernels(name):
-            patches.append(patch.object(module, kernel, Noted(kernel, getattr(copy, kernel))))
-    for one in patches:
-        one.start()
-    try:
+    with ExitStack() as stack:
+        for path in modules:
+            name = path.removeprefix(f"{PREFIX}.")
+            module, copy = importlib.import_module(path), interpreted(name)
+            for kernel in our_kernels(name):
+                noted = Noted(kernel, getattr(copy, kernel))
+                stack.enter_context(patch.object(module, kernel, noted))
         yield launched
-    finally:
-        for one in patches:
-            one.stop()
 
 
-def compare(sampling: list[dict[str, Any]], *, with_v1: bool = True) -> set[str]:
-    """Raises unless the outputs are the same; returns which kernels vLLM launched."""
+def compare(v2: Any, sampling: list[dict[str, Any]], v1: Any = None) -> set[str]:
+    """Raises unless the outputs are the same, those of V1 too if it is given; returns which kernels
+    vLLM launched."""
     from vllm import SamplingParams
 
     params = [SamplingParams(**{**_LENGTH, **one}) for one in sampling]
-    ours = generate(v2(), _PROMPTS, params)
+    ours = generate(v2, _PROMPTS, params)
     with interpreted_kernels() as launched, np.errstate(over="ignore"):
-        stock = generate(v2(), _PROMPTS, params)
+        stock = generate(v2, _PROMPTS, params)
     for i, (a, b) in enumerate(zip(ours, stock, strict=True)):
         assert_same_output(a, b, f"request {i}, interpreted")
-    if with_v1:
+    if v1 is not None:
         with vllms_v1():
-            expected = generate(v1(), _PROMPTS, params)
+            expected = generate(v1, _PROMPTS, params)
         for i, (a, b) in enumerate(zip(expected, ours, strict=True)):
             assert_same_output(a, b, f"request {i}, V1")
     return set(launched)
 
 
-def test_greedy() -> None:
+def test_greedy(v2: Any, v1: Any) -> None:
     """Prompts in pieces, four lengths, logprobs of prompts and answers."""
     launched = compare(
+        v2,
         [
             {"temperature": 0.0},
             {"temperature": 0.0, "logprobs": 3},
             {"temperature": 0.0, "prompt_logprobs": 2},
             {"temperature": 0.0, "max_tokens": 3},
-        ]
+        ],
+        v1,
     )
     assert {
         "_prepare_prefill_inputs_kernel", "_prepare_pos_seq_lens_kernel", "_post_update_kernel",
@@ -118,40 +115,43 @@ def test_greedy() -> None:
     } <= launched, launched  # fmt: skip
 
 
-def test_greedy_with_options() -> None:
+def test_greedy_with_options(v2: Any, v1: Any) -> None:
     """What changes logits, on V1 too."""
     launched = compare(
+        v2,
         [
             {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
             {"temperature": 0.0, "presence_penalty": 1.5, "logit_bias": {7: 20.0, 9: 19.0}},
             {"temperature": 0.0, "allowed_token_ids": list(range(20, 60))},
             {"temperature": 0.0, "min_tokens": 6, "ignore_eos": False,
              "logit_bias": {1: 100.0}, "stop_token_ids": [11, 12]},
-        ]
+        ],
+        v1,
     )  # fmt: skip
     assert {"_penalties_kernel", "_bincount_kernel", "_bias_kernel"} <= launched, launched
 
 
-def test_sampled() -> None:
+def test_sampled(v2: Any) -> None:
     """Seeded; V1 draws other numbers."""
     launched = compare(
+        v2,
         [
             {"temperature": 1.0, "seed": 5},
             {"temperature": 0.7, "seed": 6, "top_k": 20, "top_p": 0.8},
             {"temperature": 1.4, "seed": 7, "min_p": 0.05, "repetition_penalty": 1.2},
             {"temperature": 0.0},
         ],
-        with_v1=False,
     )
     assert {"_temperature_kernel", "_min_p_kernel"} <= launched, launched
 
 
-def test_grammar_and_bad_words() -> None:
+def test_grammar_and_bad_words(v2: Any) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
-    tokenizer = v1().get_tokenizer()
+    tokenizer = v2.get_tokenizer()
     words = [tokenizer.decode([token]) for token in range(260, 340)]
     launched = compare(
+        v2,
         [
             {"temperature": 0.0, "bad_words": words},
             {
@@ -161,6 +161,5 @@ def test_grammar_and_bad_words() -> None:
             {"temperature": 0.9, "seed": 3, "bad_words": words},
             {"temperature": 0.0, "bad_words": words[:3]},
         ],
-        with_v1=False,
     )
     assert {"_bad_words_kernel", "_apply_grammar_bitmask_kernel"} <= launched, launched

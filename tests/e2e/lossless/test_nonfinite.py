@@ -7,9 +7,8 @@ behind, which the next step's single rows and other requests come to lie before.
 
 from __future__ import annotations
 
-import tempfile
-from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,35 +28,24 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 BAD = 2
 
 
-@cache
-def llama() -> str:
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A target whose token BAD has an embedding of NaN."""
-    folder = make_target(Path(tempfile.mkdtemp(prefix="specplug-nan-")), VOCAB)
+    folder = make_target(tmp_path_factory.mktemp("llama"), VOCAB)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][BAD] = float("nan")
     tensors["lm_head.weight"][BAD] = 0.0
     save_file(tensors, path, metadata={"format": "pt"})
-    return str(folder)
+    return {"model": str(folder), "skip_tokenizer_init": True}
 
 
-@cache
-def gemma_3n() -> str:
+@pytest.fixture(scope="module")
+def zeros(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target that divides by the size of an embedding, which is 0 for its padding token."""
-    folder = Path(tempfile.mkdtemp(prefix="specplug-nan-")) / "gemma"
-    return str(make_other_target(folder, "Gemma3nText", VOCAB, pads=False, **SIZES["Gemma3nText"]))
-
-
-@cache
-def gemma_4() -> str:
-    """A target with heads of two shapes in groups that share pages, whose token BAD is NaN."""
-    folder = Path(tempfile.mkdtemp(prefix="specplug-nan-")) / "gemma"
-    make_other_target(folder, "Gemma4Text", VOCAB, **SIZES["Gemma4Text"])
-    tensors = load_file(path := folder / "model.safetensors")
-    # The other embedding is the LM head.
-    tensors["model.embed_tokens_per_layer.weight"][BAD] = float("nan")
-    save_file(tensors, path, metadata={"format": "pt"})
-    return str(folder)
+    folder = tmp_path_factory.mktemp("gemma_3n")
+    make_other_target(folder, "Gemma3nText", VOCAB, pads=False, **SIZES["Gemma3nText"])
+    return pair("oracle", model=str(folder), skip_tokenizer_init=True)
 
 
 def compare(made: Pair, *, branching: bool = True) -> None:
@@ -83,71 +71,57 @@ def differs_as_they_are(made: Pair, *, branching: bool = True) -> None:
         compare(made, branching=branching)
 
 
-def siblings(*, ahead: bool = False) -> Pair:
-    return scheduled(ahead, model=llama(), skip_tokenizer_init=True)
-
-
-def lines() -> Pair:
+def lines(llama: dict[str, Any]) -> Pair:
     """Attended by vLLM's own kernel."""
-    return pair("oracle", model=llama(), skip_tokenizer_init=True, speculative={"tree_width": 1})
+    return pair("oracle", **llama, speculative={"tree_width": 1})
 
 
-def zeros() -> Pair:
-    return pair("oracle", model=gemma_3n(), skip_tokenizer_init=True)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_siblings(llama: dict[str, Any], ahead: bool) -> None:
+    compare(scheduled(ahead, **llama))
 
 
-def test_siblings() -> None:
-    compare(siblings())
+def test_lines(llama: dict[str, Any]) -> None:
+    compare(lines(llama), branching=False)
 
 
-def test_siblings_scheduled_ahead() -> None:
-    compare(siblings(ahead=True))
+def test_an_embedding_of_size_zero(zeros: Pair) -> None:
+    compare(zeros)
 
 
-def test_lines() -> None:
-    compare(lines(), branching=False)
-
-
-def test_an_embedding_of_size_zero() -> None:
-    compare(zeros())
-
-
-def with_overflowing_head(**shape: int) -> Pair:
-    """A head of finite weights whose keys and values are none, beside windows of the target."""
-    folder = make_head(Path(tempfile.mkdtemp(prefix="specplug-nan-")) / "head", VOCAB, **shape)
+@pytest.mark.parametrize("shape", [{}, {"kv_heads": 2}], ids=["keys and values", "keys as values"])
+def test_a_heads_keys_and_values(tmp_path: Path, shape: dict[str, int]) -> None:
+    """A head of finite weights whose keys and values are none, beside windows of the target; with
+    two KV heads its keys lie where the target has values. Pages that it wrote become the target's.
+    """
+    folder = make_head(tmp_path, VOCAB, **shape)
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for name in (n for n in tensors if n.endswith(("k_proj.weight", "v_proj.weight"))):
         tensors[name] = tensors[name].sign() * 3e38
     save_file(tensors, path, metadata={"format": "pt"})
-    return pair("jetspec", **engine_of("Mistral"), speculative={"model": str(folder)})
-
-
-def waves(made: Pair) -> None:
-    """Pages that the head wrote become the target's."""
+    made = pair("jetspec", **engine_of("Mistral"), speculative={"model": str(folder)})
     assert len(made.runner.kv_cache_config.kv_cache_groups) > 1
     for _ in range(4):
         params = greedy(max_tokens=40, detokenize=False)
         made.compare(WINDOW_PROMPTS, params, least_accepted=0, branching=False)
 
 
-def test_a_heads_keys_and_values() -> None:
-    waves(with_overflowing_head())
-
-
-def test_a_heads_keys_where_the_target_has_values() -> None:
-    waves(with_overflowing_head(kv_heads=2))
-
-
-def test_keys_where_another_group_has_values() -> None:
-    made = pair("oracle", model=gemma_4(), skip_tokenizer_init=True)
+def test_keys_where_another_group_has_values(tmp_path: Path) -> None:
+    """A target with heads of two shapes in groups that share pages, whose token BAD is NaN."""
+    make_other_target(tmp_path, "Gemma4Text", VOCAB, **SIZES["Gemma4Text"])
+    tensors = load_file(path := tmp_path / "model.safetensors")
+    # The other embedding is the LM head.
+    tensors["model.embed_tokens_per_layer.weight"][BAD] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    made = pair("oracle", model=str(tmp_path), skip_tokenizer_init=True)
     for _ in range(3):
         compare(made)
 
 
 # Last: see `differs_as_they_are`.
-def test_stored_as_they_are_they_change_answers() -> None:
-    differs_as_they_are(siblings())
-    differs_as_they_are(siblings(ahead=True))
-    differs_as_they_are(lines(), branching=False)
-    differs_as_they_are(zeros())
+def test_stored_as_they_are_they_change_answers(llama: dict[str, Any], zeros: Pair) -> None:
+    differs_as_they_are(scheduled(False, **llama))
+    differs_as_they_are(scheduled(True, **llama))
+    differs_as_they_are(lines(llama), branching=False)
+    differs_as_they_are(zeros)
