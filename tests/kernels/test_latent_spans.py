@@ -90,17 +90,19 @@ RAGGED: list[tuple[int, list[int]]] = [
 LIMITS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
-@pytest.mark.parametrize("kind", ["at once", "in pieces", "reference"])
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_every_branch_is_decoded_as_alone(
-    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
-) -> None:
-    if kind == "reference":
+@pytest.fixture(params=["at once", "in pieces", "reference"])
+def _kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "reference":
         monkeypatch.setenv(ISA_VARIABLE, "reference")
-    if kind == "in pieces":
-        # A block at a time: pieces of the context, of both, of the tree's own rows alone.
+    if request.param == "in pieces":
+        # A block at a time: pieces of the context, of both, of only the tree's own rows.
         monkeypatch.setattr(latent_spans, "_MOST_SCORES", 1)
         monkeypatch.setattr(latent_spans, "_FEWEST_TOKENS", 1)
+
+
+@pytest.mark.usefixtures("_kind")
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_every_branch_is_decoded_as_alone(dtype: torch.dtype) -> None:
     spans = make_spans(RAGGED, first_row=1)
     query, cache, table = make_step(spans)
     query, cache = query.to(dtype), cache.to(dtype)
@@ -181,15 +183,8 @@ def test_moves_read_before_they_write() -> None:
         assert torch.equal(cache.view(-1, 3), expected)
 
 
-@pytest.mark.parametrize("kind", ["at once", "in pieces", "reference"])
-def test_what_is_not_finite_reaches_those_who_attend_it(
-    monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    if kind == "reference":
-        monkeypatch.setenv(ISA_VARIABLE, "reference")
-    if kind == "in pieces":
-        monkeypatch.setattr(latent_spans, "_MOST_SCORES", 1)
-        monkeypatch.setattr(latent_spans, "_FEWEST_TOKENS", 1)
+@pytest.mark.usefixtures("_kind")
+def test_what_is_not_finite_reaches_those_who_attend_it() -> None:
     spans = make_spans([(c, p.tolist()) for c, p in TREES])
     query, cache, table = make_step(spans)
     clean = attended(query, cache, table, spans)
