@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from tests.e2e.pair import Counts, Pair
 from tests.e2e.requests import PROMPTS, greedy, seeded
@@ -65,11 +66,8 @@ def masked_drafts(made: Pair) -> Iterator[list[int]]:
                 forbidden = logits[rows, tree.token_ids].isneginf().numpy()
                 found.extend(tree.token_ids[forbidden].tolist())
 
-    worker.apply_grammar_bitmask = noted
-    try:
+    with patch.object(worker, "apply_grammar_bitmask", noted):
         yield found
-    finally:
-        del worker.apply_grammar_bitmask
 
 
 def compare(made: Pair, prompts: list[list[int]], params: list[Any]) -> tuple[list[Any], Counts]:

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tests.e2e.families import WINDOW_PROMPTS
 from tests.e2e.hybrids import make_hybrid_target
 from tests.e2e.pair import Counts, Pair, pair
 from tests.e2e.requests import mixed_params
+from vllm_specplug.vllm_attention.state_rows import StateStep
 
 VOCAB = 300
 # Prompts come in chunks, and there are fewer rows than all trees want.
@@ -39,19 +39,6 @@ def compared(made: Pair, **options: Any) -> Counts:
     return made.compare(WINDOW_PROMPTS, mixed_params(8), **options)[1]
 
 
-@contextmanager
-def changed(name: str, change: Callable[..., Any]) -> Iterator[None]:
-    """`StateStep` with `change(stock, step, *args)` in the place of a method."""
-    from vllm_specplug.vllm_attention.state_rows import StateStep
-
-    stock = getattr(StateStep, name)
-    setattr(StateStep, name, lambda step, *args: change(stock, step, *args))
-    try:
-        yield
-    finally:
-        setattr(StateStep, name, stock)
-
-
 def _is_a_line(stock: Any, step: Any, requests: Any, parents: torch.Tensor) -> None:
     stock(step, requests, torch.where(parents < 0, -1, torch.arange(len(parents)) - 1))
 
@@ -67,5 +54,8 @@ def _by_place(stock: Any, step: Any, last_rows: torch.Tensor, *rest: Any) -> Non
     stock(step, torch.tensor(places), *rest)
 
 
-# What trees and commits must not be; either shows in the output.
-WRONG: list[tuple[str, Callable[..., Any]]] = [("__init__", _is_a_line), ("commit", _by_place)]
+# Arguments of `changed`: what trees and commits must not be; either shows in the output.
+WRONG: list[tuple[type, str, Callable[..., Any]]] = [
+    (StateStep, "__init__", _is_a_line),
+    (StateStep, "commit", _by_place),
+]

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from tests.e2e.families import WINDOW_PROMPTS
 from tests.e2e.latent import BACKEND, latent_target
-from tests.e2e.pair import Counts, Pair, pair
+from tests.e2e.pair import Counts, Pair, changed, pair
 from tests.e2e.requests import mixed_params
+from vllm_specplug.vllm_attention import latent
+from vllm_specplug.vllm_v2 import latent_backend
 
 ENGINE: dict[str, Any] = {"skip_tokenizer_init": True, **BACKEND}
 # More than there is room for: prompts come in beside trees.
@@ -26,20 +27,7 @@ def compared(made: Pair, **options: Any) -> Counts:
     return made.compare(PROMPTS, mixed_params(16), **options)[1]
 
 
-@contextmanager
-def changed(module: Any, name: str, change: Callable[..., Any]) -> Iterator[None]:
-    """`module.name` replaced by `change(stock, *args)`."""
-    stock = getattr(module, name)
-    setattr(module, name, lambda *args: change(stock, *args))
-    try:
-        yield
-    finally:
-        setattr(module, name, stock)
-
-
 def lines_for_trees() -> Any:
-    from vllm_specplug.vllm_attention import latent
-
     def spans(stock: Any, requests: Any) -> Any:
         return stock([(i, replace(r, mask=None)) for i, r in requests])
 
@@ -47,6 +35,4 @@ def lines_for_trees() -> Any:
 
 
 def nothing_moves() -> Any:
-    from vllm_specplug.vllm_v2 import latent_backend as backend
-
-    return changed(backend, "move_latents", lambda stock, *args: None)
+    return patch.object(latent_backend, "move_latents", lambda *args: None)

@@ -3,30 +3,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
-from tests.e2e.vision import TEXTS, have_torchvision
+from tests.e2e import vision
 from tests.e2e.wrappers import MERGE, PATCH
 
 IMAGE, BREAK, END = 8, 9, 7
 
 
-@contextmanager
-def without_processors() -> Iterator[None]:
+def without_processors() -> Any:
     """Engines that start inside ask no image processor how large an image can be."""
-    have_torchvision()
+    vision.have_torchvision()
     from vllm.model_executor.models.mistral3 import Mistral3ProcessingInfo
 
-    stock = Mistral3ProcessingInfo.get_mm_max_tokens_per_item
-    Mistral3ProcessingInfo.get_mm_max_tokens_per_item = lambda *_, **__: {"image": 64}
-    try:
-        yield
-    finally:
-        Mistral3ProcessingInfo.get_mm_max_tokens_per_item = stock
+    return patch.object(
+        Mistral3ProcessingInfo, "get_mm_max_tokens_per_item", lambda *_, **__: {"image": 64}
+    )
 
 
 def with_image(before: list[int], after: list[int], seed: int, rows: int, columns: int) -> Any:
@@ -58,13 +53,4 @@ def with_image(before: list[int], after: list[int], seed: int, rows: int, column
 
 
 def prompts() -> list[Any]:
-    """Text alone, and images of several shapes before, between and behind text; one twice."""
-    from vllm.inputs import tokens_input
-
-    return [
-        *(tokens_input(text) for text in TEXTS),
-        with_image(TEXTS[0], TEXTS[1], 1, 4, 6),
-        with_image([], TEXTS[2], 2, 7, 3),
-        with_image(list(range(30, 60)), TEXTS[3], 3, 5, 5),
-        with_image(TEXTS[0], TEXTS[1], 4, 4, 6),
-    ]
+    return vision.prompts(with_image)

@@ -13,7 +13,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -213,6 +213,12 @@ def watch_preemptions(llm: Any) -> list[str]:
 
     scheduler._preempt_request = noted
     return preempted
+
+
+def changed(owner: Any, name: str, change: Callable[..., Any]) -> Any:
+    """Patches a function of a module or class with `change(stock, *args)`."""
+    stock = getattr(owner, name)
+    return patch.object(owner, name, lambda *args: change(stock, *args))
 
 
 def generate(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, core_of
@@ -80,9 +81,7 @@ def compare(made: Pair, found: list[Session]) -> Counts:
 
 
 def compare_constrained(made: Pair) -> None:
-    OracleDrafter.sequences, OracleDrafter.decoys_from_answer = [], True
-    try:
+    OracleDrafter.sequences = []
+    with patch.object(OracleDrafter, "decoys_from_answer", True):
         counts = compare(made, constrained_sessions())
-    finally:
-        OracleDrafter.decoys_from_answer = False
     assert counts.branching > 10, counts

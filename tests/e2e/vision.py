@@ -6,12 +6,12 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -95,18 +95,13 @@ def vision_target(family: str) -> str:
     return folder
 
 
-@contextmanager
-def without_processors() -> Iterator[None]:
+def without_processors() -> Any:
     """Engines that start inside ask no image processor how large an image can be."""
     have_torchvision()
     from vllm.model_executor.models.qwen2_vl import Qwen2VLProcessingInfo
 
-    stock = Qwen2VLProcessingInfo.get_mm_max_tokens_per_item
-    Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = lambda *_, **__: {"image": 64, "video": 64}
-    try:
-        yield
-    finally:
-        Qwen2VLProcessingInfo.get_mm_max_tokens_per_item = stock
+    most = {"image": 64, "video": 64}
+    return patch.object(Qwen2VLProcessingInfo, "get_mm_max_tokens_per_item", lambda *_, **__: most)
 
 
 def vision_engines(family: str = "Qwen2_5_VL", method: str = "oracle", **engine: Any) -> Pair:
@@ -143,8 +138,8 @@ def with_images(texts: list[list[int]], images: list[tuple[int, int, int]]) -> A
     )
 
 
-def prompts() -> list[Any]:
-    """Text alone, and images of several shapes before, between and behind text; one twice."""
+def prompts(with_image: Callable[..., Any] = with_image) -> list[Any]:
+    """Only text, and images of several shapes before, between and behind text; one twice."""
     from vllm.inputs import tokens_input
 
     return [

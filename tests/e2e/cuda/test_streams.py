@@ -36,7 +36,6 @@ def _params() -> list[Any]:
     return [greedy(max_tokens=24, logprobs=2), seeded(1, max_tokens=24), greedy(max_tokens=20)]
 
 
-# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
 def test_windows_in_groups() -> None:
     """gpt-oss: two tables of blocks."""
     with ordered():

@@ -64,7 +64,6 @@ def _target(kind: str) -> dict[str, Any]:
     return {"model": str(path), "skip_tokenizer_init": True, "kv_cache_dtype": kind}
 
 
-# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
 def test_int8_caches_in_groups() -> None:
     """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
     own, and sinks."""

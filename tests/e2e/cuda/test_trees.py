@@ -44,7 +44,6 @@ def _changing(**changes: Any) -> Any:
     return patch.object(DeviceTreeRows, "attend", attend)
 
 
-# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
 def test_windows_and_sinks_in_groups() -> None:
     """gpt-oss: windows of 16 and full attention in KV cache groups of their own, and sinks."""
     cuda_device.need_experts()

@@ -22,7 +22,6 @@ from tests.e2e.vision import compare_answers, vision_engines, with_image
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
 @pytest.mark.full
 def test_gpt_oss() -> None:
     is_accepted_as_learnt("GptOss", "eagle3")

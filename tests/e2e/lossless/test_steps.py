@@ -8,9 +8,8 @@ of their own; for vLLM's, see test_steps_interpreted.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from tests.e2e.pair import (
 )
 from tests.e2e.requests import LONG, PROMPTS, greedy, seeded
 from tests.e2e.steps import compare, engines, mixed
+from vllm_specplug.vllm_v2 import backend, runner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
@@ -74,22 +74,6 @@ def test_windows() -> None:
     assert preempted
 
 
-@contextmanager
-def calls(owner: Any, name: str) -> Iterator[list[tuple[Any, ...]]]:
-    """Arguments of the calls of an object's method."""
-    method, seen = getattr(owner, name), []
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        seen.append(args)
-        return method(*args, **kwargs)
-
-    setattr(owner, name, noted)
-    try:
-        yield seen
-    finally:
-        delattr(owner, name)
-
-
 def test_drafts_of_the_target_itself() -> None:
     """Over a partial cache of 20 tokens, smaller than the contexts, selected again after 18."""
     for ahead in (False, True):
@@ -97,9 +81,9 @@ def test_drafts_of_the_target_itself() -> None:
         drafter = made.runner.drafter.drafter
         pool = drafter.target_forward.pool
         drafter.steps_from.clear()
-        with calls(pool, "choose") as chosen:
+        with patch.object(pool, "choose", wraps=pool.choose) as choose:
             made.compare([LONG[0], *PROMPTS[:3]], mixed())
-        assert set(drafter.steps_from) == {"self"} and len(chosen) >= 4, drafter.steps_from
+        assert set(drafter.steps_from) == {"self"} and choose.call_count >= 4, drafter.steps_from
         # The next step drops what ended.
         generate(made.tree, PROMPTS[:1], greedy(max_tokens=2))
         assert len(pool._free) == pool.max_requests and not pool._contexts
@@ -163,36 +147,19 @@ def _diverges(made: Pair) -> None:
 
 def test_it_would_notice_missing_compaction() -> None:
     made = engines(ahead=False)
-    backend = made.runner.tree_backend
-    backend.compact = lambda *args: None
-    try:
+    with patch.object(made.runner.tree_backend, "compact", lambda *args: None):
         _diverges(made)
-    finally:
-        del backend.compact
 
 
 def test_it_would_notice_linear_positions() -> None:
-    import vllm_specplug.vllm_v2.runner as runner
-
-    stock = runner.set_positions
-    runner.set_positions = lambda *args: None
-    try:
+    with patch.object(runner, "set_positions", lambda *args: None):
         _diverges(engines())
-    finally:
-        runner.set_positions = stock
 
 
 def test_it_would_notice_a_causal_mask() -> None:
-    import vllm_specplug.vllm_v2.backend as backend
-
-    stock = backend.ancestor_words
-
     def causal(trees: Any) -> torch.Tensor:
         offsets = trees.rows.offsets
         return (torch.ones_like(offsets) << (offsets + 1))[:, None] - 1
 
-    backend.ancestor_words = causal
-    try:
+    with patch.object(backend, "ancestor_words", causal):
         _diverges(engines())
-    finally:
-        backend.ancestor_words = stock

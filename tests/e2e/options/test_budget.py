@@ -70,11 +70,8 @@ def verified_steps(made: Pair) -> Iterator[list[dict[str, tuple[int, int]]]]:
         steps.append(dict(zip(req_ids, found, strict=True)))
         original(step, req_ids, *args)
 
-    planner.observe = noted
-    try:
+    with patch.object(planner, "observe", noted):
         yield steps
-    finally:
-        del planner.observe
 
 
 def _full_steps(made: Pair) -> list[dict[str, tuple[int, int]]]:
@@ -213,8 +210,7 @@ def test_requests_choose_their_own_budget() -> None:
             most[req_id] = max(most.get(req_id, 0), tree.num_nodes)
         return trees
 
-    runner.planner.draft = noted
-    try:
+    with patch.object(runner.planner, "draft", noted):
         asked: list[dict[str, Any] | None] = [None, {"specplug_tree_budget": 0},
                                               {"specplug_tree_budget": 2}]  # fmt: skip
         params = [greedy(max_tokens=24, ignore_eos=True, extra_args=extra) for extra in asked]
@@ -227,8 +223,6 @@ def test_requests_choose_their_own_budget() -> None:
         cut = greedy(max_tokens=24, ignore_eos=True, extra_args={"specplug_max_draft_context": 4})
         assert_same_output(expected[0], generate(engines.tree, _prompts(1), cut)[0], "cut off")
         assert not most
-    finally:
-        runner.planner.draft = draft
     for extra in ({"specplug_tree_budget": 17}, {"specplug_max_draft_context": -1}):
         name = next(iter(extra))
         with pytest.raises(Exception, match=name):

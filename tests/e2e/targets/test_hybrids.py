@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.e2e.families import WINDOW_PROMPTS
-from tests.e2e.hybrid_pairs import WRONG, changed, compared, engines
-from tests.e2e.pair import core_of, watch_preemptions
+from tests.e2e.hybrid_pairs import WRONG, compared, engines
+from tests.e2e.pair import changed, core_of, watch_preemptions
 from tests.e2e.requests import greedy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.usefixtures("float32_states")]
@@ -22,8 +23,8 @@ def test_greedy_and_seeded() -> None:
 
 def test_wrong_parents_and_wrong_commits_show() -> None:
     made = engines()
-    for name, change in WRONG:
-        with changed(name, change), pytest.raises(AssertionError, match="differs"):
+    for wrong in WRONG:
+        with changed(*wrong), pytest.raises(AssertionError, match="differs"):
             compared(made)
     # Nothing of it is left behind.
     compared(made, least_accepted=60)
@@ -51,11 +52,8 @@ def test_one_state_per_sequence() -> None:
             held.update(len(blocks) for blocks in managers[i].req_to_blocks.values())
         return output
 
-    tree.schedule = noted
-    try:
+    with patch.object(tree, "schedule", noted):
         compared(made, least_accepted=60)
-    finally:
-        tree.schedule = schedule
     assert held == {1}
     assert made.runner.state.state_layers.row_bytes > 0
 

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,11 @@ import torch
 
 from tests.e2e import hybrid_pairs
 from tests.e2e.families import WINDOW_PROMPTS
-from tests.e2e.hybrid_pairs import VOCAB, changed, compared, target
-from tests.e2e.pair import core_of, pair, sequences_of, watch_prefix_hits
+from tests.e2e.hybrid_pairs import VOCAB, compared, target
+from tests.e2e.pair import changed, core_of, pair, sequences_of, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_eagle3_head, make_head
+from vllm_specplug.vllm_attention.state_rows import StateStep
 
 pytestmark = [
     pytest.mark.e2e,
@@ -28,10 +27,6 @@ pytestmark = [
 FAMILY = "Qwen3Next"
 
 
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="specplug-hybrid-"))
-
-
 def test_as_many_value_heads_as_key_heads() -> None:
     made = hybrid_pairs.engines(model=target(FAMILY, value_heads=2))
     compared(made, least_accepted=60)
@@ -41,11 +36,10 @@ def test_drafts_from_the_own_text() -> None:
     compared(hybrid_pairs.engines("ngram_tree"), least_accepted=0, branching=False)
 
 
-def test_heads_that_read_hidden_states() -> None:
-    folder = _folder()
+def test_heads_that_read_hidden_states(tmp_path: Path) -> None:
     heads: dict[str, Any] = {
-        "jetspec": make_head(folder / "jetspec", VOCAB, hidden=64),
-        "eagle3_tree": make_eagle3_head(folder / "eagle3", VOCAB),
+        "jetspec": make_head(tmp_path / "jetspec", VOCAB, hidden=64),
+        "eagle3_tree": make_eagle3_head(tmp_path / "eagle3", VOCAB),
     }
     for method, head in heads.items():
         made = hybrid_pairs.engines(method, speculative={"model": str(head)})
@@ -58,10 +52,10 @@ def test_chains() -> None:
     compared(made, least_accepted=60, branching=False)
 
 
-def test_costs_are_measured_with_trees() -> None:
+def test_costs_are_measured_with_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adaptive budget starts from, in layers with a state: rows of trees and their commit,
     as many as each measured forward has; a single row is decoded."""
-    os.environ["SPECPLUG_CACHE"] = str(_folder())
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
     run: list[int] = []
     commits: list[int] = []
 
@@ -73,7 +67,7 @@ def test_costs_are_measured_with_trees() -> None:
         commits.append(len(step.rows))
         stock(step, *args)
 
-    with changed("run_trees", noted), changed("commit", committed):
+    with changed(StateStep, "run_trees", noted), changed(StateStep, "commit", committed):
         made = hybrid_pairs.engines(speculative={"tree_budget": "auto", "max_step_rows": 40})
     runner = made.runner
     measured = runner.planner.adaptive.costs.forward.rows.tolist()
@@ -102,16 +96,14 @@ def test_a_scheduler_that_works_ahead() -> None:
     assert counts.stale > 0, counts
 
 
-def test_grammars() -> None:
+def test_grammars(tmp_path: Path) -> None:
     from tests.e2e.grammars import KINDS, every_kind
     from tests.e2e.hybrids import make_hybrid_target
     from tests.e2e.tiny import make_tokenizer
 
-    folder = _folder() / "target"
-    folder.mkdir()
-    make_hybrid_target(folder, FAMILY, make_tokenizer(folder))
+    make_hybrid_target(tmp_path, FAMILY, make_tokenizer(tmp_path))
     kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
-    made = pair("oracle", model=str(folder), speculative=hybrid_pairs.SPECULATIVE)
+    made = pair("oracle", model=str(tmp_path), speculative=hybrid_pairs.SPECULATIVE)
     every_kind(made, kinds)
 
 
@@ -164,5 +156,6 @@ def test_prefix_hits_on_generated_text() -> None:
         return ended, torch.where(step.parents[rows] < 0, rows, step.parents[rows]), slots
 
     for wrong in (is_lost, is_the_row_above):
-        with changed("_full_blocks", wrong), pytest.raises(AssertionError, match="differs"):
+        control = changed(StateStep, "_full_blocks", wrong)
+        with control, pytest.raises(AssertionError, match="differs"):
             both_times()

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,17 @@ import pytest
 from tests.e2e import latent_pairs
 from tests.e2e.families import WINDOW_PROMPTS
 from tests.e2e.latent import BACKEND, VOCAB, latent_target, make_latent_target
-from tests.e2e.latent_pairs import PROMPTS, changed, compared, engines
+from tests.e2e.latent_pairs import PROMPTS, compared, engines
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import core_of, generate, make_engine, pair, sequences_of, watch_preemptions
+from tests.e2e.pair import (
+    changed,
+    core_of,
+    generate,
+    make_engine,
+    pair,
+    sequences_of,
+    watch_preemptions,
+)
 from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_eagle3_head, make_head
 
@@ -25,16 +31,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.full]
 NATIVE_ROTARY = {"compilation_config": {"custom_ops": ["none"]}}
 
 
-def _folder() -> Path:
-    return Path(tempfile.mkdtemp(prefix="specplug-latent-"))
-
-
 # vLLM keeps one rotary embedding of equal ones in a process, with the operator that it got first:
 # the frequencies here are of no other check.
-def test_a_rotary_embedding_that_mixes_rows_is_refused() -> None:
+def test_a_rotary_embedding_that_mixes_rows_is_refused(tmp_path: Path) -> None:
     """Where plain vLLM answers differently in a batch and alone, and only there."""
     rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 3e4}}
-    model = str(make_latent_target(_folder() / "target", "Glm4MoeLite", **rope))
+    model = str(make_latent_target(tmp_path, "Glm4MoeLite", **rope))
     with pytest.raises((ValueError, RuntimeError), match=r"\(RotaryEmbedding\).*custom_ops.*none"):
         make_engine("ngram_tree", model=model, **latent_pairs.ENGINE)
     plain = make_engine(None, model=model, **latent_pairs.ENGINE)
@@ -72,11 +74,10 @@ def test_chains() -> None:
     compared(engines(speculative={"tree_width": 1}), least_accepted=100, branching=False)
 
 
-def test_heads_that_read_hidden_states() -> None:
-    folder = _folder()
+def test_heads_that_read_hidden_states(tmp_path: Path) -> None:
     heads: dict[str, Any] = {
-        "jetspec": make_head(folder / "jetspec", VOCAB, hidden=64),
-        "eagle3_tree": make_eagle3_head(folder / "eagle3", VOCAB),
+        "jetspec": make_head(tmp_path / "jetspec", VOCAB, hidden=64),
+        "eagle3_tree": make_eagle3_head(tmp_path / "eagle3", VOCAB),
     }
     for method, head in heads.items():
         made = engines(method, speculative={"model": str(head)})
@@ -122,11 +123,11 @@ def test_a_limit_above_the_batchs_does_not_count() -> None:
     assert most - 200 < max(rows) <= most < sum(map(len, prompts)), rows
 
 
-def test_costs_are_measured_with_trees() -> None:
+def test_costs_are_measured_with_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the adaptive budget starts from: rows of trees over one context, but for single rows."""
     from vllm_specplug.vllm_attention import latent
 
-    os.environ["SPECPLUG_CACHE"] = str(_folder())
+    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
     rows: list[int] = []
 
     def noted(stock: Any, query: Any, cache: Any, output: Any, spans: Any, *args: Any) -> None:
@@ -149,15 +150,13 @@ def test_a_scheduler_that_works_ahead() -> None:
     assert counts.stale > 0, counts
 
 
-def test_grammars() -> None:
+def test_grammars(tmp_path: Path) -> None:
     from tests.e2e.grammars import KINDS, every_kind
     from tests.e2e.tiny import make_tokenizer
 
-    folder = _folder() / "target"
-    folder.mkdir()
-    make_latent_target(folder, "DeepseekV2", vocab_size=make_tokenizer(folder))
+    make_latent_target(tmp_path, "DeepseekV2", vocab_size=make_tokenizer(tmp_path))
     kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
-    every_kind(pair("oracle", model=str(folder), **BACKEND), kinds)
+    every_kind(pair("oracle", model=str(tmp_path), **BACKEND), kinds)
 
 
 def test_sessions_of_generated_text() -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,13 +21,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from tests.e2e.families import WINDOW_PROMPTS, around_windows, diverges, engine_of, num_groups
 from tests.e2e.number_formats import BFLOAT16_MARGIN, VOCAB, folder, head, scaled_target
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Pair, generate, pair, sequences_of
+from tests.e2e.pair import Pair, changed, generate, pair, sequences_of
 from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_other_target, make_target, make_tokenswift_heads
 from tests.packed_weights import is_packed
 from vllm_specplug.kernels import TreeLayer
 from vllm_specplug.kernels.packed_linear import pack_linear, packed_linear, packs_target
 from vllm_specplug.options import REQUEST_BUDGET_ARG
+from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 # Of a logprob, an eighth of what bfloat16 is given: float16 has three bits more.
@@ -193,19 +195,13 @@ def test_products_are_left_to_vllm_where_it_is_asked() -> None:
     assert num_packed(exact) == 0
 
 
-@contextmanager
-def scales_left_out(made: Pair, *which: str) -> Iterator[None]:
+def scale_left_out(which: str) -> Any:
     """Tree rows that take `key_scale` or `value_scale` for 1."""
-    from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl as Impl
-
-    stock = Impl.cache_scales
-    Impl.cache_scales = lambda self, layer: {  # type: ignore[method-assign]
-        name: 1.0 if name in which else scale for name, scale in stock(self, layer).items()
-    }
-    try:
-        yield
-    finally:
-        Impl.cache_scales = stock  # type: ignore[method-assign]
+    return changed(
+        TreeCPUAttentionBackendImpl,
+        "cache_scales",
+        lambda stock, *args: {**stock(*args), which: 1.0},
+    )
 
 
 def have_fp8() -> bool:
@@ -221,14 +217,10 @@ def test_fp8_caches_with_scales() -> None:
     assert layer.dtype == torch.uint8
     around_windows(made)
     for which in ("key_scale", "value_scale"):
-        with scales_left_out(made, which):
+        with scale_left_out(which):
             diverges(made)
-    backend = made.runner.tree_backend
-    backend.compact = lambda *args: None
-    try:
+    with patch.object(made.runner.tree_backend, "compact", lambda *args: None):
         diverges(made)
-    finally:
-        del backend.compact
 
 
 def test_fp8_caches_of_both_kinds() -> None:

@@ -14,6 +14,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -164,13 +165,9 @@ def test_it_would_notice_missing_compaction() -> None:
     """The negative control: the margin tells rounding from a wrong cache."""
     _needs_four_bits()
     engines = engines_of("gptq", "bfloat16", False)
-    backend = engines.runner.tree_backend
-    backend.compact = lambda *args: None
-    try:
-        with pytest.raises(AssertionError, match="behind the best"):
-            engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
-    finally:
-        del backend.compact
+    lost = patch.object(engines.runner.tree_backend, "compact", lambda *args: None)
+    with lost, pytest.raises(AssertionError, match="behind the best"):
+        engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
 
 
 def test_what_vllm_does_not_compute_stops_at_start() -> None:

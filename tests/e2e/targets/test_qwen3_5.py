@@ -7,17 +7,15 @@ Qwen3-VL, which wants torchvision.
 
 from __future__ import annotations
 
-import tempfile
-from functools import cache
 from pathlib import Path
 
 import pytest
 
 from tests.e2e import hybrid_pairs, vision
-from tests.e2e.hybrid_pairs import WRONG, changed, compared
+from tests.e2e.hybrid_pairs import WRONG, compared
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
 from tests.e2e.mtp import PROMPTS, VOCAB
-from tests.e2e.pair import Pair
+from tests.e2e.pair import Pair, changed
 from tests.e2e.qwen3_5_module import add_module
 from tests.e2e.requests import greedy, seeded
 
@@ -29,32 +27,29 @@ def _torchvision() -> None:
     vision.have_torchvision()
 
 
-@cache
-def engines(family: str) -> Pair:
-    folder = Path(tempfile.mkdtemp(prefix="specplug-qwen3-5-")) / "target"
+def engines(folder: Path, family: str) -> Pair:
     make_hybrid_target(folder, family, hybrid_pairs.VOCAB, rope_parameters=ROPE_ON_AXES)
     return hybrid_pairs.engines(model=str(folder))
 
 
-def test_text_model() -> None:
-    made = engines("Qwen3_5Text")
+def test_text_model(tmp_path: Path) -> None:
+    made = engines(tmp_path, "Qwen3_5Text")
     assert not made.tree.llm_engine.vllm_config.model_config.uses_mrope
     compared(made, least_accepted=60)
-    for name, change in WRONG:
-        with changed(name, change), pytest.raises(AssertionError, match="differs"):
+    for wrong in WRONG:
+        with changed(*wrong), pytest.raises(AssertionError, match="differs"):
             compared(made)
 
 
-def test_text_model_with_experts() -> None:
-    compared(engines("Qwen3_5MoeText"), least_accepted=60)
+def test_text_model_with_experts(tmp_path: Path) -> None:
+    compared(engines(tmp_path, "Qwen3_5MoeText"), least_accepted=60)
 
 
-def test_its_own_module() -> None:
+def test_its_own_module(tmp_path: Path) -> None:
     """The multi-token-prediction module in the target's checkpoint, found without a "model"."""
-    folder = Path(tempfile.mkdtemp(prefix="specplug-qwen3-5-mtp-")) / "target"
     rope = {**ROPE_ON_AXES, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
-    make_hybrid_target(folder, "Qwen3_5Text", VOCAB, rope_parameters=rope)
-    made = hybrid_pairs.engines("mtp_tree", model=str(add_module(folder)))
+    make_hybrid_target(tmp_path, "Qwen3_5Text", VOCAB, rope_parameters=rope)
+    made = hybrid_pairs.engines("mtp_tree", model=str(add_module(tmp_path)))
     params = [greedy(max_tokens=40, detokenize=False), seeded(3, max_tokens=40, detokenize=False)]
     prompts = [prompt for prompt in PROMPTS for _ in params]
 
@@ -62,6 +57,6 @@ def test_its_own_module() -> None:
         made.compare(prompts, [p.clone() for _ in PROMPTS for p in params], **options)
 
     compare(least_accepted=8)
-    for name, change in WRONG:
-        with changed(name, change), pytest.raises(AssertionError, match="differs"):
+    for wrong in WRONG:
+        with changed(*wrong), pytest.raises(AssertionError, match="differs"):
             compare()

@@ -5,7 +5,6 @@ against plain decoding, float32."""
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,9 @@ from unittest.mock import patch
 import pytest
 
 from tests.e2e import hybrid_pairs, vision
-from tests.e2e.hybrid_pairs import WRONG, changed
+from tests.e2e.hybrid_pairs import WRONG
 from tests.e2e.hybrids import wrapped_hybrid
-from tests.e2e.pair import Pair, core_of, pair, watch_preemptions, watch_prefix_hits
+from tests.e2e.pair import Pair, changed, core_of, pair, watch_preemptions, watch_prefix_hits
 from tests.e2e.qwen3_5_module import add_module
 from tests.e2e.vision import compare, compare_answers, prompts
 
@@ -44,8 +43,8 @@ def test_text_and_images() -> None:
     expected, _ = compare(made, prompts())
     # The same text around another image.
     assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
-    for name, change in WRONG:
-        with changed(name, change), pytest.raises(AssertionError, match="differs"):
+    for wrong in WRONG:
+        with changed(*wrong), pytest.raises(AssertionError, match="differs"):
             compare(made, prompts())
     # A tree's rows keep, on every axis, the positions that vLLM gives a chain.
     linear = patch("vllm_specplug.vllm_v2.model_state.set_axes", lambda trees, positions: None)
@@ -55,15 +54,15 @@ def test_text_and_images() -> None:
     compare(made, prompts())
 
 
-def test_its_own_module() -> None:
+def test_its_own_module(tmp_path: Path) -> None:
     """Drafts of the multi-token-prediction module, whose positions are on one axis."""
-    folder = Path(tempfile.mkdtemp(prefix="specplug-qwen3-5-mtp-")) / "target"
+    folder = tmp_path / "target"
     shutil.copytree(wrapped_hybrid("Qwen3_5"), folder)
     made = engines("Qwen3_5", method="mtp_tree", model=str(add_module(folder)))
     _, counts = compare_answers(made, prompts(), max_tokens=40, detokenize=False)
     assert counts.branching > 20 and counts.accepted > 0, counts
-    for name, change in WRONG[:1]:
-        with changed(name, change), pytest.raises(AssertionError, match="differs"):
+    for wrong in WRONG[:1]:
+        with changed(*wrong), pytest.raises(AssertionError, match="differs"):
             compare_answers(made, prompts(), max_tokens=40, detokenize=False)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -124,11 +125,8 @@ def drafts_of(llm: Any) -> Drafts:
             seen[json.dumps(tokens.tolist())] = tuple(part.tolist() for part in parts)
         return trees
 
-    drafter.propose = noted
-    try:
+    with patch.object(drafter, "propose", noted):
         generate(llm, PROMPTS, PARAMS)
-    finally:
-        del drafter.propose
     assert sum(len(tree[0]) for tree in seen.values()) > 100
     return seen
 

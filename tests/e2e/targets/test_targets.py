@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from tests.e2e.families import (
 from tests.e2e.pair import (
     Pair,
     both_schedulers,
+    changed,
     core_of,
     pair,
     sequences_of,
@@ -35,6 +37,8 @@ from tests.e2e.pair import (
 )
 from tests.e2e.requests import PROMPTS, greedy, seeded
 from tests.e2e.tiny import make_head
+from vllm_specplug.vllm_attention import tree_rows
+from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
@@ -42,19 +46,16 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 @contextmanager
 def tree_attention(change: Callable[..., Any]) -> Iterator[None]:
     """Tree rows attend by `change(stock, *args, features)` in the place of the kernel."""
-    from vllm_specplug.vllm_attention import tree_rows
-    from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackendImpl
-
     stock = tree_rows.tree_attn
-    in_layers = TreeCPUAttentionBackendImpl.attend_rows
-    tree_rows.tree_attn = lambda *args, features: change(stock, *args, features)
+    attention = patch.object(
+        tree_rows, "tree_attn", lambda *args, features: change(stock, *args, features)
+    )
     # Layers prepared once hold their features and call the kernel themselves.
-    TreeCPUAttentionBackendImpl.attend_rows = tree_rows.TreeAttentionMixin.attend_rows
-    try:
+    unprepared = patch.object(
+        TreeCPUAttentionBackendImpl, "attend_rows", tree_rows.TreeAttentionMixin.attend_rows
+    )
+    with attention, unprepared:
         yield
-    finally:
-        tree_rows.tree_attn = stock
-        TreeCPUAttentionBackendImpl.attend_rows = in_layers
 
 
 def without(**neutral: Any) -> Any:
@@ -93,32 +94,22 @@ def windows_from_slots() -> Any:
     return tree_attention(attend)
 
 
-@contextmanager
-def moved_for_each_layer(made: Pair) -> Iterator[None]:
+def moved_for_each_layer(made: Pair) -> Any:
     """Accepted paths are moved once for each layer that reads them."""
-    backend = made.runner.tree_backend
-    stock = backend.groups
     groups = made.runner.state.target_groups()
-    backend.groups = [(group.index, list(group.caches.values())) for group in groups]
-    try:
-        yield
-    finally:
-        backend.groups = stock
+    layers = [(group.index, list(group.caches.values())) for group in groups]
+    return patch.object(made.runner.tree_backend, "groups", layers)
 
 
-@contextmanager
-def of_one_group(made: Pair) -> Iterator[None]:
+def of_one_group(made: Pair) -> Any:
     """Accepted paths of every group are moved by the slots of the first one."""
-    backend = made.runner.tree_backend
-    stock = backend.compact
-    backend.compact = lambda trees, walk, slots: stock(trees, walk, slots[:1].expand_as(slots))
-    try:
-        yield
-    finally:
-        del backend.compact
+    return changed(
+        made.runner.tree_backend,
+        "compact",
+        lambda stock, trees, walk, slots: stock(trees, walk, slots[:1].expand_as(slots)),
+    )
 
 
-# vLLM makes a process's groups of ranks with its first engine: one with experts comes first.
 def test_windows_and_sinks() -> None:
     made = pair("oracle", **engine_of("GptOss"))
     around_windows(made)
@@ -216,16 +207,13 @@ def test_blocks_that_left_a_window_are_never_touched() -> None:
                 poisoned.remove(block.block_id)
         return blocks
 
-    pool.free_blocks, pool.get_new_blocks = free_blocks, get_new_blocks
-    try:
+    with patch.multiple(pool, free_blocks=free_blocks, get_new_blocks=get_new_blocks):
         around_windows(made)
         around_windows(made)
         # The check is empty unless blocks were freed while their requests ran.
         assert checked > 20, checked
         with without(window=0):
             diverges(made)
-    finally:
-        del pool.free_blocks, pool.get_new_blocks
 
 
 def test_draft_layers_beside_windows() -> None:
