@@ -69,13 +69,10 @@ class Benchmark:
             add("--eager", action="store_true",
                 help="no compilation, for plain vLLM too (default: compiled)")  # fmt: skip
 
-    def add_comparison_flags(
-        self, minutes: float, rounds: int, tokens: int, *, data: bool = True
-    ) -> None:
-        """Flags of `compare`, with their defaults."""
+    def add_comparison_flags(self, minutes: float, rounds: int, tokens: int) -> None:
+        """Adds the flags of `compare`, with their defaults."""
         add = self.parser.add_argument
-        if data:
-            add("--data", type=Path, help="file or folder of prompts")
+        add("--data", type=Path, help="file or folder of prompts")
         add("--minutes", type=float, default=minutes, help="start no load after this long")
         add("--rounds", type=int, default=rounds)
         add("--report-only", action="store_true", help="make the page of what was measured")
@@ -114,7 +111,6 @@ class Benchmark:
         engine: Mapping[str, Any],
         sampling: Mapping[str, Any],
         engine_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
-        observe: Callable[[Serving], dict[str, Any]] = lambda serving: {},
     ) -> None:
         """Lets every system serve every load, side by side, and writes each result down.
 
@@ -127,8 +123,6 @@ class Benchmark:
             engine: arguments of vLLM's `LLM` beside those of `make_engine`.
             sampling: arguments of `SamplingParams`; greedy without a temperature.
             engine_of: what `engine` is for some systems alone, by name.
-            observe: what a cell says beyond `Serving.result`; called after warming up too, so that
-                it can reset what it reads.
         """
         confine_process()
 
@@ -173,7 +167,7 @@ class Benchmark:
             engines = {system: made[system] for system in systems}
             for system, llm in engines.items():
                 progress.status(f"warming up {system}")
-                observe(serve_alone(Serving(llm, _warm_up(todo[0]), warm_params, "warm-up")))
+                serve_alone(Serving(llm, _warm_up(todo[0]), warm_params, "warm-up"))
             for number, load in enumerate(todo):
                 if time.monotonic() > deadline:
                     progress.say(
@@ -191,7 +185,7 @@ class Benchmark:
                     values = {
                         "system": system, "load": load.name, "round": load.round,
                         "temperature": params.temperature, **serving.result(),
-                        "same_as_plain": same, **observe(serving), "provenance": record,
+                        "same_as_plain": same, "provenance": record,
                     }  # fmt: skip
                     store.add(name, (system, load.name, load.round), values)
                     speed_up = plain.seconds / serving.seconds
@@ -224,9 +218,8 @@ _NOT_IN_DIGEST = {"out", "name", "minutes", "rounds", "report_only", "allow_chan
 def _settings(args: argparse.Namespace) -> dict[str, str]:
     """The flags that determine a cell, prompts by their content."""
     values = {k: tidy(str(v)) for k, v in vars(args).items() if k not in _NOT_IN_DIGEST}
-    if "data" in values:
-        files = sorted(args.data.glob("*.jsonl")) if args.data.is_dir() else [args.data]
-        values["data"] = digest([file.read_text() for file in files])
+    files = sorted(args.data.glob("*.jsonl")) if args.data.is_dir() else [args.data]
+    values["data"] = digest([file.read_text() for file in files])
     return values
 
 

@@ -201,11 +201,11 @@ class Serving:
     def result(self) -> dict[str, Any]:
         """Sums and medians over the load, as plain data; times in CPU seconds or milliseconds.
 
-        "decode_": over `steps`, of which "decode_steps" counts each request. "pace_": milliseconds
-        per token of each request over the same steps, of those that got enough tokens in them. An
-        answer's "tpot_" also has the steps that took in the prompts of others, and in a closed loop
-        a faster system takes in more of them per answer. "draft_ms" is None for engines that do not
-        draft through this plugin.
+        "steps": number of `steps`. "decode_": over these; "decode_steps" counts each request.
+        "pace_": milliseconds per token of each request over the same steps, of requests that got
+        enough tokens in them. An answer's "tpot_" also includes the steps that prefilled other
+        requests, and in a closed loop a faster system prefills more of them per answer. "draft_ms"
+        is None for engines that do not draft through this plugin.
         """
         import numpy as np
 
@@ -221,6 +221,7 @@ class Serving:
             "tpot_p99_ms": float(np.percentile(self._per_token, 99)) if self._per_token else None,
             "pace_ms": median(self._paces) if self._paces else None,
             "pace_p99_ms": float(np.percentile(self._paces, 99)) if self._paces else None,
+            "steps": len(self.steps),
             "decode_steps": sum(requests for requests, _, _ in self.steps),
             "decode_tokens": sum(made for _, made, _ in self.steps),
             "decode_seconds": sum(seconds for _, _, seconds in self.steps),

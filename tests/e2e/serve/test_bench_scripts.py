@@ -27,7 +27,7 @@ from interleave import Load
 target = sys.argv.pop(1)
 targets.prepare_target = lambda name: target
 benchmark = Benchmark("tiny", "A tiny benchmark.")
-benchmark.add_comparison_flags(minutes=5.0, rounds=1, tokens=24, data=False)
+benchmark.add_comparison_flags(minutes=5.0, rounds=1, tokens=24)
 args = benchmark.parse()
 prompts = [[5, 6, 7, 8, 9] * 4, [11, 12, 13] * 5, [21, 22] * 6, list(range(30, 50))]
 benchmark.compare(
@@ -37,7 +37,6 @@ benchmark.compare(
     engine={{"dtype": "float32", "max_model_len": 256, "max_num_seqs": 2,
              "skip_tokenizer_init": True}},
     sampling={{"max_tokens": args.tokens, "ignore_eos": True}},
-    observe=lambda serving: {{"steps": len(serving.steps)}},
 )
 """
 
@@ -45,7 +44,7 @@ benchmark.compare(
 def run(folder: Path, *flags: str) -> list[dict[str, Any]]:
     """Runs the script; returns its cells."""
     command = [sys.executable, "-c", SCRIPT, str(folder / "target"), "--out", str(folder)]
-    command += ["--allow-changes", *flags]
+    command += ["--data", str(folder / "prompts.jsonl"), "--allow-changes", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     lines = (folder / "tiny_cells.jsonl").read_text().splitlines()
@@ -54,6 +53,7 @@ def run(folder: Path, *flags: str) -> list[dict[str, Any]]:
 
 def test_engines_serve_side_by_side_and_a_run_continues(tmp_path: Path) -> None:
     make_target(tmp_path / "target", 340)
+    (tmp_path / "prompts.jsonl").write_text("{}\n")
     cells = run(tmp_path)
     assert [cell["key"] for cell in cells] == [
         ["plain", "2 at once", 0], ["ngram_tree", "2 at once", 0],
