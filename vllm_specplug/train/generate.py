@@ -63,13 +63,20 @@ class VllmGenerator:
         self.tokenizer = self.llm.get_tokenizer()
 
     def render(self, prompt: Prompt) -> list[int]:
-        """Token ids as serving would make them: the chat template with its default system turn."""
-        if prompt.prefix_text is not None:
-            return self.tokenizer.encode(prompt.prefix_text, add_special_tokens=False)
-        encoded: Any = self.tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, tokenize=True
+        """Token ids as serving makes them: the chat template with its default system message."""
+        tokenizer: Any = self.tokenizer
+        messages = list(prompt.messages)
+        if not prompt.opens_user_turn:
+            return list(
+                tokenizer.apply_chat_template(
+                    messages, add_generation_prompt=True, return_dict=False
+                )
+            )
+        mark = "<<user>>"
+        text = tokenizer.apply_chat_template(
+            [*messages, {"role": "user", "content": mark}], tokenize=False
         )
-        return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+        return list(tokenizer.encode(text.partition(mark)[0], add_special_tokens=False))
 
     def render_all(self, prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[int]]]:
         """(source, token ids) of the prompts that are not too long."""
@@ -110,10 +117,9 @@ class VllmGenerator:
                 temperature=temperature,
                 top_p=0.95,
                 max_tokens=max_tokens,
-                stop=list(p.stop) or None,
                 seed=seed + i,
             )
-            for i, p in enumerate(prompts)
+            for i in range(len(prompts))
         ]
         outputs = self.llm.generate(
             [{"prompt_token_ids": self.render(p)} for p in prompts],  # type: ignore[arg-type]
@@ -161,7 +167,7 @@ def make_prompts(
             usable = (text for text in written if len(text) >= 200)
             prompts += makers.document_prompts(usable, rng)
         else:
-            requests = list(itertools.islice(makers.self_instruct_prefixes(rng), count))
+            requests = list(itertools.islice(makers.self_instruct_prompts(rng), count))
             turns = write_texts(requests, 1.0, 200, rng.getrandbits(31))
             prompts += [Prompt.user("self", turn) for turn in turns if 12 <= len(turn) <= 1500]
     return prompts

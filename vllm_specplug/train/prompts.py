@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for on-policy data: read from files, or made from what is on the machine.
+"""Prompts for on-policy data: read from files, or made from templates and files of the machine.
 
-A prompt is a `Prompt(source, messages)`. The makers are deterministic in their `random.Random`
-and yield new prompts until their raw material runs out; a caller takes what it needs.
+The makers are deterministic in their `random.Random` and yield prompts until their material runs
+out; a caller takes what it needs.
 """
 
 from __future__ import annotations
@@ -11,26 +11,46 @@ import ast
 import gettext
 import json
 import random
+import re
 import sysconfig
+import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_specplug.train import prompt_templates as templates
+_DATA = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
+
+
+def _words(text: str) -> list[str]:
+    """Entries of a list separated by "|"; a line break counts as a space."""
+    return [" ".join(entry.split()) for entry in text.split("|")]
+
+
+_SLOTS = {name: _words(text) for name, text in _DATA["slots"].items()}
+_SLOTS["n"] = [str(number) for number in range(2, 60)]
+_FAMILIES: dict[str, list[str]] = _DATA["families"]
+_TEMPLATES: dict[str, list[str]] = _DATA["templates"]
+_PUZZLE = _DATA["puzzle"]
+
+
+def fill(template: str, rng: random.Random) -> str:
+    """Replaces every `{slot}` by a random word of its list."""
+    return re.sub(r"\{(\w+)\}", lambda slot: rng.choice(_SLOTS[slot[1]]), template)
+
+
+def _filled(kind: str, rng: random.Random) -> str:
+    """A random template of a kind, filled."""
+    return fill(rng.choice(_TEMPLATES[kind]), rng)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One chat prompt.
-
-    `source` names the maker (kept with the data for statistics), `messages` are chat messages,
-    or `prefix_text` is raw text that is tokenised without a chat template.
-    """
+    """One chat prompt; `source` names its maker, for statistics."""
 
     source: str
     messages: tuple[dict[str, str], ...] = ()
-    prefix_text: str | None = None
-    stop: tuple[str, ...] = field(default=())
+    opens_user_turn: bool = False
+    """Whether the prompt ends where a user would speak after `messages`."""
 
     @staticmethod
     def user(source: str, text: str) -> Prompt:
@@ -39,9 +59,11 @@ class Prompt:
 
 
 def read_prompt_file(path: str | Path) -> Iterator[Prompt]:
-    """Prompts of a JSONL file: each row has `messages`, `turns` (first), `prompt` or `question`.
+    """Prompts of a JSONL file whose rows have `messages`, `turns` (the first is taken), `prompt` or
+    `question`.
 
-    Raises ValueError naming file and line where a row has none of them.
+    Raises:
+        ValueError: for a row that has none of them; the message names file and line.
     """
     path = Path(path)
     source = path.stem
@@ -71,12 +93,11 @@ def read_prompt_file(path: str | Path) -> Iterator[Prompt]:
 
 
 def topic_prompts(rng: random.Random) -> Iterator[Prompt]:
-    """Chat questions: a template of a task family over a topic, an audience, a form."""
-    families = list(templates.FAMILIES)
+    """Chat questions of several task families."""
+    families = list(_FAMILIES)
     while True:
         family = rng.choice(families)
-        template = rng.choice(templates.FAMILIES[family])
-        yield Prompt.user(f"topic/{family}", templates.fill(template, rng))
+        yield Prompt.user(f"topic/{family}", fill(rng.choice(_FAMILIES[family]), rng))
 
 
 def _function_stubs(path: Path) -> Iterator[str]:
@@ -104,8 +125,8 @@ def _function_stubs(path: Path) -> Iterator[str]:
 
 
 def code_prompts(rng: random.Random) -> Iterator[Prompt]:
-    """Complete-this-function prompts from documented functions of the Python installation,
-    mixed with short programming tasks from templates."""
+    """Prompts to complete documented functions of the Python installation, mixed with short
+    programming tasks."""
     roots = [Path(sysconfig.get_paths()["stdlib"]), Path(sysconfig.get_paths()["purelib"])]
     files = [p for root in roots for p in root.rglob("*.py") if "/tests/" not in str(p)]
     files = sorted(set(files))
@@ -115,20 +136,46 @@ def code_prompts(rng: random.Random) -> Iterator[Prompt]:
         rng.shuffle(stubs)
         for stub in stubs[:3]:
             if rng.random() < 0.4:
-                stub = rng.choice(templates.CODE_IMPORTS) + "\n\n\n" + stub
-            yield Prompt.user(
-                "code/complete", rng.choice(templates.CODE_COMPLETE).format(stub=stub)
-            )
+                stub = rng.choice(_TEMPLATES["code_imports"]) + "\n\n\n" + stub
+            yield Prompt.user("code/complete", _completion(stub, rng))
             if rng.random() < 0.8:
-                task = templates.fill(rng.choice(templates.CODE_TASKS), rng)
-                yield Prompt.user("code/task", task)
+                yield Prompt.user("code/task", _filled("code_tasks", rng))
+
+
+def _completion(stub: str, rng: random.Random) -> str:
+    return rng.choice(_TEMPLATES["code_complete"]).format(stub=stub)
 
 
 def puzzle_prompts(rng: random.Random) -> Iterator[Prompt]:
-    """Function stubs with invented examples: name, typed arguments, docstring, doctest lines."""
+    """Prompts to complete functions with invented tasks."""
     while True:
-        stub = templates.function_stub(rng)
-        yield Prompt.user("code/puzzle", rng.choice(templates.CODE_COMPLETE).format(stub=stub))
+        yield Prompt.user("code/puzzle", _completion(function_stub(rng), rng))
+
+
+def function_stub(rng: random.Random) -> str:
+    """A Python signature with a docstring and examples, for an invented task."""
+    adjective = rng.choice(_words(_PUZZLE["adjectives"]))
+    noun, kind, example = rng.choice(_PUZZLE["nouns"])
+    verb, result, text, value = rng.choice(_PUZZLE["actions"])
+    name = rng.choice((f"{verb}_{adjective}", f"{verb}_{adjective}_{noun}", f"{adjective}_{verb}"))
+    doc = text.format(adj=adjective, noun=noun)
+    arguments = f"{noun}: {kind}"
+    if rng.random() < 0.3:
+        arguments += ", k: int"
+        doc += " Consider at most k elements."
+    quote = rng.choice(('"""', '"""', "'''"))
+    style = rng.random()
+    if style < 0.5:
+        shown = f"    >>> {name}({example})\n    {value}\n"
+    elif style < 0.8:
+        shown = f"    For example:\n    {name}({example}) == {value}\n"
+    else:
+        shown = ""
+    annotated = (
+        f"def {name}({arguments}) -> {result}:" if rng.random() < 0.7 else f"def {name}({noun}):"
+    )
+    head = rng.choice(("", "", "from typing import List\n\n\n", "import math\n\n\n"))
+    return f"{head}{annotated}\n    {quote}{doc}\n{shown}    {quote}\n"
 
 
 def _paragraphs(path: Path) -> Iterator[str]:
@@ -149,9 +196,9 @@ def _paragraphs(path: Path) -> Iterator[str]:
             yield paragraph
 
 
-def document_texts(rng: random.Random, extra_roots: tuple[Path, ...] = ()) -> Iterator[str]:
+def document_texts(rng: random.Random) -> Iterator[str]:
     """Prose found on the machine: documentation and package descriptions, 200-3000 characters."""
-    roots = [Path(sysconfig.get_paths()["purelib"]), Path("/usr/share/doc"), *extra_roots]
+    roots = [Path(sysconfig.get_paths()["purelib"]), Path("/usr/share/doc")]
     names = ("*.md", "*.rst", "METADATA", "README*")
     files = sorted({p for root in roots if root.is_dir() for n in names for p in root.rglob(n)})
     rng.shuffle(files)
@@ -169,19 +216,17 @@ def document_prompts(texts: Iterator[str], rng: random.Random) -> Iterator[Promp
     """Summaries and questions over given texts."""
     for text in texts:
         if rng.random() < 0.6:
-            yield Prompt.user("document/summary", rng.choice(templates.SUMMARIES).format(text=text))
+            summary = rng.choice(_TEMPLATES["summaries"]).format(text=text)
+            yield Prompt.user("document/summary", summary)
         else:
-            question = rng.choice(templates.DOCUMENT_QUESTIONS)
+            question = rng.choice(_TEMPLATES["questions"])
             yield Prompt.user("document/question", f"{text}\n{question}")
 
 
-def translation_prompts(
-    rng: random.Random, language: str = "de", name: str = "German"
-) -> Iterator[Prompt]:
-    """Sentences to translate, from the machine's message catalogues (empty where there are none)
-    and from a small sentence grammar."""
+def translation_prompts(rng: random.Random) -> Iterator[Prompt]:
+    """German sentences to translate, from the machine's message catalogues and from templates."""
     sentences: list[str] = []
-    for catalogue in sorted(Path("/usr/share/locale", language, "LC_MESSAGES").glob("*.mo")):
+    for catalogue in sorted(Path("/usr/share/locale/de/LC_MESSAGES").glob("*.mo")):
         try:
             with catalogue.open("rb") as stream:
                 messages = gettext.GNUTranslations(stream)._catalog  # type: ignore[attr-defined]
@@ -193,32 +238,24 @@ def translation_prompts(
                 sentences.append(text)
     rng.shuffle(sentences)
     while True:
-        if sentences and (language != "de" or rng.random() < 0.4):
-            sentence = sentences.pop()
-        elif language == "de":
-            sentence = templates.german_sentence(rng)
-        else:
-            return
-        yield Prompt.user("translation", f"Translate {name} to English: {sentence}")
+        known = sentences and rng.random() < 0.4
+        sentence = sentences.pop() if known else _filled("german", rng)
+        yield Prompt.user("translation", f"Translate German to English: {sentence}")
 
 
-def self_instruct_prefixes(rng: random.Random, system_prompts: bool = True) -> Iterator[Prompt]:
-    """Chat prefixes that end where a user would speak: the target itself writes the user turn.
+def self_instruct_prompts(rng: random.Random) -> Iterator[Prompt]:
+    """Prompts that end where a user would speak: the target writes the user turn.
 
-    Half of them carry a system prompt about a topic, which spreads the turns over subjects.
+    Part of them have a system message about a topic, which makes the turns more diverse.
     """
     while True:
-        system = templates.DEFAULT_SYSTEM
-        if system_prompts and rng.random() < 0.6:
-            system = templates.fill(rng.choice(templates.SELF_INSTRUCT_SYSTEMS), rng)
-        yield Prompt(
-            "self",
-            prefix_text=f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\n",
-            stop=("<|im_end|>",),
-        )
+        system: tuple[dict[str, str], ...] = ()
+        if rng.random() < 0.6:
+            system = ({"role": "system", "content": _filled("systems", rng)},)
+        yield Prompt("self", system, opens_user_turn=True)
 
 
 def article_prompts(rng: random.Random) -> Iterator[Prompt]:
     """Requests for news and encyclopedia texts, later used as documents."""
     while True:
-        yield Prompt.user("article", templates.fill(rng.choice(templates.ARTICLES), rng))
+        yield Prompt.user("article", _filled("articles", rng))

@@ -10,6 +10,7 @@ import pytest
 import vllm
 
 from vllm_specplug.train.generate import VllmGenerator
+from vllm_specplug.train.prompts import Prompt
 
 
 class Engine:
@@ -32,3 +33,26 @@ def test_the_kv_cache_has_a_size_unless_the_user_gave_one(
         del os.environ["VLLM_CPU_KVCACHE_SPACE"]
     monkeypatch.setattr(vllm, "LLM", Engine)
     assert VllmGenerator("somewhere").llm.kv_cache_gib == used  # type: ignore[attr-defined]
+
+
+class Tokenizer:
+    """A chat template of words, one token per character."""
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        return "".join(f"<{m['role']}> {m['content']} </{m['role']}>" for m in messages)
+
+    def encode(self, text: str, add_special_tokens: bool) -> str:
+        return text
+
+
+@pytest.mark.parametrize(
+    ("messages", "rendered"),
+    [((), "<user> "), (({"role": "system", "content": "s"},), "<system> s </system><user> ")],
+)
+def test_a_prompt_can_end_where_the_user_would_speak(
+    messages: tuple[dict[str, str], ...], rendered: str
+) -> None:
+    generator = VllmGenerator.__new__(VllmGenerator)
+    generator.tokenizer = Tokenizer()  # type: ignore[assignment]
+    prompt = Prompt("self", messages, opens_user_turn=True)
+    assert "".join(generator.render(prompt)) == rendered  # type: ignore[arg-type]
