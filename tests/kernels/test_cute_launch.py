@@ -232,6 +232,28 @@ def _rewrite(folder, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+@pytest.mark.parametrize(
+    ("line", "other", "counts"),
+    [
+        ("TILE_N = 64", "TILE_N = 128", True),
+        ("    head_dim: int\n", "    head_dim: int = 64\n", True),
+        ("# Columns of a tile", "# Columns of some tile", False),
+        ('"""Tile shapes', '"""Shapes', False),
+        ("        head_dim: Dh, of HEAD_DIMS.", "        head_dim: of HEAD_DIMS.", False),
+    ],
+)
+def test_changes_of_code_make_kernels_stale_and_of_comments_do_not(line, other, counts):
+    (source,) = (path for path in store.sources() if path.name == "config.py")
+    text = source.read_text()
+    assert line in text
+    assert (store.code_of(text) != store.code_of(text.replace(line, other, 1))) == counts
+
+
+def test_every_source_of_a_kernel_counts():
+    wanted = {"forward_sm90.py", "mainloop_basic.py", "mainloop_specialised.py", "cuda_contract.py"}
+    assert wanted <= {path.name for path in store.sources()}
+
+
 def test_kernels_are_compiled_once_and_cached(monkeypatch, tmp_path):
     made = []
 

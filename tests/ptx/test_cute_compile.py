@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,19 +14,23 @@ pytest.importorskip("triton")
 
 import triton
 
-from scripts import cute_resources
-from scripts.cute_resources import on_demand_configs
-from scripts.sass import difference
 from tests.ptx.cute_machine import compiled
 from vllm_specplug.kernels.cute.config import (
     BOXES,
+    DTYPES,
+    HEAD_DIMS,
+    SCHEMES,
     SHARED_LIMIT,
+    SHARED_RESERVED,
+    SHARED_TOTAL,
     ForwardConfig,
     all_configs,
 )
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+# Per multiprocessor of compute capability 9.0. Registers are allocated in units per thread.
+REGISTERS, THREADS, REGISTER_UNIT = 65536, 2048, 8
 
 
 def marks(config) -> list[pytest.MarkDecorator]:
@@ -40,26 +43,35 @@ def marks(config) -> list[pytest.MarkDecorator]:
     return [beside, pytest.mark.smoke] if usual else [beside]
 
 
-# Beside those with rows in the tables: larger boxes in the shape with the most registers.
-FEATURES = [
-    ForwardConfig(128, "bfloat16", 3, BOXES[1], **features)
-    for features in (
-        {"soft_cap": True},
-        {"alibi": True},
-        {"window": True, "soft_cap": True},
-        {"window": True, "soft_cap": True, "alibi": True},
-    )
+EVERY = {"window": True, "soft_cap": True, "alibi": True}
+SOME = ({"soft_cap": True}, {"alibi": True}, {"window": True, "soft_cap": True})
+# A sample of the variants that are compiled on demand. The largest head has the fewest free
+# registers.
+ON_DEMAND = [
+    ForwardConfig(head_dim, DTYPES[0], warpgroups, BOXES[0], specialised=specialised, **features)
+    for head_dim in HEAD_DIMS
+    for features in ((*SOME, EVERY) if head_dim == HEAD_DIMS[-1] else (EVERY,))
+    for warpgroups, specialised in SCHEMES
+]
+ON_DEMAND += [
+    ForwardConfig(128, "bfloat16", 3, BOXES[1], **features) for features in (*SOME, EVERY)
 ]
 CP_ASYNC = [ForwardConfig(128, "bfloat16", warpgroups, 0) for warpgroups in (1, 3)]
 CONFIGS = [
     pytest.param(config, id=config.name, marks=marks(config))
-    for config in [*all_configs(), *on_demand_configs(), *FEATURES, *CP_ASYNC]
+    for config in [*all_configs(), *ON_DEMAND, *CP_ASYNC]
 ]
 
 
 def listing(cubin: Path, *options: str) -> str:
     command = [str(TOOLS / "cuobjdump"), *options, str(cubin)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def resources(cubin: Path) -> tuple[int, int]:
+    """Registers per thread, and bytes of stack."""
+    (usage,) = re.findall(r"REG:(\d+) STACK:(\d+)", listing(cubin, "-res-usage"))
+    return int(usage[0]), int(usage[1])
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -70,29 +82,14 @@ def test_cubin(config, tmp_path):
     sass = listing(path, "-sass")
     assert "sm_90a" in sass and kernel.entry in sass
 
-    taken = cute_resources.resources(kernel.cubin, config)
-    assert taken.stack_bytes == 0 and "LDL" not in sass and "STL" not in sass, "spilled registers"
-    assert taken.blocks >= getattr(config, "ctas_per_sm", 1), "the blocks do not fit"
-    page = cute_resources.PAGE.read_text()
-    compiler, recorded = cute_resources.recorded(page)
-    on_demand = cute_resources.recorded_on_demand(page)
-    recorded |= {name: asked for name, (asked, _) in on_demand.items()}
-    same = compiler == version("nvidia-cutlass-dsl")
-    again = "run: python -m scripts.cute_resources --write"
-    has_rows = config in [*all_configs(), *on_demand_configs()]
-    if has_rows:
-        then = recorded[config.name]
-        found = cute_resources.difference(taken, then, same_compiler=same)
-        assert found is None, f"{found}; {again}"
-    if has_rows and isinstance(config, ForwardConfig):
-        line = cute_resources.recorded_loop(page, config) or on_demand[config.name][1]
-        now = cute_resources.loop(kernel.cubin, config)
-        found = difference(now, line, same_compiler=same)
-        assert found is None, f"{found}; {again}"
-        if config.specialised and config in all_configs():
-            producer = cute_resources.recorded_producer(page, config)
-            found = cute_resources.producer(kernel.cubin, config)
-            assert producer == found or not same, found
+    registers, stack = resources(path)
+    assert stack == 0 and "LDL" not in sass and "STL" not in sass, "spilled registers"
+    blocks = min(
+        REGISTERS // (-(-registers // REGISTER_UNIT) * REGISTER_UNIT * config.threads),
+        SHARED_TOTAL // (config.shared_bytes + SHARED_RESERVED),
+        THREADS // config.threads,
+    )
+    assert blocks >= getattr(config, "ctas_per_sm", 1), "the blocks do not fit"
     assert config.shared_bytes <= SHARED_LIMIT
 
     # A driver of CUDA 13.0 need not take machine code of a later toolkit: then the PTX serves.
@@ -122,17 +119,3 @@ def test_cubin(config, tmp_path):
         assert "LDGSTS" in sass  # the query and the tail, whatever brings full tiles
         assert ("UTMALDG.4D" in sass) == bool(config.box)
         assert kernel.param_bytes.count(128) == 2 * bool(config.box)
-
-
-def test_the_table_of_resources_notices_more_of_each():
-    then = cute_resources.Resources(168, 100_000, 0, 2)
-    for same in (True, False):
-        assert cute_resources.difference(then, then, same_compiler=same) is None
-    for change in ({"registers": 220}, {"stack_bytes": 8}, {"blocks": 1}):
-        now = then._replace(**change)
-        assert cute_resources.difference(now, then, same_compiler=False)
-    assert cute_resources.difference(then._replace(registers=170), then, same_compiler=True)
-    config = ForwardConfig(128, "bfloat16", 1, 64)
-    both = {config.name: then, config.name.replace("bfloat16", "float16"): then}
-    page = f"<!-- cute resources -->\n{cute_resources.table(both)}\n<!-- /cute resources -->"
-    assert cute_resources.recorded(page)[1] == both
