@@ -2,20 +2,16 @@
 """vLLM's own tests with the plugin installed and unused: nothing may change.
 
     SPECPLUG_VLLM_SOURCE=/path/to/vllm python scripts/vllm_own_tests.py [--both] [--only PATH ...]
-                                              [--out bench/results]
 
 The source must be of the installed version: a checkout of its tag, or the unpacked sdist
-(`pip download vllm==0.32.0 --no-deps --no-binary vllm`). Tests run against the installed vLLM,
-never against the source beside them. `--both` runs them a second time without the plugin and
-fails where the outcome of any test differs: tests that need a GPU or a model from the hub fail
-either way and say nothing. `--out FOLDER` keeps every file's counts in `vllm_own_tests.json`,
-where a run of a few files leaves the others, and draws `vllm_own_tests.md` from it.
+(`pip download vllm==0.32.0 --no-deps --no-binary vllm`). The tests run against the installed vLLM.
+`--both` runs them again without the plugin and fails if the outcome of any test differs. Tests that
+need a GPU or a model from the hub fail both times.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -23,12 +19,9 @@ import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
-from typing import Any
-
-from vllm_specplug.bench.provenance import provenance
 
 VARIABLE = "SPECPLUG_VLLM_SOURCE"
-# What the plugin touches: speculation, the scheduler, its caches, grammars, samplers, configs.
+# Tests of what the plugin patches: speculation, scheduler, caches, grammars, samplers, configs.
 SELECTION = (
     "v1/e2e/test_cpu_spec_decode.py",
     "v1/spec_decode/test_dynamic_sd.py",
@@ -53,15 +46,15 @@ SELECTION = (
     "v1/worker/test_gpu_input_batch.py",
     "plugins_tests",
 )
-# Models that tests ask the hub for. These need a config, of the right shape;
+# Models that tests request from the hub. For these a config of the right shape is enough.
 CONFIGS = {
     "facebook/opt-125m": ("OPTConfig", "OPTForCausalLM"),
     "Qwen/Qwen1.5-7B": ("Qwen2Config", "Qwen2ForCausalLM"),
 }
-# and for these the prepared SmolLM2 stands in, which answers and has a tokenizer.
+# For these the prepared SmolLM2 is used, which generates text and has a tokenizer.
 MODELS = ("Qwen/Qwen3-0.6B", "openai-community/gpt2", "gpt2", "distilbert/distilgpt2")
-# Tests of Triton kernels: with its interpreter they run without a GPU. vLLM's CPU build uses Triton
-# only where there is a backend "cpu".
+# Tests of Triton kernels run in its interpreter without a GPU. vLLM's CPU build uses Triton only
+# with a backend "cpu".
 KERNEL_TESTS = ("v1/sample/test_rejection_sampler.py",)
 INTERPRETER = """
 import os
@@ -85,7 +78,7 @@ backends["cpu"] = Backend
 
 
 def write_stand_ins(cache: Path) -> None:
-    """A hub cache that holds these models, for machines without network."""
+    """Writes a hub cache with these models, for machines without network."""
     import transformers
 
     from vllm_specplug.targets import prepare_target
@@ -108,8 +101,8 @@ def write_stand_ins(cache: Path) -> None:
 def run(
     tests: Path, selection: list[str], extra: list[str], plugins: str | None, folder: Path
 ) -> dict[str, str]:
-    """Outcome of every test by name: passed, failure, error or skipped."""
-    # Only the tests are visible from here: the source's own `vllm` would hide the installed one.
+    """Returns the outcome of every test by name: passed, failure, error or skipped."""
+    # Only the tests are linked: the source's own `vllm` would hide the installed one.
     root = folder / ("plain" if plugins == "" else "plugin")
     root.mkdir()
     (root / "tests").symlink_to(tests)
@@ -157,74 +150,10 @@ def summary(outcomes: dict[str, str]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
-def file_of(test: str) -> str:
-    """`v1/core/test_x` of `tests.v1.core.test_x.TestY::test_z`."""
-    # A file that cannot be imported has no class, and its module for a name.
-    module, _, name = test.partition("::")
-    parts = (module or name).split(".")
-    last = next((i for i, part in enumerate(parts) if part.startswith("test_")), len(parts) - 1)
-    return "/".join(parts[1 : last + 1])
-
-
-def keep(folder: Path, with_plugin: dict[str, str], without: dict[str, str]) -> None:
-    """Puts the counts of these files into the results and redraws the table."""
-    path = folder / "vllm_own_tests.json"
-    files: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-    made_by = provenance()
-    for file in {file_of(test) for test in (*with_plugin, *without)}:
-        tests = {t for t in (*with_plugin, *without) if file_of(t) == file}
-        files[file] = {
-            "with": Counter(with_plugin[t] for t in tests if t in with_plugin),
-            "without": Counter(without[t] for t in tests if t in without),
-            "changed": sorted(t for t in tests if with_plugin.get(t) != without.get(t)),
-            "commit": made_by["commit"],
-            "versions": made_by["versions"],
-        }
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(files, indent=1, sort_keys=True) + "\n")
-    (folder / "vllm_own_tests.md").write_text(page(files))
-
-
-def page(files: dict[str, Any]) -> str:
-    """The table of all files."""
-    kinds = ("passed", "failure", "error", "skipped")
-    lines = [
-        "# vLLM's own tests beside the plugin",
-        "",
-        f"`{VARIABLE}=SOURCE python scripts/vllm_own_tests.py --both --out bench/results`: every",
-        "test with the plugin installed and unused, and again with `VLLM_PLUGINS` empty. What",
-        "fails without the plugin fails for want of a model from the hub, a package (torchvision,",
-        "ray), Triton on a CPU, a fixture of their `conftest.py` or a newer Python.",
-        "",
-        "| tests/ | with: passed, failed, errors, skipped | without | changed outcome |",
-        "|---|---|---|---|",
-    ]
-    total: dict[str, Counter[str]] = {"with": Counter(), "without": Counter()}
-    changed = 0
-    for file, row in sorted(files.items()):
-        for side in total:
-            total[side].update(row[side])
-        cells = [", ".join(str(row[side].get(kind, 0)) for kind in kinds) for side in total]
-        changed += len(row["changed"])
-        lines.append(f"| {file} | {' | '.join(cells)} | {len(row['changed'])} |")
-    cells = [", ".join(str(counts[kind]) for kind in kinds) for counts in total.values()]
-    lines += [f"| all | {' | '.join(cells)} | {changed} |", ""]
-    names = [name for row in files.values() for name in row["changed"]]
-    lines += [f"- {name}" for name in sorted(names)]
-    made: dict[str, set[str]] = {}
-    for row in files.values():
-        packages = ", ".join(f"{k} {v}" for k, v in sorted(row["versions"].items()) if v)
-        made.setdefault(packages, set()).add(str(row["commit"]))
-    for packages, commits in sorted(made.items()):
-        lines.append(f"At {', '.join(sorted(commits))}; {packages}.")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--both", action="store_true", help="compare with a run without plugin")
     parser.add_argument("--only", nargs="+", metavar="PATH", help="below tests/, not all of them")
-    parser.add_argument("--out", type=Path, help="folder for counts and table; needs --both")
     arguments, extra = parser.parse_known_args()
     source = os.environ.get(VARIABLE)
     if not source or not (Path(source) / "tests" / "v1").is_dir():
@@ -249,8 +178,6 @@ def main() -> int:
             for test in sorted(set(with_plugin) | set(without))
             if with_plugin.get(test) != without.get(test)
         ]
-    if arguments.out:
-        keep(arguments.out, with_plugin, without)
     print("\n".join(changed) or "no test changed its outcome")
     return int(bool(changed))
 
