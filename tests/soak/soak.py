@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.bench.provenance import one_line, provenance
+from vllm_specplug.provenance import one_line, provenance
 
 EVERY = 100
 # Steps after which clients fall silent.

@@ -16,12 +16,12 @@ from vllm_specplug.bench.page import write_page
 from vllm_specplug.bench.plan import AUTO, BenchPlan, PlanError, make_plan, read_plan_file
 from vllm_specplug.bench.plan import split_list as _names
 from vllm_specplug.bench.process_group import raise_on_termination
-from vllm_specplug.bench.provenance import provenance
 from vllm_specplug.bench.server import ServerError
 from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
 from vllm_specplug.bench.sweep import Outcome, Sweep
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
+from vllm_specplug.provenance import provenance
 from vllm_specplug.registry import default_method
 from vllm_specplug.targets import TargetError, cache_dir, prepare_target
 

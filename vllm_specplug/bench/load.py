@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.bench.counters import SpecCounters
-from vllm_specplug.bench.provenance import tidy
 from vllm_specplug.bench.server import VllmServer, vllm_program
+from vllm_specplug.provenance import tidy
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = ("ttft", "tpot", "itl", "e2el")

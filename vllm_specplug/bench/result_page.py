@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.bench.provenance import CHANGES, one_line
 from vllm_specplug.bench.tables import markdown_table
+from vllm_specplug.provenance import CHANGES, one_line
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from typing import Any
 from vllm_specplug.bench.cells import MIX, Cell
 from vllm_specplug.bench.load import BURST, IDLE, LATENCIES, PERCENTILES
 from vllm_specplug.bench.plan import BASELINE, BenchPlan
-from vllm_specplug.bench.provenance import one_line, tidy
 from vllm_specplug.bench.sweep import Sweep
 from vllm_specplug.bench.tables import markdown_table
+from vllm_specplug.provenance import one_line, tidy
 
 FORMAT = 1
 RESULTS_NAME = "results.json"

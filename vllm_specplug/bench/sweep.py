@@ -26,8 +26,8 @@ from vllm_specplug.bench.load import BURST, IDLE, Level, LoadError, LoadRun, Tra
 from vllm_specplug.bench.plan import AUTO, BASELINE, BenchPlan, ServerEntry
 from vllm_specplug.bench.progress import SweepProgress
 from vllm_specplug.bench.prompts import load_sets, mixed_prompts
-from vllm_specplug.bench.provenance import code_fingerprint, commit, tidy
 from vllm_specplug.bench.server import RunningServer, ServerError, ServerSpec, VllmServer
+from vllm_specplug.provenance import code_fingerprint, commit, tidy
 
 # Settings that change no cell: which cells are measured, and how one waits for them.
 _NOT_IN_DIGEST = {

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What made a number: command, commit, versions, hardware."""
+"""What made a result or a head: command, commit, versions, hardware."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata as metadata
 import os
@@ -10,17 +11,17 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_ROOT = Path(__file__).resolve().parent.parent.parent
-_DISTRIBUTIONS = ("vllm-specplug", "vllm", "torch", "transformers")
+_ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("vllm-specplug", "vllm", "torch", "transformers")
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-
-
-# Not code: results and prose.
+# Results and prose. Writing a result does not mark the next one.
 _NOT_CODE = (":!bench/results", ":!docs", ":!*.md")
+_TOOLS = ("bench", "train", "cli.py", "provenance.py", "targets.py")
 CHANGES = "+changes"
 """Suffix of a commit whose checkout had uncommitted changes."""
 
@@ -29,32 +30,32 @@ class UncommittedChanges(ValueError):
     """A measurement could not be repeated from a commit."""
 
 
-def provenance(execution: str | None = None) -> dict[str, Any]:
-    """Command line, commit, package versions and hardware of this process.
+def provenance(execution: str | None = None, packages: Sequence[str] = PACKAGES) -> dict[str, Any]:
+    """Returns command line, commit, package versions and hardware of this process.
 
     Args:
-        execution: "compiled" (as vLLM runs by default) or "eager", for both sides of a comparison;
-            None where no model of vLLM runs.
+        execution: "compiled" (as vLLM runs by default) or "eager", for all sides of a comparison;
+            None if no model runs in vLLM.
+        packages: distributions whose versions are recorded if they are installed.
     """
     return {
         "command": tidy(shlex.join([*_program(), *sys.argv[1:]])),
         "commit": commit(),
         **({} if execution is None else {"execution": execution}),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions(packages),
         "hardware": hardware(),
     }
 
 
 def tidy(command: str) -> str:
-    """A command line without this machine's own folders: paths below the working folder are
-    relative, the home folder is "~"."""
+    """Returns a command line with paths relative to the working folder, and "~" for home."""
     for folder, short in ((Path.cwd(), ""), (Path.home(), "~/")):
         command = command.replace(f"{folder}/", short)
     return command
 
 
 def _program() -> list[str]:
-    """The running script as one would call it: "python bench/NAME.py", or a command's name."""
+    """Returns the running script as a user calls it: "python bench/NAME.py", or a command."""
     path = Path(sys.argv[0])
     if path.suffix != ".py":
         return [path.name]
@@ -63,11 +64,7 @@ def _program() -> list[str]:
 
 
 def require_committed(allow_changes: bool) -> None:
-    """Refuses to measure code that is in no commit.
-
-    Raises:
-        UncommittedChanges: unless `allow_changes`, when files differ from the commit.
-    """
+    """Raises UncommittedChanges if code differs from the commit, unless `allow_changes`."""
     made_from = commit()
     if not allow_changes and made_from is not None and made_from.endswith(CHANGES):
         raise UncommittedChanges(
@@ -77,10 +74,10 @@ def require_committed(allow_changes: bool) -> None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, "+changes" when its code differs from it.
-
-    Results and prose are not code: writing a result does not mark the next one.
-    """
+    """Returns the commit of the package's checkout, with `CHANGES` if its code differs; None
+    without a repository. SPECPLUG_COMMIT names the commit on machines without one."""
+    if named := os.environ.get("SPECPLUG_COMMIT"):
+        return named
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(_ROOT), *arguments]
@@ -88,21 +85,19 @@ def commit() -> str | None:
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *_NOT_CODE)
-        return git("rev-parse", "--short=12", "HEAD") + ("+changes" if changed else "")
+        return git("rev-parse", "--short=12", "HEAD") + (CHANGES if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
 def code_fingerprint(head: str | None) -> str:
-    """Digest of what serves: the package without its tools, the kernels, the draft head.
+    """Returns a digest of the package without its tools, the kernels and the draft head.
 
-    Results measured under different fingerprints do not belong in one table.
+    Results of different fingerprints do not belong in one table.
     """
     package = _ROOT / "vllm_specplug"
     files = [
-        path
-        for path in package.rglob("*.py")
-        if path.relative_to(package).parts[0] not in ("bench", "train", "cli.py", "targets.py")
+        path for path in package.rglob("*.py") if path.relative_to(package).parts[0] not in _TOOLS
     ]
     files += _ROOT.glob("kernels/src/*")
     if head is not None:
@@ -114,7 +109,7 @@ def code_fingerprint(head: str | None) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU name, usable logical CPUs, vector extensions that matter here, memory in GiB, GPUs."""
+    """Returns CPU name, usable logical CPUs, vector extensions, memory in GiB and GPUs."""
     name, flags = platform.processor() or platform.machine(), set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -143,18 +138,17 @@ def _gpus() -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    return versions
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """Returns the versions of Python and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in packages:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def one_line(record: dict[str, Any]) -> str:
-    """The record as one line of text for the foot of a table."""
+    """Returns a record as one line of text, for the end of a page."""
     machine, versions = record["hardware"], record["versions"]
     packages = ", ".join(f"{key} {value}" for key, value in versions.items() if value)
     gpus = "".join(f"; {name}" for name in machine.get("gpus", ()))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import vllm_specplug.bench.provenance as module
-from vllm_specplug.bench.provenance import (
+import vllm_specplug.provenance as module
+from vllm_specplug.provenance import (
     UncommittedChanges,
     commit,
     one_line,
@@ -53,7 +53,7 @@ def test_how_models_ran_is_said_where_it_is_known() -> None:
 
 
 def test_a_command_reads_as_one_would_type_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Path(module.__file__).parents[2] / "bench" / "lookups.py"
+    script = Path(module.__file__).parents[1] / "bench" / "lookups.py"
     monkeypatch.setattr("sys.argv", [str(script), "--data", "my prompts"])
     assert provenance()["command"] == "python bench/lookups.py --data 'my prompts'"
     monkeypatch.setattr("sys.argv", ["/opt/bin/specplug", "bench"])
