@@ -1,29 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What trees do at run time: counters under `specplug:`, one log line per interval, a watchdog.
+"""Metrics of trees: counters under `specplug:`, one log line per interval, a watchdog.
 
-How a number gets from the model runner to /metrics. vLLM serves /metrics from the API server
-process, while drafts, walks and compactions happen in a worker process, possibly on another node.
-vLLM's own statistics have the same problem and a channel for it, so the plugin's travel with them:
+vLLM serves /metrics from the API server process, but trees are verified in a worker process,
+possibly on another node. The plugin's statistics travel with vLLM's own:
 
     worker        runner adds to a `StepStats`; at the end of a step `SpecPlugMetrics.end_step()`
-                  drains it into a payload of plain ints, floats, lists and dicts, which the runner
-                  sets as attribute `specplug_stats` of its `ModelRunnerOutput`
+                  drains it into a payload of plain data, which the runner sets as attribute
+                  `specplug_stats` of its `ModelRunnerOutput`
     engine core   the scheduler's `update_from_output` moves the payload to the `SchedulerStats` it
                   returns (engine/metrics_bridge.py)
     API server    a stat logger hands the payload to `PrometheusExporter.observe`, which owns the
                   counters (engine/metrics_bridge.py)
 
-Every process that holds a front end thus has ordinary prometheus_client metrics with vLLM's labels
-`model_name` and `engine`; several nodes, data parallel engines and several API servers work because
-they work for vLLM's counters. A payload that gets lost costs numbers, never tokens.
+So the metrics carry vLLM's labels `model_name` and `engine`, and work with several nodes, data
+parallel engines and several API servers, as vLLM's counters do. The log line and the watchdog are
+in the worker.
 
-Rejected: prometheus_client's multiprocess mode (it must be switched on before anything imports the
-library, and then changes all of vLLM's metrics); a file shared by the processes (one node only,
-and missing from the registry of a server with several API processes); a separate port (one more
-thing to scrape, secure and document); a plugin of the group `vllm.stat_logger_plugins` (its mere
-presence switches statistics on for everyone who installed this package).
-
-The log line and the watchdog need no channel: both live in the worker, where the numbers are.
+Rejected: prometheus_client's multiprocess mode (it must be enabled before anything imports the
+library, and then changes all of vLLM's metrics); a shared file (one node only, and missing from
+the registry of a server with several API processes); a separate port (one more thing to scrape and
+secure); a plugin of the group `vllm.stat_logger_plugins` (installing this package would enable
+statistics for all engines).
 """
 
 from vllm_specplug.metrics.exporter import PrometheusExporter

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
+from functools import cache
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -18,8 +18,8 @@ _SECONDS_BUCKETS = (
 )  # fmt: skip
 _NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-# Labels of requests without a LoRA adapter, and of adapters past the first `MAX_ADAPTERS`: servers
-# that load adapters while they run may see any number of names, and a time series is kept for each.
+# Labels of requests without a LoRA adapter, and of adapters past the first `MAX_ADAPTERS`: a server
+# may load any number of adapters, and Prometheus keeps a time series for each name.
 BARE_TARGET, OTHER_ADAPTERS = "(none)", "(others)"
 MAX_ADAPTERS = 64
 
@@ -32,7 +32,7 @@ _PHASE_HELP = {
 
 @dataclass(frozen=True)
 class _Families:
-    """Metric families of one registry, which takes each name only once."""
+    """Metric families of one registry, which accepts each name only once."""
 
     drafts: Counter
     nodes: Counter
@@ -47,17 +47,8 @@ class _Families:
     by_adapter: tuple[Counter, Counter, Counter]
 
 
-_families: WeakKeyDictionary[CollectorRegistry, _Families] = WeakKeyDictionary()
-
-
-def _get_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _Families:
-    families = _families.get(registry)
-    if families is None:
-        families = _families[registry] = _make_families(labelnames, registry)
-    return families
-
-
-def _make_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _Families:
+@cache
+def _families(labelnames: tuple[str, ...], registry: CollectorRegistry) -> _Families:
     def counter(name: str, documentation: str, *extra: str) -> Counter:
         return Counter(NAMESPACE + name, documentation, [*labelnames, *extra], registry=registry)
 
@@ -108,45 +99,28 @@ def _make_families(labelnames: Sequence[str], registry: CollectorRegistry) -> _F
 class PrometheusExporter:
     """Turns payloads of `StepStats` into Prometheus metrics.
 
-    | Metric | Type | Extra label |
-    |---|---|---|
-    | `specplug:drafts_total` | counter | |
-    | `specplug:draft_nodes_total` | counter | |
-    | `specplug:accepted_tokens_total` | counter | `depth` |
-    | `specplug:plain_steps_total` | counter | `reason` |
-    | `specplug:step_nodes` | histogram | |
-    | `specplug:draft_seconds`, `verify_...`, `compact_...` | histogram | |
-    | `specplug:tree_budget` | gauge | |
-    | `specplug:predicted_accepted_tokens_total` | counter | |
-    | `specplug:predicted_actual_tokens_total` | counter | |
-    | `specplug:adapter_drafts_total` | counter | `adapter` |
-    | `specplug:adapter_draft_nodes_total` | counter | `adapter` |
-    | `specplug:adapter_accepted_tokens_total` | counter | `adapter` |
+    docs/architecture.md lists them.
 
-    Mean acceptance length over a window is
-    `1 + sum(rate(specplug:accepted_tokens_total[5m])) / sum(rate(specplug:drafts_total[5m]))`.
-
-    The last two are counted under an adaptive budget only; their ratio is 1 where its acceptance
-    model is calibrated. The share of a step's time that drafting takes is
-    `draft_seconds_sum / (draft_seconds_sum + verify_seconds_sum)`, as rates.
-
-    Exporters of one registry share the metric families, so a second engine in the same process
-    adds its labels instead of failing. Label names must then be the same.
+    Exporters of one registry share the metric families, so that several engines in one process add
+    their labels. Their label names must be the same.
     """
 
     def __init__(
         self, labels: Mapping[str, str], registry: CollectorRegistry | None = None
     ) -> None:
-        """`labels`: name and value of the labels every metric carries, in vLLM's case
-        `model_name` and `engine`. `registry` defaults to the process's."""
-        families = _get_families(tuple(labels), REGISTRY if registry is None else registry)
+        """
+        Args:
+            labels: labels of every metric, for vLLM `model_name` and `engine`.
+            registry: default: that of the process.
+        """
+        families = _families(tuple(labels), REGISTRY if registry is None else registry)
         values = tuple(labels.values())
         self._values = values
         self._accepted_family = families.accepted
         self._accepted: list[Counter] = []
         self._drafts = families.drafts.labels(*values)
         self._nodes = families.nodes.labels(*values)
-        # All reasons and phases exist from the start, so that a rate over them is never empty.
+        # All reasons exist from the start, so that a rate over them is never empty.
         self._plain = {r: families.plain_steps.labels(*values, r) for r in PLAIN_REASONS}
         self._step_nodes = families.step_nodes.labels(*values)
         self._seconds = {p: h.labels(*values) for p, h in families.seconds.items()}
@@ -157,7 +131,7 @@ class PrometheusExporter:
         self._adapters: dict[str, tuple[Counter, ...]] = {}
 
     def observe(self, payload: Payload | None) -> None:
-        """Add one payload. Keys and labels this version does not know are ignored."""
+        """Adds one payload. Unknown keys and labels are ignored."""
         if not payload:
             return
         if drafts := payload.get("drafts"):
@@ -187,7 +161,8 @@ class PrometheusExporter:
                 counter.inc(count)
 
     def _adapter_counters(self, name: str) -> tuple[Counter, ...]:
-        """Of the adapter `name`, "" for none; those of all others once there are enough."""
+        """Returns the counters of an adapter, "" for none; new adapters past the limit share one
+        label."""
         label = name or BARE_TARGET
         if label not in self._adapters and name and len(self._adapters) >= MAX_ADAPTERS:
             label = OTHER_ADAPTERS

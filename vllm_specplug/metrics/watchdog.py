@@ -17,11 +17,10 @@ LIKELY_CAUSES = (
 
 
 class AcceptanceWatchdog:
-    """Watches mean acceptance length over windows of `window` drafts.
+    """Warns once if the mean acceptance length of `window` consecutive drafts is below `threshold`.
 
-    A window, not a lifetime average: a server that drafted well for a day and then meets traffic
-    its head was never trained for still gets the warning. One full window below `threshold` is
-    enough; a head that works at all is far above it.
+    With a lifetime average, a server that drafted well for a day would not warn when its traffic
+    changes. A head that works at all is far above the threshold.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class AcceptanceWatchdog:
         self.has_warned = False
 
     def observe(self, num_drafts: int, num_accepted: int) -> None:
-        """Drafts verified since the last call, and the draft tokens accepted from them."""
+        """Adds the drafts verified since the last call, and their accepted tokens."""
         if self.has_warned:
             return
         self._drafts += num_drafts

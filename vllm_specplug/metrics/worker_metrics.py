@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker's end of the metrics: what the runner calls once per step."""
+"""The metrics of a worker: the runner calls them once per step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOGGED_DEPTHS = 10
 
 
 class SpecPlugMetrics:
-    """Statistics of one worker: `stats` to add to, `end_step` to call when a step is over."""
+    """Statistics of one worker. Callers add to `stats`, and the runner calls `end_step`."""
 
     def __init__(
         self,
@@ -31,8 +31,11 @@ class SpecPlugMetrics:
         logger: logging.Logger = _logger,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`head` names the draft in the watchdog's warning. With `is_reporting` false (all tensor
-        parallel ranks but the first) nothing is logged."""
+        """
+        Args:
+            head: name of the draft head in the watchdog's warning.
+            is_reporting: whether this worker logs: only the first tensor parallel rank does.
+        """
         self.stats = StepStats()
         self._interval = StepStats()
         self._log_interval_s = log_interval_s
@@ -43,10 +46,9 @@ class SpecPlugMetrics:
         self._watchdog = AcceptanceWatchdog(logger, head=head)
 
     def end_step(self) -> Payload | None:
-        """Drain `stats`, log when an interval has passed, and return the step's payload.
+        """Drains `stats`, logs if an interval has passed, and returns the step's payload.
 
-        Call it at the end of every step, also when the payload has nowhere to go: lists in `stats`
-        grow until they are drained.
+        Call it at the end of every step, because lists in `stats` grow until they are drained.
         """
         payload = self.stats.drain()
         if not self._is_reporting or payload is None:
@@ -55,18 +57,18 @@ class SpecPlugMetrics:
         self._watchdog.observe(payload.get("drafts", 0), sum(payload.get("by_depth", ())))
         now = self._clock()
         if self._interval_start is None:
-            # The first step opens the first interval: idle time before it does not count.
+            # The first step begins the first interval: idle time before it does not count.
             self._interval_start = now
         elif now - self._interval_start >= self._log_interval_s:
             self._logger.info("%s", format_interval(self._interval))
-            self._interval.reset()
+            self._interval = StepStats()
             self._interval_start = now
         return payload
 
 
 def format_interval(stats: StepStats) -> str:
-    """One line: acceptance, share of drafts accepted to each depth, the budget and how well it
-    predicts, mean milliseconds by phase, and how many request steps had no tree, and why."""
+    """Returns a log line: acceptance, share of drafts accepted to each depth, the budget and how
+    well it predicts, mean milliseconds by phase, and decode steps without a tree by reason."""
     parts = []
     if stats.num_drafts:
         drafts = stats.num_drafts

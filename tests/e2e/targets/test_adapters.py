@@ -35,7 +35,7 @@ def counted_by_metrics(made: Pair) -> Iterator[StepStats]:
 
     def end_step() -> Any:
         payload = stock()
-        stats.merge(payload)
+        stats.merge(payload or {})
         return payload
 
     metrics.end_step = end_step

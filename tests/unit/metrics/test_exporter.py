@@ -32,7 +32,7 @@ def make_payload(num_drafts=2):
     stats.observe_ms("verify", 40.0)
     stats.tree_budget = 10
     stats.observe_prediction(2.5, 3)
-    return stats.to_payload()
+    return stats.drain()
 
 
 def test_payload_becomes_metrics(registry):
@@ -102,7 +102,7 @@ def test_adapters_are_counted_apart_and_their_number_is_bounded(registry):
     stats = StepStats()
     for adapter, accepted in (("", 1), ("sql", 2), ("sql", 4), (None, 3)):
         stats.observe_draft(5, accepted, adapter)
-    exporter.observe(stats.to_payload())
+    exporter.observe(stats.drain())
     names = ("adapter_drafts", "adapter_draft_nodes", "adapter_accepted_tokens")
 
     def counts(adapter):
@@ -115,11 +115,11 @@ def test_adapters_are_counted_apart_and_their_number_is_bounded(registry):
     for i in range(3 * MAX_ADAPTERS):
         stats = StepStats()
         stats.observe_draft(1, 1, f"loaded-{i}")
-        exporter.observe(stats.to_payload())
+        exporter.observe(stats.drain())
     # Known adapters keep theirs, and what is counted in all does not change.
     stats = StepStats()
     stats.observe_draft(1, 0, "sql")
-    exporter.observe(stats.to_payload())
+    exporter.observe(stats.drain())
     assert counts("sql") == [3, 11, 6]
     assert counts("(others)") == [2 * MAX_ADAPTERS + 2] * 3
     text = generate_latest(registry).decode()

@@ -47,7 +47,7 @@ def test_merging_payloads_equals_counting_in_one_place(first, second):
             stats.observe_step_nodes(7)
             stats.tree_budget = len(part)
             stats.observe_prediction(1.5, 2)
-        merged.merge(here.to_payload())
+        merged.merge(here.drain() or {})
     assert merged == together
 
 
@@ -81,11 +81,10 @@ def test_payload_is_plain_data_and_drain_starts_over():
 
 def test_nothing_to_tell_is_no_payload():
     stats = StepStats()
-    assert stats.to_payload() is None
     assert stats.drain() is None
     stats.observe_plain("batch", 0)
     assert stats.drain() is None
-    stats.merge(None)
+    stats.merge({})
     assert stats == StepStats()
 
 
