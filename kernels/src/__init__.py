@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kernels: tree attention, KV compaction, ancestor masks.
 
-`dispatch` holds the entry points, `metadata` what they are told about a batch of trees,
-`cpu_layout` how vLLM's CPU cache lays out its blocks, `reference` the readable torch versions.
-Nothing is imported here; importing this package is free.
+`dispatch` has the entry points, `metadata` the description of a batch of trees, `cpu_layout` the
+layout of vLLM's CPU cache, and `reference` the torch versions. Importing this package imports
+nothing else.
 """
 
 from __future__ import annotations
@@ -69,6 +69,6 @@ def __getattr__(name: str) -> Any:
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-    # Importing a module of the same name has put the module here: the export wins.
+    # A module of the same name may be here after its import; the export replaces it.
     globals()[name] = value
     return value

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How vLLM's CPU KV cache lays out K and V inside one block of one head.
+"""The layout of K and V in a block of one head in vLLM's CPU KV cache.
 
-The layout depends on the instruction set vLLM chose and is no interface of vLLM, so it is
-measured: known values are written by vLLM's own op and found again.
+The layout depends on vLLM's instruction set and is not a public interface. So it is measured:
+vLLM's own op writes known values, which are then located.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 #   table  anything else, by index table (slower)
 KINDS = {"vec": 0, "vnni": 1, "table": 2}
 
-# Integers up to this are exact in caches of 16 and 32 bits; and in those of 8.
+# Integers up to these are exact in caches of 16 and 32 bits, and in caches of 8 bits.
 _DIGIT, _SMALL_DIGIT = 128, 8
 
-# Names of vLLM's for the numbers of caches of 8 bits, which it allocates as uint8.
+# vLLM's names of 8-bit dtypes, whose caches it allocates as uint8.
 FP8_CACHES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -46,10 +46,11 @@ class CpuKvLayout:
     kind_id: int
 
     def views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """key_cache and value_cache [num_blocks, Hkv, block_size, head_size] of a layer's cache.
+        """Returns key_cache and value_cache [num_blocks, Hkv, block_size, head_size] of a layer's
+        cache.
 
-        The last two dimensions only span the interior; their order is the layout's. The views
-        stay valid as long as the cache, so make them once per layer.
+        The last two dimensions only span the interior, whose order is the layout's. The views are
+        valid as long as the cache, so make them once per layer.
         """
         num_blocks, num_heads, block_size, _ = kv_cache.shape
         if kv_cache.dtype == torch.uint8:
@@ -65,14 +66,14 @@ class CpuKvLayout:
         # [L] int64
         slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the given slots, each [L, Hkv, head_size]."""
+        """Returns K and V of the given slots, each [L, Hkv, head_size]."""
         block = slots // self.block_size
         offset = slots % self.block_size
         index = self.tables[:, offset].long()  # [2, L, Dh]
         key = key_cache[block].flatten(2)  # [L, Hkv, block * Dh]
         value = value_cache[block].flatten(2)
         heads = key.shape[1]
-        if self.dtype.itemsize == 1:  # torch gathers no numbers of 8 bits
+        if self.dtype.itemsize == 1:  # torch cannot gather 8-bit floats
             key, value = key.float(), value.float()
         k = key.gather(2, index[0][:, None].expand(-1, heads, -1))
         v = value.gather(2, index[1][:, None].expand(-1, heads, -1))
@@ -80,7 +81,7 @@ class CpuKvLayout:
 
 
 def standard_tables(kind: str, block_size: int, head_size: int) -> torch.Tensor:
-    """Offset tables [2, block_size, head_size] int32 of kind "vec" or "vnni"."""
+    """Returns the offset table int32 [2, block_size, head_size] of kind "vec" or "vnni"."""
     t = torch.arange(block_size).view(-1, 1)
     d = torch.arange(head_size).view(1, -1)
     if kind == "vec":
@@ -131,11 +132,11 @@ def measure_layout(
     token = torch.arange(block_size).view(-1, 1, 1).expand(-1, num_heads, head_size)
     head = torch.arange(num_heads).view(1, -1, 1).expand(block_size, -1, head_size)
     dim = torch.arange(head_size).view(1, 1, -1).expand(block_size, num_heads, -1)
-    is_value = num_heads  # added to V's head number, so that V is told from K
+    is_value = num_heads  # added to V's head number, to distinguish V from K
     digit = _SMALL_DIGIT if dtype.itemsize == 1 else _DIGIT
 
     def written(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """The K and V halves of the written block, [2, Hkv, block_size * head_size]."""
+        """Returns the K and V halves of the written block, [2, Hkv, block_size * head_size]."""
         shape = num_blocks, num_heads, 2 * block_size, head_size
         cache = torch.full(shape, -1.0).to(dtype)
         key_cache, value_cache = cache.chunk(2, dim=2)
@@ -185,7 +186,7 @@ def probe_cpu_layout(
     head_size: int,
     key_dtype: torch.dtype | None = None,
 ) -> CpuKvLayout:
-    """Measures the layout vLLM uses for (isa, dtype, block_size, head_size).
+    """Measures the layout of vLLM for (isa, dtype, block_size, head_size).
 
     Args:
         dtype: of the numbers in the cache.
@@ -208,7 +209,7 @@ def make_layout(
     isa: str,
     dtype: torch.dtype,
 ) -> CpuKvLayout:
-    """Names the kind of a measured layout."""
+    """Returns the kind of a measured layout."""
     _, block_size, head_size = tables.shape
     kind = "table"
     if torch.equal(tables, standard_tables("vec", block_size, head_size)):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tree attention serves on a CUDA device: the fastest of those that are right there. The
-readable torch version waits for the host, and serves only where it is asked for by name.
+"""The choice of the tree attention kernel on a CUDA device: the fastest correct one.
 
-A kernel serves when it takes the shape and agrees with the reference on this very device. With
-"auto" those that do are timed, at most for `TIME_LIMIT_S`, and the times kept per device, driver,
-versions, sources and shape.
+A kernel can serve if it supports the shape and agrees with the reference on this device. With
+"auto" these kernels are timed for at most `TIME_LIMIT_S`, and the times are kept per device,
+driver, versions, sources and shape. The torch reference synchronises with the host, so it must be
+requested by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .reference import tree_attn_cuda_reference
 
 logger = logging.getLogger(__name__)
 
-# In the order in which they stand in for each other.
+# In the order in which they replace each other.
 CUDA_KERNELS = ("cute", "cute_ws", "flash", "triton", "reference")
 # The two schemes of the Hopper kernel.
 _CUTE = ("cute", "cute_ws")
@@ -40,7 +40,7 @@ TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
 _MAX_TRITON_HEAD_DIM = 512
-# The first whose Triton knows e4m3.
+# The first capability with e4m3 in Triton.
 _MIN_FP8_CAPABILITY = (8, 9)
 FP8 = torch.float8_e4m3fn
 TreeAttnFn = Callable[..., None]
@@ -51,12 +51,13 @@ LayerShape = tuple[int, int, int, int]
 
 
 class KernelFaultError(ValueError):
-    """A kernel faulted, which takes the device from the process; the message says what to do."""
+    """A kernel faulted, so this process can no longer use the device; the message has the
+    remedy."""
 
 
 @dataclass(frozen=True)
 class KernelShape:
-    """What a kernel must take to serve a model."""
+    """The shape that a kernel must support to serve a model."""
 
     head_dim: int
     dtype: torch.dtype
@@ -64,7 +65,7 @@ class KernelShape:
     num_heads: int
     num_kv_heads: int
     kinds: tuple[FeatureKind, ...] = (FeatureKind(),)
-    """What the model's layers have, each kind once."""
+    """The kinds of the model's layers, each once."""
 
     @classmethod
     def of(
@@ -73,24 +74,24 @@ class KernelShape:
         dtype: torch.dtype,
         kinds: Sequence[FeatureKind] = (PLAIN.kind,),
     ) -> KernelShape:
-        """That of layers of one shape."""
+        """Returns the shape of layers of one kind."""
         num_heads, num_kv_heads, head_dim, block_size = layer
         return cls(head_dim, dtype, block_size, num_heads, num_kv_heads, tuple(kinds))
 
 
 @dataclass(frozen=True)
 class KernelUse:
-    """What a kernel is timed for."""
+    """A use for which kernels are timed."""
 
     shape: KernelShape
     for_drafts: bool
     from_graphs: bool = False
-    """Whether calls are replayed, so that launches cost the host nothing."""
+    """Whether calls are replayed from graphs, so that launches cost the host no time."""
 
 
 @dataclass(frozen=True)
 class ChosenKernel:
-    """The kernel that serves, and why."""
+    """The chosen kernel and the reason."""
 
     name: str
     run: TreeAttnFn
@@ -102,13 +103,13 @@ class ChosenKernel:
 
     @property
     def reads_words(self) -> bool:
-        """Whether it takes ancestor words beside parents."""
+        """Whether it reads ancestor words in addition to parents."""
         return self.name in ("flash", "triton")
 
 
 @dataclass(frozen=True)
 class KernelsByShape:
-    """Used like a `ChosenKernel` by a model whose layers differ in shape."""
+    """A `ChosenKernel` for each layer shape of a model."""
 
     by_shape: dict[LayerShape, ChosenKernel]
 
@@ -132,21 +133,21 @@ class KernelsByShape:
         return any(kernel.reads_words for kernel in self.by_shape.values())
 
     def run(self, query: torch.Tensor, key_cache: torch.Tensor, *args: Any, **more: Any) -> None:
-        """The kernel of this layer's shape; see `cuda_contract`."""
+        """Calls the kernel of this layer's shape; see `cuda_contract`."""
         _, block_size, num_kv_heads, head_dim = key_cache.shape
         shape = (query.shape[1], num_kv_heads, head_dim, block_size)
         self.by_shape[shape].run(query, key_cache, *args, **more)
 
 
 def by_layer_shape(chosen: dict[LayerShape, ChosenKernel]) -> ChosenKernel | KernelsByShape:
-    """One call for all layers of a model."""
+    """Returns one call for all layers of a model."""
     if len(chosen) == 1:
         return next(iter(chosen.values()))
     return KernelsByShape(chosen)
 
 
 def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -> str | None:
-    """Why kernel `name` cannot serve `shape` on a device of `capability`; None when it can."""
+    """Returns why kernel `name` cannot serve `shape` on a device of `capability`, or None."""
     quantised = any(kind.quantised_cache for kind in shape.kinds)
     if name == "reference":
         return "a quantised cache" if quantised else None
@@ -187,12 +188,12 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
 
 
 def _listed(kinds: Sequence[FeatureKind]) -> str:
-    """The features of some layers; empty where all are plain."""
+    """Returns the features of some layers; empty if all are plain."""
     return ", ".join(dict.fromkeys(name for kind in kinds for name in kind.names))
 
 
 def load_kernel(name: str) -> TreeAttnFn:
-    """The call of kernel `name`, see `cuda_contract`."""
+    """Returns the call of kernel `name`, see `cuda_contract`."""
     if name in _CUTE:
         from .tree_attn_cute_sm90 import tree_attn_cute, tree_attn_cute_ws
 
@@ -219,8 +220,8 @@ def choose_cuda_kernel(
     *,
     from_graphs: bool = False,
 ) -> ChosenKernel:
-    """The fastest kernel that serves here, for "auto"; else the first one from `requested` on. One
-    warning for those passed over.
+    """Returns the fastest kernel that can serve here for "auto", otherwise the first one from
+    `requested` on. Logs one warning for skipped kernels.
 
     Args:
         for_drafts: whether it serves blocks of a draft, whose keys and values are not in the cache
@@ -243,7 +244,7 @@ def choose_cuda_kernel(
     for name in names:
         if name == "reference" != requested:
             break
-        # It would leave blocks with gaps to Triton.
+        # It would pass blocks with gaps to Triton.
         if name == "flash" and for_drafts:
             continue
         problem = unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
@@ -254,7 +255,7 @@ def choose_cuda_kernel(
             good.append(name)
             if requested != "auto":
                 break
-        # On another architecture the Hopper kernel is not missed.
+        # Skipping the Hopper kernel on other architectures is not worth a warning.
         elif not (name in _CUTE and requested == "auto" and capability[0] != 9):
             passed_over.append(f"{name}: {problem}")
     if not good:
@@ -267,7 +268,7 @@ def choose_cuda_kernel(
     if len(good) > 1:
         times = kernel_times(good, KernelUse(shape, for_drafts, from_graphs), device)
         slowest = largest([times.get(name, float("inf")) for name in good])
-        # Without those that time ran out for.
+        # Kernels for which no time was left are missing.
         times = {name: us for name, us in zip(good, slowest, strict=True) if us < float("inf")}
         if times:
             chosen = min(times, key=lambda name: times[name])
@@ -282,22 +283,22 @@ def choose_cuda_kernel(
 
 
 def kernel_times(names: Sequence[str], use: KernelUse, device: torch.device) -> dict[str, float]:
-    """Microseconds of a call of each kernel, as measured here now or earlier; without those that
-    fail. No call begins after `TIME_LIMIT_S`; times that it cut short are not kept."""
+    """Returns microseconds of a call of each kernel that does not fail, measured now or earlier. No
+    call begins after `TIME_LIMIT_S`, and times after an early end are not kept."""
     path = _times_path(use, device)
     kept = None if path is None else _read_times(path)
     if kept is not None and set(kept) == set(names):
         return kept
     times: dict[str, list[float]] = {}
     deadline = time.monotonic() + TIME_LIMIT_S
-    # In turns: what else the machine does for a moment spoils one time of each.
+    # Kernels take turns, so that short disturbances affect one time of each.
     for name in [name for _ in range(_TURNS) for name in names]:
         if time.monotonic() > deadline:
             break
         try:
             times.setdefault(name, []).append(call_us(load_kernel(name), use, device))
         except Exception as failure:
-            # Without memory for it, say: the next may need less, and one is right without a time.
+            # For example out of memory. The next kernel may need less.
             logger.warning("Tree attention kernel %s cannot be timed: %s", name, failure)
     best = {name: min(us) for name, us in times.items() if us}
     if path is not None and all(len(times.get(name, ())) == _TURNS for name in names):
@@ -319,7 +320,8 @@ def _read_times(path: Path) -> dict[str, float] | None:
 
 
 def _times_path(use: KernelUse, device: torch.device) -> Path | None:
-    """The file of one device, its software, these sources and a use; None without a cache."""
+    """Returns the file for a device, its software, these sources and a use; None without a
+    cache."""
     import triton
 
     from .cute.store import cache_root
@@ -344,14 +346,14 @@ def _times_path(use: KernelUse, device: torch.device) -> Path | None:
     return None if root is None else root / "tree_kernels" / f"{digest.hexdigest()[:16]}.json"
 
 
-# What is timed: one request with a large tree, and some with small ones.
+# Timed calls: one request with a large tree, and several with small trees.
 _TIMED_CALLS = (((4096, 63),), ((1024, 15),) * 8)
 _TURNS, _WARM_UPS, _CALLS_TIMED = 3, 3, 20
 
 
 def call_us(run: TreeAttnFn, use: KernelUse, device: torch.device) -> float:
-    """Microseconds per call, with its launches unless they are replayed: the geometric mean over
-    `_TIMED_CALLS` and the kinds of layers."""
+    """Returns microseconds per call: the geometric mean over `_TIMED_CALLS` and the kinds of
+    layers. Launches count unless calls are replayed."""
     product = 1.0
     cells = [(trees, kind) for trees in _TIMED_CALLS for kind in use.shape.kinds]
     for trees, kind in cells:
@@ -375,7 +377,7 @@ def call_us(run: TreeAttnFn, use: KernelUse, device: torch.device) -> float:
 
 
 def _replay_of(calls: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """What replays `calls`. A capture that fails leaves the current stream as it was."""
+    """Returns a function that replays `calls`. A failed capture restores the current stream."""
     _wait_for(device)
     graph = torch.cuda.CUDAGraph()
     if device.type != "cuda":
@@ -389,14 +391,14 @@ def _replay_of(calls: Callable[[], None], device: torch.device) -> Callable[[], 
             calls()
     finally:
         torch.cuda.set_stream(stream)
-        # The graph's own pool keeps the memory for as long as it is replayed.
+        # The graph's own pool keeps the memory while it is replayed.
         if (cute := sys.modules.get(f"{__package__}.tree_attn_cute_sm90")) is not None:
             cute.drop_workspace(side.cuda_stream)
     return graph.replay
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Whether whatever is asked of a device fails from now on, as after an illegal access."""
+    """Whether all operations on a device fail, as after an illegal access."""
     try:
         _wait_for(device)
     except RuntimeError:
@@ -410,12 +412,12 @@ def _wait_for(device: torch.device) -> None:
 
 
 def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> str | None:
-    """Runs a few trees through kernel `name` on `device`; None when it agrees with the reference.
+    """Runs a few trees with kernel `name` on `device`; returns a problem, or None if results agree.
 
-    A kernel that does not load or launch must not take a server down.
+    A kernel that does not load or launch must not end a server.
 
     Raises:
-        KernelFaultError: it takes the device from the whole process, and no other can be tried.
+        KernelFaultError: after a fault this process cannot try another kernel.
     """
     if name == "reference":
         return None
@@ -438,15 +440,15 @@ def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> st
 
 
 # Trees (context length, nodes) of each call: no context, around a tile, a context that is split.
-# Calls differ in their largest tree, as kernels have a variant each for roots, few and many rows,
-# and one that does not load must be found out here, not while serving.
+# Calls differ in their largest tree, because kernels have variants for roots, few and many rows. A
+# variant that does not load must be found here, not while serving.
 _CALLS = (((0, 0), (0, 70), (63, 8), (900, 33)), ((33, 0), (0, 0)), ((65, 7),))
 
 
 def self_test_error(
     run: TreeAttnFn, shape: KernelShape, device: torch.device, seed: int = 0
 ) -> tuple[float, float]:
-    """Largest difference from the reference in float32 over a few calls, and the limit for it."""
+    """Returns the largest difference from the float32 reference over a few calls, and its limit."""
     errors = [
         _call_error(run, trees, shape, device, seed, kind)
         for kind in shape.kinds
@@ -454,18 +456,18 @@ def self_test_error(
     ]
     # Inputs are standard normal, so outputs are at most about 4: a few units of rounding.
     limit = {torch.float32: 1e-4, torch.float16: 1e-2}.get(shape.dtype, 6e-2)
-    # One that is not a number hides from max().
+    # max() may skip NaN.
     return next((e for e in errors if e != e), max(errors)), limit
 
 
 def _calls_beyond(window: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """A context that outgrows a window, if that is not too long for a test."""
+    """Returns a context longer than the window, unless that is too long for a test."""
     return ((((window + 77, 9), (3, 1)),)) if 0 < window <= 2**14 else ()
 
 
 @dataclass(frozen=True)
 class _Problem:
-    """Trees over a cache of random numbers."""
+    """Trees over a random cache."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -533,7 +535,7 @@ class _Problem:
         return cls(query, key_cache, value_cache, meta, scale, tail, features, shape.dtype)
 
     def run(self, kernel: TreeAttnFn) -> torch.Tensor:
-        """What `kernel` makes of it; rows that it leaves out are no numbers."""
+        """Returns the output of `kernel`; rows that it does not write are NaN."""
         output = torch.full_like(self.query, float("nan"), dtype=self.dtype)
         more = {} if self.features.is_plain else {"features": self.features}
         kernel(
@@ -543,7 +545,7 @@ class _Problem:
         return output
 
     def expected(self) -> torch.Tensor:
-        """The reference's output in float32."""
+        """Returns the reference's output in float32."""
         scale = self.features.query_scales
         query = self.query.float() * (1.0 if scale is None else scale)
         output = torch.empty_like(query)
@@ -554,15 +556,15 @@ class _Problem:
         return output
 
 
-# What random int8 are a multiple of, so that products are as large as of standard normal numbers.
+# Scale of random int8 that makes products as large as those of standard normal numbers.
 _INT8_STEP = 1 / 40
 
 
 def _cache(
     shape: KernelShape, kind: FeatureKind, num_blocks: int, normal: Callable[..., torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
-    """Random keys and values [num_blocks, block_size, Hkv, Dh] in the memory order of vLLM's GPU
-    cache: block, token, head, K then V; and the scales that go with them, as `AttnFeatures`."""
+    """Returns random keys and values [num_blocks, block_size, Hkv, Dh] in the memory order of
+    vLLM's GPU cache (block, token, head, K then V), and their scales as `AttnFeatures`."""
     size = (num_blocks, shape.block_size, shape.num_kv_heads)
     numbers = normal(*size, 2 * shape.head_dim)
     if not kind.quantised_cache:
@@ -595,6 +597,6 @@ def _call_error(
     seed: int,
     kind: FeatureKind,
 ) -> float:
-    """Largest difference from the reference in float32 in one call."""
+    """Returns the largest difference from the float32 reference in one call."""
     problem = _Problem.of(trees, shape, device, seed, kind=kind)
     return float((problem.run(run).float() - problem.expected()).abs().max())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `specplug doctor` says of the kernels on a CUDA device."""
+"""The report of `specplug doctor` about the kernels on a CUDA device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from .cuda_dispatch import (
     unsupported_by,
 )
 
-# What the doctor asks for where no target is named: the attention of an 8B model in vLLM's default
-# pages.
+# The default shape: the attention of an 8B model in vLLM's default pages.
 USUAL_SHAPE = KernelShape(128, torch.bfloat16, 16, num_heads=32, num_kv_heads=8)
 
 
@@ -35,7 +34,7 @@ def shape_text(shape: KernelShape) -> str:
 def describe_cuda(
     device: torch.device | None = None, shape: KernelShape = USUAL_SHAPE
 ) -> dict[str, Any]:
-    """Which tree attention would serve layers of `shape` on this device, and why.
+    """Returns which tree attention serves layers of `shape` on this device, and why.
 
     Returns:
         kernel, isa (e.g. "sm_90"), supported_isas (the kernels that run and agree here), reason,
@@ -58,7 +57,7 @@ def describe_cuda(
         kernel, reason = chosen.name, chosen.reason
     except ValueError as error:
         kernel, reason = "none", str(error)
-    # Those that "auto" chose by.
+    # The times by which "auto" chose.
     raced = [name for name in good if name != "reference"]
     use = KernelUse(shape, for_drafts=False, from_graphs=True)
     times = kernel_times(raced, use, device) if raced[1:] else {}
@@ -76,10 +75,10 @@ def describe_cuda(
 
 
 def self_test_cuda(device: torch.device | None = None, shape: KernelShape = USUAL_SHAPE) -> str:
-    """One line: how far the kernel that would serve is from the reference on this device.
+    """Returns a line about the difference of the serving kernel from the reference on this device.
 
     Raises:
-        RuntimeError: if it disagrees, or none would serve.
+        RuntimeError: if it disagrees, or no kernel can serve.
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)

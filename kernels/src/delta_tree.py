@@ -39,7 +39,7 @@ _COMPILED_STATES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class StateTrees:
-    """Trees over committed states."""
+    """A batch of trees over committed states."""
 
     # [R + 1] int64 first row of each tree, and M
     starts: torch.Tensor
@@ -50,13 +50,14 @@ class StateTrees:
 
     @cached_property
     def trees(self) -> torch.Tensor:
-        """[M] int64 tree of each row."""
+        """Returns the tree of each row, int64 [M]."""
         counts = self.starts.diff()
         index = torch.arange(len(counts), device=counts.device)
         return torch.repeat_interleave(index, counts, output_size=len(self.parents))
 
     def windows(self, width: int) -> torch.Tensor:
-        """What a causal convolution sees at each row, int64 [M, W], the row itself last.
+        """Returns the inputs of a causal convolution at each row, int64 [M, W], the row itself
+        last.
 
         Indices count the W - 1 committed inputs of each tree, tree by tree, then all rows.
         """
@@ -66,7 +67,7 @@ class StateTrees:
         before = torch.arange(num_kept, device=device) - 1
         newest = self.trees * kept + kept - 1
         above = torch.where(self.parents < 0, newest, self.parents + num_kept)
-        # A tree's oldest committed input has none before it, and no window reaches further.
+        # No window reaches before a tree's oldest committed input.
         above = torch.cat((before.clamp_min(0), above))
         at = torch.arange(num_kept, num_kept + len(self.parents), device=device)
         columns = [at]
@@ -78,7 +79,7 @@ class StateTrees:
 
 @dataclass(frozen=True)
 class DeltaUpdates:
-    """What a layer's rows would do to the committed states; float32."""
+    """The updates of the committed states by a layer's rows; float32."""
 
     # [M, Hk, K] normalised
     keys: torch.Tensor
@@ -195,7 +196,7 @@ def tree_delta_rule_reference(
     trees: StateTrees,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and U [M, Hv, V] of normalised queries and keys, as the equations have them."""
+    """Returns output and U [M, Hv, V] of normalised queries and keys by the equations."""
     group = value.shape[1] // key.shape[1]
     output, updates = torch.empty_like(value), torch.empty_like(value)
     starts = trees.starts.tolist()
@@ -211,7 +212,7 @@ def tree_delta_rule_reference(
         u = b * (v - entering[:, :, None] * (k @ state))
         weights = within * (q @ k.mT)
         o = entering[:, :, None] * (q @ state)
-        # Along each path: whatever a row of another branch holds, NaN too, is not read.
+        # Only rows of the path are read: rows of other branches may be NaN.
         paths: list[list[int]] = []
         for i, parent in enumerate(parents.tolist()):
             above = paths[parent] if parent >= 0 else []
@@ -228,7 +229,7 @@ def _products(
     # [N] within the tree
     parents: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """D [Hv, N, N] and e [Hv, N]."""
+    """Returns D [Hv, N, N] and e [Hv, N]."""
     count, heads = decays.shape
     within = torch.zeros((heads, count, count), dtype=decays.dtype)
     entering = torch.ones((heads, count), dtype=decays.dtype)
@@ -248,7 +249,7 @@ def commit_states(
     # [R] int64 last accepted row of each tree
     last_rows: torch.Tensor,
 ) -> None:
-    """Makes the state behind `last_rows` the committed one of each tree.
+    """Commits the state after the `last_rows` of each tree.
 
     Raises:
         RuntimeError: if shapes disagree, or a row or a slot is outside.

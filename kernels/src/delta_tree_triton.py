@@ -6,16 +6,15 @@ strides, [S, Hv, K, V] in any order in memory (vLLM's on CUDA have V outside K),
 read on the host.
 
 The products of decays D [i, j] are made first: every row walks up to its root. Then a program owns
-some columns of V of one tree and head and takes blocks of rows in order: products with the state,
-with the blocks before (whose u it wrote itself), and the triangular system of the block row by row.
-D is 0 where j is no ancestor, so no mask is needed. A commit walks the accepted path and nothing
-else.
+some columns of V of one tree and head and processes blocks of rows in order: products with the
+state, with the blocks before (whose u it wrote itself), and the triangular system of the block row
+by row. D is 0 if j is no ancestor, so no mask is needed. A commit reads only the accepted path.
 
-0 x NaN is NaN, and a row multiplies those of other branches as well. So nothing that is multiplied
-may be NaN or infinite: where a key, value or gate of a row and head is, zeros stand for them and
-NaN for the decay, which says so of the row and of all below it. That is seen where a row enters its
-state, in its output and in what it commits. To select in the products instead takes registers that
-compute capability 8.0 does not have.
+0 x NaN is NaN, and a row multiplies rows of other branches, so all factors must be finite. If a
+key, value or gate of a row and head is not finite, they are replaced by zeros, and the decay by
+NaN, which marks the row and all rows below. The mark has an effect only in a row's state, its
+output and its commit. Selecting in the products would need registers that compute capability 8.0
+does not have.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ def _tree_inputs_kernel(
     q = tl.load(from_row + own_key, mask=is_key, other=0.0).to(tl.float32)
     x = tl.load(from_row + key_heads * KEY_SIZE + own_key, mask=is_key, other=0.0).to(tl.float32)
     to_row = row * key_heads * KEY_SIZE + own_key
-    # A query only reaches its own row, whatever it holds.
+    # A query only affects its own row.
     tl.store(query + to_row, q / tl.sqrt(tl.sum(q * q) + eps), mask=is_key)
     x = x / tl.sqrt(tl.sum(x * x) + eps)
     # NaN compares as false.
@@ -142,7 +141,7 @@ def _tree_inputs_kernel(
         tl.store(value + row * key_heads * GROUP * VALUE_SIZE + own_value, v, mask=is_column)
         gate = tl.load(a + at * row_stride_a + head).to(tl.float32)
         gate += tl.load(dt_bias + head).to(tl.float32)
-        # vLLM's gates take this limit too.
+        # vLLM's gates have this limit too.
         rate = tl.where(gate <= 20.0, tl.log(1.0 + tl.exp(tl.minimum(gate, 20.0))), gate)
         rate *= tl.exp(tl.load(a_log + head).to(tl.float32))
         strength = tl.sigmoid(tl.load(b + at * row_stride_b + head).to(tl.float32))
@@ -178,7 +177,7 @@ def _tree_products_kernel(
     out = within + (head * num_rows + row) * width
     tl.store(out + (row - first), 1.0, mask=valid)
     decay = tl.load(decays + row * heads + head, mask=valid, other=0.0)
-    # Where it is NaN, D is 0: only what enters the state is to be NaN.
+    # For a NaN decay D is 0: only the update of the state may be NaN.
     product = tl.where(decay == decay, decay, 0.0)
     enters = decay
     at = tl.load(parents + row, mask=valid, other=-1)
@@ -299,7 +298,7 @@ def _tree_solve_kernel(
                 u -= tl.dot(products_k, known, input_precision="ieee")
                 out = tl.dot(products_q, known, out, input_precision="ieee")
             else:
-                # The block itself. `u` becomes that of a row after that of all before it.
+                # The block itself. `u` of a row is computed after all rows before it.
                 u *= strength
                 products_k *= strength
                 for i in range(1, BLOCK):
@@ -323,7 +322,7 @@ def _commit_states_kernel(
     keys,
     updates,
     decays,
-    # [M], [R], [R], [R] int64; the last where states go, -1 for nowhere
+    # [M], [R], [R], [R] int64; the last has the target slots, -1 for none
     parents,
     slots,
     last_rows,
@@ -392,7 +391,7 @@ def _commit_conv_kernel(
     own = conv_states + channel * conv_channel
     source = own + tl.load(slots + tree) * conv_slot
     last = tl.load(last_rows + tree)
-    # The oldest first: what is kept moves towards it, over what nothing reads any more.
+    # The oldest first: kept inputs move to the front, over inputs that were read.
     for tap in tl.static_range(KEPT):
         row = last
         outside = last * 0
@@ -423,8 +422,7 @@ def tree_conv_triton(
     *,
     silu: bool,
 ) -> torch.Tensor:
-    """`delta_tree.tree_conv`, [M, C], of committed inputs where they lie. Windows are not
-    checked."""
+    """`delta_tree.tree_conv`, [M, C], of committed inputs in place. Windows are not checked."""
     inputs, windows, weight = inputs.contiguous(), windows.contiguous(), weight.contiguous()
     rows, channels = len(windows), inputs.shape[1]
     output = torch.empty((rows, channels), dtype=inputs.dtype, device=inputs.device)
@@ -455,9 +453,9 @@ def tree_inputs_triton(
     value_size: int,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `tree_delta_rule_triton` takes of the rows: query, key, value, decays, strengths.
+    """Returns the rows' inputs of `tree_delta_rule_triton`: query, key, value, decays, strengths.
 
-    What is not finite is 0, and the decay of such a row and head NaN.
+    If they are not finite, they are 0, and the decay of the row and head is NaN.
 
     Args:
         eps: added to the sum of squares of a query or key under the root.
@@ -499,10 +497,10 @@ def tree_delta_rule_triton(
     max_rows: int,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and the rows u, float32 [M, Hv, V]. Nothing is checked on the device.
+    """Returns output and the rows u, float32 [M, Hv, V]. Nothing is checked on the device.
 
-    A decay of NaN makes the row and all below it NaN in the output and in what they commit; all
-    else is to be finite, so that no other row is.
+    A decay of NaN makes output and commit of the row and of all rows below NaN. All other inputs
+    must be finite, so that other rows are not affected.
 
     Args:
         starts, parents, slots: as in `StateTrees`.

@@ -39,17 +39,17 @@ def tree_attn(
 ) -> None:
     """Attention of tree rows over their request's paged context and their own tree.
 
-    Row i of a tree attends slots [0, context_len) of its request and those rows j of its own tree
-    whose mask bit is set. K/V of row j lie in the cache at slot context_len + j, or, when
-    `tail_key` and `tail_value` are given, at row mask_start + j of these; then nothing past the
-    context is read from the cache. Rows of `output` that belong to no tree are not touched.
+    Row i of a tree attends slots [0, context_len) of its request and the rows j of its own tree
+    whose mask bit is set. K/V of row j are in the cache at slot context_len + j, or, if
+    `tail_key` and `tail_value` are given, in row mask_start + j of the tails; then nothing past the
+    context is read from the cache. Rows of `output` that belong to no tree are not written.
 
     A cache of 8 bits holds keys and values divided by `features.key_scale` and
     `features.value_scale`; it has no dense tail.
 
     `features` needs masks of trees or chains, whose rows attend as many rows as they are deep. With
-    a window, pages that lie wholly before it are not read, and their entries of the block table are
-    not followed.
+    a window, pages entirely before it are not read, and their entries of the block table are not
+    followed.
 
     Raises:
         RuntimeError: if shapes disagree or the metadata points outside a tensor.
@@ -84,14 +84,14 @@ def tree_attn(
     )  # fmt: skip
 
 
-# Slots and dims that the compiled kernels take at a time.
+# Slots and dims that the compiled kernels process at a time.
 _GROUP = 32
-# Instruction sets whose kernels read a bfloat16 cache of vLLM's "vec" layout as it lies.
+# Instruction sets whose kernels read a bfloat16 cache in vLLM's "vec" layout directly.
 _READ_IN_PLACE = ("avx2", "avx512_bf16")
 
 
 class TreeLayer:
-    """`tree_attn` in one layer whose features stay, without what is the same in every step.
+    """`tree_attn` in a layer with constant features, without the set-up that is equal in all steps.
 
     Needs the compiled kernels and a query of the cache's dtype.
 
@@ -116,12 +116,12 @@ class TreeLayer:
             and layout.block_size % _GROUP == head_size % _GROUP == 0
             and not features.window
         )
-        """Whether the kernel reads the cache as it lies, asking for memory ahead of use, and sums
-        in the order of positions. Elsewhere a single row costs no less than in vLLM's kernel."""
+        """Whether the kernel reads the cache directly with prefetching, and sums in the order of
+        positions. Otherwise a single row costs at least as much as in vLLM's kernel."""
 
     @staticmethod
     def serves(query: torch.Tensor, kv_cache: torch.Tensor) -> bool:
-        """Whether the compiled kernels take them."""
+        """Whether the compiled kernels support them."""
         is_compiled = query.dtype in _COMPILED_DTYPES and query.dtype == kv_cache.dtype
         return is_compiled and has_cpu_extension()
 
@@ -132,14 +132,14 @@ class TreeLayer:
         # [T, Hq, Dh], written in place
         output: torch.Tensor,
         meta: TreeAttnMetadata,
-        # int32 [B, max_blocks], instead of that of `meta`
+        # int32 [B, max_blocks], which replaces that of `meta`
         block_table: torch.Tensor,
     ) -> None:
-        """Attention of the tree rows; see `tree_attn`."""
+        """Computes the attention of the tree rows; see `tree_attn`."""
         more: tuple[Any, ...] = ()
         if self._shapes_scores:
             f = self._features
-            # A weight may be loaded again: of another dtype, it is read anew.
+            # A weight may be loaded again with another dtype.
             sinks = None if f.sinks is None else f.sinks.float()
             more = False, None, f.window, f.soft_cap, f.alibi_slopes, sinks
         torch.ops.specplug.tree_attn.default(
@@ -208,7 +208,7 @@ def build_best_first(
     depths: torch.Tensor,
     max_width: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Exact best-first trees of a batch, node for node those of the tree package's builder.
+    """Returns exact best-first trees of a batch, equal to those of the tree package's builder.
 
     Args:
         top_ids: int64 candidates of each depth, best first.
@@ -253,7 +253,7 @@ def build_best_first(
 
 
 def can_build_best_first(device: torch.device) -> bool:
-    """Whether `build_best_first` takes candidates on `device`."""
+    """Whether `build_best_first` supports candidates on `device`."""
     return device.type == "cuda" or has_cpu_extension()
 
 
@@ -264,7 +264,7 @@ def _build_best_first_cuda(
     depths: torch.Tensor,
     max_width: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`build_best_first` of candidates on CUDA; the trees come back in one copy."""
+    """`build_best_first` of candidates on CUDA; one copy returns the trees."""
     from .tree_builder_triton import build_best_first_triton
 
     num_nodes = max(1, int(budgets.max())) if budgets.numel() else 1
@@ -272,7 +272,7 @@ def _build_best_first_cuda(
     token_ids, parents, node_depths, scores, counts = build_best_first_triton(
         top_ids, top_log_probs, limits[0], limits[1], max_width, num_nodes
     )
-    # Scores travel as bits.
+    # Scores are copied as integers.
     packed = torch.stack([token_ids.int(), parents, node_depths, scores.view(torch.int32)])
     flat = torch.cat([packed.flatten(), counts]).cpu()
     tokens, parents, node_depths, bits = flat[: packed.numel()].view(packed.shape)
@@ -280,7 +280,7 @@ def _build_best_first_cuda(
 
 
 def describe(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Which tree attention serves a model of `dtype` on the CPU, and why.
+    """Returns which tree attention serves a model of `dtype` on the CPU, and why.
 
     Returns:
         kernel ("cpp" or "reference"), isa (the variant's name or None), supported_isas, reason.

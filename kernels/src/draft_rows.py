@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a block head around its attention, each as one call on a CPU.
 
-Between two forwards of the target the caches hold its weights: a small operator then takes several
-times as long as it does by itself, and a draft layer composed of torch's has thirty of them. Norms,
-rotations and residual sums are here one with the products they stand next to. The products are
-packed int8 ones; `methods.block.fused_head` has the same in torch for all others.
+After a forward of the target the caches hold its weights, and a small operator takes several times
+as long as usual. A draft layer of torch's operators has thirty of them. Here norms, rotations and
+residual sums are fused with the adjacent products. The products are packed int8 ones;
+`methods.block.fused_head` has torch versions for all others.
 
 Letters: T rows, M committed tokens, R blocks, L layers, H hidden size, Dh head size, I MLP width,
 P positions of the rotary tables.
@@ -19,21 +19,21 @@ import torch
 from .extension import has_cpu_extension
 from .packed_linear import PackedInt8Linear
 
-# Numbers of a vector, of which heads and what is turned of their halves must be multiples.
+# Vector size. Heads and the rotated part of their halves must be multiples.
 _LANES = 16
 _MOST_HEAD_SIZE = 1024
 
 
 class RotaryTables(NamedTuple):
-    """Angles by position: cos and sin [P, turned] of both halves of what is turned of a head, sin
-    negative in the first half."""
+    """Rotary tables by position: cos and sin [P, turned] of both halves of the rotated part of a
+    head; sin is negative in the first half."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
 def can_join_rows(products: list[Any], head_dim: int, turned: int, dtype: torch.dtype) -> bool:
-    """Whether layers of these products, as a `LinearFactory` made them, can be computed here.
+    """Whether layers with these products of a `LinearFactory` can be computed here.
 
     Args:
         turned: leading dimensions of a head that are rotated.
@@ -59,7 +59,7 @@ def block_inputs(
     rows: int,
     last: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs of R draft blocks: each anchor's embedding and masks behind it.
+    """Returns the inputs of R draft blocks: each anchor's embedding, followed by masks.
 
     Args:
         starts: positions of the anchors.
@@ -83,7 +83,7 @@ def block_inputs(
     else:
         block = mask.expand(num_blocks, rows, -1).clone()
         block[:, 0] = embeddings[anchors]
-        # Positions past the last are of slots that are never used.
+        # Slots of positions past the last are not used.
         positions = starts[:, None] + torch.arange(rows, device=starts.device)
         positions = positions.clamp_(max=last)
     return block.flatten(0, 1), positions.flatten()
@@ -104,7 +104,7 @@ def project_heads(
     # [T, heads, Dh], written in place
     out: torch.Tensor,
 ) -> None:
-    """The product of x's norm, as heads; those that have a norm in `head_norms`, the first ones,
+    """Writes the product of x's norm as heads. The first ones, which have a norm in `head_norms`,
     are normed and rotated.
 
     Raises:
@@ -118,7 +118,7 @@ def project_heads(
 def finish_layer(
     # [T, H], changed in place
     x: torch.Tensor,
-    # [T, W], what the attention gave
+    # [T, W], output of the attention
     mixed: torch.Tensor,
     output: PackedInt8Linear,
     # [H]
@@ -128,7 +128,7 @@ def finish_layer(
     intermediate: int,
     eps: float,
 ) -> None:
-    """Adds to x the output product of `mixed`, and to that the gated MLP of its norm.
+    """Adds to x the output product of `mixed`, and then the gated MLP of its norm.
 
     Raises:
         RuntimeError: where shapes or dtypes do not fit.
@@ -153,8 +153,8 @@ def context_heads(
     eps: float,
     num_kv_heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys, normed and rotated, and values of all layers, [L, M, Hkv, Dh], from the target's states
-    of committed tokens: `product` gives the keys of all layers, then the values.
+    """Returns normed and rotated keys and values of all layers, [L, M, Hkv, Dh], from the target's
+    states of committed tokens. `product` has the keys of all layers, then the values.
 
     Raises:
         RuntimeError: where shapes or dtypes do not fit, or a position is outside the tables.

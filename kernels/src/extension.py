@@ -30,23 +30,23 @@ def requested_isa() -> str | None:
     return value
 
 
-# Of the engine at work: a process may have several.
+# Setting of the running engine: a process may have several.
 _is_reference_chosen = False
 
 
 def choose_reference(chosen: bool) -> None:
-    """Whether what runs next in this process is to be the torch reference, whatever is compiled."""
+    """Sets whether this process uses the torch reference from now on."""
     global _is_reference_chosen
     _is_reference_chosen = chosen
 
 
 def is_reference_asked() -> bool:
-    """Whether that is so, for this engine or for all of the process."""
+    """Whether the torch reference is used, by this engine or by the whole process."""
     return _is_reference_chosen or requested_isa() == "reference"
 
 
 def cpu_extension_error() -> str | None:
-    """Why the operators of torch.ops.specplug are not to be used; None when they are."""
+    """Returns why the operators of torch.ops.specplug must not be used, or None."""
     return "the torch reference is asked for" if _is_reference_chosen else library_error()
 
 
@@ -55,7 +55,7 @@ def library_error() -> str | None:
     """Loads the operators of torch.ops.specplug at the first call.
 
     Returns:
-        Why they cannot be used, logged as a warning the first time; None when they can.
+        Why they cannot be used, logged as a warning the first time; None if they can.
     """
     isa = requested_isa()
     if isa == "reference":
@@ -89,14 +89,14 @@ def _load() -> str | None:
 
 
 def supported_isas() -> tuple[str, ...]:
-    """Instruction sets this machine can run; empty without the extension."""
+    """Returns the instruction sets that this machine can run; none without the extension."""
     if not has_cpu_extension():
         return ()
     return _names(torch.ops.specplug.cpu_isas())
 
 
 def allowed_isas() -> tuple[str, ...]:
-    """The same, within the limit that is set."""
+    """Returns those within the limit that is set."""
     return _names(torch.ops.specplug.allowed_cpu_isas()) if has_cpu_extension() else ()
 
 

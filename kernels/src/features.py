@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention of a layer does beside a scale and a mask."""
+"""Features of the attention of a layer in addition to scale and mask."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class FeatureKind:
-    """Which features a layer has: what kernels are chosen and compiled by."""
+    """The features of a layer, by which kernels are chosen and compiled."""
 
     window: int = 0
     soft_cap: float = 0.0
@@ -19,13 +19,13 @@ class FeatureKind:
     quantised_cache: bool = False
     quantised_query: bool = False
     token_scales: bool = False
-    """Whether each token and KV head has scales of its own in a quantised cache."""
+    """Whether a quantised cache has scales per token and KV head."""
     int8_cache: bool = False
-    """Whether these are of int8; else a quantised cache holds e4m3."""
+    """Whether such a cache holds int8; other quantised caches hold e4m3."""
 
     @property
     def names(self) -> list[str]:
-        """Those that are there, as messages name them."""
+        """Returns the names of the features in messages."""
         titles = {
             "sliding windows": self.window,
             "soft-capped logits": self.soft_cap,
@@ -51,17 +51,17 @@ class AttnFeatures:
     # after the soft cap
     alibi_slopes: torch.Tensor | None = None
     key_scale: float = 1.0
-    """What keys in the cache are multiplied by."""
+    """Factor of the keys in the cache."""
     value_scale: float = 1.0
-    # On CUDA instead, float32, one value or one of each KV head: what an 8-bit cache's numbers, and
-    # those of a query that is quantised with it, are multiplied by. Both of a cache, or neither.
-    # Those of a cache may also be views [num_blocks, block_size, Hkv] of one shape and stride: one
-    # of each slot. Tensors, as no call is to wait for a number.
+    # On CUDA: float32 factors of an 8-bit cache, and of a query that is quantised with it, one
+    # value or one per KV head. A cache has both or none. Its factors may also be views [num_blocks,
+    # block_size, Hkv] of equal shape and stride, one per slot. They are tensors, so that no call
+    # waits for a value.
     key_scales: torch.Tensor | None = None
     value_scales: torch.Tensor | None = None
     query_scales: torch.Tensor | None = None
     int8_cache: bool = False
-    """Whether a cache with scales of each slot holds int8; else e4m3."""
+    """Whether a cache with scales per slot holds int8 instead of e4m3."""
 
     def __post_init__(self) -> None:
         assert self.window >= 0 and self.soft_cap >= 0, (self.window, self.soft_cap)
@@ -72,22 +72,22 @@ class AttnFeatures:
 
     @property
     def is_plain(self) -> bool:
-        """Whether there is nothing but scale and mask."""
+        """Whether a layer has only scale and mask."""
         return self.kind == FeatureKind() and self.key_scale == self.value_scale == 1.0
 
     @property
     def token_scales(self) -> bool:
-        """Whether a cache's scales are those of each slot."""
+        """Whether the cache has scales per slot."""
         return self.key_scales is not None and self.key_scales.ndim == 3
 
     @property
     def needs_positions(self) -> bool:
-        """Whether it matters how far a key is from a row."""
+        """Whether the distance of a key from a row matters."""
         return bool(self.window) or self.alibi_slopes is not None
 
     @property
     def kind(self) -> FeatureKind:
-        """All of it but the tensors' values."""
+        """Returns the kind of the features, without values of tensors."""
         return FeatureKind(
             self.window,
             self.soft_cap,

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values as they may be stored: what is not finite only reaches rows that attend it.
+"""Isolation of keys and values that are not finite: they may only affect rows that attend them.
 
-A column that a row does not attend has weight 0, and 0 x NaN is NaN. Attention kernels, vLLM's
-among them, multiply such columns: of siblings in a tree, of later rows of a chain, and of slots
-that a rejected draft has left behind in a block. Keys do no such harm, as kernels put -inf in the
-place of a score. So a value that is not finite is stored as 0 and its head's key as NaN: a row that
-attends it is NaN as before, and no other row sees it.
+A column that a row does not attend has weight 0, and 0 x NaN is NaN. Attention kernels, also
+vLLM's, multiply such columns: siblings in a tree, later rows of a chain, and slots of rejected
+drafts in a block. Keys are harmless, because kernels replace masked scores by -inf. So a value that
+is not finite is stored as 0 and its head's key as NaN: a row that attends it is NaN as before, and
+no other row is affected.
 
-The alternative, to check values where they are multiplied, needs a check per tile in every kernel,
-and vLLM's kernels would still read what rejected drafts leave behind.
+Checking values in the products would need a check per tile in every kernel, and vLLM's kernels
+would still read slots of rejected drafts.
 
 Letters: T rows, Hk and Hv heads of keys and values (equal, or one of both), Dk and Dv their sizes.
 """
@@ -28,7 +28,7 @@ def isolate_nonfinite(
     # [T, Hv, Dv]
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`key` and `value` themselves where all values are finite, otherwise copies to be stored."""
+    """Returns `key` and `value` if all values are finite, otherwise copies to store."""
     if _all_finite(value):
         return key, value
     finite = value.isfinite()
@@ -37,12 +37,12 @@ def isolate_nonfinite(
 
 
 def make_finite(*drafted: torch.Tensor) -> None:
-    """Writes 0 in the place of what is not finite of keys and values that a draft head computed,
-    before they are stored. No host synchronisation, graph safe.
+    """Replaces numbers that are not finite by 0 in keys and values of a draft head, before they are
+    stored. No host synchronisation, graph safe.
 
-    Where a target has several KV cache groups a page of drafts becomes one of the target's, whose
-    heads may have another size: there keys lie where values do, so that no NaN may stand in them
-    either. Drafts from zeros are as good as any.
+    If a target has several KV cache groups, a page of drafts can become one of the target, whose
+    heads may have another size. Its keys may then be read as values, so they must not be NaN
+    either. Drafts from zeros are always correct.
     """
     for tensor in drafted:
         tensor.nan_to_num_(0.0, 0.0, 0.0)

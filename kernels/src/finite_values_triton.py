@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`finite_values` on a device, without waiting for it: while keys and values are stored, before
-vLLM stores them as e4m3, or after it has quantised each token with a scale of its own."""
+"""`finite_values` on a device without synchronisation: while keys and values are stored, before
+vLLM stores them as e4m3, or after it has quantised each token with its own scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ _ROWS = 16
 
 @triton.jit
 def _nonfinite(v):
-    """Which numbers of a head's values [rows, D] are not finite, and which rows have any."""
+    """Returns which numbers of a head's values [rows, D] are not finite, and which rows have
+    any."""
     # NaN compares as false.
     bad = (tl.abs(v.to(tl.float32)) < float("inf")) == 0
     return bad, tl.max(bad.to(tl.int32), 1)[:, None] > 0
@@ -69,8 +70,8 @@ def store_isolated_triton(
     # int64 [S], S <= T; negative for rows that are not stored
     slots: torch.Tensor,
 ) -> None:
-    """Stores the first S rows as `finite_values.isolate_nonfinite` leaves them. No host
-    synchronisation, graph safe."""
+    """Stores the first S rows of `finite_values.isolate_nonfinite`. No host synchronisation, graph
+    safe."""
     assert len(slots) <= len(key), (slots.shape, key.shape)
     _, page, heads, head_dim = values.shape
     assert keys.stride() == values.stride() and values.stride(3) == 1, values.stride()
@@ -191,11 +192,11 @@ def isolate_token_scales_triton(
     *,
     floats: bool,
 ) -> None:
-    """`finite_values.isolate_nonfinite` where a token's scales lie in its slot.
+    """`finite_values.isolate_nonfinite` for slots that have scales per token.
 
-    A value that was not finite has left a scale that is not, or, of e4m3 (`floats`), numbers that
-    are none: these become 0, and the key's scale NaN. What vLLM's store makes finite stays as it
-    is for plain decoding. No host synchronisation, graph safe.
+    A value that was not finite has a scale that is not finite, or, in e4m3 (`floats`), NaN numbers.
+    These become 0, and the key's scale becomes NaN. Numbers that vLLM's store makes finite stay, as
+    in plain decoding. No host synchronisation, graph safe.
     """
     _, page, heads, head_dim = values.shape
     assert values.element_size() == 1 and values.stride(3) == 1, (values.dtype, values.stride())

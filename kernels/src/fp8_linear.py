@@ -11,7 +11,7 @@ import torch
 from .row_ops import round_rows
 
 FP8_CAPABILITY = (9, 0)
-"""The least that multiplies e4m3 with a scale for each row."""
+"""The lowest capability with e4m3 products and a scale per row."""
 # Sizes of the product's matrices are multiples of this.
 _STEP = 16
 TORCH_PRODUCT = partial(torch._scaled_mm, use_fast_accum=True)
@@ -20,14 +20,13 @@ TORCH_PRODUCT = partial(torch._scaled_mm, use_fast_accum=True)
 class Fp8Linear:
     """x [..., in] bfloat16 -> [..., out] for weight [out, in].
 
-    A row of the weight is divided by its largest magnitude / 448 and rounded to e4m3, and so is
-    each row of x when it comes.
+    Each row of the weight and of x is divided by its largest magnitude / 448 and rounded to e4m3.
 
     Args:
-        multiply: takes both matrices, `scale_a`, `scale_b`, `bias` and `out_dtype`.
+        multiply: called with both matrices, `scale_a`, `scale_b`, `bias` and `out_dtype`.
 
     Raises:
-        ValueError: where `takes` refuses the weight.
+        ValueError: if `takes` refuses the weight.
     """
 
     def __init__(
@@ -42,20 +41,20 @@ class Fp8Linear:
         self.bias, self.multiply = bias, multiply
 
     def refill(self, weight: torch.Tensor) -> None:
-        """Takes another weight of this shape, in place: CUDA graphs keep reading there."""
+        """Loads another weight of this shape in place, because CUDA graphs read this memory."""
         rounded, scales = round_rows(weight)
         self.weight.copy_(rounded)
         self.scales.copy_(scales)
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
-        """Whether there is a product with this weight."""
+        """Whether a product with this weight is supported."""
         sizes_fit = all(size % _STEP == 0 for size in weight.shape)
         return sizes_fit and weight.dtype == torch.bfloat16
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if not x.numel():
-            # Kernels do not have to take a product of no rows.
+            # Kernels need not support products without rows.
             return x.new_empty(*x.shape[:-1], len(self.weight))
         rows, scales = round_rows(x.reshape(-1, x.shape[-1]))
         out = self.multiply(

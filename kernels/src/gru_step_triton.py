@@ -2,8 +2,8 @@
 """One step of a local head's GRU for a frontier of nodes, in one kernel.
 
 `methods.local.head.LocalHead.step` is the readable version. The product with the recurrent
-weights, the gather of each node's precomputed input gates, and the cell itself are fused; nothing
-but the new state is written. Each program owns a block of the state for all nodes of a block of the
+weights, the gather of each node's precomputed input gates, and the cell are fused; only the new
+state is written. Each program owns a block of the state for all nodes of a block of the
 frontier, and reads its share of W_hh once.
 
 Letters: F nodes of the frontier, P nodes of the one before, S state, V' draft vocabulary.
@@ -114,7 +114,7 @@ def gru_step_triton(
     output = torch.empty((num_nodes, size), dtype=states.dtype, device=states.device)
     if num_nodes == 0:
         return output
-    # The least height of a matrix product on tensor cores; frontiers are seldom larger.
+    # The minimum height of a product on tensor cores; frontiers are seldom larger.
     nodes = 16 if num_nodes <= 16 else 32
     columns, depth = 32, 64
     grid = (triton.cdiv(size, columns), triton.cdiv(num_nodes, nodes))

@@ -13,7 +13,7 @@ UNDECIDED = -1
 def gumbel_argmax(
     # [L, V] float32
     logits: torch.Tensor,
-    # [L] float32 what the logits are divided by; 0 leaves a row out
+    # [L] float32 divisors of the logits; 0 skips a row
     divisors: torch.Tensor,
     # [L] int64
     seeds: torch.Tensor,
@@ -22,10 +22,10 @@ def gumbel_argmax(
     # [L] int64
     winners: torch.Tensor,
 ) -> None:
-    """Puts each row's token with the largest sum of logit and Gumbel noise into `winners`.
+    """Writes each row's token with the largest sum of logit and Gumbel noise to `winners`.
 
-    UNDECIDED where two tokens are so close that rounding tells them apart, where a logit is NaN,
-    and everywhere without compiled kernels. The noise is -log(-log(1 - u)) of a 32-bit
+    It is UNDECIDED if rounding decides between two tokens, if a logit is NaN, and always without
+    compiled kernels. The noise is -log(-log(1 - u)) of a 32-bit
     MurmurHash3 of (seed, position, token).
     """
     if logits.is_contiguous() and has_cpu_extension():

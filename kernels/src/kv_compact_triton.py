@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves accepted paths together in the paged cache, in all layers, by one launch.
+"""Compacts accepted paths in the paged cache of all layers in one launch.
 
-Order without races: all moves of a request, for one layer and one stretch of elements, belong to
-one program, which makes them one after the other in ascending order. Every thread loads and stores
-the same elements of each slot, so program order within a thread is all that is needed. Since
-destinations never exceed their sources and both ascend, no move writes a slot that a later move
-reads; two requests never share a slot that moves.
+There are no races: all moves of a request, for one layer and one range of elements, belong to one
+program, which makes them in ascending order. Every thread loads and stores the same elements of
+each slot, so program order within a thread suffices. Since destinations never exceed their sources
+and both ascend, no move writes a slot that a later move reads; two requests never share a slot that
+moves.
 
 Letters: R requests, D moves at most per request, L layers, Hkv heads, Dh head size.
 """
@@ -87,7 +87,7 @@ def _compact_paths_kernel(
 
 @dataclass(frozen=True)
 class LayerCaches:
-    """The caches of all layers as one launch takes them: equal shapes and strides, any address."""
+    """The caches of all layers for one launch: equal shapes and strides, any address."""
 
     # [2, L] int64 on the device: keys, values
     addresses: torch.Tensor
@@ -97,7 +97,7 @@ class LayerCaches:
 
     @classmethod
     def of(cls, views: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> LayerCaches:
-        """From each layer's key and value view [num_blocks, block_size, Hkv, Dh], any strides.
+        """Makes it from each layer's key and value view [num_blocks, block_size, Hkv, Dh].
 
         Raises:
             ValueError: if two layers differ in shape, stride or dtype.
@@ -120,7 +120,7 @@ class LayerCaches:
         return cls(addresses.to(keys[0].device), tuple(keys), tuple(values))
 
 
-# Moves are of bits: one integer type a size serves every dtype.
+# Moves copy bits: one integer type per size serves every dtype.
 _ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
@@ -137,9 +137,9 @@ def compact_paths_triton(
     # [B, max_blocks] int32
     block_table: torch.Tensor,
 ) -> None:
-    """Moves K and V of node paths[r, k] to where node k stands, for k < lengths[r].
+    """Moves K and V of node paths[r, k] to the slot of node k, for k < lengths[r].
 
-    Node i of a request lies at slot context_lens[r] + 1 + i of its blocks. Paths ascend, since
+    Node i of a request is in slot context_lens[r] + 1 + i of its blocks. Paths ascend, because
     parents precede children. No host synchronisation.
     """
     key, value = layers.keys[0], layers.values[0]
@@ -148,9 +148,9 @@ def compact_paths_triton(
     if paths.numel() == 0:
         return
     for matrix in (paths, block_table):
-        # The stride of a single column says nothing.
+        # The stride of a single column is undefined.
         assert matrix.shape[1] == 1 or matrix.stride(1) == 1, matrix.stride()
-    # Eight elements a thread; several programs share the heads of a slot.
+    # Eight elements per thread; several programs share the heads of a slot.
     block = min(1024, triton.next_power_of_2(num_heads * head_dim))
     _compact_paths_kernel[
         (paths.shape[0], 2 * num_layers, triton.cdiv(num_heads * head_dim, block))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copying chosen tokens between caches, and scoring cached keys against a query.
+"""Copies chosen tokens between caches, and scores cached keys with a query.
 
-Both serve partial caches: a small cache of the tokens of a long context that matter. Letters: L
+Both are for partial caches, which hold the important tokens of a long context. Letters: L
 layers, Hkv KV heads, Hq query heads, Dh head size, M tokens, T context tokens.
 """
 
@@ -27,7 +27,7 @@ def gather_kv(
     """Copies K and V of slot src_slots[l, h, i] to slot dst_slots[i] of layer l and head h.
 
     Raises:
-        RuntimeError: if shapes disagree or a slot lies outside its cache.
+        RuntimeError: if shapes disagree or a slot is outside its cache.
     """
     if has_cpu_extension():
         torch.ops.specplug.gather_kv.default(
@@ -59,7 +59,7 @@ def gather_kv_reference(
                 blocks = source[picked // size, head].flatten(1)
                 values = blocks.gather(1, table[picked % size].long())
                 for i, slot in enumerate(dst_slots.tolist()):
-                    # Views of one block are not contiguous over heads, but one head's interior is.
+                    # A view of a block is not contiguous over heads, but within one head.
                     target[slot // size, head].view(-1)[offsets[i]] = values[i]
 
 
@@ -72,15 +72,16 @@ def key_scores(
     blocks: torch.Tensor,
     layout: CpuKvLayout,
 ) -> torch.Tensor:
-    """Importance of every cached key: q.k summed over the query heads of its group, unscaled.
+    """Returns the importance of every cached key: q.k, unscaled, summed over the heads of its
+    group.
 
     Returns:
-        float32 [Hkv, num_request_blocks * block_size]; slots nobody wrote hold rubbish.
+        float32 [Hkv, num_request_blocks * block_size], undefined for slots that were not written.
     """
     num_heads = key_cache.shape[1]
-    # A sum of products with one key is the product of the sum.
+    # The sum of products with a key is the product with the sum.
     summed = query.float().unflatten(0, (num_heads, -1)).sum(1)
-    # [block_size * Dh]: which token and dimension each element of a block belongs to
+    # [block_size * Dh]: token and dimension of each element of a block
     flat = layout.tables[0].flatten().long()
     dims = torch.empty_like(flat)
     dims[flat] = torch.arange(layout.head_size).repeat(layout.block_size)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New keys and values into vLLM's CPU cache, as `finite_values` says they may be stored.
+"""Stores new keys and values in vLLM's CPU cache by the rules of `finite_values`.
 
-The compiled kernel looks at the values where it writes them. vLLM's operator with
-`isolate_nonfinite` before it reads them twice, and costs a decoding step more in Python than in
-memory.
+The compiled kernel checks values while it writes them. `isolate_nonfinite` before vLLM's operator
+would read them twice, and its Python code would cost a decode step even more.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _MAX_HEAD_SIZE = 1024
 
 
 def can_store_kv(kv_cache: torch.Tensor) -> bool:
-    """Whether `store_kv` serves a layer's cache [num_blocks, Hkv, block_size, 2 * Dh]."""
+    """Whether `store_kv` supports a layer's cache [num_blocks, Hkv, block_size, 2 * Dh]."""
     return (
         has_cpu_extension()
         and kv_cache.device.type == "cpu"
@@ -41,8 +40,8 @@ def store_kv(
     slots: torch.Tensor,
     layout: CpuKvLayout,
 ) -> None:
-    """Writes token i to slots[i]. Of a head whose values are not all finite, these are written as 0
-    and the key as NaN.
+    """Writes token i to slots[i]. If a head's values are not all finite, these are written as 0 and
+    its key as NaN.
 
     Raises:
         RuntimeError: if shapes or dtypes disagree, or for a slot past the cache.

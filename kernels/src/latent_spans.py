@@ -2,11 +2,11 @@
 """Tree attention over a cache of latent rows (multi-head latent attention, absorbed).
 
 A cache row is a token's compressed keys and values, L numbers, and its rotary key, P numbers.
-Queries come multiplied into that space, so one row is the key of every head, and its first L
-numbers are the value (DeepSeek-V2, arXiv:2405.04434, section 2.1).
+Queries are multiplied into that space, so one row is the key of every head, and its first L numbers
+are the value (DeepSeek-V2, arXiv:2405.04434, section 2.1).
 
-All heads of all rows of a tree read the same context: it is one matrix product, which torch runs
-faster per row than a loop over rows and heads does.
+All heads of all rows of a tree read the same context, so one matrix product suffices. In torch it
+is faster per row than a loop over rows and heads.
 
 Letters: T query rows, H heads, D = L + P.
 """
@@ -29,12 +29,12 @@ _FEWEST_TOKENS = 64
 
 @dataclass(frozen=True)
 class LatentSpan:
-    """Consecutive query rows of one request that attend its context and one another."""
+    """Consecutive query rows of a request that attend its context and each other."""
 
     request: int
     """Row of the block table."""
     first_row: int
-    """Of the query."""
+    """First row in the query."""
     context: int
     """Tokens before the first row; row j of the span has its cache row at slot context + j."""
     # bool [n, n]: row i attends row j of the span; a row attends the first one and itself
@@ -57,8 +57,8 @@ def latent_attn(
     block_table: torch.Tensor,
     scale: float,
 ) -> None:
-    """Attention of each span's rows over slots [0, context) of its request and the rows its mask
-    names. Sums in float32, or float64 for a float64 query.
+    """Computes the attention of each span's rows over slots [0, context) of its request and the
+    rows that its mask selects. Sums are float32, or float64 for a float64 query.
 
     Raises:
         IndexError, RuntimeError: if a span points outside the block table or the cache.
@@ -78,7 +78,7 @@ def _attend(
     scale: float,
     value_size: int,
 ) -> torch.Tensor:
-    """[n, H, L] in one pass over the context, as many blocks at a time as keep memory bounded."""
+    """Returns [n, H, L] in one pass over the context, with a limited number of blocks at a time."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     count, heads, size = query.shape
     block_size, end = cache.shape[1], span.context + count
@@ -100,7 +100,7 @@ def _attend(
             at.masked_fill_(columns[:, None], float("-inf"))
         values = rows[:, :value_size]
         if start == 0:
-            # Every row attends slot 0, so that no maximum is -inf from here on.
+            # Every row attends slot 0, so no maximum is -inf from here on.
             best = scores.amax(1, keepdim=True)
             weights = scores.sub_(best).exp_()
             total = weights.sum(1, keepdim=True)
@@ -123,7 +123,7 @@ def _attend_reference(
     scale: float,
     value_size: int,
 ) -> torch.Tensor:
-    """`_attend`, readably."""
+    """The reference of `_attend`."""
     block_size, end = cache.shape[1], span.context + span.num_rows
     slots = torch.arange(end)
     rows = cache[block_table[span.request].long()[slots // block_size], slots % block_size]
@@ -144,7 +144,7 @@ def move_latents(
 ) -> None:
     """Moves the rows of slots src_slots[i] to dst_slots[i], in all layers.
 
-    All are read before any is written. A slot may come twice among `dst_slots` with one source.
+    All are read before any is written. A slot may be twice in `dst_slots` with the same source.
     """
     for cache in caches:
         rows = cache.view(-1, cache.shape[-1])

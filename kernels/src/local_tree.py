@@ -20,15 +20,15 @@ _GROUP, _PANEL, _WORDS = 32, 16, 16
 
 
 def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """[N, K] with zeros up to multiples of `rows` and `columns`."""
+    """Returns [N, K] padded with zeros to multiples of `rows` and `columns`."""
     return F.pad(tensor, (0, -tensor.shape[1] % columns, 0, -tensor.shape[0] % rows))
 
 
 def pack_rows(weight: torch.Tensor, bf16_dot: bool) -> torch.Tensor:
-    """[N, K] as int32 [N/32, 2, words, 16]: what a product of the CPU variants reads.
+    """Returns [N, K] as int32 [N/32, 2, words, 16] for the products of the CPU variants.
 
-    A word is a float, or a pair of bf16 where the variant multiplies those (`bf16_dot`). N is
-    padded to 32 and the words to 16, with zeros.
+    A word is a float, or a pair of bf16 if the variant multiplies those (`bf16_dot`). N is padded
+    to a multiple of 32 and the words to one of 16, with zeros.
     """
     pair = 2 if bf16_dot else 1
     weight = weight.to(torch.bfloat16 if bf16_dot else torch.float32)
@@ -39,7 +39,7 @@ def pack_rows(weight: torch.Tensor, bf16_dot: bool) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LocalTreeWeights:
-    """A local head as the kernel reads it; its tables have one dtype, of 16 or 32 bits."""
+    """A local head in the layout of the kernel; its tables have one dtype of 16 or 32 bits."""
 
     # [V', r]
     output_table: torch.Tensor
@@ -50,7 +50,7 @@ class LocalTreeWeights:
     silu: bool
     # [V', 3 S] input gates, or [V', r] rank vectors of a head without state
     inputs: torch.Tensor | None
-    # [n, I] what the state reads, and the row of each draft id [V']; where `inputs` is None
+    # [n, I] inputs of the state, and the row of each draft id [V']; if `inputs` is None
     features: torch.Tensor | None
     feature_rows: torch.Tensor | None
     # packed
@@ -60,7 +60,7 @@ class LocalTreeWeights:
 
 
 def _pad_gates(weight: torch.Tensor) -> torch.Tensor:
-    """[3 * S, K] with each of the three gates padded to a multiple of 32 rows."""
+    """Returns [3 * S, K] with each of the three gates padded to a multiple of 32 rows."""
     return torch.cat([_padded(gate, _GROUP, 1) for gate in weight.chunk(3)])
 
 
@@ -78,7 +78,7 @@ def gru_weights(
     feature_rows: torch.Tensor,
     gate_table_bytes: int,
 ) -> LocalTreeWeights:
-    """A GRU local head; its input gates are computed once for every draft id where they fit."""
+    """Makes a GRU local head. Its input gates are computed once for every draft id if they fit."""
     dtype = output_table.dtype
     bf16_dot = _bf16_dot(dtype)
     w_ih = _pad_gates(w_ih.to(dtype))
@@ -107,7 +107,7 @@ def markov_weights(
     output_table: torch.Tensor,
     inputs: torch.Tensor,
 ) -> LocalTreeWeights:
-    """A head whose rank vector is a row of a table."""
+    """Makes a head whose rank vector is a row of a table."""
     return LocalTreeWeights(
         output_table=_padded(output_table, 1, 2).contiguous(),
         rank=-(-output_table.shape[1] // _GROUP) * _GROUP,
@@ -123,7 +123,7 @@ def markov_weights(
 
 
 def can_build_local_trees(dtype: torch.dtype) -> bool:
-    """Whether `build_local_trees` runs here for tables of `dtype` in the CPU's memory."""
+    """Whether `build_local_trees` supports tables of `dtype` on the CPU."""
     return has_cpu_extension() and dtype in _COMPILED_DTYPES
 
 
@@ -139,7 +139,7 @@ def build_local_trees(
     # [D] float32
     alpha: torch.Tensor,
     beta: torch.Tensor,
-    # [V'] float32, or None where every beta is 0
+    # [V'] float32, or None if every beta is 0
     log_prior: torch.Tensor | None,
     # float32 [R, 3 S] input gates (rank vectors without state) of tokens read before depth 1
     roots: torch.Tensor | None = None,
@@ -148,10 +148,11 @@ def build_local_trees(
     token_confidence: torch.Tensor | None = None,
     confidence_weight: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best-first tree of each request over fused, branch-wise distributions.
+    """Returns the best-first tree of each request over fused, branch-wise distributions.
 
-    With confidences, children at depth d of a node of token y score `confidence_weight` times
-    log sigmoid(slot_confidence[d] + token_confidence[y]) less.
+    With confidences, `confidence_weight` times log sigmoid(slot_confidence[d] +
+    token_confidence[y]) is subtracted from the scores of children at depth d of a node with token
+    y.
 
     Returns:
         token_ids int64 [R, N] (draft ids), parents, depths int32 and scores float32 [R, N], and
@@ -182,7 +183,7 @@ def copies_no_logits(device: torch.device, count: int) -> bool:
 
 
 def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `count` likeliest of each row of logits [..., V], best first; ties to the lower id.
+    """Returns the `count` likeliest of each row of logits [..., V], best first; ties by lower id.
 
     Returns:
         Ids int64 and log-probabilities over the whole row float32, [..., min(count, V)].
@@ -206,7 +207,7 @@ def top_candidates(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
 
 
 def _bf16_dot(dtype: torch.dtype) -> bool:
-    """Whether the variant that serves `dtype` multiplies pairs of bf16."""
+    """Whether the variant for `dtype` multiplies pairs of bf16."""
     if dtype != torch.bfloat16:
         return False
     return torch.ops.specplug.cpu_variant(True) in ("avx512_bf16", "amx")

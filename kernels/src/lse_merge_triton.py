@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Merges attention over the parts of trees that are cut, by their log-sum-exp.
+"""Merges the attention of split trees from their parts, by log-sum-exp.
 
-With o_s and l_s = log sum exp(scores) of part s, the whole is
+With o_s and l_s = log sum exp(scores) of part s, the result is
 o = sum_s exp(l_s - l) o_s with l = log sum_s exp(l_s). Parts are summed in their order.
 
 Letters: P slots for parts, M' rows of a slot, R trees, T rows of the output, H heads, Dh head size.
@@ -13,9 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
-# Log-sums that are read at once.
+# Log-sums per load.
 _LANES = tl.constexpr(64)
-# Numbers that change from step to step must not make new variants of the kernel.
+# Arguments that change between steps must not make new variants of the kernel.
 _STEP_NUMBERS = ["plan_stride", "part_rows"]
 
 
@@ -46,7 +46,7 @@ def _merge_parts_kernel(
     row = tl.program_id(0)
     head = tl.program_id(1)
     tree = tl.program_id(2)
-    # Of trees without rows nothing is written, nor read.
+    # Trees without rows are neither read nor written.
     if row >= tl.load(plan + 2 * plan_stride + tree):
         return
     parts = tl.load(part_record + 2 * tree + 1)
@@ -72,7 +72,7 @@ def _merge_parts_kernel(
     at = part_out + first * HEAD_DIM
     for _ in range(parts):
         one = tl.load(lse_at)
-        # What a row attends nothing of was never summed up: 0 * NaN is NaN.
+        # The output of a part that a row does not attend is undefined, and 0 * NaN is NaN.
         if one != float("-inf"):
             weight = tl.exp(one - top)
             acc += tl.load(at + dims, mask=in_head, other=0.0) * weight
@@ -108,9 +108,8 @@ def merge_parts(
         part_lse: natural logarithm of each part's softmax sum; -inf marks a row that attends
             nothing of a part, whose values are not read. Contiguous, as are `part_out` and
             `part_record`.
-        part_record: slot of a tree's first part, and its parts; others follow in the next slots.
-        max_rows: most rows of a tree.
-        merged_lse: takes the logarithm of the whole sum, when given.
+        part_record: slot of a tree's first part, and number of parts, which are in consecutive
+        slots. max_rows: most rows of a tree. merged_lse: receives the logarithm of the total sum.
     """
     _, part_rows, num_heads, head_dim = part_out.shape
     assert max_rows <= part_rows and output.stride(2) == 1

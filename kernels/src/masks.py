@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rows of its own tree each row attends: 64-bit mask words, and bools to read.
+"""Masks of the rows of a tree that each row attends, as 64-bit words and as bools.
 
 Letters: R trees, M rows of all trees (roots and nodes), N nodes of one tree, W words per mask row.
 """
@@ -21,10 +21,10 @@ _Ints = npt.NDArray[Any]
 
 
 def ancestor_words(parents: Sequence[_Ints]) -> torch.Tensor:
-    """Ancestor masks of a batch of trees.
+    """Returns the ancestor masks of a batch of trees.
 
     Args:
-        parents: one int32 array [N] a tree, `DraftTree.parent_indices` (-1 is the root); an empty
+        parents: one int32 array [N] per tree, `DraftTree.parent_indices` (-1 is the root); an empty
             array is a tree of only the root.
 
     Returns:
@@ -87,17 +87,18 @@ def fill_ancestor_words_reference(
 
 
 def causal_words(row_counts: int | Sequence[int]) -> torch.Tensor:
-    """Masks of chains: row i attends rows 0..i. int64 [M, W]; a count, or one count a tree."""
+    """Returns masks of chains, int64 [M, W]: row i attends rows 0..i. One count, or one per
+    tree."""
     return _words_of(row_counts, lambda i, n: i + 1)
 
 
 def full_words(row_counts: int | Sequence[int]) -> torch.Tensor:
-    """Masks of bidirectional blocks: every row attends all rows of its tree. int64 [M, W]."""
+    """Returns masks of bidirectional blocks, int64 [M, W]: a row attends all rows of its tree."""
     return _words_of(row_counts, lambda i, n: np.full_like(i, n))
 
 
 def empty_words(row_counts: _Ints) -> torch.Tensor:
-    """Zeroed int64 [M, W] for trees of the given row counts."""
+    """Returns zeroed masks int64 [M, W] for trees of the given row counts."""
     widest = int(row_counts.max()) if len(row_counts) else 1
     return torch.zeros(int(row_counts.sum()), -(-widest // WORD_BITS), dtype=torch.int64)
 
@@ -107,7 +108,7 @@ def words_to_bool(
     words: torch.Tensor,
     columns: int,
 ) -> torch.Tensor:
-    """The first `columns` bits of every row as bool [M, columns]."""
+    """Returns the first `columns` bits of every row as bool [M, columns]."""
     bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, count=columns, bitorder="little")
     return torch.from_numpy(bits.astype(bool))
 
@@ -116,7 +117,7 @@ def ancestor_mask(
     # [n] int32, row of each row's parent, -1 for none
     parent_rows: torch.Tensor,
 ) -> torch.Tensor:
-    """bool [n, n]: row i is row j or descends from it."""
+    """Returns a mask bool [n, n]: row i is row j or descends from it."""
     n = parent_rows.numel()
     mask = torch.eye(n, dtype=torch.bool)
     for i, parent in enumerate(parent_rows.tolist()):
@@ -131,14 +132,14 @@ def _words_of(
     counts = np.atleast_1d(np.asarray(row_counts, dtype=np.int32))
     words = empty_words(counts)
     rows = np.concatenate([np.arange(n) for n in counts]) if len(counts) else np.empty(0, int)
-    # [M]: how many leading bits are set
+    # [M]: number of leading bits to set
     lengths = length_of(rows, np.repeat(counts, counts)).astype(np.int64)
-    # [M, W]: the part of that run which falls into each word
+    # [M, W]: number of these bits in each word
     in_word = np.clip(
         lengths[:, None] - np.arange(words.shape[1]) * WORD_BITS, 0, WORD_BITS
     ).astype(np.uint64)
     full = ~np.uint64(0)
-    # A shift by 64 is undefined, so the empty run is set apart.
+    # A shift by 64 is undefined, so words without bits are a special case.
     shift = np.uint64(WORD_BITS) - np.maximum(in_word, np.uint64(1))
     values = np.where(in_word == 0, np.uint64(0), full >> shift)
     words.copy_(torch.from_numpy(values.view(np.int64)))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tree attention call is told about its trees, on any device.
+"""The description of the trees of an attention call, on any device.
 
 Letters: R trees, M rows of all trees (roots and nodes), W 64-bit words per mask row,
 B requests in the block table.
@@ -28,13 +28,13 @@ class TreeAttnMetadata:
 
     A tree occupies `row_count` consecutive query rows, root first (or the first slot of a draft
     block). Its context is slots [0, context_len) of its request; its own K/V follow at slots
-    context_len + j, unless the call brings a dense tail.
+    context_len + j, unless the call has a dense tail.
 
-    CPU kernels read the mask from `mask_words`, CUDA kernels from `parent_rows`; there
-    `mask_words` is a buffer in which Triton's keep the words they make of the parents.
+    CPU kernels read the mask from `mask_words`, CUDA kernels from `parent_rows`. On CUDA
+    `mask_words` is a buffer for the words that Triton kernels compute from the parents.
 
-    On CUDA the tensors are buffers kept across steps: the caller writes each step's values into
-    them, and a captured graph reads them again. The integers are fixed at capture.
+    On CUDA the tensors are kept across steps: the caller writes each step's values into them, and
+    a captured graph reads them again. The integers are fixed at capture.
     """
 
     # [5, R] int32: row of block_table, first query row, rows (1 + nodes), KV slots before the
@@ -51,14 +51,14 @@ class TreeAttnMetadata:
     # [M] int32: row within its own tree of each row's parent; -1 for a tree's row 0. A causal
     # block is the chain i - 1
     parent_rows: torch.Tensor | None = None
-    # "tree": as the words or the parents say; "full": every row attends all rows of its tree, and
-    # CUDA kernels read neither
+    # "tree": by the words or the parents; "full": every row attends all rows of its tree, and CUDA
+    # kernels read neither
     mask_kind: MaskKind = "tree"
     # [R + 1] int32: first query row of each tree and the end of the last, where tree r belongs to
     # row r of the block table and follows tree r - 1 without a gap; None elsewhere
     query_starts: torch.Tensor | None = None
-    # what the first layer computes from the plan for the others, by the shape of their attention;
-    # to be cleared where the plan changes
+    # schedules that the first layer computes from the plan for the others, by the shape of their
+    # attention; must be cleared if the plan changes
     schedules: dict[Any, torch.Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class TreeAttnMetadata:
         # [B, max_blocks]
         block_table: torch.Tensor,
     ) -> TreeAttnMetadata:
-        """Metadata on the CPU, from sequences of length R."""
+        """Makes metadata on the CPU from sequences of length R."""
         plan = plan_columns(req_indices, row_start, row_count, context_lens)
         return cls(
             torch.from_numpy(plan),
@@ -99,7 +99,7 @@ class TreeAttnMetadata:
 
     @property
     def num_trees(self) -> int:
-        """R, including skipped columns of the plan."""
+        """R including skipped columns of the plan."""
         return self.plan.shape[1]
 
     @property
@@ -138,7 +138,7 @@ def tree_metadata(
     # [B, max_blocks] int32
     block_table: torch.Tensor,
 ) -> TreeAttnMetadata:
-    """Metadata to verify R trees: rows of tree r are its root and its nodes.
+    """Returns metadata to verify R trees: rows of tree r are its root and its nodes.
 
     Args:
         req_indices: [R] rows of block_table.
@@ -161,7 +161,7 @@ def block_metadata(
     # [B, max_blocks] int32
     block_table: torch.Tensor,
 ) -> TreeAttnMetadata:
-    """Metadata for drafting: R blocks of `rows` rows, one after the other in the query.
+    """Returns metadata for drafting: R blocks of `rows` rows, one after the other in the query.
 
     Within its block a row attends the rows before it (causal) or all rows.
     """
@@ -172,8 +172,8 @@ def block_metadata(
     return TreeAttnMetadata.build(req_indices, starts, counts, context_lens, words, block_table)
 
 
-# Few are alive: blocks of a head have one size, and batches of a server a few.
+# Few entries: a head has one block size, and a server few batch sizes.
 @functools.lru_cache(maxsize=32)
 def _block_words(num_blocks: int, rows: int, causal: bool) -> torch.Tensor:
-    """int64 [num_blocks * rows, W], never written to."""
+    """Returns int64 [num_blocks * rows, W], which is never written."""
     return (causal_words if causal else full_words)([rows] * num_blocks)

@@ -24,12 +24,12 @@ import torch
 from .extension import has_cpu_extension
 
 MIN_SUFFIX = 1
-"""Shortest suffix that is looked up."""
+"""Length of the shortest suffix in lookups."""
 MAX_OCCURRENCES = 4
-"""Number of latest occurrences of a suffix that are examined."""
+"""Number of latest occurrences of a suffix to examine."""
 
 _FIRST_CAPACITY = 1024
-# Minimum score of an n-gram node: a less probable one is not worth a row under any budget.
+# Minimum score of an n-gram node: less probable nodes are not worth a row with any budget.
 _LOWEST_SCORE = math.log(1 / 256)
 
 # A tree: tokens int64, parents int32 (-1: the root), depths int32 and scores float32, [M] each.
@@ -37,10 +37,10 @@ TreeArrays = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 class NgramIndex(ABC):
-    """The positions of every short suffix in one request's tokens. It grows with the tokens.
+    """The positions of every short suffix in a request's tokens. It grows with the tokens.
 
     Args:
-        longest: longest suffix that is looked up.
+        longest: length of the longest suffix in lookups.
     """
 
     def __init__(self, longest: int) -> None:
@@ -52,7 +52,7 @@ class NgramIndex(ABC):
     @abstractmethod
     def lookup(
         self,
-        # [n], the request's tokens: those of the last call and possibly more
+        # [n], the request's tokens: those of the last call, possibly followed by more
         tokens: np.ndarray,
         count: int,
         length: int,
@@ -81,29 +81,29 @@ class NgramIndex(ABC):
         budget: int,
         vocab_size: int = 1 << 31,
     ) -> TreeArrays | None:
-        """The best-first tree over a drafter's tree and what followed each of its paths before.
+        """Returns the best-first tree over a drafter's tree and continuations of its paths in the
+        text.
 
-        At every node, also at those that are added here, the text is looked up with the path
-        behind it: the longest suffix that anything followed, in its latest occurrences. If it has
-        s tokens, a child's probability is
+        At every node, also at added ones, the text with the node's path is looked up: the longest
+        suffix with earlier occurrences, of which the latest are used. If it has s tokens, a child's
+        probability is
 
-            (1 - shares[s]) * what the tree gives it + shares[s] * its share of the occurrences
+        (1 - shares[s]) * probability in the tree + shares[s] * share of the occurrences
 
-        so that a token both propose scores higher than one alone would make it. A node's score is
-        the sum of the logarithms along its path. A node that only the text proposes is left out
-        where that is below 1/256.
+        so a token of both sources scores higher. A node's score is the sum of the logarithms along
+        its path. A node of the text only is dropped if its probability is below 1/256.
 
         Args:
             tree: parents come before children, scores are cumulative log-probabilities.
-            shares: how often what followed a suffix of s tokens was right.
-            width: most children of a node that the text proposes.
-            depth: deepest node that is added.
+            shares: share of right continuations of a suffix of s tokens.
+            width: limit of the children of a node from the text.
+            depth: limit of the depth of added nodes.
             budget: most nodes.
-            vocab_size: no other token of the text is proposed.
+            vocab_size: larger token ids of the text are not proposed.
 
         Returns:
-            Nodes in order of falling score. None for a tree that is not one: arrays of other types
-            or lengths, a parent that comes later, a score that is no number or above its parent's.
+            Nodes by descending score. None for a malformed tree: arrays of other types or lengths,
+            a parent after its child, a score that is NaN or above its parent's.
         """
 
 
@@ -251,7 +251,7 @@ def _key(suffix: list[int]) -> bytes:
 
 
 class CompiledNgramIndex(NgramIndex):
-    """In C++."""
+    """The compiled implementation."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(longest)
@@ -274,7 +274,7 @@ class CompiledNgramIndex(NgramIndex):
         self, tokens: np.ndarray, count: int, length: int, vocab_size: int = 1 << 31
     ) -> list[tuple[int, list[int]]]:
         if len(tokens) > self._links.shape[1]:
-            # Indexed anew, which costs less than reading the tokens has.
+            # Indexing again costs less than reading the tokens did.
             self._allocate(1 << (len(tokens) - 1).bit_length())
         sizes = torch.empty(count, dtype=torch.int32)
         found = torch.empty((count, length), dtype=torch.int32)
@@ -334,6 +334,6 @@ class CompiledNgramIndex(NgramIndex):
 
 
 def make_ngram_index(longest: int) -> NgramIndex:
-    """The index of one request, compiled where the kernels are."""
+    """Makes the index of a request, compiled if the kernels are."""
     is_compiled = has_cpu_extension()
     return CompiledNgramIndex(longest) if is_compiled else NgramIndexReference(longest)

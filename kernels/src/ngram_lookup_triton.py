@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-gram lookup on the device: what followed earlier occurrences of a request's last tokens.
+"""N-gram lookup on the device: continuations of earlier occurrences of a request's last tokens.
 
 The branches are exactly those of `ngram_index`. No state is kept between steps. Each step reads a
 request's tokens once, 4 bytes per token, in parallel pieces, and around each match of the last
@@ -18,7 +18,7 @@ import triton.language as tl
 from .ngram_index import MAX_OCCURRENCES
 
 PIECE = 2048
-"""Tokens that one program scans."""
+"""Tokens that a program scans."""
 
 _OCCURRENCES = tl.constexpr(MAX_OCCURRENCES)
 

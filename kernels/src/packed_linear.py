@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products of a CPU whose cost is reading the weight, up to a dozen rows.
+"""Matrix products of up to a dozen rows on a CPU, which are bound by reading the weight.
 
-oneDNN's products of few rows reach half of what a CPU with AVX-512 BF16 computes, and read all of a
-weight's bytes: on one core, 12 rows through the layers of a model of 135M parameters take 23.3 ms
-there and 13.8 here, where one row takes 20.9 and 8.1. A CPU without AVX-512 has no bfloat16
-products in oneDNN, and vLLM takes torch's, which take as long for each row as for one. A verified
-tree is such a product.
+A verified tree is such a product. With few rows oneDNN reaches half of the rate of a CPU with
+AVX-512 BF16, and reads all bytes of a weight: on one core, 12 rows in the layers of a model of 135M
+parameters take 23.3 ms with oneDNN and 13.8 ms here, one row 20.9 and 8.1 ms. On a CPU without
+AVX-512 oneDNN has no bfloat16 products, and the time of torch's, which vLLM uses, is proportional
+to the rows.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _FEWEST_COLUMNS = 32
 
 def packs_target(products: str) -> bool:
     """Whether the weights of a target are packed here, by option `target_products`. "auto" packs
-    them where packed products are the fastest that are known, and where vLLM has no library of
-    AMD's, which has products of its own."""
+    them if packed products are the fastest known ones, unless vLLM has AMD's library with its own
+    products."""
     if products == "auto":
         is_left = hasattr(torch.ops.zentorch, "zentorch_linear_unary")
         return has_packed_products() and not is_left
@@ -34,8 +34,8 @@ def packs_target(products: str) -> bool:
 
 
 def packed_isa() -> str | None:
-    """The instruction set of packed bfloat16 products here, "avx512_bf16" or "avx2"; None where
-    there are none."""
+    """Returns the instruction set of packed bfloat16 products here, "avx512_bf16", "avx2" or
+    None."""
     if not has_cpu_extension():
         return None
     isa = torch.ops.specplug.packed_isa()
@@ -43,19 +43,19 @@ def packed_isa() -> str | None:
 
 
 def has_packed_products() -> bool:
-    """Whether packed bfloat16 products are the fastest that are known for this CPU: with AVX-512
-    BF16 and no AMX, whose tiles do more in oneDNN's products, or without AVX-512."""
+    """Whether packed bfloat16 products are the fastest known ones on this CPU: without AVX-512, or
+    with AVX-512 BF16 but without AMX, with which oneDNN is faster."""
     isa = packed_isa()
     return isa is not None and allowed_isas()[-1] == isa
 
 
 def has_packed_int8_products() -> bool:
-    """The same of packed int8 products: with AVX-512 BF16, VNNI and no AMX."""
+    """The same for packed int8 products: with AVX-512 BF16 and VNNI, without AMX."""
     return packed_isa() == _INT8_ISA and has_packed_products()
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether `pack_linear` takes a weight."""
+    """Whether `pack_linear` supports a weight."""
     return (
         weight.dim() == 2
         and weight.device.type == "cpu"
@@ -66,10 +66,10 @@ def can_pack(weight: torch.Tensor) -> bool:
 
 
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
-    """The weight [N, K], bfloat16, in the order in which `packed_linear` reads it, in huge pages.
+    """Returns a bfloat16 weight [N, K] in the order of `packed_linear`, in huge pages.
 
-    With AVX-512 BF16 compressed, bit for bit: uint8, about three quarters of the weight's bytes.
-    With AVX2 bfloat16 [ceil(N / 32), K / 2, 64], zeros beyond N.
+    With AVX-512 BF16 it is compressed without loss: uint8, about three quarters of the bytes. With
+    AVX2 it is bfloat16 [ceil(N / 32), K / 2, 64], with zeros beyond N.
 
     Raises:
         RuntimeError: without the compiled kernels, or for a weight that `can_pack` declines.
@@ -81,16 +81,16 @@ def pack_linear(weight: torch.Tensor) -> torch.Tensor:
 def packed_linear(
     x: torch.Tensor, packed: torch.Tensor, columns: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] times a weight [N, K] that `pack_linear` packed, plus bias [N]: [..., N].
+    """Returns x [..., K] times a weight [N, K] of `pack_linear`, plus bias [N]: [..., N].
 
-    Sums are float32 and rounded once, in an order that only depends on K: a row's result is the
-    same whatever other rows are computed with it.
+    Sums are float32 and rounded once, in an order that depends only on K, so a row's result does
+    not depend on other rows.
 
     Args:
         columns: N.
 
     Raises:
-        RuntimeError: on a CPU without AVX2, or where shapes or dtypes do not fit.
+        RuntimeError: on a CPU without AVX2, or if shapes or dtypes do not fit.
     """
     rows = _as_rows(x)
     out = torch.empty((rows.shape[0], columns), dtype=x.dtype)
@@ -99,14 +99,14 @@ def packed_linear(
 
 
 class PackedInt8(NamedTuple):
-    """A weight [N, K] rounded to int8 by row, as `packed_int8_linear` reads it."""
+    """A weight [N, K] rounded to int8 by row, in the layout of `packed_int8_linear`."""
 
     weight: torch.Tensor
     """int8 [ceil(N / 32), ceil(K / 4), 128], zeros beyond N and K."""
     scales: torch.Tensor
-    """float32 [N], what a row was divided by."""
+    """float32 [N], divisor of a row."""
     sums: torch.Tensor
-    """int32 [N], of a row's numbers."""
+    """int32 [N], sum of a row's numbers."""
 
 
 def pack_int8(rounded: torch.Tensor, scales: torch.Tensor) -> PackedInt8:
@@ -125,11 +125,11 @@ def pack_int8(rounded: torch.Tensor, scales: torch.Tensor) -> PackedInt8:
 def packed_int8_linear(
     x: torch.Tensor, packed: PackedInt8, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K], bfloat16, times a weight [N, K] of int8, plus bias [N]: [..., N]. A row of x is
-    rounded to 127ths of its largest magnitude; sums are exact.
+    """Returns x [..., K], bfloat16, times an int8 weight [N, K], plus bias [N]: [..., N]. A row of
+    x is rounded to 127ths of its largest magnitude; sums are exact.
 
     Raises:
-        RuntimeError: on a CPU without AVX-512 BF16 and VNNI, or where shapes or dtypes do not fit.
+        RuntimeError: on a CPU without AVX-512 BF16 and VNNI, or if shapes or dtypes do not fit.
     """
     rows, columns = _as_rows(x), len(packed.scales)
     out = torch.empty((rows.shape[0], columns), dtype=x.dtype)
@@ -144,7 +144,7 @@ class PackedInt8Linear:
 
     def __init__(self, packed: PackedInt8, bias: torch.Tensor | None) -> None:
         self.packed, self.bias = packed, bias
-        # What kernels that are made of several products take of each.
+        # Arguments of kernels with several products.
         self.parts = [packed.weight, packed.sums, packed.scales]
         if bias is not None:
             self.parts.append(bias)
@@ -162,5 +162,5 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 def _register_shapes() -> None:
     if not has_cpu_extension():
         raise RuntimeError("pack_linear needs the compiled CPU kernels")
-    # torch.compile calls it in place of the operator, which writes `out` and returns nothing.
+    # torch.compile uses it for the operator, which writes `out` and returns nothing.
     torch.library.register_fake("specplug::packed_linear", lambda x, packed, bias, out: None)

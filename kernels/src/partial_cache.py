@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What partial caches take of a paged cache, in torch: the readable version of
-`partial_cache_triton`, for tests and whoever checks a device against it.
+"""Partial caches of a paged cache in torch: the reference of `partial_cache_triton`.
 
-Requests are given as columns int32 [4, n]: the row of each among the queries and lengths, its row
-of the block table, its region of the pool, and whether it is chosen for (1) or takes in what came
-since (0). A region is `blocks` pages of the pool, one after the other.
+Requests are columns int32 [4, n]: row among queries and lengths, row of the block table, region of
+the pool, and whether tokens are chosen for it (1) or new tokens are appended (0). A region is
+`blocks` consecutive pages of the pool.
 
 Letters: R requests of a forward, n of these with a partial cache, C to choose for, S positions that
 are scored, Hkv heads, Dh head size.
@@ -18,8 +17,8 @@ import torch
 
 # Rows of the columns.
 ROW, TABLE, REGION, IS_CHOSEN = range(4)
-# What the newest position scores, and how much less the one before it: beyond every product, and
-# exact in float32 for up to 127 of them.
+# Score of the newest position, and its difference to the one before: larger than every product,
+# and exact in float32 for up to 127 positions.
 NEWEST, OLDER = 2.0**127, 2.0**120
 
 
@@ -39,11 +38,11 @@ def score_keys(
     recent: int,
     most: int,
 ) -> torch.Tensor:
-    """Scores of the positions that a choice is made among, float32 [C, Hkv, S].
+    """Returns the scores of the positions to choose from, float32 [C, Hkv, S].
 
-    q . k in float32, summed over the query heads of a KV head: products with one key are the
-    product with their sum. The `recent` newest positions score more than all others, the newest
-    most; the first `sink` and those past the context -inf, whatever memory holds there.
+    A score is q . k in float32, summed over the query heads of a KV head, which is the product with
+    the sum of queries. The `recent` newest positions score more than all others, the newest most.
+    The first `sink` positions and those past the context score -inf.
 
     Args:
         most: bound of the contexts; S is at least that.
@@ -78,7 +77,7 @@ def gather_chosen(
     sink: int,
     blocks: int,
 ) -> None:
-    """Copies keys and values of the sink, then of `positions`, to the regions' first entries."""
+    """Copies keys and values of the sink and of `positions` to the regions' first entries."""
     size, heads = pages.shape[1:3]
     every = torch.arange(heads, device=pages.device)[:, None]
     for c, (table, region) in enumerate(columns[TABLE : REGION + 1].T.tolist()):
@@ -92,10 +91,10 @@ def gather_chosen(
 def append_to_tail(
     # per layer, as `pages` and `pool` above
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    # int32 [4, n] that grew
+    # int32 [4, n] of requests with new tokens
     columns: torch.Tensor,
     lens: torch.Tensor,
-    # int64 [regions]: context tokens that a region has taken in, and the entry that the next one
+    # int64 [regions]: context tokens that a region has seen, and the entry that the next token
     # replaces
     covered: torch.Tensor,
     tails: torch.Tensor,
@@ -103,8 +102,7 @@ def append_to_tail(
     *,
     blocks: int,
 ) -> None:
-    """Replaces the tails of regions by the tokens that they have not taken in, in all layers; does
-    not count them."""
+    """Replaces the tails of regions by new tokens in all layers; does not count them."""
     for row, table, region in columns[:IS_CHOSEN].T.tolist():
         positions = torch.arange(int(covered[region]), int(lens[row]), device=lens.device)
         for pages, pool in layers:
@@ -125,7 +123,7 @@ def count_tokens(
     *,
     budget: int,
 ) -> None:
-    """Regions cover their contexts: tails begin again where a choice is made."""
+    """Counts new tokens of regions. Tails begin again in regions with new choices."""
     for row, _, region, is_chosen in columns.T.tolist():
         new = int(lens[row]) - int(covered[region])
         tails[region] = budget - 1 if is_chosen else tails[region] - new

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial caches on a device: keys scored, chosen tokens gathered, new ones taken in.
+"""Partial caches on a device: score keys, gather chosen tokens, append new ones.
 
-`partial_cache` has the same in torch, and says what the columns are. A layer's choice for all
-requests is one launch that scores, torch's top-k, and one launch that gathers; what regions take in
-between choices is one launch for all requests and layers. Which of equal scores is chosen is up to
-the top-k.
+`partial_cache` is the reference and describes the columns. A layer's choice for all requests takes
+a launch that scores, torch's top-k, and a launch that gathers. Appending new tokens takes one
+launch for all requests and layers. The top-k decides between equal scores.
 
-The top-k is torch's: of a hundred thousand scores it takes several passes over the whole grid, each
-of which is a launch of its own, and a kernel in Triton would be no different.
+The top-k is torch's: for a hundred thousand scores it makes several passes over the whole grid, one
+launch each, which a Triton kernel would need too.
 
-Order without races: every program writes entries of one region that no other program writes, of the
-pool alone, and reads what no program of the launch writes.
+There are no races: a program writes only its own entries of a region of the pool, and reads nothing
+that the launch writes.
 
 Letters: as in `partial_cache`.
 """
@@ -24,7 +23,7 @@ import triton.language as tl
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 from vllm_specplug.kernels.partial_cache import NEWEST, OLDER
 
-# Positions of a program that scores, entries of one that gathers, regions of one that counts.
+# Positions, entries and regions per program of the kernels that score, gather and count.
 _SCORED, _GATHERED, _COUNTED = 64, 16, 64
 
 
@@ -134,7 +133,7 @@ def _gather_chosen_kernel(
     region = tl.load(columns + 2 * columns_stride + choice).to(tl.int64)
     chosen = positions + (choice * num_heads + head) * (budget - sink) + entry - sink
     at = tl.load(chosen, mask=inside & (entry >= sink), other=0)
-    # A context has more tokens than a region; where it had not, others' pages are not followed.
+    # A context has more tokens than a region. Otherwise no pages of others must be followed.
     at = tl.minimum(tl.where(entry < sink, entry, at), tl.load(lens + row) - 1)
     page = tl.load(block_table + table * table_stride + at // PAGE, mask=inside, other=0)
     source = page.to(tl.int64) * page_block + at % PAGE * page_token + head * page_head
@@ -226,7 +225,7 @@ def _count_tokens_kernel(
     tl.store(covered + region, end, mask=inside)
 
 
-# Copies are of bits: one integer type a size serves every dtype.
+# Copies are of bits: one integer type per size serves every dtype.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 _ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 

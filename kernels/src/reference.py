@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Readable torch versions of the kernels: the oracle on every device, and the fallback on the CPU.
+"""Torch versions of the kernels: the reference on every device, and the fallback on the CPU.
 
 They read lengths on the host, so on a GPU they synchronise and cannot be captured in a graph.
 """
@@ -17,7 +17,7 @@ from .metadata import TreeAttnMetadata
 
 
 class KvLayout(Protocol):
-    """How tokens are read from a cache: `CpuKvLayout`, or `PagedKvLayout`."""
+    """How tokens are read from a cache: `CpuKvLayout` or `PagedKvLayout`."""
 
     @property
     def block_size(self) -> int: ...
@@ -25,11 +25,11 @@ class KvLayout(Protocol):
     def gather(
         self, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the given slots [L], each [L, Hkv, Dh]."""
+        """Returns K and V of the given slots [L], each [L, Hkv, Dh]."""
 
 
 class PagedKvLayout:
-    """Caches [num_blocks, block_size, Hkv, Dh] of any strides: those of `cuda_contract`."""
+    """The caches of `cuda_contract`, [num_blocks, block_size, Hkv, Dh] with any strides."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -39,7 +39,7 @@ class PagedKvLayout:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `KvLayout`."""
         at = slots // self.block_size, slots % self.block_size
-        if key_cache.element_size() == 1:  # torch does not index every number of 8 bits
+        if key_cache.element_size() == 1:  # torch cannot index all 8-bit dtypes
             key, value = (c.view(torch.uint8)[at].view(c.dtype) for c in (key_cache, value_cache))
             return key, value
         return key_cache[at], value_cache[at]
@@ -67,7 +67,7 @@ def tree_attn_reference(
         if rows == 0:
             continue
         cached = context if tail_key is not None else context + rows
-        # The root sees furthest back; what lies before may be gone.
+        # The root attends the earliest position. Earlier pages may be freed.
         begin = max(0, context - features.window + 1) if features.window else 0
         k, v = _cached(
             meta, request, range(begin, cached), key_cache, value_cache, layout, features
@@ -162,8 +162,9 @@ def dense_attention(
     # [n, L] positions between row and key; read for ALiBi
     distance: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention and its log-sum-exp: float32 [n, Hq, Dh] and [n, Hq]; rows without keys are zero
-    with a log-sum-exp of -inf. float64 for a float64 query. The window is left to the mask."""
+    """Returns attention and its log-sum-exp, float32 [n, Hq, Dh] and [n, Hq], or float64 for a
+    float64 query. Rows without keys are zero with a log-sum-exp of -inf. The mask must include the
+    window."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     k = key.to(wide).repeat_interleave(group_size, dim=1)
     v = value.to(wide).repeat_interleave(group_size, dim=1)
@@ -193,8 +194,8 @@ def _cached(
     layout: KvLayout,
     features: AttnFeatures = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of a request's `slots`, each [len(slots), Hkv, Dh], times the scales of a cache on
-    CUDA."""
+    """Returns K and V of a request's `slots`, each [len(slots), Hkv, Dh], times the scales of a
+    cache on CUDA."""
     size = layout.block_size
     positions = torch.arange(slots.start, slots.stop, device=meta.block_table.device)
     blocks = meta.block_table[request].long()[positions // size]
@@ -209,10 +210,11 @@ def _cached(
 
 
 def _own_rows(meta: TreeAttnMetadata, first: int, rows: int) -> torch.Tensor | bool:
-    """bool [rows, rows]: which rows of its tree, the mask rows from `first` on, a row attends."""
+    """Returns bool [rows, rows]: the rows of its tree (mask rows from `first` on) that a row
+    attends."""
     if meta.mask_kind == "full":
         return True
-    # Buffers for the words may not be filled where a kernel reads the parents.
+    # The buffer of words may be unused if a kernel reads the parents.
     if meta.parent_rows is not None:
         return ancestor_mask(meta.parent_rows[first : first + rows])
     assert meta.mask_words is not None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lies between the matrix products of a draft layer, on a handful of rows.
+"""The operators between the matrix products of a draft layer, for a few rows.
 
-Composed of torch's operators, the norms alone take an eighth of a small head's draft on a CPU core,
-and on a GPU launches are what a draft takes. There `row_ops_triton` has a kernel for each function.
-Results are rounded once, where torch's compositions round in between.
+With torch's operators, the norms take an eighth of a small head's draft on a CPU core, and launches
+dominate a draft on a GPU, for which `row_ops_triton` has a kernel per function. Results are rounded
+once, while compositions of torch's operators also round in between.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _has_kernel(x: torch.Tensor) -> bool:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, size: int = 0) -> torch.Tensor:
-    """Root-mean-square norm of x [T, N], times weight [N]; each `size` numbers of a row alone
-    where it is given."""
+    """Returns the root-mean-square norm of x [T, N], or of each `size` numbers of a row if given,
+    times weight [N]."""
     size = size or x.shape[-1]
     if _has_kernel(x):
         from .row_ops_triton import rms_norm_triton
@@ -46,7 +46,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, size: int = 0) -
 def add_rms_norm(
     x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x + delta [T, N], and its norm times weight [N]."""
+    """Returns x + delta [T, N], and its norm times weight [N]."""
     if _has_kernel(x):
         from .row_ops_triton import add_rms_norm_triton
 
@@ -62,7 +62,7 @@ def add_rms_norm(
 def rotate_heads(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Turns the two halves of x [T, heads, Dh] by the angles of positions [T].
+    """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T].
 
     Args:
         cos: [P, Dh], the cosines of both halves.
@@ -106,7 +106,7 @@ def norm_rotate_heads(
 
 
 def gated_silu(x: torch.Tensor) -> torch.Tensor:
-    """SiLU of the first half of x [T, 2I] times its second half, [T, I]."""
+    """Returns SiLU of the first half of x [T, 2I] times its second half, [T, I]."""
     if _has_kernel(x):
         from .row_ops_triton import gated_silu_triton
 
@@ -120,7 +120,8 @@ def gated_silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def round_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, N] divided by its rows' largest magnitude / 448, in e4m3, and these scales [T, 1]."""
+    """Returns x [T, N] divided by its rows' largest magnitude / 448, in e4m3, and these scales [T,
+    1]."""
     if _has_kernel(x):
         from .row_ops_triton import round_rows_triton
 

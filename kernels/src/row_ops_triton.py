@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`row_ops` on a device, each in one launch.
 
-Composed of torch's operators, a layer with normed heads takes 22 launches between its matrix
-products and its attention; here it takes 4: heads, sum and norm, gate, sum and norm. Sums and
-statistics are float32, and what is written is rounded once; a norm is that of the rounded sum.
+With torch's operators, a layer with normed heads takes 22 launches in addition to its matrix
+products and attention; here it takes 4: heads, sum and norm, gate, sum and norm. Sums and
+statistics are float32, and results are rounded once. A norm uses the rounded sum.
 
 Letters: T rows, N numbers of a row, Dh head size, P positions of the rotary tables.
 """
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Numbers of a program: heads of one row, and columns of a gate.
+# Numbers per program, of heads of a row and of columns of a gate.
 _HEAD_NUMBERS, _COLUMNS = 1024, 1024
 
 
@@ -42,7 +42,7 @@ def _norm_rows_kernel(
     inside = i < SIZE
     to = (row * tl.num_programs(1) + part) * SIZE + i
     i += part * SIZE
-    # Asked for before the sum, which whatever follows it waits for.
+    # Loaded before the sum, for which all later operations wait.
     weights = tl.load(weight + i, mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
@@ -86,7 +86,7 @@ def _norm_rotate_kernel(
     s = tl.load(sin + angle, mask=is_turned, other=0.0).to(tl.float32)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     inside = (head < num_heads) & (dim < HEAD_DIM)[None, :]
-    # What is not turned is its own partner, times 0.
+    # Numbers that are not rotated are their own partner, times 0.
     partner = tl.where(is_turned, (dim + TURNED // 2) % TURNED, dim)
     at = x + row * x_row + head * x_head
     value = tl.load(at + dim[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -140,16 +140,17 @@ def _round_rows_kernel(
     i = tl.arange(0, BLOCK)
     inside = i < SIZE
     value = tl.load(x + row * x_row + i, mask=inside, other=0.0).to(tl.float32)
-    # Of a row of zeros any scale is right.
+    # Any scale is correct for a row of zeros.
     scale = tl.maximum(tl.max(tl.abs(value), 0), 1e-20) / LARGEST
-    # Division may round past the largest number, and past that e4m3 has none.
+    # Division may round past the largest number of e4m3.
     rounded = tl.clamp(value / scale, -LARGEST, LARGEST)
     tl.store(output + row * SIZE + i, rounded.to(output.dtype.element_ty), mask=inside)
     tl.store(scales + row, scale)
 
 
 def round_rows_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, N] divided by its rows' scales, in e4m3, and the scales float32 [T, 1]. Graph safe."""
+    """Returns x [T, N] divided by its rows' scales, in e4m3, and the scales float32 [T, 1]. Graph
+    safe."""
     rows, size = x.shape
     x = _side_by_side(x)
     output = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
@@ -208,8 +209,8 @@ def norm_rotate_triton(
     positions: torch.Tensor,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """`row_ops.norm_rotate_heads`, without the norm where there is no weight. Graph safe; positions
-    outside the tables are cut to them."""
+    """`row_ops.norm_rotate_heads`, without the norm if there is no weight. Graph safe. Positions
+    are clamped to the tables."""
     rows, heads, head_dim = x.shape
     turned = cos.shape[1]
     assert cos.shape == sin.shape and turned <= head_dim and turned % 2 == 0, (cos.shape, sin.shape)

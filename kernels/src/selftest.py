@@ -22,7 +22,7 @@ def self_test(seed: int = 0) -> str:
     """Runs random trees and a compaction through the chosen kernels and the torch reference.
 
     Returns:
-        One line: what was compared and the largest difference of each dtype.
+        A line with the comparisons and the largest difference of each dtype.
 
     Raises:
         RuntimeError: if the kernels disagree with the reference.

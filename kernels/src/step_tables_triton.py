@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables of a step in one launch each: what the host learns of it and of its trees, and what
-drafting begins with.
+"""Tables of a step in one launch each: its results and trees for the host, and inputs of drafting.
 
-The readable versions are tensor code: `step_table` and `trees_table` of `vllm_v2.host_step`, and
-`vllm_v2.draft_inputs`. Sources may be of int32 or int64; another type of a source makes a variant,
-and nothing else does.
+The references are tensor code: `step_table` and `trees_table` of `vllm_v2.host_step`, and
+`vllm_v2.draft_inputs`. Sources may be int32 or int64; only their types make variants.
 
 Letters: R requests, S request slots, N nodes of a tree at most, W tokens of a step at most, C
 branches, L tokens of a branch at most.
@@ -17,9 +15,9 @@ import triton
 import triton.language as tl
 
 _COLUMNS = 256
-"""Columns at a time: as many tokens, path rows or nodes as most steps have."""
+"""Columns per iteration: most steps have no more tokens, path rows or nodes."""
 _REQUESTS = 128
-"""Requests of a program of `_draft_inputs_kernel`."""
+"""Requests per program of `_draft_inputs_kernel`."""
 
 Trees = tuple[torch.Tensor, ...]
 """Token ids, parents, depths and scores [R, N], and counts [R]."""
@@ -44,10 +42,10 @@ def _step_table_kernel(
     sampled,
     # [S, token_stride]
     token_ids,
-    # [R], and [R, num_paths]; not looked at where `num_paths` is 0
+    # [R], and [R, num_paths]; not read if `num_paths` is 0
     lengths,
     path_rows,
-    # [R, 4 + width], and 1 + num_paths more with a walk, int32, written
+    # int32 [R, 4 + width], and 1 + num_paths more columns with a walk; written
     table,
     token_stride,
     width,
@@ -71,7 +69,7 @@ def _step_table_kernel(
     for begin in range(0, width, BLOCK):
         column = begin + tl.arange(0, BLOCK)
         inside = column < width
-        # In front of the first token there is none.
+        # There is no token before the first one.
         position = tl.maximum(total - width + column, 0)
         token = tl.load(token_ids + position, mask=inside, other=0)
         tl.store(out + column, token.to(tl.int32), mask=inside)
@@ -102,11 +100,11 @@ def step_table_triton(
     """`host_step.step_table`. No host synchronisation.
 
     Args:
-        walk: lengths and rows of the paths; None in a step without drafts.
+        walk: lengths and rows of the paths; None for a step without drafts.
         width: W.
     """
     num_reqs = len(slots)
-    # Without a walk pointers of the same types, or there would be two variants.
+    # Without a walk, pointers of the same types avoid a second variant.
     lengths, path_rows = (totals, slots) if walk is None else walk
     num_paths = 0 if walk is None else path_rows.shape[1]
     columns = 4 + (walk is not None) + width + num_paths
@@ -121,7 +119,7 @@ def step_table_triton(
 
 @triton.jit
 def _pack_tree(out, token_ids, parents, depths, scores, count, num_nodes, BLOCK: tl.constexpr):
-    """One tree's `drafting.device_levels.packed_trees`."""
+    """`drafting.device_levels.packed_trees` of one tree."""
     tl.store(out, count.to(tl.int32))
     for begin in range(0, num_nodes, BLOCK):
         node = begin + tl.arange(0, BLOCK)
@@ -150,13 +148,13 @@ def _pack_tree(out, token_ids, parents, depths, scores, count, num_nodes, BLOCK:
 def _trees_table_kernel(
     # [R]
     room,
-    # [R, num_nodes] each, the scores of float32, and [R]
+    # [R, num_nodes] each, scores in float32, and [R]
     token_ids,
     parents,
     depths,
     scores,
     counts,
-    # [R, num_lookup] each, and [R]; not looked at where `num_lookup` is 0
+    # [R, num_lookup] each, and [R]; not read if `num_lookup` is 0
     alone_ids,
     alone_parents,
     alone_depths,
@@ -222,12 +220,12 @@ def trees_table_triton(
     """`host_step.trees_table`. No host synchronisation.
 
     Args:
-        trees: with rows of any stride; those of branches only lie one after the other.
+        trees: rows may have any stride; lookup-only trees are contiguous.
     """
     num_reqs, num_nodes = trees[0].shape
     *matrices, counts = trees
     num_lookup = 0 if lookup_only is None else lookup_only[0].shape[1]
-    # Where there are none: pointers of the same types, or there would be variants.
+    # Without them, pointers of the same types avoid variants.
     sizes = branches = trees[1]
     num_branches, num_tokens = 0, 0
     if found is not None:
@@ -239,7 +237,7 @@ def trees_table_triton(
     table = torch.empty((num_reqs, columns), dtype=torch.int32, device=counts.device)
     if num_reqs:
         for matrix in matrices:
-            # The stride of a single column says nothing.
+            # The stride of a single column is undefined.
             assert num_nodes == 1 or matrix.stride(1) == 1, matrix.stride()
         for part in (*(lookup_only or ()), *(found or ())):
             assert part.is_contiguous(), part.stride()
@@ -264,7 +262,7 @@ def _draft_inputs_kernel(
     totals,
     # [R]
     sampled,
-    # [S, last_stride], of which the first column is looked at
+    # [S, last_stride], of which the first column is read
     last_sampled,
     # [4, R] int32; see `draft_inputs`
     limits,
@@ -310,10 +308,10 @@ def draft_inputs_triton(
     # [4, R] int32
     limits: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """The fields of `vllm_v2.draft_inputs.DraftInputs`. No host synchronisation."""
+    """Returns the fields of `vllm_v2.draft_inputs.DraftInputs`. No host synchronisation."""
     num_reqs, device = len(slots), slots.device
     anchors = torch.empty(num_reqs, dtype=torch.int64, device=device)
-    # Rows start at multiples of 16 bytes, as tensors of their own would.
+    # Rows start at multiples of 16 bytes, as separate tensors do.
     stride = triton.cdiv(num_reqs, 4) * 4
     numbers = torch.empty((6, stride), dtype=torch.int32, device=device)
     if num_reqs:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step's trees on the device: walked down, what they commit, kept for the next step.
+"""A step's trees on the device: the walk, its commits, and trees for the next step.
 
-`tree.step_trees` has the readable versions, in tensor code: dozens of launches, where these
-are one each. A program has one request; no argument but the size of a block makes a variant.
+`tree.step_trees` has the references in tensor code, which take dozens of launches instead of one.
+A program has one request. Only the block size makes variants.
 
-Letters: R requests, N nodes of a tree at most, M logits rows of the step (of each request one root,
+Letters: R requests, N nodes of a tree at most, M logits rows of the step (of each request a root,
 then its scheduled nodes), T rows of the forward, S request slots.
 """
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 MOST_ENDS = 128
-"""Tokens that end a request, at most."""
+"""Limit of the tokens that end a request."""
 
 
 def _block(rows: int) -> int:
@@ -30,10 +30,10 @@ def _block(rows: int) -> int:
     ],
 )  # fmt: skip
 def _walk_kernel(
-    # [M] the target's sample at every row, and the token of every row; roots' are not looked at
+    # [M] the target's sample at every row, and the token of every row; those of roots are not read
     samples,
     token_ids,
-    # [M] int32: row of the parent; negative for roots and for what no walk may reach
+    # [M] int32: row of the parent; negative for roots and unreachable rows
     parent_rows,
     # [R + 1] int32: first row of each tree
     starts,
@@ -76,7 +76,7 @@ def _walk_kernel(
         depth += 1
     tl.store(lengths + request, depth - 1)
     inside = row < max_rows
-    # Past its end the path is the root.
+    # Past its end the path has the root.
     tl.store(path_rows + request * max_rows + row, start + path, mask=inside)
     token = tl.load(samples + start + path, mask=inside)
     tl.store(emitted + request * max_rows + row, token, mask=inside)
@@ -101,17 +101,17 @@ def walk_trees_triton(
     """Walks R trees at once, each while the target's sample is a child. No host synchronisation.
 
     Args:
-        samples: the target's next token at every row; those of rows not visited are not looked at.
+        samples: the target's next token at every row; only those of visited rows are read.
         token_ids: token of every row; anything at roots.
-        parent_rows: row of each row's parent, negative at roots and at rows out of reach.
+        parent_rows: row of each row's parent, negative for roots and unreachable rows.
         starts: first row of each tree, and M.
         max_rows: N + 1.
-        slots: of the requests; with `ends`.
-        ends: tokens that end each slot's request, none of which is accepted.
+        slots: slots of the requests; only with `ends`.
+        ends: tokens that end each slot's request, which are not accepted.
 
     Returns:
-        Emitted tokens and rows of the path, int64 [R, N + 1], past its end the root's; how many
-        nodes are accepted, int32 [R], and which, int32 [R, N], -1 past the end.
+        Emitted tokens and rows of the path, int64 [R, N + 1], with the root's past its end; the
+        number of accepted nodes, int32 [R], and the nodes, int32 [R, N], -1 past the end.
     """
     num_reqs, device = len(starts) - 1, samples.device
     emitted = torch.empty((num_reqs, max_rows), dtype=torch.int64, device=device)
@@ -119,7 +119,7 @@ def walk_trees_triton(
     nodes = torch.empty((num_reqs, max_rows - 1), dtype=torch.int32, device=device)
     lengths = torch.empty(num_reqs, dtype=torch.int32, device=device)
     if slots is None or ends is None:
-        # No end is read.
+        # Ends are not read.
         slots, ends = path_rows, path_rows[:, :0]
     assert ends.shape[1] <= MOST_ENDS, ends.shape
     if num_reqs:
@@ -146,7 +146,7 @@ def _commit_kernel(
     query_rows,
     # [R] int32: tokens before the root
     contexts,
-    # [R, N + 1] int64, and [R] int32: the walk's
+    # [R, N + 1] int64, and [R] int32, from the walk
     path_rows,
     lengths,
     # [T] each
@@ -166,7 +166,7 @@ def _commit_kernel(
     request = tl.program_id(0).to(tl.int64)
     start = tl.load(starts + request)
     next_start = tl.load(starts + request + 1)
-    # A request's logits rows are the last of its rows.
+    # A request's logits rows are its last rows.
     root = tl.load(query_rows + start)
     first = tl.load(query_rows + start - 1, mask=request > 0, other=-1) + 1
     end = tl.load(query_rows + next_start - 1) + 1
@@ -216,7 +216,7 @@ def committed_rows_triton(
     return computed, slots, linear, last
 
 
-# Rows at a time: a step of few trees has as many, a chunk of a prompt some more.
+# Rows per iteration: enough for a step of few trees; a prompt chunk takes several.
 _COMMITTED = 512
 
 
@@ -231,17 +231,17 @@ def _put_kernel(
     # [R] each
     slots,
     root_positions,
-    # [R, N] each; anything past the counts
+    # [R, N] each; undefined past the counts
     token_ids,
     parents,
-    # [R] each; the fewer are kept
+    # [R] each; the minimum is kept
     counts,
     room,
     # [R, N]
     scores,
     # [R, N] int64, written
     legal_ids,
-    # [S, N] int32, int32, float32, and [S] int32: those of the slots are written
+    # [S, N] int32, int32, float32, and [S] int32; rows of the slots are written
     kept_parents,
     kept_depths,
     kept_scores,
@@ -266,7 +266,7 @@ def _put_kernel(
     count = tl.minimum(count, tl.load(room + request).to(tl.int32))
     broken = (node >= count) | (given != token)
     broken = broken | (parent < -1) | (parent >= node)
-    # Of an earlier sibling with the same token.
+    # Whether an earlier sibling has the same token.
     key = (parent.to(tl.int64) << 32) | token
     for begin in range(0, num_nodes, OTHERS):
         other = begin + tl.arange(0, OTHERS)
@@ -278,7 +278,7 @@ def _put_kernel(
         its = (above.to(tl.int64) << 32) | its
         repeats = (key[:, None] == its[None, :]) & (other[None, :] < node[:, None])
         broken = broken | (tl.max(repeats.to(tl.int32), 1) > 0)
-    # Nodes below the root, broken ones among them, stand above themselves.
+    # Children of the root and malformed nodes are their own parents.
     is_deep = (broken == 0) & (parent >= 0)
     above = tl.where(is_deep, parent, node)
     depth = is_deep.to(tl.int32)
@@ -311,18 +311,18 @@ def put_trees_triton(
     # [R]
     room: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Keeps one tree per slot, without what breaks a rule; see `TreeStore.put`. No host
+    """Stores one tree per slot without malformed nodes; see `TreeStore.put`. No host
     synchronisation.
 
     Returns:
-        Token ids int64 [R, N], all of them in the vocabulary.
+        Token ids int64 [R, N], all in the vocabulary.
     """
     num_reqs, num_nodes = token_ids.shape
     legal_ids = torch.empty((num_reqs, num_nodes), dtype=torch.int64, device=token_ids.device)
     if not num_reqs:
         return legal_ids
     for matrix in (token_ids, parents, scores):
-        # The stride of a single column says nothing.
+        # The stride of a single column is undefined.
         assert num_nodes == 1 or matrix.stride(1) == 1, matrix.stride()
     nodes = _block(num_nodes)
     _put_kernel[(num_reqs,)](
@@ -330,7 +330,7 @@ def put_trees_triton(
         (counts if room is None else room).contiguous(), scores, legal_ids, *kept, num_nodes,
         vocab_size,
         token_ids.stride(0), parents.stride(0), scores.stride(0), NODES=nodes,
-        # Of doubling: the last node may be as deep as there are nodes.
+        # Doubling rounds: a node may be as deep as there are nodes.
         ROUNDS=nodes.bit_length() - 1,
         OTHERS=16,
         num_warps=4,
@@ -392,7 +392,7 @@ def attach_trees_triton(
     contexts: torch.Tensor,
     num_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Parent rows and depths int32 [M], and rows above int64 [M], of a step's requests; see
+    """Returns parent rows and depths int32 [M], and rows above int64 [M], of a step's requests; see
     `step_trees.StepTrees`. No host synchronisation."""
     num_nodes, device = kept_parents.shape[1], slots.device
     parent_rows = torch.empty(num_rows, dtype=torch.int32, device=device)
@@ -441,7 +441,7 @@ def set_positions_triton(
     positions: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """Writes each logits row's position, its root's plus its depth. No host synchronisation."""
+    """Writes each logits row's position: its root's plus its depth. No host synchronisation."""
     if len(query_rows):
         _positions_kernel[(len(contexts),)](
             starts, contexts, depths, query_rows, positions, ROWS=_block(max_rows), num_warps=4
@@ -479,14 +479,14 @@ def _plan_kernel(
     tl.store(plan + request, request)
     tl.store(plan + num_requests + request, first)
     tl.store(plan + 2 * num_requests + request, count)
-    # Not negative in a capture, where vLLM's lengths may be shorter than its rows.
+    # In a capture vLLM's lengths may be shorter than its rows.
     context = tl.maximum(tl.load(seq_lens + request) - count, 0)
     tl.store(plan + 3 * num_requests + request, context)
     tl.store(plan + 4 * num_requests + request, first)
     has_tree = request < num_trees
     tree = tl.load(tree_starts + request, mask=has_tree, other=0)
     tree_rows = tl.load(tree_starts + request + 1, mask=has_tree, other=0) - tree
-    # A chain that ends in the root, and the tree below it.
+    # A chain up to the root, and the tree below it.
     root = count - tree_rows
     for begin in range(0, count, BLOCK):
         row = begin + tl.arange(0, BLOCK)

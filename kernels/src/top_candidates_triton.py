@@ -151,8 +151,8 @@ def top_candidates_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`local_tree.top_candidates` of up to MOST_CANDIDATES, no more than V; graph safe.
 
-    As in the compiled one of the host, NaN and -inf are never candidates: a row with too few
-    others ends with id 0 at -inf. All log-probabilities of a row with +inf are NaN.
+    As on the host, NaN and -inf are never candidates: a row with too few others ends with id 0 at
+    -inf. All log-probabilities of a row with +inf are NaN.
     """
     rows, vocab = logits.shape
     assert 1 <= count <= min(vocab, MOST_CANDIDATES), (count, vocab)
@@ -169,7 +169,7 @@ def top_candidates_triton(
     part_values = torch.empty((rows, parts, count), dtype=torch.float32, device=device)
     part_ids = torch.empty((rows, parts, count), dtype=torch.int32, device=device)
     part_lse = torch.empty((rows, parts), dtype=torch.float32, device=device)
-    # The stride of a single row is whatever made it.
+    # The stride of a single row is undefined.
     row_stride = logits.stride(0) if rows > 1 else vocab
     _part_candidates_kernel[(rows, parts)](
         logits, row_stride, vocab, part_values, part_ids, part_lse, count, part_chunks, parts,

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention on vLLM's FlashAttention: it reads the context, a Triton kernel the tree.
+"""Tree attention with vLLM's FlashAttention for the context, and a Triton kernel for the tree.
 
-Every row of a tree attends the whole context, so that this part needs no mask:
+Every row of a tree attends the whole context, so this part needs no mask: it is
 `flash_attn_varlen_func` without causality, with its splits per sequence, its packing of query heads
-and its code for each architecture. The tail kernel takes its output and log-sum-exp l as the state
-of the online softmax,
+and its code for each architecture. The tail kernel starts with its output and log-sum-exp l as
+state of the online softmax,
 
     o = (exp(l - m) o_context + sum_j exp(s_j - m) v_j) / (exp(l - m) + sum_j exp(s_j - m)),
 
-over the tree's own columns j, at most 257, with m the maximum of l and all s_j. Two launches, and
-no buffer besides the context's output.
+over the tree's own columns j, at most 257, with m the maximum of l and all s_j. This takes two
+launches and a buffer for the context's output.
 
-Soft caps are FlashAttention's own, and sinks a column more of the tail. Layers with a window or
-slopes go to the Triton kernel whole: rows of unequal depth look back from positions of their own,
-and FlashAttention only knows a row's position by its number. So do layers with a quantised cache,
-whose queries FlashAttention would want quantised.
+FlashAttention applies soft caps, and the tail treats sinks as another column. Layers with a window
+or slopes use only the Triton kernel, because rows of unequal depth have different positions, which
+FlashAttention derives from row numbers. So do layers with a quantised cache, for which
+FlashAttention needs quantised queries.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_HEAD_DIM = 256
 
 
 def unsupported_reason(head_dim: int, dtype: torch.dtype, block_size: int) -> str | None:
-    """Why FlashAttention does not take a cache; None when it does."""
+    """Returns why FlashAttention does not support a cache, or None."""
     if dtype not in _DTYPES:
         return f"dtype {dtype}"
     if head_dim > MAX_HEAD_DIM or head_dim % 8:
@@ -49,7 +49,7 @@ def unsupported_reason(head_dim: int, dtype: torch.dtype, block_size: int) -> st
 
 
 def reads_context(kind: FeatureKind) -> bool:
-    """Whether FlashAttention attends the context of such layers."""
+    """Whether FlashAttention computes the context of such layers."""
     return not (kind.window or kind.alibi or kind.quantised_cache)
 
 
@@ -57,7 +57,8 @@ def reads_context(kind: FeatureKind) -> bool:
 def context_attention(
     head_dim: int, capped: bool = False
 ) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """vLLM's FlashAttention, in the version that it takes on this device; for `capped` logits."""
+    """Returns vLLM's FlashAttention in its version for this device, optionally for `capped`
+    logits."""
     from vllm.v1.attention.backends.fa_utils import (
         flash_attn_varlen_func,
         get_flash_attn_version,
@@ -75,7 +76,8 @@ def context_attention(
 
 @cache
 def context_scheduler(head_dim: int, capped: bool = False) -> Callable[..., torch.Tensor] | None:
-    """vLLM's `get_scheduler_metadata` where `context_attention` takes its result; else None."""
+    """Returns vLLM's `get_scheduler_metadata` if `context_attention` supports its result, or
+    None."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
     if get_flash_attn_version(head_size=head_dim, requires_softcap=capped) != 3:
@@ -88,8 +90,8 @@ def context_scheduler(head_dim: int, capped: bool = False) -> Callable[..., torc
 def _schedule(
     query: torch.Tensor, key_cache: torch.Tensor, meta: TreeAttnMetadata, capped: bool, splits: int
 ) -> torch.Tensor | None:
-    """FlashAttention's schedule of the contexts, made by the first layer of a step for all of its
-    shape. Without it, every layer launches the kernel that makes it."""
+    """Returns FlashAttention's schedule of the contexts, which the first layer of a step makes for
+    all layers of its shape. Without it, every layer launches the kernel that makes it."""
     num_heads, head_dim = query.shape[1:]
     scheduler = context_scheduler(head_dim, capped)
     if scheduler is None:
@@ -132,9 +134,9 @@ def tree_attn_flash(
     features: AttnFeatures = PLAIN,
     context_splits: int = 0,
 ) -> None:
-    """Tree attention as `cuda_contract` states it; trees that lie apart (beside chunks of
-    prompts, and draft blocks) go to the Triton kernel whole. `context_splits` overrides what
-    FlashAttention chooses, for measurements; FA2 only takes 1."""
+    """Tree attention by `cuda_contract`. Trees that are not adjacent (with prompt chunks between
+    them, and draft blocks) use only the Triton kernel. `context_splits` overrides FlashAttention's
+    choice, for measurements; FA2 supports only 1."""
     prefix = None
     if meta.query_starts is not None and meta.max_rows > 0 and reads_context(features.kind):
         capped = bool(features.soft_cap)
@@ -151,8 +153,8 @@ def tree_attn_flash(
             max_seqlen_q=meta.max_rows,
             cu_seqlens_q=meta.query_starts,
             seqused_k=meta.plan[PLAN_CONTEXT],
-            # Also where no tree has a context: a further variant of the tail would have to be
-            # warmed up.
+            # Also if no tree has a context: otherwise another variant of the tail would need
+            # warmup.
             max_seqlen_k=max(1, meta.max_context),
             softmax_scale=scale,
             causal=False,

@@ -6,7 +6,7 @@ them. Trees are split by their length, see `tree_parts_triton`; a second kernel 
 Only the tree's own columns use the ancestor words; the context has no mask.
 
 Letters: T query rows of the step, M tree rows, R trees, Hq/Hkv heads, Dh head size, W 64-bit words
-a mask row.
+per mask row.
 """
 
 from __future__ import annotations
@@ -65,27 +65,27 @@ class TreeAttnConfig:
         if itemsize == 4:
             return cls._of_float32(packed_rows, head_dim)
         if head_dim > 256:
-            # Sixteen rows of outputs are what registers hold; more rows, or a single stage, spill.
+            # Registers hold sixteen rows of outputs; more rows, or a single stage, spill.
             return cls(16, 16, 8, 2)
-        # Few sizes: each is a compilation.
+        # There are few sizes, because each is compiled.
         block_m = 16 if packed_rows <= 16 else 64 if packed_rows <= 64 else 128
         block_n = 64
         if head_dim > 128 or major < 9:
-            # Ampere's tiles of a wide head: more rows spill even with eight warps.
+            # Tiles of wide heads on Ampere: more rows spill even with eight warps.
             block_m, block_n = min(block_m, 32 if head_dim > 128 and major < 9 else 64), 32
         if (dense or kind.token_scales) and major >= 10:
             block_m = min(block_m, 64)
         if (kind.alibi or kind.token_scales) and major < 9:
-            # Slopes, and scales of tokens, of more rows spill.
+            # With slopes or token scales, more rows spill.
             block_m = min(block_m, 32)
         # K and V of a tile per stage, and the query once.
         padded = triton.next_power_of_2(head_dim)
         stage = 2 * block_n * padded * itemsize
         stages = (shared_memory - block_m * padded * itemsize - 8192) // stage
         # With fewer warps the accumulator spills: a warpgroup of Hopper holds 64 rows, four warps
-        # before it only 32. On Blackwell it lies in registers between two products.
+        # of older devices only 32. On Blackwell it is in registers between two products.
         wide = block_m > (64 if major >= 9 else 32)
-        # A dense tail adds addresses, which spill too: with four warps, and with three stages.
+        # Addresses of a dense tail spill with four warps or three stages.
         if block_m == 64 and dense + kind.token_scales + (head_dim > 128) + (major >= 10) >= 2:
             wide = True
         if block_m == 32 or (kind.quantised_cache and head_dim > 128):
@@ -97,10 +97,10 @@ class TreeAttnConfig:
 
     @classmethod
     def _of_float32(cls, packed_rows: int, head_dim: int) -> TreeAttnConfig:
-        """Tiles whose products lanes make: tensor cores would round factors of 32 bits.
+        """Tiles with products on lanes, because tensor cores would round float32 factors.
 
-        A lane holds a head's numbers of every query row and every key that it multiplies, so few
-        of them. Heads wider than 128 spill all the same. Two stages take the memory of one, at
+        A lane holds a head's numbers of every query row and key that it multiplies, so there are
+        few of them. Heads wider than 128 still spill. Two stages take as much memory as one, at
         most 99,520 bytes, and a single one spills.
         """
         padded = max(16, triton.next_power_of_2(head_dim))
@@ -195,14 +195,14 @@ def tree_attn_triton(
     # [T, Hq, Dh] and [Hq, T] float32
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Tree attention as `cuda_contract` states it. No host synchronisation, graph safe.
+    """Tree attention by `cuda_contract`. No host synchronisation, graph safe.
 
     Args:
         lse: receives the natural logarithm of each row's softmax sum.
         splits: forces the parts of equally long trees.
         prefix: attention over the context and its LSE, if another kernel has computed them without
             sinks. This kernel then reads only the tree's own columns. Rows without a context may
-            hold anything. Not supported with a window, ALiBi or quantised caches.
+            be undefined. Not supported with a window, ALiBi or quantised caches.
     """
     num_heads, head_dim = query.shape[1:]
     num_kv_heads = key_cache.shape[2]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernel of `tree_attn_triton`.
 
-What a layer does beside a scale and a mask (`features.AttnFeatures`) is a variant of it: code and
-arguments of a feature are there only where a layer has it. Letters as in `tree_attn_triton`.
+Features of a layer (`features.AttnFeatures`) make variants of it, with code and arguments only for
+these features. Letters as in `tree_attn_triton`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def _attend(
     q, k, v, shown, row_max, row_sum, acc, scale_log2, slope_log2, distance, key_scales,
     value_scales, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the online softmax; `shown` [BLOCK_M, BLOCK_N] is read when MASKED, `distance`
-    where there are slopes [BLOCK_M]. Scales [BLOCK_N] are those of each slot, or None."""
+    """Processes a tile of the online softmax. `shown` [BLOCK_M, BLOCK_N] is read when MASKED,
+    `distance` with slopes [BLOCK_M]. Scales [BLOCK_N] are per slot, or None."""
     scores = tl.dot(q, k, input_precision=PRECISION)
     if key_scales is None:
         scores *= scale_log2
@@ -37,7 +37,7 @@ def _attend(
     if MASKED:
         scores = tl.where(shown, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row may see nothing of its first tile: then its maximum stays -inf, and -inf - -inf is NaN.
+    # If a row attends nothing of its first tile, its maximum stays -inf, and -inf - -inf is NaN.
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])
     decay = tl.exp2(row_max - base)
@@ -51,10 +51,11 @@ def _attend(
 
 @triton.jit
 def _depths(word_at, present, rows):
-    """int32 [N]: how many rows of its own tree each mask row at `word_at` attends, but itself."""
+    """Returns int32 [N]: the number of other rows of its tree that each mask row at `word_at`
+    attends."""
     bits = tl.zeros(word_at.shape, tl.int64)
     for _ in range(0, rows, 64):
-        # Bits in pairs, in fours, in eights, then their sum in the highest eight.
+        # Counts of bits in pairs, in fours, in eights, and their sum in the highest eight.
         x = tl.load(word_at, mask=present, other=0)
         x -= (x >> 1) & 0x5555555555555555
         x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
@@ -69,7 +70,7 @@ def _slot_scales(
     key_scale, value_scale, pages, in_page, head_kv, mask,
     BLOCK: tl.constexpr, TOKEN: tl.constexpr, KEY_HEAD: tl.constexpr, VALUE_HEAD: tl.constexpr,
 ):  # fmt: skip
-    """float32 [N] each: what keys and values of `in_page` [N] of `pages` are multiplied by."""
+    """Returns the factors of keys and values of `in_page` [N] of `pages`, float32 [N] each."""
     at = pages * BLOCK + in_page * TOKEN
     key_at = key_scale + head_kv * KEY_HEAD + at
     value_at = value_scale + head_kv * VALUE_HEAD + at
@@ -82,7 +83,7 @@ def _slot_scales(
     return keys, values
 
 
-# Numbers that change from step to step must not make new variants of the kernel.
+# Arguments that change between steps must not make new variants of the kernel.
 _STEP_NUMBERS = [
     "num_trees",
     "forced_parts",
@@ -128,7 +129,7 @@ def _tree_attn_kernel(
     prefix_lse,
     scale_log2,
     num_trees,
-    # what a launch knows of the schedule when SPLIT, see `part_of_slot`
+    # the schedule of a launch when SPLIT, see `part_of_slot`
     forced_parts,
     resident_ctas,
     extra,
@@ -157,11 +158,11 @@ def _tree_attn_kernel(
     prefix_row,
     prefix_head,
     prefix_lse_head,
-    # [Hq] each, any float dtype; None without
+    # [Hq] each, any float dtype, or None
     sinks,
     alibi_slopes,
-    # float32, one or Hkv values by strides; None where they are 1. Of keys and values also one of
-    # each slot and head, where SCALE_TOKEN is not 0
+    # float32, one or Hkv values by strides; None for 1. If SCALE_TOKEN is not 0, scales of keys and
+    # values are per slot and head
     query_scale,
     key_scale,
     value_scale,
@@ -177,7 +178,7 @@ def _tree_attn_kernel(
     SOFT_CAP: tl.constexpr,
     # whether it matters how far a key is from a row
     NEEDS_POSITIONS: tl.constexpr,
-    # type of the products' factors, to which narrower queries and caches are widened
+    # dtype of the products' factors, to which narrower queries and caches are converted
     COMPUTE: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -254,7 +255,7 @@ def _tree_attn_kernel(
     acc = tl.zeros([BLOCK_M, PADDED_DIM], tl.float32)
     if HAS_PREFIX:
         # Softmax over the context as one column: its output, at the logit of its log-sum-exp.
-        # Nothing is read where there is no context: FlashAttention then gives +inf or nothing.
+        # It is not read without a context: FlashAttention then writes +inf or nothing.
         if context > 0:
             prefix_at = prefix + (row_start + row) * prefix_row + head * prefix_head
             acc = tl.load(prefix_at[:, None] + dims[None, :], mask=in_head[None, :], other=0.0).to(
@@ -263,7 +264,7 @@ def _tree_attn_kernel(
             row_max = tl.load(prefix_lse + head * prefix_lse_head + row_start + row) / LN_2
             row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
     if sinks is not None:
-        # A column of only the first part, or merging would count it again.
+        # A column of the first part only, because merging would count it again.
         sink = tl.load(sinks + head).to(tl.float32) / LN_2
         if SPLIT:
             sink = tl.where(part == 0, sink, float("-inf"))
@@ -276,7 +277,7 @@ def _tree_attn_kernel(
     columns = tl.arange(0, BLOCK_N)
     everything = tl.full([BLOCK_M, BLOCK_N], True, tl.int1)
     if SCALE_TOKEN:
-        # The compiler is to see that all are multiples of a scale's size: else it reads bytes.
+        # Tells the compiler that offsets are multiples of a scale's size; otherwise it reads bytes.
         value_cache = key_cache + VALUE_AT
         key_block = SCALE_BLOCK * 4
         key_token = SCALE_TOKEN * 4
@@ -287,7 +288,7 @@ def _tree_attn_kernel(
     key_base = key_cache + head_kv.to(tl.int64) * key_head
     value_base = value_cache + head_kv.to(tl.int64) * value_head
 
-    # The context of this part: whole tiles first, without any mask, then the part of one.
+    # The context of this part: full tiles without a mask, then a partial tile.
     if WINDOW:
         lowest = tl.maximum(context - WINDOW + 1, 0)
         begin = tl.minimum(lowest // BLOCK_N * BLOCK_N, context)
@@ -297,7 +298,7 @@ def _tree_attn_kernel(
     tail_begin = context * 0
     tail_end = rows
     if SPLIT:
-        # Tiles of the tree are those of its context, then those of its own columns.
+        # A tree has tiles of its context, then tiles of its own columns.
         origin, in_context = context_tiles(context, WINDOW)
         tiles = in_context + tl.cdiv(rows, TILE)
         first_tile = tiles * part // parts
@@ -375,7 +376,7 @@ def _tree_attn_kernel(
         in_page = position % PAGE
         key_at = key_base + pages * key_block + in_page * key_token
         value_at = value_base + pages * value_block + in_page * value_token
-        # Slots past the context may hold anything, NaN too: they are not read.
+        # Slots past the context may be NaN and are not read.
         k = tl.load(
             key_at[None, :] + dims[:, None] * key_dim,
             mask=present[None, :] & in_head[:, None],
@@ -467,7 +468,7 @@ def _tree_attn_kernel(
                 slope_log2, distance, key_scales, value_scales, True, SOFT_CAP, PRECISION,
             )  # fmt: skip
 
-    # A part may hold none of a row's columns: it leaves -inf, and numbers that nobody reads.
+    # A part may have none of a row's columns. It writes -inf, and its output is not read.
     acc = acc / row_sum[:, None]
     if value_scale is not None and not SCALE_TOKEN and not DENSE_TAIL:
         acc = acc * scale_of_values

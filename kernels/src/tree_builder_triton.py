@@ -5,7 +5,7 @@ One warp per request keeps the heap in registers. The next sibling of a popped c
 slot and the first child a new slot, so `budget` + 1 slots are enough. Scores are float64, so that
 paths with equal summands tie as in the other builders.
 
-Letters: B requests, D depths, K candidates a depth, N nodes at most.
+Letters: B requests, D depths, K candidates per depth, N nodes at most.
 """
 
 from __future__ import annotations
@@ -151,12 +151,12 @@ def build_best_first_triton(
 
 
 def _heap_size(num_nodes: int) -> int:
-    """Places for the candidates of a tree of `num_nodes` nodes: few sizes, each a compilation."""
+    """Returns slots for the candidates of a tree of `num_nodes` nodes; each size is compiled."""
     return max(32, triton.next_power_of_2(num_nodes + 1))
 
 
 def warm_up_builder(num_nodes: int, device: torch.device) -> None:
-    """Compiles what trees of up to `num_nodes` nodes take."""
+    """Compiles the kernels for trees of up to `num_nodes` nodes."""
     ids = torch.zeros((1, 1, 1), dtype=torch.int64, device=device)
     log_probs = torch.zeros((1, 1, 1), device=device)
     one = torch.ones(1, dtype=torch.int32, device=device)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-gram branches merged into a head's trees on the device, node for node as the tree package's
-`merge_trees` does.
+"""Merges n-gram branches into a head's trees on the device, with the result of the tree package's
+`merge_trees`.
 
-One program a tree, whose nodes are lanes' registers: each token of a branch is looked for below
-its parent and appended where it is new; then the best nodes are taken one by one, parents first.
+A program has one tree, whose nodes are in registers of its lanes. Each token of a branch is
+searched below its parent and appended if it is new. Then the best nodes are taken one by one,
+parents first.
 
 Letters: B requests, N nodes of a tree at most, C branches, L tokens of a branch at most.
 """
@@ -33,7 +34,7 @@ Trees = tuple[torch.Tensor, ...]
     ],
 )
 def _merge_kernel(
-    # those of the head: [B, N], and [B]
+    # trees of the head: [B, N], and [B]
     head_tokens,
     head_parents,
     head_depths,
@@ -61,7 +62,7 @@ def _merge_kernel(
     NODES: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    # The second tree of a request only has branches.
+    # The second tree of a request has only branches.
     tree = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + request
     node = tl.arange(0, NODES)
     never = float("-inf")
@@ -102,8 +103,8 @@ def _merge_kernel(
             found = tl.load(branch + step, mask=step < length, other=-1)
             path = tl.load(log_probs + step, mask=step < length, other=never)
 
-    # Best first, of equals the one seen first: no score is positive, and bits of positive numbers
-    # order as they do.
+    # Best first, equal ones in order: no score is positive, and bits of positive numbers have the
+    # order of their values.
     bits = tl.abs(score).to(tl.int32, bitcast=True)
     key = (0x7FFFFFFF - bits).to(tl.int64) * NODES + (NODES - 1 - node)
     key = tl.where(score > never, key, -1)
@@ -141,16 +142,16 @@ def merge_branches(
     *,
     lookup_only: bool = False,
 ) -> Sequence[Trees]:
-    """The union of each head's tree and its request's branches, cut to the best nodes, in one
+    """Returns the best nodes of the union of each head's tree and its request's branches, in one
     launch; no host synchronisation.
 
     Args:
         head: None for branches only.
         num_nodes: N, at least the largest budget.
-        lookup_only: whether to give the trees of branches only as well.
+        lookup_only: whether to return trees of branches only, too.
 
     Returns:
-        The merged trees and, where asked for, those of branches only.
+        The merged trees and, with `lookup_only`, trees of branches only.
     """
     num_reqs, num_branches, length = branches.shape
     device = branches.device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds which tree a program of a split launch works on, and which part of it.
+"""Computes the tree and the part of each program of a split launch.
 
 This is the schedule of `cute.tile_scheduler` in Triton: the grid has a slot per tree and slots for
 parts, and every program computes the work of its slot from the lengths on the device. Scheduler
@@ -28,7 +28,7 @@ _HIGH = tl.constexpr(1 << 16)
 def context_tiles(context, WINDOW: tl.constexpr):
     """Returns the first column of a tree's tiles, and the context tiles from there."""
     if WINDOW:
-        # The root looks back furthest. Earlier pages may belong to another request.
+        # The root attends the earliest position. Earlier pages may belong to another request.
         origin = tl.minimum(tl.maximum(context - WINDOW + 1, 0) // TILE * TILE, context)
     else:
         origin = context * 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ancestor words of a step's trees, made on the device from parent rows.
 
-Runs once a step, before the first layer. Letters: R trees, M tree rows, W 64-bit words a row.
+It runs once per step, before the first layer. Letters: R trees, M tree rows, W words per row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _tree_words_kernel(
     word = tl.arange(0, PADDED_WORDS)
     bits = tl.zeros([BLOCK, PADDED_WORDS], tl.int64)
     at = tl.where(valid, row, -1)
-    # Up to the root, one generation a turn.
+    # Up to the root, one generation per iteration.
     while tl.max(at, 0) >= 0:
         bit = tl.full([BLOCK], 1, tl.int64) << (at & 63).to(tl.int64)
         here = ((at >> 6)[:, None] == word[None, :]) & (at >= 0)[:, None]
@@ -54,9 +54,9 @@ def fill_tree_words(
     words: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """Sets bit j % 64 of word j // 64 of row i where row i is j or descends from it.
+    """Sets bit j % 64 of word j // 64 of row i if row i is j or descends from it.
 
-    Rows that belong to no tree keep what they held. `max_rows` bounds the rows of a tree.
+    Rows that belong to no tree are not written. `max_rows` bounds the rows of a tree.
     No host synchronisation.
     """
     num_trees = plan.shape[1]
