@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compiles every variant of the CuTe kernels ahead of time; needs the extra `cute`, but no GPU.
 
-    python scripts/build_cubins.py            # what is missing or stale
+    python scripts/build_cubins.py            # missing and stale ones
     python scripts/build_cubins.py --force    # all
 
-They land in kernels/src/cute/cubins and are packaged from there. A machine without them, and
-without cutlass, serves by the next kernel.
+They are written to kernels/src/cute/cubins and packaged from there. A machine without cubins and
+cutlass uses the next kernel.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=store.SHIPPED)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--tune", action="store_true", help="variants to measure, too")
-    parser.add_argument("--force", action="store_true", help="compile those up to date too")
+    parser.add_argument("--tune", action="store_true", help="also variants to measure")
+    parser.add_argument("--force", action="store_true", help="also those that are up to date")
     args = parser.parse_args()
     if not store.can_compile():
         print("cutlass is not installed; pip install 'vllm-specplug[cute]'", file=sys.stderr)

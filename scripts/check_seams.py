@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which seams a vLLM source tree keeps, read without importing it.
+"""Compares the seams with a vLLM source tree, without importing it.
 
     python scripts/check_seams.py /path/to/vllm-source [--json]
 
-Looks up everything of vLLM that the package builds on (`seams/listing.py`) in the source
-and compares the parameters of functions with those of the installed vLLM. Says nothing of
-behaviour: a release counts as supported when the tests have run on it.
+It looks up all names of vLLM that the package uses (`seams/listing.py`) in the source, and compares
+the parameters of functions with those of the installed vLLM. It does not check behaviour: a release
+is supported if the tests pass with it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign 
 
 @cache
 def parse(source: Path, module: str) -> ast.Module | None:
-    """The module's syntax tree; None when the source has no such module."""
+    """Returns the module's syntax tree; None if the source has no such module."""
     path = source.joinpath(*module.split("."))
     for candidate in (path.with_suffix(".py"), path / "__init__.py"):
         if candidate.is_file():
@@ -33,9 +33,9 @@ def parse(source: Path, module: str) -> ast.Module | None:
 
 
 def imported_from(tree: ast.Module, name: str, package: str) -> list[tuple[str, str]]:
-    """Modules that may define a name that `tree` imports, each with the original name.
+    """Returns modules that may define a name that `tree` imports, each with the original name.
 
-    `package` is what relative imports start from.
+    `package` is the start of relative imports.
     """
     found = []
     for node in ast.walk(tree):
@@ -49,7 +49,7 @@ def imported_from(tree: ast.Module, name: str, package: str) -> list[tuple[str, 
 
 
 def is_set_by(node: ast.ClassDef, name: str) -> bool:
-    """Whether one of the class's methods assigns the attribute, of whatever object."""
+    """Whether a method of the class assigns an attribute with this name."""
     return any(
         isinstance(part, ast.Attribute) and part.attr == name and isinstance(part.ctx, ast.Store)
         for part in ast.walk(node)
@@ -57,7 +57,7 @@ def is_set_by(node: ast.ClassDef, name: str) -> bool:
 
 
 def defined(body: list[ast.stmt], name: str) -> Definition | None:
-    """The definition of `name` in a module's or class's body, also below an `if` or `try`."""
+    """Returns the definition of `name` in a module's or class's body, also in an `if` or `try`."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if node.name == name:
@@ -76,8 +76,8 @@ def defined(body: list[ast.stmt], name: str) -> Definition | None:
 
 
 def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | ast.Module | None:
-    """The definition of a dotted attribute, through imports and base classes; the class itself for
-    an attribute that its methods set."""
+    """Returns the definition of a dotted attribute, found through imports and base classes; the
+    class for an attribute that its methods set."""
     tree = parse(source, module)
     if tree is None or depth > 6:
         return None
@@ -95,7 +95,7 @@ def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | a
     if not rest:
         return node
     if isinstance(node, ast.FunctionDef):
-        # A buffer that it registers.
+        # A buffer that the function registers.
         names = (part.value for part in ast.walk(node) if isinstance(part, ast.Constant))
         return node if rest in names else None
     if not isinstance(node, ast.ClassDef):
@@ -116,7 +116,7 @@ def find(source: Path, module: str, path: str, depth: int = 0) -> Definition | a
 
 
 def parameters(node: Definition | ast.Module | None) -> list[str] | None:
-    """Names of a function's parameters; None for anything else."""
+    """Returns the names of a function's parameters; None for other definitions."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     a = node.args
@@ -125,9 +125,9 @@ def parameters(node: Definition | ast.Module | None) -> list[str] | None:
 
 
 def compare(source: Path, installed: Path) -> dict[str, str]:
-    """For every seam: "same", "missing", or how its parameters changed."""
+    """Returns "same", "missing" or the change of its parameters for every seam."""
     result = {}
-    # What is added is nowhere yet.
+    # Added names are not in the source.
     targets = {seam.target for seam in ALL_SEAMS if seam.kind != "adds"}
     for module, _, path in sorted(target.partition(":") for target in targets):
         node = find(source, module, path)

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""MkDocs hook: files of the repository that pages link to become part of the site.
+"""MkDocs hook that adds files of the repository to which pages link.
 
-docs/ holds the pages, but they link to results, sources and files at the top of the repository,
-and those link on. Every file that can be reached from docs/ joins the site at its path in the
-repository (docs/ itself is the site's root), and relative links are rewritten to match. A link to a
-file that does not exist stays as it is, so that MkDocs reports it.
+Pages in docs/ link to results, sources and files at the top of the repository, which have links of
+their own. Every file that can be reached from docs/ is added to the site at its path in the
+repository (docs/ is the site's root), and relative links are rewritten. A link to a missing file is
+kept, so that MkDocs reports it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = "docs/"
-# MkDocs takes a README for the index page of its folder, and the site's root has docs/index.md.
+# MkDocs makes a README the index page of its folder, but the site's root has docs/index.md.
 README, OVERVIEW = "README.md", "overview.md"
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
 def site_path(path: str) -> str:
-    """Where a file of the repository lies in the site."""
+    """Returns the path of a repository's file in the site."""
     return OVERVIEW if path == README else path.removeprefix(DOCS)
 
 
 def repository_path(source: str) -> str:
-    """The inverse: `source` is a path in the site."""
+    """Returns the path in the repository of a path in the site."""
     if source == OVERVIEW:
         return README
     in_docs = DOCS + source
@@ -35,7 +35,7 @@ def repository_path(source: str) -> str:
 
 
 def linked_files(path: str, text: str) -> list[str]:
-    """Files of the repository that the page at `path` links to; folders and addresses are not."""
+    """Returns the files of the repository to which the page at `path` links."""
     targets = [
         posixpath.normpath(posixpath.join(posixpath.dirname(path), match[2]))
         for match in _LINK.finditer(text)
@@ -45,7 +45,7 @@ def linked_files(path: str, text: str) -> list[str]:
 
 
 def reachable_files() -> list[str]:
-    """All files that can be reached from the pages in docs/, themselves included."""
+    """Returns the pages in docs/ and all files that can be reached from them."""
     todo = sorted(str(page.relative_to(ROOT)) for page in (ROOT / DOCS).rglob("*.md"))
     seen: dict[str, None] = {}
     while todo:
@@ -59,7 +59,7 @@ def reachable_files() -> list[str]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds what lies outside docs/."""
+    """Adds the files outside docs/."""
     from mkdocs.structure.files import File
 
     for path in reachable_files():
@@ -70,7 +70,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites links between repository files to links between their places in the site."""
+    """Rewrites links between files of the repository to links between their paths in the site."""
     source = page.file.src_uri
     folder = posixpath.dirname(repository_path(source))
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What drafting costs over long contexts: a model of bytes and products, nothing is measured.
+"""A model of the cost of drafting over long contexts, from bytes and products.
 
     python scripts/long_context_model.py [--write] [--copy 2.43e12] [--product 700e12]
 
-A Qwen3-8B in bfloat16 on a device that copies and multiplies at the given rates (an H100's, as
-measured in bench/results/gpu_h100.md, where this model gave plain steps within 3 %). A step is
-`bounds.step_ms`; each draft reads its weights and its context besides, as its method does here.
-With --write the page is docs/long_contexts.md.
+It assumes Qwen3-8B in bfloat16 on a device with the given rates (those of an H100 in
+bench/results/gpu_h100.md, where the model predicts plain steps within 3 %). A step takes
+`bounds.step_ms`, and the time in which its draft reads weights and context. --write writes
+docs/long_contexts.md.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from bounds import (  # noqa: E402
 from vllm_specplug.bench.tables import markdown_table  # noqa: E402
 
 PAGE = ROOT / "docs" / "long_contexts.md"
-# As bench/results/gpu_h100.md has them.
+# Rates in bench/results/gpu_h100.md.
 H100 = Device("H100", 2.43e12, 700e12)
 CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
 BATCHES = (1, 8)
@@ -57,12 +57,12 @@ TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * ITEM
 
 @dataclass(frozen=True)
 class Draft:
-    """Of one step.
+    """The draft of a step.
 
     Args:
-        weights: numbers that are read.
-        attention_us: over a context, for a number of requests.
-        cache: bytes of a request's own keys and values, by context.
+        weights: number of weights that it reads.
+        attention_us: time of attention, by context and number of requests.
+        cache: bytes of a request's draft cache, by context.
     """
 
     weights: int
@@ -75,11 +75,11 @@ class Draft:
 
 
 def _over_context(layers: int, rows: int) -> Callable[[int, int, Device], float]:
-    """Microseconds of layers that attend the whole context, with `rows` rows per request."""
+    """Returns the time of layers that attend the context with `rows` rows per request."""
     return lambda context, batch, device: layers * attention_us(context, rows - 1, device, batch)
 
 
-# LongSpec's layer attends its window, and the target's last layer with queries of its own.
+# LongSpec's layer attends its window, and the target's last layer with its own queries.
 _LONGSPEC_LAYER = layer_weights() + 2 * HIDDEN * HEADS * HEAD_DIM
 DRAFTS = {
     "jetspec": Draft(
@@ -116,8 +116,8 @@ DRAFTS = {
 
 
 def in_plain_steps(name: str, context: int, batch: int, device: Device) -> float:
-    """Time of a step that verifies and drafts, in steps of plain decoding; with fewer tokens per
-    step than that, drafting does not pay."""
+    """Returns the time of a step that verifies and drafts, in plain steps. Drafting pays if a step
+    yields more tokens than this."""
     verified = step_ms("plain", NODES, context, device, batch)
     plain = step_ms("plain", 0, context, device, batch)
     return (verified + DRAFTS[name].ms(context, batch, device)) / plain

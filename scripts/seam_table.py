@@ -17,7 +17,7 @@ _START, _END = "<!-- seams -->", "<!-- /seams -->"
 
 
 def table() -> str:
-    """Rows of topics, in the list's order: what is done to which names, and why."""
+    """Returns a table of topics in the list's order: what is done to which names, and why."""
     topics: dict[tuple[str, str], dict[str, list[str]]] = {}
     for seam in ALL_SEAMS:
         kinds = topics.setdefault((seam.key, seam.why), {})

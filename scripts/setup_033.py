@@ -3,11 +3,10 @@
 
     .venv/bin/python scripts/setup_033.py
 
-There is no CPU wheel of 0.33. Its CUDA wheel brings the Python tree; the operators come from the
-installed CPU build, so operators that 0.33 changed or added cannot be tested this way. Everything
-but vLLM is that of the environment that runs this, the project itself included.
-
-Done again it costs a moment: a stamp tells what was installed from what.
+There is no CPU wheel of 0.33. Its CUDA wheel has the Python tree; the operators come from the
+installed CPU build, so operators that 0.33 changed or added cannot be tested. All packages except
+vLLM, including the project, are those of the environment that runs this script. A stamp makes a
+second run fast.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = "0.33.0"
-# The platform is told from the version's local part.
+# vLLM detects the platform from the local part of the version.
 LOCAL_VERSION = f"{VERSION}+cpu"
 # Compiled, and for GPUs only.
 SKIPPED_FOLDERS = ("vllm/third_party/deep_gemm/",)
-# What 0.33 requires on a CPU and 0.32 does not.
+# Requirements of 0.33 on a CPU that 0.32 does not have.
 ADDED_PACKAGES = ("orjson>=3.11.6",)
 
 
@@ -52,7 +51,7 @@ def main() -> int:
 
 
 def make(venv: Path, base: Path) -> None:
-    """An environment at `venv` whose packages other than vLLM are those in `base`."""
+    """Makes an environment at `venv` whose packages except vLLM are those in `base`."""
     libraries = sorted((base / "vllm").glob("*.so"))
     if not libraries:
         raise SystemExit(f"{base} has no CPU build of vLLM. Run `make setup` first.")
@@ -67,12 +66,12 @@ def make(venv: Path, base: Path) -> None:
         subprocess.run([*pip, "install", *only, "--target", site, *ADDED_PACKAGES], check=True)
     for library in libraries:
         shutil.copy2(library, site / "vllm")
-    # Behind what lies here; its own .pth files count, among them that of the project.
+    # This folder comes first. The .pth files in `base` are read, also that of the project.
     (site / "base.pth").write_text(f"import site; site.addsitedir({str(base)!r})\n")
 
 
 def extract(wheel: Path, site: Path) -> None:
-    """The Python tree of vLLM, and metadata that name it as a CPU build."""
+    """Extracts the Python tree of vLLM, with the metadata of a CPU build."""
     info = f"vllm-{VERSION}.dist-info/"
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():

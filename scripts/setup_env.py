@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes or updates the project's environment for a CPU-only machine: `make setup`.
 
-Needs nothing but Python 3.11 (or newer, where a CPU build of torch exists for it) and pip.
-Where packages come from is decided by pip's own configuration alone.
-
-Done again it costs a moment: what is installed is looked up, and a stamp in the environment
-tells whether the project's metadata or C++ sources have changed since.
+It needs only Python 3.11 (or a newer one with a CPU build of torch) and pip, whose configuration
+names the package sources. A second run is fast: a stamp in the environment shows whether the
+project's metadata or C++ sources have changed.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ BUILD_TOOLS = ("setuptools", "wheel", "ninja")
 
 
 class StepError(RuntimeError):
-    """A step failed; the message says what to do."""
+    """A failed step; the message has the remedy."""
 
 
 def main() -> int:
@@ -44,7 +42,7 @@ def main() -> int:
     venv = args.venv.absolute()
     start = time.monotonic()
     try:
-        # Locked: a second `make` waits instead of installing into the same environment.
+        # A second `make` must not install into the same environment.
         with Path(__file__).open() as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -66,7 +64,7 @@ def main() -> int:
 
 
 class Environment:
-    """One virtual environment and the steps that complete it, in order."""
+    """A virtual environment and the steps that complete it."""
 
     def __init__(self, venv: Path, force: bool) -> None:
         self.venv = venv
@@ -76,7 +74,7 @@ class Environment:
         self.log = venv / "setup.log"
 
     def bring_up_to_date(self) -> bool:
-        """Runs the steps that are needed; returns whether any was.
+        """Runs the necessary steps; returns whether there were any.
 
         Raises:
             StepError: naming the step and the remedy.
@@ -96,7 +94,7 @@ class Environment:
         else:
             self._rebuild_project()
         self._check()
-        # Written last: an interrupted set-up is taken up again.
+        # Written last, so that an interrupted set-up is continued.
         self.stamp.write_text(f"{packages} {sources}\n")
         return True
 
@@ -145,7 +143,7 @@ class Environment:
         )
 
     def _install_project(self) -> None:
-        # Build isolation would fetch a torch of its own, or none: the kernels would be left out.
+        # Build isolation would install another torch or none, without which no kernels are built.
         self._pip(
             "installing vllm-specplug and its tools, compiling the CPU kernels",
             ["install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]"],
@@ -197,7 +195,7 @@ class Environment:
         return found[-1]
 
     def _installed(self, name: str) -> str | None:
-        """Version of the distribution `name` in the environment."""
+        """Returns the version of the distribution `name` in the environment."""
         stem = name.replace("-", "_")
         for info in self._site_packages().glob(f"{stem}-*.dist-info"):
             if (info / "METADATA").is_file():
@@ -210,7 +208,7 @@ class Environment:
         if arguments[0] == "install" and CONSTRAINTS.is_file():
             command += ["--constraint", str(CONSTRAINTS)]
         if arguments[0] == "install":
-            # Most of these thousands of modules are never imported; Python compiles the others.
+            # Most of the thousands of modules are never imported.
             command += ["--no-compile"]
         say(title)
         tail: deque[str] = deque(maxlen=15)
@@ -239,7 +237,7 @@ class Environment:
 
 
 class Heartbeat:
-    """Shows pip's latest line: in place on a terminal, elsewhere every 15 seconds."""
+    """Shows pip's latest line, on a terminal in place, otherwise every 15 seconds."""
 
     def __init__(self, tail: deque[str]) -> None:
         self._tail = tail
@@ -274,7 +272,7 @@ SOURCE_FILES = ("setup.py", "csrc/**/*")
 
 
 def fingerprint(patterns: tuple[str, ...]) -> str:
-    """Digest of the files that match, and of the Python that runs this."""
+    """Returns a digest of the files that match, and of this Python."""
     digest = hashlib.sha256(sys.version.encode())
     for pattern in patterns:
         for path in sorted(ROOT.glob(pattern)):
@@ -285,7 +283,7 @@ def fingerprint(patterns: tuple[str, ...]) -> str:
 
 
 def check_machine() -> None:
-    """Raises StepError where the CPU builds cannot run."""
+    """Raises StepError if the CPU builds cannot run."""
     if sys.platform != "linux":
         raise StepError(f"vLLM's CPU wheels are for Linux, and this is {sys.platform}.")
     if sys.version_info < (3, 11):  # noqa: UP036 (run by whatever PYTHON names)
@@ -295,11 +293,11 @@ def check_machine() -> None:
         )
     free = shutil.disk_usage(ROOT).free
     if free < 4 << 30:
-        raise StepError(f"4 GB of free disk are needed in {ROOT}, and {free >> 20} MB are there.")
+        raise StepError(f"4 GB of free disk are needed in {ROOT}, and {free >> 20} MB are free.")
 
 
 def display(path: Path) -> str:
-    """`path` relative to the project where it lies in it."""
+    """Returns `path`, relative to the project if it is inside."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 

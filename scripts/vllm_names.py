@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names of vLLM the package uses, read from its code.
+"""The names of vLLM that the package uses, read from its code.
 
     python scripts/vllm_names.py
 
-Three kinds, as "module:Attribute.path": names imported from vLLM (also as attributes of an imported
-module), methods that subclasses override, and private attributes of objects that are not ours. The
-last cannot be traced to a class by reading and are given by name alone: ":_name".
+There are three kinds, as "module:Attribute.path": names imported from vLLM (also as attributes of
+an imported module), methods that subclasses override, and private attributes of other packages'
+objects. The class of the last is unknown, so only their name is given: ":_name".
 """
 
 from __future__ import annotations
@@ -24,17 +24,16 @@ _ACCESSORS = ("getattr", "setattr", "hasattr", "delattr")
 
 @dataclass
 class UsedNames:
-    """What the code uses of vLLM."""
+    """Names of vLLM that the code uses."""
 
     imported: set[str] = field(default_factory=set)
     overridden: dict[str, set[str]] = field(default_factory=dict)
-    """By vLLM class, methods that a subclass in the package defines; whether the class has them is
-    for vLLM to say."""
+    """Methods that a subclass in the package defines, by vLLM class, which need not have them."""
     private: set[str] = field(default_factory=set)
 
 
 def is_private(name: str) -> bool:
-    """Whether `name` has an underscore of privacy; dunder methods have not."""
+    """Whether `name` is private; dunder methods are not."""
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
 
 
@@ -43,7 +42,7 @@ class _Module:
     tree: ast.Module
     # local name -> "module" of an imported module, or "module:name"
     imports: dict[str, str]
-    # private names that this module defines itself
+    # private names that this module defines
     own: set[str]
 
 
@@ -62,7 +61,7 @@ def _read(path: Path) -> _Module:
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             own.add(node.name)
         elif isinstance(node, ast.Constant) and _NAMED.fullmatch(str(node.value)):
-            # Named instead of imported.
+            # A name in a string instead of an import.
             if not path.name.startswith("listing"):
                 imports[f"'{node.value}'"] = str(node.value)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -78,14 +77,14 @@ def _is_vllm(target: str) -> bool:
 
 
 def _root(node: ast.expr) -> str | None:
-    """The name that a chain of attributes and calls starts from."""
+    """Returns the first name of a chain of attributes and calls."""
     while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
         node = node.func if isinstance(node, ast.Call) else node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
 def _private_uses(module: _Module) -> Iterator[str]:
-    """Private attributes that are read, written or named, and that the module does not define."""
+    """Yields private attributes that are read, written or named, but not defined in the module."""
     for node in ast.walk(module.tree):
         name, owner = None, None
         if isinstance(node, ast.Attribute):
@@ -106,7 +105,7 @@ def _private_uses(module: _Module) -> Iterator[str]:
 
 
 def used_names(sources: tuple[Path, ...] = SOURCES) -> UsedNames:
-    """Everything the package's code uses of vLLM."""
+    """Returns all names of vLLM that the package's code uses."""
     modules = [_read(path) for folder in sources for path in sorted(folder.rglob("*.py"))]
     used = UsedNames()
     classes = {
@@ -136,7 +135,7 @@ def used_names(sources: tuple[Path, ...] = SOURCES) -> UsedNames:
         bases, methods = _bases_and_methods(node, classes)
         for base in bases:
             used.overridden.setdefault(base, set()).update(methods)
-    # What is found with its module needs no second mention.
+    # Names with a module are not repeated without one.
     known = {target.rpartition(":")[2] for target in used.imported}
     known |= {name for methods in used.overridden.values() for name in methods}
     used.private = {name for name in used.private if name[1:] not in known}
@@ -146,7 +145,7 @@ def used_names(sources: tuple[Path, ...] = SOURCES) -> UsedNames:
 def _bases_and_methods(
     node: ast.ClassDef, classes: dict[str, tuple[ast.ClassDef, _Module]]
 ) -> tuple[set[str], set[str]]:
-    """vLLM's classes among a class's ancestors, and the methods defined on the way there."""
+    """Returns vLLM's classes among a class's ancestors, and the methods of our classes below."""
     _, module = classes[node.name]
     bases: set[str] = set()
     methods = {child.name for child in node.body if isinstance(child, ast.FunctionDef)}

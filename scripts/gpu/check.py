@@ -3,10 +3,10 @@
 
     python scripts/gpu/check.py --out OUT [--kernels triton,cute,flash] [--seconds 420]
 
-Random trees, lengths, pages and head shapes against the reference, graph replay, repeated runs
-that must be bitwise equal, the step's other kernels against the CPU implementations, and
-compute-sanitizer over a small case. A kernel that passes everything on its device gets a record
-(OUT/NAME_correctness.json). `--device cpu` is a dry run in Triton's interpreter.
+It compares random trees, lengths, pages and head shapes with the reference, replays graphs,
+compares repeats bit by bit and the step's other kernels with the CPU implementations, and runs
+compute-sanitizer on a small case. A kernel that passes gets a record (OUT/NAME_correctness.json).
+`--device cpu` is a dry run in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from report import Report  # noqa: E402
 from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
 from vllm_specplug.tree import DraftTree, build_tree  # noqa: E402
 
-# Of ||out - ref|| / ||ref||.
+# Limits of ||out - ref|| / ||ref||.
 LIMITS = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 1e-4}
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def specs(device: str) -> list[ProblemSpec]:
-    """The fixed cases, most telling first."""
+    """Returns the fixed cases, the most important first."""
     if device == "cpu":
         small = ProblemSpec(
             ((33, 9), (0, 0), (300, 5)), num_heads=2, num_kv_heads=1, head_dim=16,
@@ -107,12 +107,12 @@ class KernelChecks:
         self.failures: list[str] = []
 
     def suited(self, spec: ProblemSpec) -> ProblemSpec:
-        """The case in the form that this kernel serves by itself."""
+        """Returns the case in the layout that this kernel supports."""
         return spec.replace(adjacent=True) if self.name == "flash" else spec
 
     def unsupported(self, spec: ProblemSpec) -> str | None:
         if self.name == "flash" and (spec.dense or spec.skipped):
-            return "Triton serves it alone"
+            return "only Triton serves it"
         return unsupported(self.name, spec, self.device)
 
     def case(self, spec: ProblemSpec) -> None:
@@ -134,7 +134,7 @@ class KernelChecks:
         end = time.monotonic() + seconds
         rng = random.Random(0)
         for number, spec in enumerate(fixed):
-            # Triton compiles most cases again, seconds each: cases left out are named.
+            # Triton compiles most cases again, which takes seconds each.
             if self.device.type == "cuda" and time.monotonic() > end + seconds:
                 record["fixed_cases_left_out"] = len(fixed) - number
                 break
@@ -149,7 +149,7 @@ class KernelChecks:
         assert not self.failures, f"{len(self.failures)} of {self.num_cases} cases differ"
 
     def races(self, record: dict, spec: ProblemSpec, times: int) -> None:
-        """The same call gives the same bits, also with other work beside it."""
+        """Checks that a call gives the same bits every time, also beside other work."""
         assert self.unsupported(spec) is None, self.unsupported(spec)
         problem = Problem(self.suited(spec), self.device)
         outputs = [torch.empty_like(problem.query, memory_format=torch.contiguous_format)
@@ -169,7 +169,7 @@ class KernelChecks:
         record["turns"] = times
 
     def graph(self, record: dict) -> None:
-        """A captured call serves other trees, written into the same buffers."""
+        """Checks that a captured call serves other trees in the same buffers."""
         spec = ProblemSpec(((2000, 40), (5, 3), (700, 64)))
         assert self.unsupported(spec) is None, self.unsupported(spec)
         problem = Problem(self.suited(spec), self.device)
@@ -191,7 +191,7 @@ class KernelChecks:
         with torch.cuda.stream(stream):
             step()
         torch.cuda.synchronize()
-        # The graph is to make them of each plan.
+        # The graph must make schedules for each plan.
         meta.schedules.clear()
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
@@ -220,7 +220,7 @@ class KernelChecks:
 
 
 def accepted_path(tree: DraftTree, samples: np.ndarray) -> list[int]:
-    """Nodes that the walk accepts; `samples` are the root's, then each node's."""
+    """Returns the nodes that the walk accepts; `samples` has the root's, then each node's."""
     path: list[int] = []
     node = -1
     while (child := tree.child_of(node, int(samples[node + 1]))) is not None:
@@ -230,7 +230,7 @@ def accepted_path(tree: DraftTree, samples: np.ndarray) -> list[int]:
 
 
 def check_step_kernels(record: dict, device: torch.device) -> None:
-    """Words, compaction, builder and walk against the CPU implementations."""
+    """Compares words, compaction, builder and walk with the CPU implementations."""
     from vllm_specplug.kernels import ancestor_words
     from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
     from vllm_specplug.kernels.step_trees_triton import walk_trees_triton
@@ -355,7 +355,7 @@ def sanitize(record: dict, kernel: str, seconds: float) -> None:
 
 
 def small(kernel: str) -> int:
-    """What the sanitizer watches."""
+    """Runs the small cases for compute-sanitizer."""
     device = torch.device("cuda")
     trees = ((40, 9), (0, 0), (300, 70))
     base = ProblemSpec(trees, num_heads=4, num_kv_heads=1, adjacent=kernel == "flash")
@@ -413,12 +413,12 @@ def main() -> int:
         check_step_kernels(record, device)
     with report.part("partial caches") as record:
         check_partial_caches(record, device)
-    # Last, as they are slow: what time is left, they share.
+    # Sanitizers are slow, so they share the remaining time.
     for number, (name, checks) in enumerate(checked.items() if on_gpu else ()):
         with report.part(f"{name}: sanitizer") as record:
             sanitize(record, name, report.seconds_left / (len(checked) - number))
         parts = {k: v for k, v in report.data["parts"].items() if k.startswith(name + ":")}
-        # A sanitizer that is missing or had no time is no failure; anything that failed is.
+        # A missing sanitizer or one without time is not a failure.
         result = {
             "kernel": name,
             "passed": all(p["status"] in ("ok", "skipped") for p in parts.values()),

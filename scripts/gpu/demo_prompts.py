@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def demo_prompts(texts: Sequence[str]) -> tuple[str, list[list[int]]]:
-    """Folder of the demo target, prepared at first use, and the texts as tokenized user turns."""
+    """Returns the folder of the demo target and the texts as tokenized user turns."""
     from transformers import AutoTokenizer
 
     from vllm_specplug.targets import prepare_target

@@ -3,9 +3,9 @@
 
     python scripts/gpu/lossless.py --out OUT [--jobs 8] [--only 'NAME;..'] [--seconds 240]
 
-Engines run side by side in processes of their own, so times mean nothing here. In float32, greedy
-and seeded tokens must be those of plain decoding; in bfloat16, where near ties
-round apart, the share of equal tokens is told. A method that drafts nothing fails.
+Engines run side by side in separate processes, so times mean nothing. In float32, greedy and seeded
+tokens must be those of plain decoding. In bfloat16 near ties round differently, and the share of
+equal tokens is reported. A method without accepted drafts fails.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PIECES = {"SPECPLUG_FULL_CUDA_GRAPHS": "0"}
 
 @dataclass(frozen=True)
 class Case:
-    """An engine with trees, and the plain one that it is compared with."""
+    """An engine, and the name of the plain one to compare with."""
 
     name: str
     method: dict[str, Any] | None
@@ -62,7 +62,7 @@ def head(name: str) -> str:
 
 
 def cases() -> list[Case]:
-    """Most telling first."""
+    """Returns all cases, the most important first."""
     trees = {
         "jetspec": {"model": head("jetspec")},
         "ngram_tree": {},
@@ -110,7 +110,7 @@ def calls(prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
 
 
 class Engines:
-    """Results of cases by name, each run once."""
+    """Runs engines of cases."""
 
     def __init__(self, args: argparse.Namespace, report: Report, model: str,
                  prompts: list[list[int]]) -> None:  # fmt: skip
@@ -119,7 +119,7 @@ class Engines:
         self.logs.mkdir(exist_ok=True)
 
     def run(self, case: Case) -> dict[str, Any]:
-        """The engine's `calls` in the order of `CALLS`, and why it ended early as `problem`."""
+        """Returns the results of the engine's `CALLS`, and why it ended early as `problem`."""
         left = self.report.seconds_left
         if left < 20:
             return {
@@ -137,7 +137,7 @@ class Engines:
         if case.method is not None:
             engine["speculative_config"] = case.method
         job = {"engine": engine, "calls": calls(self.prompts, self.args.tokens)}
-        # vLLM's own Triton attention would multiply in TF32.
+        # By default vLLM's own Triton attention multiplies in TF32.
         env = {"TRITON_F32_DEFAULT": "ieee"} if case.dtype == "float32" else {}
         log = self.logs / (case.name.replace(" ", "_").replace(",", "") + ".log")
         start = time.monotonic()
@@ -164,7 +164,7 @@ class Engines:
 
 
 def equal_tokens(a: list[list[int]], b: list[list[int]]) -> tuple[int, int]:
-    """Tokens up to each output's first difference, and all."""
+    """Returns the number of tokens before each output's first difference, and of all tokens."""
     same = 0
     for x, y in zip(a, b, strict=True):
         pairs = enumerate(zip(x, y, strict=False))
@@ -176,7 +176,7 @@ def judge(case: Case, plain: dict[str, Any], tree: dict[str, Any], report: Repor
     """Adds a row for each call.
 
     Raises:
-        AssertionError: where a float32 output differs, or nothing was drafted and accepted.
+        AssertionError: if a float32 output differs, or no draft was accepted.
     """
     wrong = []
     for what, a, b in zip(CALLS, plain["calls"], tree["calls"], strict=False):

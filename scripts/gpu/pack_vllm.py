@@ -3,9 +3,9 @@
 
     python scripts/gpu/pack_vllm.py FOLDER [--version 0.32.0] [--no-fa3]
 
-Downloads vLLM's CUDA wheel for Python 3.12 and the packages that the machine lacks, drops what a
-dense model never loads, keeps only the code for sm_90, and writes FOLDER/vllm-VERSION.tar.xz (about
-40 MB) and FOLDER/wheels/*.whl (about 18 MB), which `pack.py` takes.
+It downloads vLLM's CUDA wheel for Python 3.12 and missing packages, drops files that a dense model
+does not load and code for other devices than sm_90, and writes FOLDER/vllm-VERSION.tar.xz (about
+40 MB) and FOLDER/wheels/*.whl (about 18 MB) for `pack.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-# What vLLM imports and the machine lacks.
+# Packages that vLLM imports and a machine with only torch lacks.
 MISSING = (
     "annotated-types", "apache-tvm-ffi", "cachetools", "cbor2", "compressed-tensors==0.17.0",
     "fastapi==0.136.3", "httpx2", "llguidance==1.7.6", "loguru", "msgspec", "openai",
@@ -50,9 +50,9 @@ def pip_download(dest: Path, *specs: str) -> None:
 
 
 def keep_only(path: Path, arch: int) -> tuple[int, int]:
-    """Keep in each fat binary of `path` only what a device of `arch` would load.
+    """Keeps in each fat binary of `path` only the code that a device of `arch` loads.
 
-    The rest is overwritten with zeros, which compress away. Returns bytes (kept, total).
+    The rest is overwritten with zeros, which compress well. Returns bytes (kept, total).
     """
     data = bytearray(path.read_bytes())
     sections = subprocess.run(

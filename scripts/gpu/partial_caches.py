@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial caches on a device against their readable version, for `check.py`."""
+"""Checks of partial caches on a device, for `check.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
 
 def check_partial_caches(record: dict, device: torch.device) -> None:
-    """Scores, chosen tokens, tokens taken in and their counts, of three requests."""
+    """Compares scores, chosen tokens, appended tokens and counts of three requests with the
+    reference."""
     from vllm_specplug.kernels import partial_cache_triton as kernels
 
     big = device.type == "cuda"
@@ -22,7 +23,7 @@ def check_partial_caches(record: dict, device: torch.device) -> None:
     order = torch.randperm(len(lens) * columns, generator=draw).view(len(lens), columns)
     table = order.int().to(device)
     caches = [
-        # Sums of products of small integers are exact in any order.
+        # Sums of products of small integers are exact in every order.
         torch.randint(-9, 10, (order.numel(), heads, page, 2 * dim), generator=draw).to(
             device, dtype
         ).transpose(1, 2)
@@ -49,7 +50,7 @@ def check_partial_caches(record: dict, device: torch.device) -> None:
     )
     assert torch.equal(pools[0][0], pools[1][0]), "chosen tokens"
 
-    # The second request takes in twenty tokens.
+    # The second request appends twenty tokens.
     grown = torch.tensor([[1], [1], [2], [0]], dtype=torch.int32, device=device)
     covered = torch.tensor([0, 0, lens[1] - 20], device=device)
     tails = torch.tensor([0, 0, budget - 3], device=device)
@@ -58,7 +59,7 @@ def check_partial_caches(record: dict, device: torch.device) -> None:
     pairs = LayerCaches.of(list(zip(caches, pools[1], strict=True)))
     kernels.append_to_tail_triton(pairs, *state, blocks=blocks)
     for layer, pair in enumerate(zip(*pools, strict=True)):
-        assert torch.equal(*pair), f"tokens taken in, layer {layer}"
+        assert torch.equal(*pair), f"appended tokens, layer {layer}"
     every = torch.cat([chosen, grown], dim=1)
     kept = [(covered.clone(), tails.clone()) for _ in range(2)]
     partial_cache.count_tokens(every, lengths, *kept[0], budget=budget)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random trees over a paged cache on any device, made fast enough for large contexts."""
+"""Random trees over a paged cache, for any device and large contexts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TREE_KERNELS = ("triton", "flash", "cute", "cute_ws")
 
 @dataclass(frozen=True)
 class ProblemSpec:
-    """One call. `trees` are (context length, nodes)."""
+    """Shapes of a call. `trees` are (context length, nodes)."""
 
     trees: tuple[tuple[int, int], ...]
     num_heads: int = 32
@@ -26,14 +26,14 @@ class ProblemSpec:
     shape: str = "tree"
     """Of a tree: "tree", "chain", or "full" (a bidirectional block)."""
     dense: bool = False
-    """Whether the trees' own keys come as dense tails."""
+    """Whether the trees' own keys are dense tails."""
     poison: bool = True
-    """Whether slots nobody owns hold NaN."""
+    """Whether free slots hold NaN."""
     skipped: int = 0
-    """Trees of no rows at the end of the plan."""
+    """Number of trees without rows at the end of the plan."""
     adjacent: bool = False
-    """Whether trees lie side by side, as kernels that leave the context to FlashAttention need
-    them; else a row of another request is before each and behind the last."""
+    """Whether trees are adjacent, as the kernel with FlashAttention needs. Otherwise rows of other
+    requests are before each tree and after the last."""
     seed: int = 0
 
     def replace(self, **changes) -> ProblemSpec:
@@ -41,7 +41,7 @@ class ProblemSpec:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of keys and values that must be read at least once."""
+        """Bytes of keys and values, which must be read at least once."""
         slots = sum(c + n + 1 for c, n in self.trees)
         return slots * self.num_kv_heads * self.head_dim * 2 * self.dtype.itemsize
 
@@ -57,7 +57,8 @@ class ProblemSpec:
 
 
 def unsupported(name: str, spec: ProblemSpec, device: torch.device) -> str | None:
-    """Why a kernel does not serve such layers on a device (on a CPU: a Hopper), or None."""
+    """Returns why a kernel does not serve such layers on a device (a CPU counts as Hopper), or
+    None."""
     capability = (9, 0)
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -68,7 +69,7 @@ def unsupported(name: str, spec: ProblemSpec, device: torch.device) -> str | Non
 
 
 class Problem:
-    """Tensors of one call, in the memory order of vLLM's GPU cache."""
+    """Tensors of a call, in the memory order of vLLM's GPU cache."""
 
     def __init__(self, spec: ProblemSpec, device: torch.device) -> None:
         self.spec, self.device = spec, device
@@ -131,7 +132,7 @@ class Problem:
         ).to(device)
 
     def _parents(self, rows: int, rng: np.random.Generator) -> np.ndarray:
-        """Row of each row's parent: bushy trees, as a drafter makes them."""
+        """Returns the parent row of each row, of bushy trees."""
         index = np.arange(rows)
         if self.spec.shape != "tree":
             return index - 1
@@ -139,12 +140,12 @@ class Problem:
         return np.where(index > 0, np.maximum(0, index - reach), -1)
 
     def call(self, run, output: torch.Tensor) -> None:
-        """`run` by the contract of `kernels.cuda_contract`."""
+        """Calls `run` by the contract of `kernels.cuda_contract`."""
         run(self.query, self.key_cache, self.value_cache, output, self.meta, self.scale,
             **self.tail)  # fmt: skip
 
     def expected(self) -> torch.Tensor:
-        """float32 [T, Hq, Dh] by the readable reference; only tree rows are set."""
+        """Returns the reference's output, float32 [T, Hq, Dh]; only tree rows are set."""
         from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
         output = torch.zeros(self.query.shape, dtype=torch.float32, device=self.device)
@@ -156,10 +157,11 @@ class Problem:
         return output
 
     def error(self, run) -> tuple[float, float]:
-        """Relative error ||out - ref|| / ||ref|| over tree rows, and the largest difference.
+        """Returns the relative error ||out - ref|| / ||ref|| over tree rows, and the largest
+        difference.
 
         Raises:
-            AssertionError: when a tree row was not written, or another row was.
+            AssertionError: if a tree row was not written, or another row was.
         """
         output = torch.full_like(self.query, 7.0, memory_format=torch.contiguous_format)
         output[self.tree_rows] = float("nan")

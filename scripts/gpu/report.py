@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Results of a run on a GPU: written as it goes; one part's failure never affects the rest."""
+"""Results of a run on a GPU, written during the run. A part that fails does not end it."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def environment() -> dict[str, Any]:
 
 
 class Report:
-    """One result file, OUT/NAME.json, rewritten after every part and every few rows.
+    """A result file, OUT/NAME.json, which is rewritten after every part and every ten rows.
 
     Args:
-        deadline_s: seconds after which `late` is true; parts that ask skip what is left.
+        deadline_s: seconds until `is_out_of_time`.
     """
 
     def __init__(self, out: Path, name: str, deadline_s: float) -> None:
@@ -76,7 +76,7 @@ class Report:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[dict[str, Any]]:
-        """A part of the run; what it raises is recorded and printed, not passed on."""
+        """A part of the run. Its exceptions are recorded and printed, not raised."""
         record: dict[str, Any] = {"status": "running"}
         self.data["parts"][name] = record
         start = time.monotonic()
@@ -97,7 +97,7 @@ class Report:
         self.save()
 
     def row(self, **values: Any) -> None:
-        """One measurement."""
+        """Records and prints a measurement."""
         self.data["rows"].append(values)
         text = " ".join(f"{k}={_short(v)}" for k, v in values.items())
         print(f"   {text}", flush=True)
@@ -111,7 +111,7 @@ class Report:
         partial.replace(self.path)
 
     def finish(self) -> int:
-        """Prints what failed; 0 when nothing did."""
+        """Prints a summary; returns the exit status, 1 if a part failed."""
         self.save()
         failed = [n for n, p in self.data["parts"].items() if p["status"] == "failed"]
         skipped = [n for n, p in self.data["parts"].items() if p["status"] == "skipped"]

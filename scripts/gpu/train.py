@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A better SmolLM2 head on a GPU in minutes: `make gpu-train`.
+"""Training of a SmolLM2 head on a GPU in minutes: `make gpu-train`.
 
     python scripts/gpu/train.py --out OUT [--minutes 9] [--prompts FILE.jsonl ...]
 
-The target answers prompts (offline vLLM), one forward stores what the head reads, and training goes
-on from the repository's head. The new head is brought back in pieces of at most 15 MB, with its
-provenance and its held-out acceptance beside the old one's; it replaces the old one only by hand.
+The target answers prompts (offline vLLM), a forward pass stores the features, and training
+continues from the repository's head. The new head is written to OUT in pieces of at most 15 MB,
+with its provenance and held-out acceptance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE = 15_000_000
 
 
 def specplug(*arguments: str, log: Path, limit_s: float) -> None:
-    """Runs the project's command; its output goes to `log`."""
+    """Runs a `specplug` command with its output in `log`."""
     command = [sys.executable, "-m", "vllm_specplug.cli", *arguments]
     with log.open("a") as stream:
         stream.write(f"$ {' '.join(command)}\n")
@@ -41,7 +41,7 @@ def specplug(*arguments: str, log: Path, limit_s: float) -> None:
 
 
 def cut(path: Path, out: Path) -> list[str]:
-    """`path` in pieces OUT/NAME.000, ..; joined again by `cat`."""
+    """Writes `path` in pieces OUT/NAME.000, .., which `cat` joins; returns their names."""
     data = path.read_bytes()
     names = []
     for at in range(0, len(data), PIECE):
@@ -82,7 +82,7 @@ def main() -> int:
                  "--max-num-seqs", "256", "--max-tokens", "320", log=log,
                  limit_s=0.45 * limit)  # fmt: skip
         record["made"] = make
-    # An interrupted run of the step above leaves whole files of answers: go on with those.
+    # An interrupted run of the step above leaves complete files of answers.
     with report.part("features") as record:
         specplug("data", "features", *common, "--data", str(args.work / "answers"),
                  "--out", str(args.work / "features"), "--heldout", str(args.work / "heldout"),
