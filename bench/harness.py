@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the benchmark scripts share: flags, engines, comparisons that can be continued, pages."""
+"""Shared parts of the benchmark scripts: flags, engines, resumable comparisons, pages."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 class Benchmark:
-    """A script: its flags, its measurements, its page.
+    """Flags, measurements and page of a script.
 
     Args:
-        name: of its results.
+        name: name of its results.
         doc: the script's docstring, whose first line is its description.
         runs_vllm: whether models run in vLLM, eager or compiled.
     """
@@ -61,25 +61,25 @@ class Benchmark:
         add(
             "--name",
             default=name,
-            help="of their files, for a machine of its own (default: %(default)s)",
+            help="name of their files (default: %(default)s)",
         )
         add("--allow-changes", action="store_true",
             help="measure uncommitted code; the results are marked")  # fmt: skip
         if runs_vllm:
             add("--eager", action="store_true",
-                help="no compilation, for plain vLLM too (default: compiled)")  # fmt: skip
+                help="disable compilation, also for plain vLLM")  # fmt: skip
 
     def add_comparison_flags(self, minutes: float, rounds: int, tokens: int) -> None:
         """Adds the flags of `compare`, with their defaults."""
         add = self.parser.add_argument
         add("--data", type=Path, help="file or folder of prompts")
-        add("--minutes", type=float, default=minutes, help="start no load after this long")
+        add("--minutes", type=float, default=minutes, help="start no load after this time")
         add("--rounds", type=int, default=rounds)
-        add("--report-only", action="store_true", help="make the page of what was measured")
+        add("--report-only", action="store_true", help="make the page of existing results")
         add("--tokens", type=int, default=tokens, help="longest answer")
 
     def parse(self) -> argparse.Namespace:
-        """The flags; refuses uncommitted code unless told to measure it."""
+        """Returns the flags; refuses uncommitted code without --allow-changes."""
         args = self.parser.parse_args()
         self.name = args.name
         if not getattr(args, "report_only", False):
@@ -92,10 +92,10 @@ class Benchmark:
         return args
 
     def provenance(self, args: argparse.Namespace) -> dict[str, Any]:
-        """What makes the numbers of this run."""
+        """Returns the provenance of this run."""
         record = provenance(execution(args) if self.runs_vllm else None)
         for path in (value for value in vars(args).values() if isinstance(value, Path)):
-            # Where prompts and results of this machine lie says nothing to others.
+            # Folders of prompts and results on this machine mean nothing to readers.
             if path.is_absolute() and not path.is_relative_to(ROOT):
                 record["command"] = record["command"].replace(str(path), path.name)
         return record
@@ -112,17 +112,16 @@ class Benchmark:
         sampling: Mapping[str, Any],
         engine_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     ) -> None:
-        """Lets every system serve every load, side by side, and writes each result down.
+        """Lets all systems serve all loads side by side, and writes each result.
 
-        A comparison that is started again goes on where it stopped, unless the code, the settings
-        or the systems are others.
+        A second call continues, unless code, settings or systems have changed.
 
         Args:
-            systems: with `BASELINE` among them.
-            loads: makes the loads, from the target's path.
-            engine: arguments of vLLM's `LLM` beside those of `make_engine`.
+            systems: include `BASELINE`.
+            loads: makes the loads from the target's path.
+            engine: arguments of vLLM's `LLM` in addition to those of `make_engine`.
             sampling: arguments of `SamplingParams`; greedy without a temperature.
-            engine_of: what `engine` is for some systems alone, by name.
+            engine_of: more arguments of `LLM` for some systems, by name.
         """
         confine_process()
 
@@ -154,7 +153,7 @@ class Benchmark:
         wanted = {"temperature": 0.0, **sampling, "detokenize": False}
         params = SamplingParams(**wanted)
         warm_params = SamplingParams(**{**wanted, "max_tokens": 24, "ignore_eos": True})
-        # vLLM's ngram last: it imports numba, and with that no further engine starts on a CPU.
+        # vLLM's ngram last: it imports numba, after which no other engine starts on a CPU.
         order = sorted(systems, key=lambda s: (systems[s] or {}).get("method") == "ngram")
         console = Console()
         with SweepProgress(console, len(planned), len(planned) - len(todo)) as progress:
@@ -196,7 +195,7 @@ class Benchmark:
                 progress.advance(len(planned), len(planned) - len(todo) + number + 1)
 
     def cells(self, args: argparse.Namespace) -> Cells:
-        """What the latest comparison has measured so far."""
+        """Returns the cells of the latest comparison."""
         store = self._store(args)
         if store.latest_digest is None:
             self.parser.exit(1, f"{store.path} holds no results\n")
@@ -216,7 +215,7 @@ _NOT_IN_DIGEST = {"out", "name", "minutes", "rounds", "report_only", "allow_chan
 
 
 def _settings(args: argparse.Namespace) -> dict[str, str]:
-    """The flags that determine a cell, prompts by their content."""
+    """Returns the flags that determine a cell, with a digest of the prompts."""
     values = {k: tidy(str(v)) for k, v in vars(args).items() if k not in _NOT_IN_DIGEST}
     files = sorted(args.data.glob("*.jsonl")) if args.data.is_dir() else [args.data]
     values["data"] = digest([file.read_text() for file in files])
@@ -224,13 +223,13 @@ def _settings(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _warm_up(load: Load) -> Load:
-    """Six short requests, two at once."""
+    """Returns a load of six short requests, two at once."""
     prompts = [load.prompts[i % len(load.prompts)][:256] for i in range(6)]
     return replace(load, name="warm-up", prompts=prompts, concurrency=min(2, load.concurrency))
 
 
 def by_load(cells: Cells) -> dict[str, dict[str, Cells]]:
-    """Cells by load and system, rounds in order."""
+    """Returns cells by load and system, in the order of rounds."""
     found: dict[str, dict[str, Cells]] = {}
     for cell in sorted(cells, key=lambda cell: cell["round"]):
         found.setdefault(cell["load"], {}).setdefault(cell["system"], []).append(cell)
@@ -238,16 +237,16 @@ def by_load(cells: Cells) -> dict[str, dict[str, Cells]]:
 
 
 def ratios(cells: Cells, others: Cells, value: Callable[[dict[str, Any]], float]) -> list[float]:
-    """Of each round that both have: the value of `cells` over that of `others`."""
+    """Returns the ratio of the value of `cells` to that of `others`, for each round of both."""
     by_round = {cell["round"]: cell for cell in others}
     return [value(c) / value(by_round[c["round"]]) for c in cells if c["round"] in by_round]
 
 
 def latency_gains(cells: Cells, plain: Cells) -> dict[str, float | None]:
-    """How many times smaller the median and the 99th percentile over the answers are than plain
-    decoding's: of their times per output token ("tpot_gain", "tpot_p99_gain"), and of these over
-    steps without prompts alone ("pace_gain", "pace_p99_gain"). Medians over rounds, None where
-    cells do not tell; no pace where none of them does."""
+    """Returns how many times smaller median and 99th percentile of answers' times per output token
+    are than plain decoding's ("tpot_gain", "tpot_p99_gain"), and the same over steps without
+    prefill ("pace_gain", "pace_p99_gain"). Ratios are medians over rounds, None if a cell lacks the
+    value; there is no pace if all cells lack it."""
     gains: dict[str, float | None] = {}
     for name in ("tpot_ms", "tpot_p99_ms", "pace_ms", "pace_p99_ms"):
         told = [cell.get(name) is not None for cell in (*cells, *plain)]
@@ -264,22 +263,22 @@ def total(cells: Cells, name: str) -> float:
 
 
 def decode_rate(cell: Mapping[str, Any]) -> float:
-    """Tokens per second while as many requests as the load has were decoded."""
+    """Returns tokens per second of the steps in which all concurrent requests were decoded."""
     return cell["decode_tokens"] / cell["decode_seconds"]
 
 
 def execution(args: argparse.Namespace) -> str:
-    """How both sides of a comparison run their models."""
+    """Returns how all engines of a comparison run the model."""
     return "eager" if args.eager else "compiled"
 
 
 def make_engine(
     model: str, speculative: dict[str, Any] | None, *, eager: bool, **options: Any
 ) -> Any:
-    """A vLLM engine; `speculative` is its speculative config, None for plain vLLM."""
+    """Makes a vLLM engine; `speculative` is its speculative config, None for plain vLLM."""
     from vllm import LLM
 
-    # A prompt met again must cost what it cost the first time.
+    # A repeated prompt must cost as much as the first time.
     defaults = {"dtype": "bfloat16", "max_model_len": 2048, "enable_prefix_caching": False}
     if speculative is not None:
         options["speculative_config"] = dict(speculative)

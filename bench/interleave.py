@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines side by side in one process, taking turns of a second, on CPU clocks.
+"""Engines side by side in one process, in turns of a second, on CPU clocks.
 
-All engines serve the same prompts; the one that has had the least time takes the next turn:
-whatever else the machine does, for longer than some seconds, affects all. Times are CPU seconds
-of one thread, for what is reported and for the adaptive budget's own measurements; each engine has
-a clock of its own that stands still while others run. They are what the wall clock shows on a core
-that nobody else uses.
+All engines serve the same prompts, and the one with the least time takes the next turn. So other
+work of the machine that takes longer than some seconds affects all. Times are CPU seconds of one
+thread, also for the adaptive budget. Each engine has its own clock, which stops while others run.
+On an idle core it would agree with the wall clock.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-# Long enough for an engine to have its weights and code in the caches as if it were alone, short
-# enough for the machine's drift to hit all alike.
+# Long enough for an engine to fill the caches with its weights and code, short enough for the
+# machine's drift to affect all engines.
 TURN_SECONDS = 1.0
-# Tokens of a request below which its pace says nothing of it.
+# Requests with fewer tokens have no pace.
 _FEWEST_PACED = 8
 
 
 class Clock:
-    """CPU seconds of this process, as `time.perf_counter`; can be set back."""
+    """CPU seconds of this process in place of `time.perf_counter`, which can be set."""
 
     def __init__(self) -> None:
         self._offset = 0.0
@@ -35,7 +34,7 @@ class Clock:
         return time.process_time() - self._offset
 
     def set(self, seconds: float) -> None:
-        """Goes on from `seconds`."""
+        """Continues from `seconds`."""
         self._offset = time.process_time() - seconds
 
 
@@ -43,25 +42,25 @@ CLOCK = Clock()
 
 
 def confine_process() -> None:
-    """One core, one thread, and `CLOCK` in place of `time.perf_counter`.
+    """Uses one core, one thread, and `CLOCK` in place of `time.perf_counter`.
 
     Raises:
-        RuntimeError: when vLLM or torch were imported before: they keep what they found.
+        RuntimeError: if vLLM or torch are imported, which have read these settings.
     """
     if not {"torch", "vllm"}.isdisjoint(sys.modules):
         raise RuntimeError("torch or vLLM were imported before the process was confined")
-    # All engines in this process, for it is its CPU time that is counted.
+    # All engines must run in this process, whose CPU time is measured.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    # A second thread would wait for the first one in a loop, and that counts as CPU time.
+    # A second thread would wait for the first one in a loop, which takes CPU time.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     time.perf_counter = CLOCK
 
 
 @dataclass(frozen=True)
 class Load:
-    """Prompts that every system serves, `concurrency` of them at once."""
+    """Prompts for all systems, `concurrency` of them at once."""
 
     name: str
     round: int
@@ -70,7 +69,7 @@ class Load:
 
 
 class _Counters:
-    """What the drafters of this process have counted; each step adds to the engine that ran it."""
+    """Counters of all drafters of this process; each step adds to the engine that ran it."""
 
     NAMES = {
         "specplug:drafts": "drafts",
@@ -103,19 +102,18 @@ class _Counters:
 
 
 def answer_tokens(number: int, longest: int) -> int:
-    """Most tokens of a prompt's answer, half to all of `longest`.
+    """Returns the limit of an answer's tokens, half to all of `longest`.
 
-    Answers of one length would begin and end together in plain decoding alone, and none of its
-    steps would wait for another request's prompt, as steps of real loads do.
+    Answers of equal length would begin and end together in plain decoding only. Its steps would
+    then never wait for another request's prompt, as in real loads.
     """
     return max(1, round(longest * (0.5 + 0.5 * (0.618 * number % 1.0))))
 
 
 class Serving:
-    """A load on one engine, on a clock of its own."""
+    """A load on one engine, with its own clock."""
 
-    # Where the clocks of all loads so far have come to. A later load starts there: for no engine
-    # may time go back.
+    # The latest time of all loads, at which later ones start, because time must not go back.
     _latest = 0.0
     _counters: _Counters | None = None
 
@@ -131,14 +129,14 @@ class Serving:
         self._waits: list[float] = []
         self._per_token: list[float] = []
         self._made: dict[str, int] = {}
-        # Seconds of the steps below, and tokens in them, by running request.
+        # Seconds and tokens of the steps below, by running request.
         self._decoded: dict[str, tuple[float, int]] = {}
         self._paces: list[float] = []
         self.answers: dict[int, list[int]] = {}
         """Output tokens by number of the prompt."""
         self.steps: list[tuple[int, int, float]] = []
-        """Requests, tokens they got and seconds of each step in which as many requests as the load
-        has at once were decoded and no prompt was taken in."""
+        """Requests, tokens and seconds of each step in which `concurrency` requests were decoded
+        and none was prefilled."""
         self._draft_ms: list[float] = []
         self._counts = dict.fromkeys(_Counters.NAMES.values(), 0.0)
         self._epoch = max(Serving._latest, CLOCK())
@@ -149,7 +147,7 @@ class Serving:
         return not self._waiting and not self._started
 
     def step(self) -> None:
-        """One step of the engine."""
+        """Runs a step of the engine."""
         assert self._counters is not None
         engine = self.llm.llm_engine
         before = self._counters.totals()
@@ -199,7 +197,7 @@ class Serving:
             self._paces.append(1e3 * seconds / tokens)
 
     def result(self) -> dict[str, Any]:
-        """Sums and medians over the load, as plain data; times in CPU seconds or milliseconds.
+        """Returns sums and medians over the load; times are in CPU seconds or milliseconds.
 
         "steps": number of `steps`. "decode_": over these; "decode_steps" counts each request.
         "pace_": milliseconds per token of each request over the same steps, of requests that got
@@ -232,14 +230,14 @@ class Serving:
 
 
 def serve_alone(serving: Serving) -> Serving:
-    """Serves a load to its end."""
+    """Serves a load to the end."""
     while not serving.is_done:
         serving.step()
     return serving
 
 
 def serve_side_by_side(servings: Sequence[Serving], turn: float = TURN_SECONDS) -> None:
-    """Serves loads of several engines to their ends; `turn` in seconds."""
+    """Serves loads of several engines to the end; `turn` is in seconds."""
     while running := [serving for serving in servings if not serving.is_done]:
         serving = min(running, key=lambda serving: serving.seconds)
         end = serving.seconds + turn

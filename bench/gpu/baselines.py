@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tree attention is compared with on a device.
+"""Baselines of tree attention on a device.
 
-A baseline is a function of a `problems.Problem` that prepares everything a server would have at
-hand and returns the call to time; the call's `output` attribute holds the tree rows [M, Hq, Dh]
-where it computes the same thing.
+A baseline is a function of a `problems.Problem` that prepares all inputs that a server has, and
+returns the call to time. The call's `output` has the tree rows [M, Hq, Dh] if it computes the same.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _flash_attention():
 
 
 def _lengths(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """cu_seqlens_q [R + 1], contexts [R], rows [R] and the largest number of rows."""
+    """Returns cu_seqlens_q [R + 1], contexts [R], rows [R] and the largest number of rows."""
     rows = torch.from_numpy(problem.rows).to(problem.device, torch.int32)
     cumulated = torch.zeros(len(rows) + 1, dtype=torch.int32, device=problem.device)
     cumulated[1:] = rows.cumsum(0)
@@ -47,7 +46,7 @@ def _lengths(problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
 
 
 def fa3_chain(problem: Problem) -> Call:
-    """FA3, causal: what vLLM's own verification of a chain costs."""
+    """FA3, causal, as vLLM verifies a chain."""
     attend = _flash_attention()
     query = problem.query[problem.tree_rows].contiguous()
     cumulated, contexts, rows, most = _lengths(problem)
@@ -79,7 +78,7 @@ def fa3_two_pass(problem: Problem) -> Call:
     query = problem.query[problem.tree_rows].contiguous()
     cumulated, contexts, rows, most = _lengths(problem)
     total, heads = query.shape[:2]
-    # The trees alone: no context, keys and values dense, as the layer has them.
+    # Trees without context, with dense keys and values, as in the layer.
     plan = problem.meta.plan.clone()
     plan[1] = plan[4]
     plan[3] = 0
@@ -113,8 +112,8 @@ def fa3_two_pass(problem: Problem) -> Call:
 
 
 def unified_attention_bias(problem: Problem) -> Call:
-    """vLLM's Triton attention with a bias among the queries: one mask for all requests, so the
-    first tree's; the time is what counts."""
+    """vLLM's Triton attention with a bias among the queries. It has one mask for all requests, here
+    that of the first tree, because only its time matters."""
     try:
         from vllm.v1.attention.ops.triton_unified_attention import unified_attention
     except ImportError as error:
@@ -175,8 +174,8 @@ def flashinfer_mask(problem: Problem) -> Call:
 
 
 def fa4_mask_mod(problem: Problem) -> Call:
-    """FA4's kernel for Hopper with the tree as a mask_mod: asked for every column of every tile,
-    one block a request, KV head and tile of rows, as it splits no context there."""
+    """FA4's kernel for Hopper with the tree as a mask_mod, which it evaluates for every column. It
+    does not split contexts: a request, KV head and tile of rows have one block."""
     try:
         from fa4_mask import WORD_BITS, make_tree_mask
         from flash_attn.cute import flash_attn_varlen_func
@@ -197,7 +196,7 @@ def fa4_mask_mod(problem: Problem) -> Call:
             words[start : start + count, column // WORD_BITS] += mask[:, column] * bit
     # The same bits in 32: two's complement.
     words = words.to(torch.int32)
-    # Dense pages: its copies take no rows of keys and values side by side.
+    # Its copies need pages of only keys or only values.
     caches = (problem.key_cache.contiguous(), problem.value_cache.contiguous())
     call = Call(lambda: None, torch.empty_like(query))
     used = contexts + rows

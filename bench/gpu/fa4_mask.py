@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tree mask as FlashAttention 4 takes one: a function of row and column that it compiles.
+"""The tree mask for FlashAttention 4: a function of row and column that it compiles.
 
-Importing this needs cutlass. No lazy annotations: cutlass reads those of traced functions.
+Importing this needs cutlass, which reads annotations of traced functions, so they must not be lazy.
 """
 
 import cutlass
@@ -12,14 +12,14 @@ WORD_BITS = 32
 
 @cute.jit
 def sees(words, first, rows, context, row, column):
-    """Whether row `row` of a tree sees a column: the whole context, and the tree's rows by bits.
+    """Whether row `row` of a tree attends a column of the context or, by bits, of the tree.
 
     Args:
-        words: int32 [M, W], bit j % 32 of word j // 32 of a tree's row i set where row i attends
+        words: int32 [M, W]: bit j % 32 of word j // 32 of a tree's row i is set if row i attends
             row j; the tree's rows begin at `first`.
-        rows: of the tree. Rows and columns past the end are asked for too, and must not lead out
-            of `words`; the answer is not used.
-        context: columns before the tree's own.
+        rows: rows of the tree. Rows and columns past the end must not lead out of `words`; their
+            result is not used.
+        context: number of columns before the tree's own.
     """
     at = column - context
     inside = cutlass.min(cutlass.max(at, 0), rows - 1)
@@ -28,7 +28,7 @@ def sees(words, first, rows, context, row, column):
 
 
 def make_tree_mask():
-    """The mask_mod; its `aux_tensors` are the words of `sees`."""
+    """Returns the mask_mod; its `aux_tensors` are the words of `sees`."""
     from flash_attn.cute import utils
 
     @cute.jit

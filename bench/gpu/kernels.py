@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention against its baselines on a device: `make gpu-bench`.
+"""Tree attention beside its baselines on a device: `make gpu-bench`.
 
     python bench/gpu/kernels.py --out OUT [--seconds 500] [--kernels triton,cute]
 
-One layer of a Qwen3-8B (32 query heads, 8 KV heads, head size 128, bf16, pages of 16): context
-1k-32k, batch 1-32, trees of 16-256 nodes. Times are of graph replays over several caches, so that
-L2 holds none. Bytes are the keys and values that must be read once, against a measured copy.
+It times one layer of Qwen3-8B (32 query heads, 8 KV heads, head size 128, bf16, pages of 16) with
+context 1k-32k, batch 1-32 and trees of 16-256 nodes, by graph replays over several caches, so that
+L2 holds none. Rates of reading keys and values once are relative to a measured copy.
 
-Baselines run where they are installed: a chain of equal length by the same kernel and by FA3, FA3
-over the context plus a tail kernel plus a merge, vLLM's unified_attention with qq_bias,
-FlashInfer's custom mask, FA4's mask_mod. What is missing or fails is recorded and left out.
+Baselines run if they are installed: a chain of equal length with the same kernel and with FA3, FA3
+over the context plus a tail kernel and a merge, vLLM's unified_attention with qq_bias, FlashInfer's
+custom mask, FA4's mask_mod. Missing and failing ones are recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
 
 from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
 
-# Bytes of keys and values that together leave no cache a chance.
+# Bytes of keys and values, more than any cache.
 WORKING_SET = 256 * 2**20
 MAX_COPIES = 24
 
@@ -45,7 +45,7 @@ Point = tuple[int, int, int]
 
 
 def compared() -> list[Point]:
-    """Where trees are compared with chains and with the baselines."""
+    """Returns the points at which trees are compared with chains and baselines."""
     cells = [(c, b, n) for n in (64, 16, 256) for b in (1, 8, 4, 32) for c in (1024, 4096, 16384)]
     cells += [(32768, b, n) for n in (64, 256) for b in (1, 4, 8)]
     cells += [(32768, 1, n) for n in (15, 31, 63)]
@@ -53,13 +53,13 @@ def compared() -> list[Point]:
 
 
 def grid(quick: bool) -> list[Point]:
-    """All points, most telling first."""
+    """Returns all points, the most important first."""
     if quick:
         return [(40, 2, 5)]
     single = [(c, 1, n) for c in CONTEXTS for n in NODES]
 
     def order(cell: Point) -> tuple[bool, bool, bool]:
-        """The targets are stated for 64 nodes, batch 1 to 8, and for 32k of context."""
+        """Sort key: targets are for 64 nodes, batch 1 to 8 and a context of 32k."""
         context, batch, nodes = cell
         return nodes not in (63, 64) or batch > 8, cell not in single, context != 32768
 
@@ -67,7 +67,7 @@ def grid(quick: bool) -> list[Point]:
 
 
 class Cell:
-    """One point of the grid, over several copies of its data."""
+    """A point of the grid with several copies of its data."""
 
     def __init__(self, spec: ProblemSpec, device: torch.device) -> None:
         copies = 1
@@ -76,7 +76,7 @@ class Cell:
         self.spec, self.device = spec, device
         self.problems = [Problem(spec.replace(seed=i, poison=False), device) for i in range(copies)]
         for problem in self.problems:
-            # Ancestor words are made once per step for all layers, so they are not timed.
+            # Ancestor words are made once per step, so they are not timed.
             self._words(problem)
         self.outputs = [
             torch.empty_like(p.query, memory_format=torch.contiguous_format) for p in self.problems
@@ -110,7 +110,7 @@ def measure(args, report: Report, device: torch.device) -> None:
     report.data["missing"] = missing
     quick = device.type == "cpu"
     for context, batch, nodes in grid(quick):
-        # Elsewhere trees alone, against their predicted time.
+        # At other points only trees run.
         compares = quick or (context, batch, nodes) in compared()
         if report.is_out_of_time:
             report.data["cut_short"] = True
@@ -169,7 +169,7 @@ def measure(args, report: Report, device: torch.device) -> None:
 
 
 def check_baselines(report: Report, device: torch.device) -> None:
-    """A baseline that computes something else must not be compared with."""
+    """Compares baselines with the reference."""
     spec = ProblemSpec(((700, 33), (700, 33)), poison=False)
     for name, make in BASELINES.items():
         if "chain" in name:
@@ -191,7 +191,7 @@ def check_baselines(report: Report, device: torch.device) -> None:
 
 
 def sweep_options(name: str) -> list[dict[str, int]]:
-    """Arguments of kernel `name` that its own choice is to be near the best of."""
+    """Returns arguments of kernel `name` to compare with its own choice."""
     splits = "context_splits" if name == "flash" else "splits"
     options = [{splits: n} for n in (1, 2, 4, 8, 16, 32)]
     stages = {"cute": (2, 3, 4, 6), "cute_ws": (4, 5)}.get(name, ())
@@ -199,7 +199,7 @@ def sweep_options(name: str) -> list[dict[str, int]]:
 
 
 def sweeps(args, report: Report, device: torch.device) -> None:
-    """Splits of all kernels and stages of CuTe's: whether what they choose is near the best."""
+    """Times numbers of splits, and of stages of the CuTe kernels, to check the kernels' choices."""
     on_gpu = device.type == "cuda"
     for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
         spec = ProblemSpec(((context, 64),) * batch, page=args.page, adjacent=True)
@@ -222,7 +222,7 @@ def sweeps(args, report: Report, device: torch.device) -> None:
 
 
 def step_kernels(report: Report, device: torch.device) -> None:
-    """The step's other kernels, and the host's builder for comparison."""
+    """Times the other kernels of a step."""
     from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
     from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
     from vllm_specplug.kernels.tree_words_triton import fill_tree_words
@@ -269,7 +269,7 @@ def step_kernels(report: Report, device: torch.device) -> None:
 
 
 def summarise(report: Report) -> None:
-    """The targets, by the rows that are there."""
+    """Writes a table of the results."""
     times: dict[tuple, dict[str, float]] = {}
     rates: dict[tuple, dict[str, float]] = {}
     for row in report.data["rows"]:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds of an 8B-shaped model's matrix products by rows: `python bench/gpu/products.py`.
+"""Milliseconds of an 8B model's matrix products by rows: `python bench/gpu/products.py`.
 
-The products of all 36 layers and the LM head in bfloat16, and the products of its JetSpec head in
-bfloat16 and e4m3, replayed from a graph over weights that no cache holds. It shows what a row of a
-tree costs, and where a tile more begins.
+It times the products of all 36 layers and the LM head in bfloat16, and those of its JetSpec head in
+bfloat16 and e4m3, replayed from a graph with weights that no cache holds. They show the cost of a
+tree's rows, and where another tile begins.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
 from vllm_specplug.kernels.fp8_linear import TORCH_PRODUCT, Fp8Linear  # noqa: E402
 
 LAYERS, DRAFT_LAYERS = 36, 5
-# (in, out) of a layer's products, and of the LM head
+# (in, out) of the products of a layer and of the LM head
 LAYER = {"qkv": (4096, 6144), "o": (4096, 4096), "gate_up": (4096, 24576), "down": (12288, 4096)}
 LM_HEAD = (4096, 151936)
 ROWS = [1, 2, 4, 8, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 513,

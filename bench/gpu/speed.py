@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens per second of a Qwen3-8B-shaped target: plain, with vLLM's own chain, and with trees.
+"""Tokens per second of a target with Qwen3-8B's shape: plain, with vLLM's own chain, and with
+trees.
 
     python bench/gpu/speed.py --out OUT [--seconds 440] [--batches 1 8 32 4 16]
 
-Acceptance is imposed, all costs are real: the target's weights are made so that its next token is
-known, and the published head's candidates are overwritten with acceptance drawn from a model that
-is fitted to JetSpec's published tables (see `speed_engine` and `acceptance_model`). Engines of a
-phase are on the device together, and each cell measures them in turns. A cell with trees counts
-only if its tokens are the target's chain. `--device cpu` is a dry run on a tiny model.
+Acceptance is imposed, but all costs are real. The target's weights determine a known next token,
+and the head's candidates are overwritten with acceptance from a model that is fitted to JetSpec's
+published tables (see `speed_engine` and `acceptance_model`). Engines of a phase share the device
+and take turns in each cell. A cell with trees counts only if its tokens are the target's chain.
+`--device cpu` is a dry run with a tiny model.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ TINY_VOCAB = 64
 AUX_LAYERS = (1, 9, 17, 25, 33)
 
 
-# By published head: our method for it and how deep that drafts by itself, and vLLM's for chains.
+# By published head: our method and its draft depth, and vLLM's method for chains.
 METHODS = {"jetspec": ("jetspec", 15, "dflash"), "eagle3": ("eagle3_tree", 5, "eagle3")}
-# vLLM's default sizes up to 64, and coarser ones behind: fewer graphs to capture.
+# vLLM's default sizes up to 64, then coarser ones, for fewer graphs.
 SIZES = [1, 2, 4, *range(8, 65, 8), *range(96, 257, 32), *range(320, 513, 64)]
 
 
 @dataclass(frozen=True)
 class Arm:
-    """An engine that is measured.
+    """An engine to measure.
 
     Args:
         nodes: nodes per tree, or tokens per chain; 0 for plain decoding.
-        batches: batch sizes that it serves.
+        batches: its batch sizes.
     """
 
     name: str
@@ -68,13 +69,13 @@ class Arm:
 
     @property
     def rows(self) -> list[int]:
-        """Rows of a step with every tree as large as it may be, by batch."""
+        """Rows of a step with trees of the maximum size, by batch."""
         return [batch * (self.nodes + 1) for batch in self.batches]
 
     def sizes(self) -> list[int]:
         if self.is_adaptive:
             return SIZES
-        # Drafts are captured by requests.
+        # Graphs of drafts have as many requests as batches.
         return sorted({1, 2, *self.batches, *(rows for rows in self.rows if rows <= 1024)})
 
 
@@ -106,7 +107,7 @@ PHASES = [
 
 
 class Running:
-    """An arm's engine in its process."""
+    """The engine of an arm in its own process."""
 
     def __init__(self, arm: Arm, job: dict[str, Any]) -> None:
         self.arm, self.job = arm, job
@@ -134,7 +135,7 @@ class Running:
 
 
 class Speed:
-    """The measurement, over one folder of made-up models."""
+    """The measurement with a folder of generated models."""
 
     def __init__(self, args: argparse.Namespace, report: Report, folder: Path) -> None:
         self.args, self.report, self.folder = args, report, folder
@@ -157,7 +158,7 @@ class Speed:
             target.mkdir()
             (target / "config.json").write_text(json.dumps(QWEN3_8B))
         if not self.head.exists():
-            # CUDA must not be initialised here: engines are spawned, and the device is theirs.
+            # CUDA must not be initialised in this process, because engines use the device.
             make = {"jetspec": make_block_heads, "eagle3": make_eagle3_head}[self.head.name]
             context = multiprocessing.get_context("spawn")
             process = context.Process(target=make, args=(str(self.head),))
@@ -210,9 +211,9 @@ class Speed:
     # -- running --------------------------------------------------------------------------------
 
     def start(self, names: list[str]) -> None:
-        """Starts the engines of a phase that do not run yet; stops all others.
+        """Starts the missing engines of a phase; stops all others.
 
-        They start together, but for adaptive ones, which time their steps meanwhile.
+        They start together, except adaptive ones, which time their steps at start.
         """
         for name in [name for name in self.running if name not in names]:
             self.running.pop(name).stop()
@@ -247,7 +248,7 @@ class Speed:
                     self.cell(name, batch, self.args.profiles[0], None)
 
     def cell(self, name: str, batch: int, profile: str, number: int | None) -> None:
-        """One call of one arm; `number` None for one that lists its kernels."""
+        """Makes a call of an arm; if `number` is None, it is profiled."""
         if name not in self.running or batch not in ARMS[name].batches:
             return
         if self.report.seconds_left < 10 or (
@@ -270,7 +271,7 @@ class Speed:
         if number is None:
             cell["profile"] = True
         elif arm.is_adaptive and not number:
-            # It serves such a load for a while before it is measured.
+            # It must adapt to the load before it is measured.
             self.running[name].call(cell, min(120.0, self.report.seconds_left))
         answer = self.running[name].call(cell, min(120.0, self.report.seconds_left))
         if "problem" in answer:
@@ -310,8 +311,8 @@ def make_tiny_head(folder: Path) -> None:
 
 
 def make_block_heads(folder: str) -> None:
-    """A random JetSpec head of the published shape, and the config of a DFlash head of that shape
-    for vLLM's own chain."""
+    """Writes a random JetSpec head of the published shape, and the config of a DFlash head of that
+    shape for vLLM's own chain."""
     import torch
 
     from vllm_specplug.methods.block.checkpoint import save_block_head
@@ -341,8 +342,8 @@ def make_block_heads(folder: str) -> None:
 
 
 def make_eagle3_head(folder: str) -> None:
-    """A random EAGLE-3 head of the published shape, with 32,000 draft tokens, which vLLM's own
-    chain reads too."""
+    """Writes a random EAGLE-3 head of the published shape with 32,000 draft tokens, which vLLM's
+    own chain also reads."""
     import torch
 
     from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head as save
@@ -380,7 +381,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=512, help="per request; plain: a quarter")
     parser.add_argument("--seconds", type=float, default=440)
     parser.add_argument("--compilation", type=json.loads, default={}, help="as vLLM's, JSON")
-    parser.add_argument("--models", type=Path, help="folder of made-up models, kept between runs")
+    parser.add_argument("--models", type=Path, help="folder of generated models, kept between runs")
     args = parser.parse_args()
     report = Report(args.out, "gpu_speed", args.seconds)
     models = args.models or Path(tempfile.mkdtemp(prefix="specplug-models-"))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine in a process of its own, whose target is a known chain of tokens and whose drafts have
-an imposed acceptance.
+"""An engine in its own process, whose target generates a known chain of tokens and whose drafts
+have an imposed acceptance.
 
-The target keeps its shape and its cost; its weights are made so that the token behind t is
-`successors[t]`, far from a tie. The drafter runs as it is, and its candidates are then overwritten:
-the target's token gets the rank that the acceptance model draws, and every other candidate is
-wrong. Both happen on the device, inside the captured graphs.
+The target keeps its shape and cost, but its weights make `successors[t]` the token after t, far
+from a tie. The drafter runs normally, and then its candidates are overwritten: the target's token
+gets the rank that the acceptance model draws, and all other candidates are wrong. Both happen on
+the device, inside the captured graphs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ImposedDrafts:
     """Overwrites the candidates of our heads, or the drafts of vLLM's own chain.
 
     Args:
-        depth, width: largest depth and rank of a candidate.
+        depth, width: numbers of depths and of candidates per depth.
     """
 
     def __init__(self, vocab_size: int, depth: int, width: int) -> None:
@@ -60,7 +60,7 @@ class ImposedDrafts:
             self.prepare(log_probs.device)
             if not frontier.depth:
                 levels.lines = self.lines(len(log_probs))
-            # No descendant of a wrong token is accepted, so any token will do there.
+            # Descendants of a wrong token are not accepted, so their tokens do not matter.
             right = self.successors[frontier.token_ids][..., :1]
             return self.placed(
                 right, self.ranks[levels.lines, frontier.depth, None, None], log_probs
@@ -86,9 +86,11 @@ class ImposedDrafts:
         StateDrafter.host_expand = host_expand  # type: ignore[method-assign]
 
     def install_in_chains(self) -> None:
-        """Drafts of vLLM's chains become the target's own tokens: which of them are accepted is
-        drawn by vLLM. Drafts of random weights are one token over and over, whose products take a
-        device less power, and so less time."""
+        """Replaces drafts of vLLM's chains by the target's tokens; vLLM draws which it accepts.
+
+        With random weights, drafts would repeat one token, whose products take less power and thus
+        less time.
+        """
         from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
         from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 
@@ -118,13 +120,13 @@ class ImposedDrafts:
             wrap(kind)
 
     def prepare(self, device: Any) -> None:
-        """Puts the tables on the device. Captured graphs read them, so they are made once."""
+        """Makes the tables on the device, once, because captured graphs read them."""
         # The first drafts are made before graphs are captured.
         if self.successors is not None:
             return
         import torch
 
-        # Drafts update them in vLLM's inference mode and outside of it.
+        # Drafts update them inside and outside of vLLM's inference mode.
         with torch.inference_mode(False):
             self.ranks = torch.zeros((DRAWS, self.depth), dtype=torch.int64, device=device)
             self.log_probs = torch.zeros(self.width, device=device)
@@ -134,7 +136,7 @@ class ImposedDrafts:
             self.successors = table.to(device)
 
     def set(self, a: float, nodes: int, device: Any) -> None:
-        """Draws acceptance with `a`, see `acceptance_model`, for trees of `nodes` nodes."""
+        """Sets the acceptance `a`, see `acceptance_model`, for trees of `nodes` nodes."""
         import numpy as np
         import torch
 
@@ -145,21 +147,21 @@ class ImposedDrafts:
         self.log_probs.copy_(torch.from_numpy(logs.astype(np.float32)))
 
     def lines(self, requests: int) -> Any:
-        """Line numbers int64 [requests] in `ranks`; every call draws the next ones."""
+        """Draws the next line numbers in `ranks`, int64 [requests]."""
         lines = ((self.draw + self.places[:requests]) % 1.0 * DRAWS).long()
         self.draw.add_(requests * GOLDEN).remainder_(1.0)
         return lines
 
     def block(self, anchors: Any, log_probs: Any) -> tuple[Any, Any]:
-        """Candidates of blocks [R, D, W] behind the tokens `anchors` [R]."""
+        """Returns candidates of blocks [R, D, W] after the tokens `anchors` [R]."""
         self.prepare(log_probs.device)
         count, depth, _ = log_probs.shape
         right = self.successors[anchors][:, :depth, None]
         return self.placed(right, self.ranks[self.lines(count)][:, :depth, None], log_probs)
 
     def placed(self, right: Any, ranks: Any, log_probs: Any) -> tuple[Any, Any]:
-        """Candidates [..., W] with the tokens `right` [..., 1] at `ranks` [..., 1], and their
-        log-probabilities, of the shape of those given."""
+        """Returns candidates [..., W] with the tokens `right` [..., 1] at `ranks` [..., 1], and
+        log-probabilities of the given shape."""
         import torch
 
         width = log_probs.shape[-1]
@@ -169,7 +171,7 @@ class ImposedDrafts:
 
 
 def impose_target(weights: dict[str, Any], vocab_size: int) -> None:
-    """Gives a target with these weights its chain of tokens, in place."""
+    """Changes weights of a target in place, so that it generates the chain of tokens."""
     import torch
 
     (embedding,) = (w for name, w in weights.items() if name.endswith("embed_tokens.weight"))
@@ -185,7 +187,7 @@ def impose_target(weights: dict[str, Any], vocab_size: int) -> None:
 
 
 class Engine:
-    """An engine of the job, ready for calls."""
+    """The engine of a job."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         from vllm import LLM
@@ -212,7 +214,7 @@ class Engine:
             impose_target(dict(self.runner.model.named_parameters()), job["vocab_size"])
 
     def facts(self) -> dict[str, Any]:
-        """What the engine decided at start."""
+        """Returns settings that the engine chose at start."""
         config = self.llm.llm_engine.vllm_config
         compilation = config.compilation_config
         return {
@@ -239,7 +241,7 @@ class Engine:
             [(7919 * (i + 1) * (j + 1) + i) % (vocab_size - 10) + 5 for j in range(cell["context"])]
             for i in range(cell["batch"])
         ]
-        # Prefix hits from here on.
+        # Later requests hit these prefixes.
         first = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False, max_tokens=1)
         self.llm.generate([{"prompt_token_ids": p} for p in prompts], first, use_tqdm=False)
         before = self._counters()
@@ -268,7 +270,7 @@ class Engine:
             self.runner.rejection_sampler.synthetic_conditional_rates.fill_(a)
 
     def _run(self, prompts: list[list[int]], params: Any, profile: Profile) -> list[list[Any]]:
-        """Of each request, (seconds, token ids) of every output."""
+        """Returns (seconds, token ids) of every output of each request."""
         engine = self.llm.llm_engine
         arrivals: dict[str, list[Any]] = {}
         for i, prompt in enumerate(prompts):
@@ -285,7 +287,6 @@ class Engine:
         return list(arrivals.values())
 
     def _is_chain(self, prompts: list[list[int]], arrivals: list[list[Any]]) -> bool:
-
         following = successors(self.job["vocab_size"], 1)[:, 0]
         for prompt, outputs in zip(prompts, arrivals, strict=True):
             tokens = [prompt[-1], *(token for _, ids in outputs for token in ids)]
@@ -307,7 +308,7 @@ class Engine:
 
 
 def summary(arrivals: list[list[Any]]) -> dict[str, Any]:
-    """Rates of the time in which all requests decode."""
+    """Returns rates of the time in which all requests decode."""
     start = max(outputs[0][0] for outputs in arrivals)
     end = min(outputs[-1][0] for outputs in arrivals)
     inside = [[o for o in outputs if start < o[0] <= end] for outputs in arrivals]
@@ -331,8 +332,8 @@ def summary(arrivals: list[list[Any]]) -> dict[str, Any]:
 
 
 class Profile:
-    """Kernels, operations and Python functions of a few steps, once all requests decode; nothing
-    where not asked."""
+    """A profile of kernels, operations and Python functions of a few steps in which all requests
+    decode."""
 
     SKIPPED, TAKEN = 6, 8
 
@@ -346,11 +347,11 @@ class Profile:
             self.functions = cProfile.Profile()
 
     def step(self, all_decode: bool) -> None:
-        """Call after each step."""
+        """Must be called after each step."""
         if self.kernels is None or not all_decode:
             return
         self.seen += 1
-        # One after the other: each of the two slows the host down.
+        # One after the other, because each slows the host down.
         if self.seen == self.SKIPPED:
             self.kernels.start()
             self.start = time.perf_counter()
@@ -363,7 +364,7 @@ class Profile:
             self.functions.disable()
 
     def result(self) -> dict[str, Any]:
-        """By name: calls and microseconds per step, the largest first."""
+        """Returns calls and microseconds per step by name, the largest first."""
         self.functions.disable()
         called = pstats.Stats(self.functions).stats  # type: ignore[attr-defined]
         rows = []
@@ -390,11 +391,11 @@ class Profile:
 
 
 def serve(job: dict[str, Any], connection: Any) -> None:
-    """Starts the job's engine and answers calls until None comes. Errors are answers, too."""
+    """Starts the job's engine and answers calls until None. Errors are also sent as answers."""
     with Path(job["log"]).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    # One process, so that weights and drafts can be imposed.
+    # Weights and drafts can only be imposed in this process.
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **job["env"]})
     try:
         engine = Engine(job)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of `speed.py` and `products.py`: `python bench/gpu/speed_page.py FOLDER... [--out OUT]`.
 
-FOLDER holds gpu_speed.json, gpu_products.json or both, as a run left them.
+FOLDER has gpu_speed.json, gpu_products.json or both.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Run:
     def step(
         self, arm: str, batch: int, task: str | None = None, key: str = "median_step_ms"
     ) -> float | None:
-        """In plain steps."""
+        """Returns the mean time of a step in plain steps."""
         rows = self.found(arm, batch, task)
         plain = mean(row[key] for row in self.found("plain", batch))
         return mean(row[key] for row in rows) / plain if rows else None
@@ -108,7 +108,7 @@ class Run:
                 return "-"
             if not arm.startswith("auto"):
                 return f"{rows[0]['imposed'] / length:.2f} x"
-            # Its trees are as large as it chose.
+            # The budget chooses the size of trees.
             plain = median(row["tokens_per_s"] for row in self.found("plain", batch))
             return f"{mean(row['tokens_per_s'] for row in rows) / plain:.2f} x"
 
@@ -167,7 +167,7 @@ def product_sections(data: Mapping[str, Any]) -> list[Section]:
 
 
 def kept(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What is published of a file: its rows, and of each profile the kernels of the device."""
+    """Returns the published data of a file: its rows, and the device's kernels of each profile."""
     kernels = [
         {key: one[key] for key in ("arm", "batch", "wall_ms", "device_ms", "launches", "device")}
         for one in data.get("kernels", ())
@@ -176,12 +176,12 @@ def kept(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def provenance(data: Mapping[str, Any]) -> dict[str, Any]:
-    """What made a file, as pages of results have it."""
+    """Returns the provenance of a file for a page of results."""
     machine = data["hardware"]
     gpu = f"{machine['gpu']}, driver {machine['driver']}" if "gpu" in machine else "no GPU"
     return {
         **{key: data[key] for key in ("commit", "versions", "date")},
-        # Folders of that machine say nothing.
+        # Folders of that machine mean nothing to readers.
         "command": re.sub(r"(?<=\s)/(?:\w+/)*", "", data["command"]),
         "hardware": {
             "logical_cpus": machine["cpu_count"],
@@ -196,7 +196,7 @@ def main() -> None:
     parser.add_argument("folders", type=Path, nargs="+")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--name", default="gpu_speed")
-    parser.add_argument("--note", default="", help="what else a reader must know of these runs")
+    parser.add_argument("--note", default="", help="additional text about these runs")
     args = parser.parse_args()
     sections: list[Section] = []
     records, data, about = [], {}, ""
@@ -215,7 +215,7 @@ def main() -> None:
     title, about = f"Trees and plain decoding: {gpu}", f"{about}\n\n{args.note}".strip()
     page = ResultPage(args.name, title, about, sections, data, records)
     page.write(args.out)
-    # A line per number would be ten thousand.
+    # One line instead of ten thousand.
     path = args.out / f"{args.name}.json"
     path.write_text(json.dumps(json.loads(path.read_text())) + "\n")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Timing of kernels on a device: graph replay over data that no cache holds."""
+"""Timing of kernels on a device, by replaying graphs with data that no cache holds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 def time_us(
     calls: Sequence[Callable[[], None]], device: torch.device, budget_s: float = 0.15
 ) -> float:
-    """Microseconds of one call: the median over replays of a graph that makes all of them once.
+    """Returns microseconds of a call: the median over replays of a graph with all calls.
 
-    Give as many calls, each over data of its own, as it takes to exceed the device's L2.
+    The data of all calls must exceed the device's L2.
     """
     if device.type != "cuda":
         start = time.perf_counter()
@@ -47,7 +47,7 @@ def time_us(
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read plus bytes written a second by a large copy on the device."""
+    """Returns bytes read plus bytes written per second by a large copy on the device."""
     size = 2**30 if device.type == "cuda" else 2**24
     source = torch.randint(0, 100, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -56,7 +56,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def product_rate(device: torch.device) -> float:
-    """Operations a second of a large product on the device, in bfloat16."""
+    """Returns operations per second of a large bfloat16 product on the device."""
     size = 8192 if device.type == "cuda" else 128
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     output = torch.empty_like(a)

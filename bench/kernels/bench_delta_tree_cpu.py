@@ -3,10 +3,10 @@
 
     OMP_NUM_THREADS=1 python bench/kernels/bench_delta_tree_cpu.py
 
-One Gated DeltaNet layer behind its projections (convolution, gates, delta rule) of a bfloat16
-model, as both engines run it: vLLM's chain of N drafts, which stores a state after every row, and
-our rows with the commit of an accepted path. Both start from the same state, and the script stops
-when their outputs of a chain differ. Calls alternate in one process.
+It times a bfloat16 Gated DeltaNet layer without projections (convolution, gates, delta rule) in
+both engines: vLLM's chain of N drafts, which stores a state after every row, and our rows with the
+commit of an accepted path. Both start from the same state, and the script stops if their outputs of
+a chain differ. Calls alternate in one process.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch
 
 KEY_HEADS, VALUE_HEADS, HEAD_SIZE, WIDTH = 16, 32, 128, 4
 CHANNELS = (2 * KEY_HEADS + VALUE_HEADS) * HEAD_SIZE
-# Of all layers together: more than the last level of a cache, as in a model.
+# States of all layers: more than the last level of cache, as in a model.
 CACHE_BYTES = 64 << 20
 SHORT, LONG = 4, 16
 STATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def make_layer(slots: int, inputs: int, dtype: torch.dtype) -> Any:
-    """What both paths read of a layer, with caches of its own."""
+    """Returns the attributes of a layer that both paths read, with its own caches."""
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
     )
@@ -57,7 +57,8 @@ def make_layer(slots: int, inputs: int, dtype: torch.dtype) -> Any:
 
 
 def tree_parents(nodes: int, shape: str) -> list[int]:
-    """Parent rows of a root and its nodes; "tree": each behind one of the six before it."""
+    """Returns parent rows of a root and its nodes. In a "tree" a node's parent is one of the six
+    rows before it."""
     rng = random.Random(nodes)
     if shape == "chain":
         return list(range(-1, nodes))
@@ -72,7 +73,7 @@ def depth_of(parents: list[int]) -> int:
 
 
 class Case:
-    """One batch of equal trees, and vLLM's chain of as many rows."""
+    """A batch of equal trees, and vLLM's chain with as many rows."""
 
     def __init__(self, batch: int, nodes: int, dtype: torch.dtype) -> None:
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -140,7 +141,7 @@ class Case:
         return torch.arange(self.batch) * self.rows + row
 
     def measure(self, rounds: int) -> dict[str, list[float]]:
-        """Milliseconds of each part in every round."""
+        """Returns milliseconds of each part in every round."""
         parts = ("chain", "rows", "chain_rows", "root", "short", "long")
         times: dict[str, list[float]] = {name: [] for name in parts}
 
@@ -153,7 +154,7 @@ class Case:
             layers = itertools.cycle(range(len(self.layers)))
             for _ in range(turn % len(self.layers)):
                 next(layers)
-            # The commit of a step's root, and of paths: of a chain, that has them of all lengths.
+            # Commits of a tree's root, and of paths of a chain, which has all lengths.
             for name, shape, accepted in (
                 ("root", "tree", 0), ("short", "chain", SHORT), ("long", "chain", LONG),
             ):  # fmt: skip
@@ -163,7 +164,7 @@ class Case:
                 timed(kind, lambda at=layer, s=step: self.verify(at, s))
                 timed(name, lambda s=step, at=last: s.commit(at))
             timed("chain", self.chain)
-        # The first round fills caches and makes pages of the operating system.
+        # The first round fills caches and allocates pages.
         return {name: values[len(values) // (rounds + 1) :] for name, values in times.items()}
 
 
@@ -177,7 +178,7 @@ def mebibytes(states: float, dtype: torch.dtype, extra: float = 0.0) -> str:
 
 
 def kept_bytes() -> int:
-    """What a tree row keeps of a layer until the walk: input of the convolution, k, u, d."""
+    """Returns the bytes per tree row and layer until the walk: convolution input, k, u, d."""
     return 2 * CHANNELS + 4 * (KEY_HEADS * HEAD_SIZE + VALUE_HEADS * (HEAD_SIZE + 1))
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a local head adds to the draft of its block head on the CPU.
+"""The cost of a local head in addition to its block head on the CPU.
 
     python bench/kernels/bench_local_head_cpu.py --head heads/smollm2-135m-dflash
 
-Times one draft (forward, candidates, tree) with and without the local head, interleaved in one
-process, bfloat16, random weights of the given shapes, attention over the block alone (a context
-would only make the block head slower). Medians and their ratio.
+It times a draft (forward, candidates, tree) with and without the local head, interleaved in one
+process, in bfloat16 with random weights. Attention reads only the block; a context would slow down
+only the block head. It reports medians and their ratio.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCAB, HIDDEN = 49152, 576
 
 
 class BlockOnly:
-    """A draft cache of no context."""
+    """A draft cache without context."""
 
     def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> Any:
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class BlockOnly:
 def make_drafters(
     args: argparse.Namespace, local: LocalHeadConfig
 ) -> tuple[DDTreeDrafter, DDTreeDrafter]:
-    """The block head alone, and with a random local head."""
+    """Returns the block head's drafter without and with a random local head."""
     torch.manual_seed(0)
     target = TargetWeights(
         embed_tokens=torch.randn(VOCAB, HIDDEN).bfloat16(),
@@ -106,7 +106,7 @@ def requests(batch: int, nodes: int, width: int, depth: int) -> DraftRequests:
 
 @torch.inference_mode()
 def interleaved(calls: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Median milliseconds of each call, taken in turn."""
+    """Returns median milliseconds of each call; calls take turns."""
     times: list[list[float]] = [[] for _ in calls]
     for turn in range(rounds + 5):
         for call, kept in zip(calls, times, strict=True):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree attention against vLLM's own CPU attention with as many query rows.
+"""Tree attention beside vLLM's own CPU attention with as many query rows.
 
-Both run in one process in turns, over one KV cache per layer as in a step of the model. The
-stock kernel attends a chain, ours a random tree of the same number of rows. A table of
-milliseconds per layer (medians) and the median of the paired ratios.
+Both run in turns in one process, with a KV cache per layer as in a model. The stock kernel attends
+a chain, ours a random tree with as many rows. The table has median milliseconds per layer and the
+median of the paired ratios.
 
     OMP_PROC_BIND=true python bench/kernels/bench_tree_attn_cpu.py
 
-vLLM pins its threads to cores; OMP_PROC_BIND=true does so here.
+OMP_PROC_BIND=true pins threads to cores, as vLLM does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 QUERY_HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 9, 3, 64, 128
-# Of all layers together: more than the private caches of a core, quick to fill.
+# KV caches of all layers: more than the private caches of a core.
 MAX_CACHE_BYTES = 128 << 20
 
 
 def make_case(args, dtype, isa, batch, context, nodes):
-    """Two functions that run one layer, stock and ours, and the number of layers."""
+    """Returns two functions that run a layer, stock and ours, and the number of layers."""
     from vllm import _custom_ops as ops
 
     from vllm_specplug.kernels import probe_cpu_layout, tree_attn, tree_metadata
@@ -98,13 +98,13 @@ def make_case(args, dtype, isa, batch, context, nodes):
 
 
 def measure(stock, ours, seconds: float, layers: int, clock) -> tuple[float, float, float]:
-    """Ms of a layer for stock and ours, and their ratio.
+    """Returns milliseconds of a layer for stock and ours, and their ratio.
 
-    On one thread medians of CPU time, and the median ratio of neighbouring calls; on several the
-    lowest tenth of wall time.
+    With one thread they are medians of CPU time, and the median ratio of consecutive calls; with
+    several threads the 10th percentile of wall time.
 
-    Calls alternate one by one: on a busy machine most of them then fit between two preemptions.
-    The two walk the layers half a round apart, so neither finds a cache the other has warmed.
+    Calls alternate, so that on a busy machine most pairs fit between two preemptions. The two run
+    half a round of layers apart, so that none finds a cache that the other has filled.
     """
     times: list[tuple[float, float]] = []
     for layer in range(layers):
@@ -125,7 +125,7 @@ def measure(stock, ours, seconds: float, layers: int, clock) -> tuple[float, flo
         b = statistics.median(t[1] for t in times)
         ratio = statistics.median(t[1] / t[0] for t in times)
     else:
-        # A preempted thread holds up all others, so on a busy machine medians show the load.
+        # A preempted thread delays all others, so on a busy machine medians show the load.
         a = statistics.quantiles((t[0] for t in times), n=10)[0]
         b = statistics.quantiles((t[1] for t in times), n=10)[0]
         ratio = b / a
@@ -167,7 +167,7 @@ def main() -> None:
         name, isa = case.split(":")
         for threads in args.threads:
             torch.set_num_threads(threads)
-            # One thread's CPU time is free of what other programs do; several need the wall clock.
+            # CPU time of one thread excludes other programs; several threads need the wall clock.
             clock = time.thread_time if threads == 1 else time.perf_counter
             variant = describe(dtypes[name])["isa"]
             rows = []

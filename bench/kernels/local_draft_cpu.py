@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shipped local heads add to a draft of the shipped JetSpec head, without the forward.
+"""The cost of the shipped local heads in a draft of the shipped JetSpec head, without the forward.
 
     python bench/kernels/local_draft_cpu.py --target MODEL
 
-Prints milliseconds, the best and the median of 60 calls: the 8 or 128 likeliest tokens of each
-slot, and a tree of 16 nodes from them, without and with a local head. Logits are random, with one
-likely token in each slot.
+It prints the minimum and the median of 60 calls in milliseconds: the 8 or 128 likeliest tokens of
+each slot, and a tree of 16 nodes from them, without and with a local head. Logits are random, with
+one likely token per slot.
 """
 
 from __future__ import annotations
