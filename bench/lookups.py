@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-gram trees beside plain decoding and vLLM's ngram, alone and on top of a head.
+"""N-gram trees, alone and on top of a head, beside plain decoding and vLLM's ngram.
 
-All systems serve the same prompts side by side (interleave.py). What counts are the steps in which
-as many requests as the load has at once are decoded and no prompt is taken in. Greedy, or sampled
-at `--temperature`; answers end where they end.
+All systems serve the same prompts side by side (interleave.py). Only steps count in which all
+concurrent requests are decoded and none is prefilled. Requests are greedy, or sampled at
+`--temperature`.
 
     python bench/lookups.py --data PROMPTS [--minutes 8] [--rounds 3] [--systems head --out FOLDER]
 """
@@ -28,7 +28,7 @@ from interleave import Load
 
 from vllm_specplug.bench.plan import VLLM_CONFIGS
 from vllm_specplug.bench.result_page import ResultPage, Section
-from vllm_specplug.bench.summary import format_number
+from vllm_specplug.bench.tables import format_number
 
 JETSPEC = {
     "method": "jetspec",
@@ -38,9 +38,9 @@ JETSPEC = {
 LOCAL = {**JETSPEC, "method": "dels"}
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     BASELINE: None,
-    # What vLLM is best served with where a CPU has no bfloat16 products.
+    # The fastest dtype of vLLM on a CPU without bfloat16 products.
     "plain float32": None,
-    # What is no difference: engines of one process differ by where their memory lies.
+    # The difference between equal engines, whose memory lies elsewhere.
     "plain again": None,
     "ngram": VLLM_CONFIGS["ngram"],
     "ngram_tree": {"method": "ngram_tree"},
@@ -49,7 +49,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "head + GRU + n-grams": {**LOCAL, "local_head": str(HEADS / "smollm2-135m-dels-gru")},
     "head + Markov + n-grams": {**LOCAL, "local_head": str(HEADS / "smollm2-135m-dels-markov")},
 }
-# Engines that differ from the others.
+# Arguments of some engines.
 ENGINES = {"plain float32": {"dtype": "float32"}}
 
 PACE = (
@@ -71,15 +71,15 @@ def make_loads(args: Any, target: str) -> list[Load]:
     for number in range(args.rounds):
         for place, concurrency in enumerate(args.concurrency):
             first = 37 * (number * len(args.concurrency) + place)
-            # A few more than are measured: the last ones run in smaller company.
-            places = range(first, first + args.prompts + 4 * concurrency)
-            chosen = [prompts[place % len(prompts)] for place in places]
+            # The last prompts are not measured, because fewer requests run beside them.
+            numbers = range(first, first + args.prompts + 4 * concurrency)
+            chosen = [prompts[i % len(prompts)] for i in numbers]
             loads.append(Load(f"{concurrency} at once", number, chosen, concurrency))
     return loads
 
 
 def summarise(cells: Cells) -> list[dict[str, Any]]:
-    """One row per load and system."""
+    """Returns a row per load and system."""
     rows = []
     for load, found in by_load(cells).items():
         for name in (system for system in SYSTEMS if system in found):
@@ -108,7 +108,7 @@ def summarise(cells: Cells) -> list[dict[str, Any]]:
 def page(cells: Cells) -> ResultPage:
     rows = summarise(cells)
     temperature = cells[0].get("temperature", 0.0)
-    # Earlier cells have none.
+    # Cells of earlier versions have no pace.
     paces = ("pace_gain", "pace_p99_gain") if "pace_gain" in rows[0] else ()
     header = ("load", "system", "tokens/s", "over plain", "over `ngram`",
               "median TPOT better by", "p99 TPOT better by",
@@ -158,11 +158,11 @@ def main() -> None:
     benchmark.add_comparison_flags(minutes=8.0, rounds=3, tokens=96)
     add = benchmark.parser.add_argument
     add("--concurrency", type=int, nargs="+", default=(1, 4, 8))
-    add("--prompts", type=int, default=4, help="per round, and 4 for each request at once")
-    add("--temperature", type=float, default=0.0, help="of all requests (default: greedy)")
+    add("--prompts", type=int, default=4, help="per round, in addition to 4 per concurrent request")
+    add("--temperature", type=float, default=0.0, help="default: greedy")
     usual = [name for name in SYSTEMS if name not in ENGINES]
     add("--systems", nargs="+", default=usual, choices=list(SYSTEMS), metavar="SYSTEM",
-        help=f"of {', '.join(SYSTEMS)}; `{BASELINE}` always")  # fmt: skip
+        help=f"some of {', '.join(SYSTEMS)}; `{BASELINE}` always runs")  # fmt: skip
     args = benchmark.parse()
     systems = {name: s for name, s in SYSTEMS.items() if name in (BASELINE, *args.systems)}
     if not args.report_only:

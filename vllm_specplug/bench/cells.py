@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured cells in a JSONL file, one line each, kept across runs."""
+"""Measured cells in a JSONL file, kept across runs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 from vllm_specplug.bench.load import Level
 
 MIX = "all"
-"""Name of the traffic that takes prompts from all sets in turn."""
+"""Name of the traffic with prompts of all sets in turn."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: a server, the prompts it got, the load, which repeat."""
+    """A measurement: server, prompts, load and repeat."""
 
     server: str
     prompts: str
@@ -34,14 +34,14 @@ class Cell:
 
 
 class CellStore:
-    """Cells by digest (what else determines them) and key, each written down at once."""
+    """Cells by key and by the digest of all settings that determine them, written at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
         if path.is_file():
             for line in path.read_text().splitlines():
-                # A line cut off by a kill is measured again.
+                # A cell whose line was cut off is measured again.
                 with contextlib.suppress(ValueError, KeyError, TypeError):
                     row = json.loads(line)
                     self._rows[(row["digest"], *row["key"])] = row
@@ -50,33 +50,33 @@ class CellStore:
         return len(self._rows)
 
     def get(self, digest: str, key: Sequence[Any]) -> dict[str, Any] | None:
-        """What was measured; None when it was not."""
+        """Returns a cell; None if it was not measured."""
         return self._rows.get((digest, *key))
 
     def rows(self, digest: str) -> list[dict[str, Any]]:
-        """All cells of a digest, in the order they were first measured."""
+        """Returns the cells of a digest, in the order of their first measurement."""
         return [row for key, row in self._rows.items() if key[0] == digest]
 
     @property
     def latest_digest(self) -> str | None:
-        """Digest of the cell written last; None when there is none."""
+        """Digest of the last cell; None without cells."""
         return next(reversed(self._rows), (None,))[0]
 
     def count_others(self, digests: Collection[str]) -> int:
-        """Cells that were measured with other settings, prompts or code."""
+        """Returns the number of cells with other digests."""
         return sum(key[0] not in digests for key in self._rows)
 
     def add(self, digest: str, key: Sequence[Any], values: Mapping[str, Any]) -> None:
-        """Records a cell and writes it down; a cell measured again replaces the earlier one."""
+        """Records and writes a cell. It replaces an earlier one with the same key."""
         load_average = round(os.getloadavg()[0], 2)
         row = {"digest": digest, "key": list(key), "load_average": load_average, **values}
         self._rows[(digest, *key)] = row
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # The leading line break ends a line that a kill cut off.
+        # The leading line break ends a line that was cut off.
         with self.path.open("a") as stream:
             stream.write("\n" + json.dumps(row))
 
 
 def digest(value: Any) -> str:
-    """A short name for plain data, equal for equal data."""
+    """Returns a short digest of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]

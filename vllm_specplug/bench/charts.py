@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The charts of a report page."""
+"""Charts of a report page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_specplug.bench.cells import MIX
 from vllm_specplug.bench.figures import COLORS, new_figure, place_measured, system_colors, to_svg
 from vllm_specplug.bench.load import BURST, IDLE
 from vllm_specplug.bench.plan import BASELINE
-from vllm_specplug.bench.summary import SPEED_UP
+from vllm_specplug.bench.summary import SPEED_UP, nodes_of
 
 Point = Mapping[str, Any]
 Value = Callable[[Point], float | None]
@@ -29,7 +29,7 @@ _LATENCIES = {"e2el": "end to end", "tpot": "per token", "ttft": "first token"}
 
 @dataclass(frozen=True)
 class Panel:
-    """Charts that belong together, as SVG by their title."""
+    """Related charts, as SVG by title."""
 
     title: str
     about: str
@@ -38,7 +38,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Series:
-    """A server of a run."""
+    """Results of a server in a run."""
 
     run: int
     name: str
@@ -49,14 +49,14 @@ class Series:
 
     @property
     def style(self) -> dict[str, Any]:
-        """A second run is dashed, its marks hollow."""
+        """Line style; a second run is dashed with hollow marks."""
         second = {"linestyle": "--", "markerfacecolor": "none"} if self.run else {}
         return {"color": self.color, "marker": "o", **second}
 
 
 @dataclass(frozen=True)
 class _Loads:
-    """How loads are laid out: a point's position, None where it has none."""
+    """An x axis of loads: its title, and the position of a point or None."""
 
     title: str
     place: Value
@@ -69,7 +69,7 @@ _AXES = (
 
 
 def all_series(runs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[Series]:
-    """Every server that was measured, the first run's first."""
+    """Returns the measured servers of all runs."""
     colors = system_colors(entry["name"] for run in runs for entry in run["servers"])
     return [
         Series(
@@ -87,7 +87,7 @@ def all_series(runs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list
 
 
 def panels(runs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> list[Panel]:
-    """All panels for which something was measured."""
+    """Returns the panels with results."""
     series = all_series(runs, labels)
     found = [panel for loads in _AXES for panel in _by_load(series, loads, runs[0]["plan"])]
     found += [_time_shares(series), _by_depth(series), _by_data_set(series)]
@@ -100,7 +100,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
         return []
     others = [one for one in series if one.name != BASELINE]
     served = {"tokens/s": "output_throughput", "requests/s": "request_throughput"}
-    about = "Below saturation everyone serves what arrives."
+    about = "Below saturation, throughput equals the offered load."
     if plan["goodput"]:
         served["good requests/s"] = "request_goodput"
         goals = ", ".join(goal.replace(":", " ≤ ") + " ms" for goal in plan["goodput"])
@@ -119,8 +119,8 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
     found = [
         Panel(
             "Speed-up",
-            "How many times better than plain vLLM under the same load. Above the dashed line "
-            "speculation pays; a diamond marks where it stops.",
+            "Ratio to plain vLLM under the same load. Speculation pays above the dashed line. A "
+            "diamond marks the crossover.",
             {
                 title: lines(f"speed-up {title}", others, _speed_up(key),
                              unit="×", reference=1.0, crossovers=key == SPEED_UP)
@@ -129,7 +129,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
         ),
         Panel(
             "Latency",
-            "What a request waits for, in milliseconds. Lower is better.",
+            "Times of requests in milliseconds. Lower is better.",
             {
                 title: lines(title, series, itemgetter(key), log=True)
                 for title, key in by_latency.items()
@@ -137,7 +137,7 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
         ),
         Panel(
             "Throughput",
-            f"What is served. {about}",
+            f"Tokens and requests per second. {about}",
             {
                 title: lines(title, series, itemgetter(key), zero=True)
                 for title, key in served.items()
@@ -149,8 +149,8 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
         found.append(
             Panel(
                 "Draft size",
-                "Nodes drafted per request and step, plain steps counted as none; mean tokens that "
-                "a step with a draft emits for a request.",
+                "Nodes per request and step, counting steps without a draft as 0, and mean tokens "
+                "per request and step with a draft.",
                 {
                     "nodes": lines("nodes", drafting, nodes_of, zero=True),
                     "acceptance length": lines("acceptance length", drafting, _length),
@@ -162,13 +162,6 @@ def _by_load(series: Sequence[Series], loads: _Loads, plan: Mapping[str, Any]) -
 
 def _speed_up(key: str) -> Value:
     return lambda point: point["speed_up"][key]
-
-
-def nodes_of(point: Point) -> float | None:
-    """Nodes per request and step; per draft, for methods that do not count plain steps."""
-    spec = point["spec"] or {}
-    nodes = spec.get("nodes_per_request_step")
-    return spec.get("nodes_per_draft") if nodes is None else nodes
 
 
 def _length(point: Point) -> float | None:
@@ -187,9 +180,9 @@ def _line_chart(
     reference: float | None = None,
     crossovers: bool = False,
 ) -> str:
-    """Values of the mixed traffic against load; all requests at once are a point of their own, the
-    rightmost."""
-    figure, (axis,) = new_figure()
+    """Returns a chart of values of the mixed traffic by load. The rightmost point has all requests
+    at once."""
+    figure, axis = new_figure()
     rates = loads is _AXES[0]
     points = [p for one in drawn for p in one.points if p["prompts"] == MIX]
     places = {place: p for p in points if (place := loads.place(p)) is not None}
@@ -210,8 +203,8 @@ def _line_chart(
             for p in other.points
             if p["prompts"] == MIX and (x := position(p)) is not None
         }
-        # A line only joins neighbours: it ends at a load where this server has no value, and
-        # before all requests at once, which is no rate.
+        # A line joins only neighbours: NaN ends it at a load where this server has no value, and
+        # before all requests at once, which is not a rate.
         xy = [(x, math.nan if (y := found.get(x)) is None else y) for x in sorted(measured)]
         if rates and burst in measured:
             xy.insert(-1, (burst, math.nan))
@@ -234,7 +227,7 @@ def _line_chart(
         axis.set_ylim(bottom=0)
     if unit:
         axis.yaxis.set_major_formatter(f"{{x:g}}{unit}")
-    place_measured(axis, ticks, ticks.values())
+    place_measured(axis, ticks)
     axis.set_xlabel(loads.title)
     return to_svg(figure, name)
 
@@ -250,7 +243,7 @@ def _time_shares(series: Sequence[Series]) -> Panel:
         if not rows:
             continue
         rows.sort(key=lambda p: p["order"], reverse=True)
-        figure, (axis,) = new_figure(height=0.9 + 0.26 * len(rows))
+        figure, axis = new_figure(height=0.9 + 0.26 * len(rows))
         labels = [p["label"] for p in rows]
         left = [0.0] * len(rows)
         for phase, color in _PHASES.items():
@@ -280,7 +273,7 @@ def _bars(
 def _by_depth(series: Sequence[Series]) -> Panel:
     charts = {}
     for prompts in _data_sets(series, with_mix=True):
-        figure, (axis,) = new_figure()
+        figure, axis = new_figure()
         for one in series:
             shares = next(
                 (s for p in one.points if p["prompts"] == prompts
@@ -305,7 +298,7 @@ def _by_data_set(series: Sequence[Series]) -> Panel:
     drafting = [one for one in series if any(_length(p) for p in one.points if p["prompts"] != MIX)]
     if not names or not drafting:
         return Panel("Acceptance by data set", "", {})
-    figure, (axis,) = new_figure(height=0.7 + 0.22 * len(names) * (len(drafting) + 1))
+    figure, axis = new_figure(height=0.7 + 0.22 * len(names) * (len(drafting) + 1))
     for place, one in enumerate(drafting):
         lengths = {p["prompts"]: length for p in one.points if (length := _length(p))}
         rows = [(i * (len(drafting) + 1) + place, lengths[n]) for i, n in enumerate(names)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real chat requests through the OpenAI client, streamed and timed."""
+"""Streamed and timed chat requests of the OpenAI client."""
 
 from __future__ import annotations
 
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,23 +14,23 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ChatAnswer:
-    """One streamed answer and its times."""
+    """A streamed answer and its times."""
 
     text: str
     num_tokens: int
     """Tokens of the answer, as counted by the server."""
     ttft_s: float
-    """Time to the first text, seconds."""
+    """Seconds to the first text."""
     total_s: float
-    """Time to the end of the stream, seconds."""
+    """Seconds to the end of the stream."""
     prompt_ids: tuple[int, ...] = ()
-    """Tokens of the prompt, its chat template filled in."""
+    """Tokens of the prompt with its chat template."""
     token_ids: tuple[int, ...] = ()
     """Tokens of the answer."""
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for an answer of one token."""
+        """Seconds per output token after the first; None for an answer of one token."""
         if self.num_tokens < 2:
             return None
         return (self.total_s - self.ttft_s) / (self.num_tokens - 1)
@@ -38,7 +38,7 @@ class ChatAnswer:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """Answers to a list of prompts and the wall time they took together."""
+    """Answers to a list of prompts, and their total wall time."""
 
     answers: tuple[ChatAnswer, ...]
     wall_s: float
@@ -50,7 +50,7 @@ class LoadResult:
 
     @property
     def tokens_per_s(self) -> float:
-        """Output tokens by wall time."""
+        """Output tokens per second of wall time."""
         return self.num_tokens / self.wall_s
 
     @property
@@ -66,7 +66,7 @@ class LoadResult:
 
     @classmethod
     def join(cls, parts: Sequence[LoadResult]) -> LoadResult:
-        """Runs done one after another, as one."""
+        """Returns consecutive runs as one."""
         answers = tuple(answer for part in parts for answer in part.answers)
         return cls(answers, sum(part.wall_s for part in parts))
 
@@ -112,7 +112,6 @@ async def _run(
     prompts: Sequence[str],
     concurrency: int,
     max_tokens: int,
-    on_answer: Callable[[], None],
     own: Mapping[str, Any],
 ) -> LoadResult:
     from openai import AsyncOpenAI
@@ -124,9 +123,7 @@ async def _run(
 
         async def one(prompt: str) -> ChatAnswer:
             async with gate:
-                answer = await _stream(client, model, prompt, max_tokens, own)
-            on_answer()
-            return answer
+                return await _stream(client, model, prompt, max_tokens, own)
 
         start = time.perf_counter()
         answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
@@ -140,18 +137,15 @@ def run_chats(
     *,
     concurrency: int,
     max_tokens: int,
-    on_answer: Callable[[], None] = lambda: None,
     own: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadResult:
-    """Sends every prompt as a chat of its own, greedy, at most `concurrency` at once.
+    """Sends every prompt as a greedy chat, at most `concurrency` at once.
 
     Args:
         base_url: root of the server, without "/v1".
-        model: the name the server serves the model under.
-        on_answer: called after each finished answer.
-        own: fields of vLLM's in every request, beyond those of OpenAI.
+        own: vLLM's own fields of every request.
 
     Raises:
-        openai.OpenAIError: when the server refuses or drops a request.
+        openai.OpenAIError: if a request fails.
     """
-    return asyncio.run(_run(base_url, model, prompts, concurrency, max_tokens, on_answer, own))
+    return asyncio.run(_run(base_url, model, prompts, concurrency, max_tokens, own))

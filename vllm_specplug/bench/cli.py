@@ -18,7 +18,7 @@ from vllm_specplug.bench.plan import split_list as _names
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError
 from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
-from vllm_specplug.bench.sweep import Outcome, Sweep
+from vllm_specplug.bench.sweep import Sweep
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
 from vllm_specplug.provenance import provenance
@@ -27,7 +27,7 @@ from vllm_specplug.targets import TargetError, cache_dir, prepare_target
 
 DEFAULT_SERVERS = ("plain", "ngram", default_method().name)
 INCOMPLETE = 3
-"""Exit status of a sweep that ended well but has not measured everything."""
+"""Exit status of a sweep without failures that has missing runs."""
 
 bench_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 report_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -53,7 +53,7 @@ DataOption = Annotated[
 
 @contextmanager
 def _plain_errors(console: Console) -> Iterator[None]:
-    """User errors become one message and an exit status."""
+    """Turns errors that a user can cause into a message and an exit status."""
     try:
         yield
     except ValueError as error:
@@ -81,7 +81,7 @@ def _rates(text: str) -> Any:
 
 
 def _fill_model(values: dict[str, Any], console: Console) -> None:
-    """SmolLM2 and its shipped head unless another model is named."""
+    """Sets SmolLM2 and its shipped head unless another model is named."""
     check_target(values.get("model"))
     if values.get("model") is None:
         values["model"] = str(prepare_target("smollm2", lambda text: console.print(text)))
@@ -91,7 +91,7 @@ def _fill_model(values: dict[str, Any], console: Console) -> None:
 def plan_from(
     config: Path | None, flags: dict[str, Any], extra_servers: list[str], console: Console
 ) -> BenchPlan:
-    """The plan of a config file, with what was given on the command line instead.
+    """Returns the plan of a config file; flags override it.
 
     Raises:
         ValueError: naming every invalid setting.
@@ -144,8 +144,6 @@ def bench(
     point_time: Annotated[
         float | None, typer.Option(help="Seconds of arrivals at each rate. Default 30.")
     ] = None,
-    min_requests: Annotated[int | None, typer.Option(help="Minimum requests per run.")] = None,
-    max_requests: Annotated[int | None, typer.Option(help="Maximum requests per run.")] = None,
     dataset_requests: Annotated[
         int | None, typer.Option(help="Requests to measure each data set on its own. Default: 0.")
     ] = None,
@@ -159,9 +157,6 @@ def bench(
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Precision. Default bfloat16.")] = None,
     eager: EagerOption = False,
-    port: Annotated[int | None, typer.Option(help="Port of the servers. Default: a free one.")] = (
-        None
-    ),
     together: Annotated[
         bool, typer.Option("--together", help="Servers stay up and alternate (CPU: less noise).")
     ] = False,
@@ -169,11 +164,10 @@ def bench(
         float | None,
         typer.Option(help="Seconds after which no run starts; exit status 3 if some are missing."),
     ] = None,
-    report: Annotated[bool, typer.Option(help="Write the page report.html.")] = True,
 ) -> None:
     """Measure servers against plain vLLM on the same traffic, from idle to past saturation.
 
-    Load comes from `vllm bench serve`. Can be interrupted: run it again and it continues.
+    `vllm bench serve` makes the load. After an interruption the same command continues.
     """
     raise_on_termination()
     console = Console()
@@ -189,44 +183,29 @@ def bench(
                 None if concurrency is None else _numbers(concurrency, int, "--concurrency")
             ),
             "point_time": point_time,
-            "min_requests": min_requests,
-            "max_requests": max_requests,
             "dataset_requests": dataset_requests,
             "repeats": repeats,
             "goodput": goodput or None,
             "output_len": output_len,
             "dtype": dtype,
             "enforce_eager": eager or None,
-            "port": port,
             "together": together or None,
         }
         plan = plan_from(config, flags, server or [], console)
         sweep = Sweep(plan, out, cache_dir() / "logs", console)
         outcome = sweep.run(time_limit)
-    _publish(sweep, plan, out, report, console)
-    _leave(outcome, console)
-
-
-def _publish(sweep: Sweep, plan: BenchPlan, out: Path, report: bool, console: Console) -> None:
-    """Writes and prints what a sweep measured."""
     results = summarize(sweep, provenance(plan.execution))
-    written = write_results(results, out)
-    if report:
-        written.append(write_page([results], out / "report.html"))
+    written = [*write_results(results, out), write_page([results], out / "report.html")]
     console.print(to_markdown(results), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False)
-
-
-def _leave(outcome: Outcome, console: Console) -> None:
-    if not outcome.num_missing:
-        return
-    reason = "the time limit is reached; " if outcome.out_of_time else ""
-    console.print(
-        f"{reason}{outcome.num_missing} runs are missing: run the same command again to measure "
-        "them; nothing that is measured is lost",
-        soft_wrap=True,
-    )
-    raise typer.Exit(1 if outcome.failures else INCOMPLETE)
+    if outcome.num_missing:
+        reason = "the time limit is reached; " if outcome.out_of_time else ""
+        console.print(
+            f"{reason}{outcome.num_missing} runs are missing: run the same command again to "
+            "measure them; nothing that is measured is lost",
+            soft_wrap=True,
+        )
+        raise typer.Exit(1 if outcome.failures else INCOMPLETE)
 
 
 @report_app.command()
@@ -241,7 +220,7 @@ def report(
 ) -> None:
     """Make one self-contained HTML page from results, or from two to compare.
 
-    CSV and JSON of the same numbers lie in the results' folders.
+    The results' folders have the same numbers as CSV and JSON.
     """
     console = Console()
     with _plain_errors(console):
@@ -268,8 +247,8 @@ def tune(
 ) -> None:
     """Find tree settings for a model, head and traffic by measuring, and print them as JSON.
 
-    Many settings run shortly, the better part longer, until one is left or time is up. What was
-    slower than plain vLLM is never recommended.
+    All settings run shortly and the best third longer, until one is left or the time is up. A
+    setting that is slower than plain vLLM is never recommended.
     """
     from vllm_specplug.bench.tune import Tuner, tuning_table
 

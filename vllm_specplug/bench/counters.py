@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative counters of vLLM and of this plugin, read from a server's Prometheus page."""
+"""Counters of speculation of vLLM and of this plugin, read from a server's Prometheus page."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,33 +18,33 @@ _PER_POSITION = "accepted_tokens_per_pos"
 class SpecCounters:
     """Totals since the server started, or their difference over a run.
 
-    The last four are this plugin's own and stay empty for other methods.
+    The last four are this plugin's and are empty for other methods.
     """
 
     drafts: float = 0.0
-    """Requests-times-steps that had a draft."""
+    """Decode steps of single requests with a draft."""
     draft_tokens: float = 0.0
     """Drafted nodes."""
     accepted_tokens: float = 0.0
     """Accepted nodes."""
     accepted_by_depth: dict[int, float] = field(default_factory=dict)
-    """Drafts accepted to this depth (1: the first drafted token) or deeper."""
+    """Drafts accepted to a depth (1: the first drafted token) or deeper."""
     plain_steps: dict[str, float] = field(default_factory=dict)
-    """Requests-times-steps without a draft, by reason."""
+    """Decode steps of single requests without a draft, by reason."""
     draft_steps: float = 0.0
-    """Engine steps that verified any tree."""
+    """Engine steps that verified trees."""
     draft_step_nodes: float = 0.0
-    """Nodes of all requests, summed over those steps."""
+    """Nodes of all requests in these steps."""
     milliseconds: dict[str, float] = field(default_factory=dict)
-    """Time by phase: draft, verify, compact. The server counts seconds."""
+    """Time by phase: draft, verify, compact."""
 
     @classmethod
     def parse(cls, text: str) -> SpecCounters:
-        """Sums the counters over engines; zero when the server has none (no speculation)."""
+        """Sums the counters over engines. They are 0 on a server without speculation."""
         totals = {"drafts": 0.0, "draft_tokens": 0.0, "accepted_tokens": 0.0}
-        by_depth: dict[int, float] = {}
-        plain: dict[str, float] = {}
-        phases: dict[str, float] = {}
+        by_depth: dict[int, float] = defaultdict(float)
+        plain: dict[str, float] = defaultdict(float)
+        phases: dict[str, float] = defaultdict(float)
         steps = step_nodes = 0.0
         for family in text_string_to_metric_families(text):
             name = family.name
@@ -51,19 +52,17 @@ class SpecCounters:
                 if name.startswith(_VLLM_PREFIX) and sample.name.endswith("_total"):
                     short = name.removeprefix(_VLLM_PREFIX)
                     if short == _PER_POSITION:
-                        depth = int(sample.labels["position"]) + 1
-                        by_depth[depth] = by_depth.get(depth, 0.0) + sample.value
+                        by_depth[int(sample.labels["position"]) + 1] += sample.value
                     elif short in totals:
                         totals[short] += sample.value
                 elif name == f"{_PLUGIN_PREFIX}plain_steps" and sample.name.endswith("_total"):
-                    reason = sample.labels["reason"]
-                    plain[reason] = plain.get(reason, 0.0) + sample.value
+                    plain[sample.labels["reason"]] += sample.value
                 elif name == f"{_PLUGIN_PREFIX}step_nodes":
                     steps += sample.value if sample.name.endswith("_count") else 0.0
                     step_nodes += sample.value if sample.name.endswith("_sum") else 0.0
                 elif name.startswith(_PLUGIN_PREFIX) and sample.name.endswith("_seconds_sum"):
                     phase = name.removeprefix(_PLUGIN_PREFIX).removesuffix("_seconds")
-                    phases[phase] = phases.get(phase, 0.0) + 1e3 * sample.value
+                    phases[phase] += 1e3 * sample.value
         return cls(**totals, accepted_by_depth=by_depth, plain_steps=plain, draft_steps=steps,
                    draft_step_nodes=step_nodes, milliseconds=phases)  # fmt: skip
 
@@ -81,11 +80,11 @@ class SpecCounters:
 
     @property
     def mean_acceptance_length(self) -> float | None:
-        """1 + accepted / drafts; None when nothing was drafted."""
+        """1 + accepted / drafts; None without drafts."""
         return 1.0 + self.accepted_tokens / self.drafts if self.drafts else None
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name, depths as a list without trailing zeros; {} when all are zero."""
+        """Returns the fields by name, with depths as a list; {} if all are zero."""
         if not self.drafts and not any(self.plain_steps.values()):
             return {}
         depths = [depth for depth, count in self.accepted_by_depth.items() if count]

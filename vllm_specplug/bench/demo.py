@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specplug demo`: a tree-drafting server and a plain one answer the same chats."""
+"""`specplug demo`: a server with draft trees and a plain one answer the same chats."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from vllm_specplug.bench.chat import LoadResult, run_chats
 from vllm_specplug.bench.counters import SpecCounters
 from vllm_specplug.bench.near_ties import Parting, partings
 from vllm_specplug.bench.plan import VLLM_CONFIGS
 from vllm_specplug.bench.server import ServerSpec, VllmServer
-from vllm_specplug.bench.tables import Row, console_table, same_answers
+from vllm_specplug.bench.tables import format_number
 from vllm_specplug.options import REQUEST_BUDGET_ARG
 from vllm_specplug.registry import legal_method_names
 
-# Chat prompts of the kinds people send: facts, arithmetic, code, rewriting, lists, a letter.
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
     "A train travels 60 miles in 1.5 hours. What is its average speed? Explain step by step.",
@@ -36,23 +36,51 @@ WARM_UP = "Say hello."
 _REPORT = "Please report this with the output of `specplug doctor --json`."
 
 NGRAM_CONFIG = VLLM_CONFIGS["ngram"]
+COLUMNS = ("chats", "server", "tokens/s", "speed-up", "length", "TTFT ms", "TPOT ms")
 
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What the demo runs."""
+    """Settings of the demo."""
 
     model: str
     method: str
-    """Name shown for the speculating server."""
+    """Name of the speculating server."""
     speculative_config: dict[str, Any] | None
-    """None compares nothing: only plain vLLM runs."""
+    """None runs only plain vLLM."""
     prompts: tuple[str, ...] = PROMPTS
     max_tokens: int = 128
     concurrency: int = 4
     dtype: str = "bfloat16"
     enforce_eager: bool = True
     log_folder: Path = Path("logs")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Results of a server under a load."""
+
+    load: str
+    server: str
+    tokens_per_s: float
+    speed_up: float | None
+    """Ratio to plain vLLM under the same load; None for plain vLLM."""
+    mean_acceptance_length: float | None
+    """1 + accepted / drafts; None without speculation."""
+    ttft_ms: float
+    tpot_ms: float | None
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the row as text, in the order of `COLUMNS`."""
+        return (
+            self.load,
+            self.server,
+            f"{self.tokens_per_s:.1f}",
+            format_number(self.speed_up or 1.0, 2, " x"),
+            format_number(self.mean_acceptance_length, 2),
+            f"{self.ttft_ms:.0f}",
+            format_number(self.tpot_ms, 1),
+        )
 
 
 @dataclass
@@ -62,11 +90,11 @@ class _Measured:
 
 
 def run_demo(options: DemoOptions, console: Console) -> list[Row]:
-    """Starts the servers, sends the chats, prints the table; returns its rows.
+    """Starts the servers, sends the chats and prints a table; returns its rows.
 
     Raises:
-        ServerError: when a server does not start.
-        openai.OpenAIError: when a request fails.
+        ServerError: if a server does not start.
+        openai.OpenAIError: if a request fails.
     """
     specs = [_spec(options, "plain", None)]
     if options.speculative_config is not None:
@@ -85,9 +113,9 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         if options.speculative_config is not None:
             plain, other = (single[s.spec.name].load.answers for s in servers)
             found = partings(servers[0].base_url, options.model, zip(plain, other, strict=True))
-            # vLLM's own methods draft whatever a request says.
+            # Requests cannot disable drafts of vLLM's own methods.
             if found and options.speculative_config["method"] in legal_method_names():
-                with _status(console, f"{options.method}, without drafts"):
+                with console.status(f"{options.method}, without drafts"):
                     undrafted = run_chats(
                         servers[1].base_url, options.model, options.prompts, concurrency=1,
                         max_tokens=options.max_tokens,
@@ -101,8 +129,8 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
     console.print(console_table(rows, title))
     if options.enforce_eager:
         console.print(
-            "eager starts fast; vLLM compiles by default, and both sides are faster then: "
-            "--compile compares them so.",
+            "Eager servers start fast. vLLM compiles by default, which makes both faster: add "
+            "--compile.",
             style="dim",
             soft_wrap=True,
         )
@@ -131,7 +159,7 @@ def _spec(options: DemoOptions, name: str, config: dict[str, Any] | None) -> Ser
 
 
 def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
-    with _status(console, "waiting for the servers") as status:
+    with console.status("waiting for the servers") as status:
         for server in servers:
             name = server.spec.name
 
@@ -145,7 +173,7 @@ def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
 def _measure(
     servers: Sequence[VllmServer], options: DemoOptions, console: Console, concurrency: int
 ) -> dict[str, _Measured]:
-    """Sends every prompt to every server, taking turns, so that noise affects all alike."""
+    """Sends every prompt to every server. Servers take turns, so that noise affects all equally."""
     prompts = options.prompts
     batches = [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
     parts: dict[str, list[LoadResult]] = {server.spec.name: [] for server in servers}
@@ -153,15 +181,13 @@ def _measure(
         run_chats(server.base_url, options.model, [WARM_UP], concurrency=1, max_tokens=8)
     before = {server.spec.name: _counters(server) for server in servers}
     total = len(batches) * len(servers)
-    with _status(console, "") as status:
+    with console.status("") as status:
         for index, batch in enumerate(batches):
-            # The first server alternates too.
+            # The first server alternates.
             turn = servers if index % 2 == 0 else list(reversed(servers))
-            for place, server in enumerate(turn):
-                done = index * len(servers) + place
-                status.update(
-                    f"{concurrency} at a time, {server.spec.name}: run {done + 1} of {total}"
-                )
+            for number, server in enumerate(turn, index * len(servers) + 1):
+                name = server.spec.name
+                status.update(f"{concurrency} at a time, {name}: run {number} of {total}")
                 result = run_chats(
                     server.base_url,
                     options.model,
@@ -169,7 +195,7 @@ def _measure(
                     concurrency=concurrency,
                     max_tokens=options.max_tokens,
                 )
-                parts[server.spec.name].append(result)
+                parts[name].append(result)
     console.print(f"{concurrency} at a time: {len(prompts)} chats to each server done")
     return {
         server.spec.name: _Measured(
@@ -199,6 +225,24 @@ def _rows(load: str, measured: dict[str, _Measured]) -> list[Row]:
     ]
 
 
+def console_table(rows: Sequence[Row], title: str) -> Table:
+    """Returns a table of `rows` with a rule between loads."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
+    for index, row in enumerate(rows):
+        last = index + 1 == len(rows) or rows[index + 1].load != row.load
+        style = "bold" if (row.speed_up or 0.0) > 1.0 else None
+        table.add_row(*row.cells(), end_section=last, style=style)
+    return table
+
+
+def same_answers(plain: Sequence[str], other: Sequence[str]) -> tuple[int, int | None]:
+    """Returns the number of equal answers, and the index of the first different one or None."""
+    differing = [i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a != b]
+    return len(plain) - len(differing), differing[0] if differing else None
+
+
 def _print_comparison(
     options: DemoOptions,
     single: dict[str, _Measured],
@@ -207,7 +251,7 @@ def _print_comparison(
     found: Sequence[Parting],
     console: Console,
 ) -> None:
-    """How many answers are plain vLLM's, and whether rounding explains the others."""
+    """Prints how many answers equal plain vLLM's, and whether rounding explains the others."""
 
     def texts(load: LoadResult) -> list[str]:
         return [answer.text for answer in load.answers]
@@ -234,40 +278,15 @@ def _print_comparison(
     widest = max((parting.gap_nats for parting in found), default=0.0)
     if all(parting.is_near_tie for parting in found):
         console.print(
-            f"Where answers part, plain vLLM scores the two tokens within {widest:.2f} nats: in "
-            f"{options.dtype} such a tie rounds differently when rows are computed together, "
+            f"Where answers differ, plain vLLM scores the two tokens within {widest:.2f} nats: in "
+            f"{options.dtype} such near ties round differently when rows are computed together, "
             "with drafts as with other requests. --dtype float32 compares exactly.",
             style="dim",
             soft_wrap=True,
         )
     else:
         console.print(
-            f"NOT EXPLAINED BY ROUNDING: plain vLLM scores two tokens where answers part "
+            f"NOT EXPLAINED BY ROUNDING: where answers differ, plain vLLM scores two tokens "
             f"{widest:.2f} nats apart. {_REPORT}",
             style="bold red",
         )
-
-
-@contextlib.contextmanager
-def _status(console: Console, text: str) -> Any:
-    """A spinner on a terminal; elsewhere lines are printed by the steps themselves."""
-    if console.is_terminal:
-        with console.status(text) as status:
-            yield status
-    else:
-        yield _LineStatus(console)
-
-
-class _LineStatus:
-    """Stands in for rich's Status where there is no terminal: one line per new stage."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._last = ""
-
-    def update(self, text: str) -> None:
-        """Prints `text` unless only its number of seconds changed."""
-        stage = text.split(" s: ")[-1]
-        if stage != self._last:
-            self._last = stage
-            self._console.print(text, style="dim", highlight=False, soft_wrap=True)

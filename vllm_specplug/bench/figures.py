@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all plots share: one colour for each system, axes, SVG for pages."""
+"""Colours, axes and SVG of all plots."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from matplotlib import rc_context
@@ -18,7 +18,7 @@ COLORS = {
     "ngram": "#d4680a",
     "suffix": "#9a7b0a",
 }
-"""What methods are compared with."""
+"""Colours of systems other than our methods."""
 _FREE_COLORS = (
     "#2f66d0", "#d4680a", "#16855a", "#8b49c4", "#cc3a66", "#0b8296", "#9a7b0a", "#6f9cf0",
     "#f2b279", "#5cc49a", "#c795f2", "#ef86a6", "#57b9c9", "#a5754a", "#12a3c7", "#76a51c",
@@ -49,9 +49,9 @@ _STYLE: dict[Any, Any] = {
 
 
 def system_colors(names: Iterable[str]) -> dict[str, str]:
-    """The colour of each system in every plot of a page.
+    """Returns the colour of each system of a page.
 
-    Names of `COLORS` and of methods look the same on all pages; others take free colours in their
+    Names of `COLORS` and of methods have the same colours on all pages, others take free colours in
     order.
     """
     distinct = list(dict.fromkeys(names))
@@ -64,29 +64,25 @@ def system_colors(names: Iterable[str]) -> dict[str, str]:
     return {name: fixed.get(name) or found[name] for name in distinct}
 
 
-def new_figure(columns: int = 1, width: float = 4.6, height: float = 3.0) -> tuple[Figure, Any]:
-    """A figure of `columns` axes in a row, each of a size in inches; axes is a list."""
+def new_figure(height: float = 3.0) -> tuple[Figure, Any]:
+    """Returns a figure of a height in inches, and its axes."""
     with rc_context(_STYLE):
-        figure = Figure(figsize=(columns * width, height), layout="constrained")
-        axes = figure.subplots(1, columns, squeeze=False)[0]
-    return figure, list(axes)
+        figure = Figure(figsize=(4.6, height), layout="constrained")
+        return figure, figure.subplots()
 
 
-def place_measured(
-    axis: Axes, values: Iterable[float], labels: Iterable[str] | None = None
-) -> None:
-    """A logarithmic x axis whose ticks are the measured values."""
-    places = sorted(set(values))
+def place_measured(axis: Axes, labels: Mapping[float, str]) -> None:
+    """Makes the x axis logarithmic, with a labelled tick at each measured value."""
     axis.set_xscale("log")
-    axis.set_xticks(places, list(labels) if labels is not None else [f"{v:g}" for v in places])
+    axis.set_xticks(list(labels), list(labels.values()))
     axis.minorticks_off()
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an element to put into a page, which colours its text and lines.
+    """Returns the figure as an SVG element. The page colours its text and lines.
 
     Args:
-        name: unlike those of the page's other figures; ids are made from it.
+        name: unique in the page; ids are made from it.
     """
     stream = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -29,16 +29,13 @@ _KEPT = (
 
 
 class LoadError(RuntimeError):
-    """The load tool failed, or requests did; the message carries the end of its output."""
+    """The load tool or requests failed; the message has the end of the tool's output."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """How requests arrive.
-
-    At `rate` requests per second, in a Poisson process; or, with `concurrency`, so that as many
-    are always in flight; or, with neither, all at once.
-    """
+    """How requests arrive: at `rate` requests per second in a Poisson process, with `concurrency`
+    requests always in flight, or without either all at once."""
 
     rate: float | None = None
     concurrency: int | None = None
@@ -64,13 +61,13 @@ class Level:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Its place in tables: idle, rates, all at once, then numbers in flight."""
+        """Its order in tables: idle, rates, all at once, then numbers in flight."""
         if self.concurrency is not None:
             return (0, 0.0) if self.concurrency == 1 else (3, self.concurrency)
         return (2, 0.0) if self.rate is None else (1, self.rate)
 
     def arguments(self) -> list[str]:
-        """Its options of `vllm bench serve`."""
+        """Returns its options of `vllm bench serve`."""
         if self.rate is not None:
             return ["--request-rate", f"{self.rate:g}"]
         return [] if self.concurrency is None else ["--max-concurrency", str(self.concurrency)]
@@ -82,7 +79,7 @@ BURST = Level()
 
 @dataclass(frozen=True)
 class Traffic:
-    """Settings that all runs of a comparison share."""
+    """Settings of all runs of a comparison."""
 
     output_len: int
     temperature: float = 0.0
@@ -91,7 +88,7 @@ class Traffic:
     goodput: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
-        """Its options of `vllm bench serve`."""
+        """Returns its options of `vllm bench serve`."""
         args = ["--custom-output-len", str(self.output_len)]
         args += ["--temperature", f"{self.temperature:g}"]
         args += ["--ignore-eos"] if self.ignore_eos else []
@@ -101,16 +98,16 @@ class Traffic:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """What one run measured."""
+    """Results of a run."""
 
     measured: dict[str, Any]
-    """As `vllm bench serve` names it: durations in seconds, latencies in milliseconds."""
+    """With the names of `vllm bench serve`: durations in seconds, latencies in milliseconds."""
     counters: SpecCounters
-    """What the server counted meanwhile."""
+    """The server's counters of the run."""
     command: str
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Returns the results as plain data."""
         return {**self.measured, "spec": self.counters.to_json(), "command": self.command}
 
 
@@ -123,14 +120,14 @@ def run_load(
     seed: int = 0,
     timeout_s: float | None = None,
 ) -> LoadRun:
-    """Sends `prompts` as `level` says and waits for all answers.
+    """Sends `prompts` at a load and waits for all answers.
 
     Args:
-        seed: of the arrival times; runs of the same seed and length have the same.
-        timeout_s: longest duration, against an engine that hangs.
+        seed: seed of the arrival times.
+        timeout_s: longest duration, in case an engine hangs.
 
     Raises:
-        LoadError: when the tool fails, takes too long, or not every request is answered.
+        LoadError: if the tool fails or takes too long, or a request is not answered.
     """
     with tempfile.TemporaryDirectory(prefix="specplug-bench-") as folder:
         dataset, result = Path(folder) / "prompts.jsonl", Path(folder) / "result.json"
@@ -175,7 +172,7 @@ def run_load(
 def bench_arguments(
     server: VllmServer, dataset: Path, result: Path, options: Sequence[str]
 ) -> list[str]:
-    """Arguments of `vllm bench serve` for prompts read from `dataset`."""
+    """Returns the arguments of `vllm bench serve` for prompts in `dataset`."""
     args = ["bench", "serve", "--backend", "openai", "--base-url", server.base_url]
     args += ["--model", server.spec.model, "--dataset-name", "custom"]
     args += ["--dataset-path", str(dataset), "--disable-shuffle", *options]

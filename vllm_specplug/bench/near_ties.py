@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where two greedy answers part, and how far apart a server scores the two tokens there."""
+"""The first difference of two greedy answers, and how a server scores the two tokens there."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Any
 
 from vllm_specplug.bench.chat import ChatAnswer
 
-# bfloat16 logits between 16 and 32 are multiples of 1/8: two sums in other orders may differ by a
-# few of these.
+# bfloat16 logits between 16 and 32 are multiples of 1/8. Sums in another order may differ by a few
+# of these.
 NEAR_TIE_NATS = 0.5
-# Most log-probabilities that `vllm serve` returns unless told otherwise.
+# Most log-probabilities that `vllm serve` returns by default.
 LISTED = 20
 
 
 @dataclass(frozen=True)
 class Parting:
-    """The first token in which an answer differs from another one to the same prompt."""
+    """The first difference between two answers to the same prompt."""
 
     position: int
-    """Tokens of the answers before it."""
+    """Index of the different tokens."""
     gap_nats: float
-    """Distance of the two tokens' log-probabilities; at least that where one is not among the
-    `LISTED` likeliest."""
+    """Difference of their log-probabilities; a lower bound if one is not among the `LISTED`
+    likeliest tokens."""
 
     @property
     def is_near_tie(self) -> bool:
-        """Whether rounding may decide between the two."""
+        """Whether rounding may decide between the two tokens."""
         return self.gap_nats <= NEAR_TIE_NATS
 
 
 def partings(
     base_url: str, model: str, pairs: Iterable[tuple[ChatAnswer, ChatAnswer]]
 ) -> list[Parting]:
-    """Asks a server for the scores where the answers of each pair part; equal pairs and those of
-    which one is the other's beginning have no such place.
+    """Returns the first differences of pairs of answers, scored by a server. Pairs have none if one
+    answer is equal to the other or its beginning.
 
     Raises:
-        openai.OpenAIError: when a request fails.
+        openai.OpenAIError: if a request fails.
     """
     from openai import OpenAI
 
@@ -58,13 +58,13 @@ def partings(
 
 
 def first_difference(one: tuple[int, ...], other: tuple[int, ...]) -> int | None:
-    """Index of the first token that differs; None where there is none that both have."""
+    """Returns the index of the first different token; None if one is the other's beginning."""
     shared = zip(one, other, strict=False)
     return next((i for i, (a, b) in enumerate(shared) if a != b), None)
 
 
 def _scores(client: Any, model: str, tokens: list[int]) -> dict[int, float]:
-    """Log-probabilities of the likeliest tokens after `tokens`."""
+    """Returns the log-probabilities of the likeliest tokens after `tokens`."""
     completion = client.completions.create(
         model=model,
         prompt=tokens,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One self-contained HTML page from results: charts as SVG, all numbers as tables."""
+"""A self-contained HTML page of results: charts as SVG, all numbers as tables."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from vllm_specplug.bench.cells import MIX
-from vllm_specplug.bench.charts import all_series, nodes_of, panels
+from vllm_specplug.bench.charts import all_series, panels
 from vllm_specplug.bench.figures import system_colors
 from vllm_specplug.bench.load import BURST, IDLE
 from vllm_specplug.bench.plan import BASELINE
-from vllm_specplug.bench.summary import SPEED_UP, crossover, format_number
+from vllm_specplug.bench.summary import SPEED_UP, crossover, nodes_of
+from vllm_specplug.bench.tables import format_number
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
-# Loads of two results count as the same when their rates are this near.
+# Loads of two results are the same if their rates differ by at most this share.
 _SAME_RATE = 0.1
 
 Results = Mapping[str, Any]
 
 
 def write_page(runs: Sequence[Results], path: Path) -> Path:
-    """Writes the page of one run, or of two to compare; returns `path`.
-
-    The page has no link to anything outside itself, and no script.
-    """
+    """Writes the page of one run, or of two to compare; returns `path`. The page has no external
+    links and no scripts."""
     assert 1 <= len(runs) <= 2
     labels = _labels(runs)
     environment = Environment(
@@ -55,14 +54,14 @@ def write_page(runs: Sequence[Results], path: Path) -> Path:
 
 
 def _better(ratio: float | None) -> str:
-    """CSS class of a ratio that is better when larger."""
+    """Returns the CSS class of a ratio, for which larger is better."""
     if ratio is None or 0.98 <= ratio <= 1.02:
         return ""
     return "good" if ratio > 1 else "bad"
 
 
 def _labels(runs: Sequence[Results]) -> list[str]:
-    """What distinguishes runs: their commits, or their positions."""
+    """Returns names of the runs: their commits, with letters if they are equal."""
     commits = [str(run["provenance"]["commit"])[:7] for run in runs]
     if len(set(commits)) < len(runs):
         return [f"{commit} ({letter})" for commit, letter in zip(commits, "AB", strict=False)]
@@ -92,7 +91,7 @@ def _subtitle(runs: Sequence[Results]) -> list[str]:
 
 
 def _cards(runs: Sequence[Results], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """One card per server: its speed-up under the lightest load, and where it ends."""
+    """Returns a card per server: its speed-up under the lightest load, and its crossover."""
     return [
         {
             "server": entry["name"],
@@ -133,7 +132,7 @@ def _load_name(point: Mapping[str, Any]) -> str:
 
 
 def _load_rows(run: Results) -> list[dict[str, Any]]:
-    """The table of all loads, from light to heavy."""
+    """Returns the table of all loads, from light to heavy."""
     names = [entry["name"] for entry in run["servers"]]
     points = sorted(
         run["points"],
@@ -168,10 +167,8 @@ def _load_rows(run: Results) -> list[dict[str, Any]]:
 
 
 def same_load(a: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> Any:
-    """The point of `points` with the server, prompts and load of `a`; None when there is none.
-
-    Rates that each run found for itself match when they are within 10 % of each other.
-    """
+    """Returns the point of `points` with the server, prompts and load of `a`, or None. Rates match
+    if they differ by at most 10 %."""
     near = [
         p
         for p in points
@@ -190,7 +187,7 @@ def same_load(a: Mapping[str, Any], points: Iterable[Mapping[str, Any]]) -> Any:
 
 
 def _comparison(runs: Sequence[Results]) -> list[dict[str, Any]]:
-    """Loads that both runs have; a ratio above 1 says that the second one is better."""
+    """Returns the loads of both runs. With a ratio above 1 the second run is better."""
     rows = []
     for first in runs[0]["points"]:
         second = same_load(first, runs[1]["points"])

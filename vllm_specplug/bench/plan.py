@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark measures: servers, traffic, how often. Every field is checked here."""
+"""The plan of a benchmark: servers, traffic, repeats."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ BASELINE = "plain"
 CHAIN = "chain"
 AUTO = "auto"
 
-# Settings of vLLM's own methods that need no head, as its documentation suggests them.
+# vLLM's own methods that need no head, with the settings of its documentation.
 VLLM_CONFIGS: dict[str, dict[str, Any]] = {
     "ngram": {
         "method": "ngram",
@@ -40,23 +40,23 @@ class ServerEntry(BaseModel):
     name: str = Field(min_length=1, max_length=40, pattern=r"^[^\s/,=]+$")
     """Its name in every table."""
     speculative_config: dict[str, Any] | None = None
-    """vLLM's --speculative-config; none for no speculation."""
+    """vLLM's --speculative-config; None for no speculation."""
     serve_args: tuple[str, ...] = ()
-    """More arguments of `vllm serve`, for this server only."""
+    """More arguments of `vllm serve` for this server."""
     url: str | None = Field(default=None, pattern=r"^https?://")
-    """A server that runs already, instead of one started here."""
+    """Address of a running server, which is used instead of a new one."""
 
 
 class BenchPlan(BaseModel):
-    """Everything that determines the measurements. Times are in seconds, rates in requests/s."""
+    """All settings of a benchmark. Times are in seconds, rates in requests/s."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     model: str
     head: str | None = None
-    """Draft head of the servers given by a short name."""
+    """Draft head of servers with a short name."""
     servers: tuple[ServerEntry, ...]
-    """Compared servers, by short name (see `server_entry`) or as a mapping."""
+    """Servers to compare, by short name (see `server_entry`) or as a mapping."""
     data: tuple[Path, ...] = Field(min_length=1)
     """JSONL files, or folders of them."""
 
@@ -64,54 +64,42 @@ class BenchPlan(BaseModel):
     max_model_len: int = Field(default=4096, ge=16)
     max_num_seqs: int = Field(default=16, ge=1)
     enforce_eager: bool = False
-    """Eager for all servers, plain vLLM too; by default all are compiled, as vLLM is."""
+    """Whether all servers run eager. By default all are compiled, as in vLLM."""
     serve_args: tuple[str, ...] = ("--no-enable-prefix-caching",)
-    """More arguments of `vllm serve`. Without prefix caching a prompt met again costs what it
-    cost the first time."""
-    port: int | None = Field(default=None, ge=1, le=65535)
-    """Port of the servers; default: any free one."""
-    start_timeout: float = Field(default=900.0, gt=0)
-    """How long a server may take to start."""
-    run_timeout: float = Field(default=3600.0, gt=0)
-    """How long one load may take before the server counts as hung."""
+    """More arguments of `vllm serve`. With prefix caching a repeated prompt would cost less."""
 
     output_len: int = Field(default=128, ge=2)
     """Longest answer, tokens."""
     temperature: float = Field(default=0.0, ge=0.0)
     ignore_eos: bool = False
-    """Every answer gets output_len tokens. What comes after an end is repetitive, and easy to
-    draft: acceptance is overstated."""
+    """Whether every answer gets output_len tokens. Text after the end is repetitive and easy to
+    draft, so acceptance is overstated."""
     chat: bool = True
-    """Prompts go through the chat template; false sends them as they are."""
+    """Whether prompts go through the chat template."""
     max_prompt_chars: int = Field(default=6000, ge=1)
 
     rates: Literal["auto"] | tuple[float, ...] = "auto"
-    """Poisson request rates. "auto": from one request at a time to past the baseline's
-    saturation, both found by measuring the baseline, and all requests at once."""
+    """Poisson request rates. "auto": from one request at a time to past the baseline's saturation,
+    both measured on the baseline, and all requests at once."""
     points: int = Field(default=5, ge=2, le=50)
-    """Rates between these ends, with rates "auto"."""
-    overload: float = Field(default=1.5, gt=1.0)
-    """Highest rate found, as a multiple of the baseline's saturated throughput."""
+    """Number of rates with "auto"."""
     concurrency: tuple[int, ...] = ()
     """Loads with these numbers of requests always in flight."""
     point_time: float = Field(default=30.0, gt=0)
-    """How long requests arrive at one rate, within the two limits below."""
+    """Seconds of arrivals at each rate, within the two limits below."""
     min_requests: int = Field(default=8, ge=1)
     max_requests: int = Field(default=256, ge=1)
     goodput: tuple[str, ...] = ()
-    """Service level objectives as `vllm bench serve --goodput` has them, e.g. "tpot:50"
-    (milliseconds); a request is good when it meets all of them."""
+    """Objectives as for `vllm bench serve --goodput`, e.g. "tpot:50" (milliseconds). A good request
+    meets all of them."""
     dataset_requests: int = Field(default=0, ge=0)
-    """Requests of each data set by itself, for its acceptance; 0: none."""
-    dataset_concurrency: int = Field(default=4, ge=1)
+    """Requests that measure the acceptance of each data set; 0: none."""
 
     repeats: int = Field(default=1, ge=1)
     """Runs of each load; medians are reported."""
-    warmup: int = Field(default=4, ge=0)
-    """Unmeasured requests to each server after its start."""
     together: bool = False
-    """All servers stay up and take turns at each load, all but one paused, so that the machine's
-    drift affects all alike. They must fit into memory together."""
+    """Whether all servers stay up and take turns at each load, all but one paused, so that the
+    machine's drift affects all equally. They must fit into memory together."""
 
     @field_validator("servers", mode="before")
     @classmethod
@@ -148,7 +136,17 @@ class BenchPlan(BaseModel):
     @field_validator("goodput")
     @classmethod
     def _goodput_readable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        parse_goodput(value)
+        names = []
+        for pair in value:
+            match = re.fullmatch(rf"({'|'.join(SLO_NAMES)}):(\d*\.?\d+)", pair)
+            if match is None or float(match[2]) == 0:
+                raise ValueError(
+                    f"objective {pair!r} cannot be read; write NAME:MILLISECONDS with NAME one of "
+                    f"{', '.join(SLO_NAMES)}, for example tpot:50"
+                )
+            if match[1] in names:
+                raise ValueError(f"objective {match[1]!r} is given twice")
+            names.append(match[1])
         return value
 
     @model_validator(mode="after")
@@ -161,8 +159,6 @@ class BenchPlan(BaseModel):
                 raise ValueError(f"two servers are called {name!r}; give one another name")
         if BASELINE not in names:
             raise ValueError(f"servers must contain {BASELINE!r}: every speed-up is a ratio to it")
-        if self.together and self.port is not None:
-            raise ValueError("servers that are up together need a port each: leave port out")
         if self.min_requests > self.max_requests:
             raise ValueError(
                 f"min_requests={self.min_requests} is above max_requests={self.max_requests}"
@@ -173,23 +169,23 @@ class BenchPlan(BaseModel):
 
     @property
     def execution(self) -> str:
-        """How all servers run their models."""
+        """How all servers run the model."""
         return "eager" if self.enforce_eager else "compiled"
 
     @property
     def baseline(self) -> ServerEntry:
-        """The server all others are compared with."""
+        """The server with which all others are compared."""
         return next(server for server in self.servers if server.name == BASELINE)
 
     @property
     def ordered_servers(self) -> tuple[ServerEntry, ...]:
-        """The baseline first: its saturation gives the rates of all."""
+        """The baseline first, because its throughput determines the rates."""
         rest = [server for server in self.servers if server.name != BASELINE]
         return (self.baseline, *rest)
 
     def num_requests(self, rate: float | None, concurrency: int | None) -> int:
-        """Requests of one run: those that arrive in `point_time` at a rate, four for each one in
-        flight, or all at once (both None) enough to fill the server twice."""
+        """Returns the requests of a run: those that arrive in `point_time` at a rate, four times
+        those in flight, or (both None) enough to fill the server twice."""
         if rate is not None:
             wanted = math.ceil(rate * self.point_time)
         else:
@@ -198,14 +194,14 @@ class BenchPlan(BaseModel):
 
 
 class PlanError(ValueError):
-    """A plan that cannot be run; one line per mistake."""
+    """A plan with mistakes, one line for each."""
 
 
 def make_plan(values: dict[str, Any]) -> BenchPlan:
-    """A checked plan.
+    """Returns a checked plan.
 
     Raises:
-        PlanError: naming every wrong field, what it was and what it must be.
+        PlanError: naming every wrong field and what it must be.
     """
     try:
         return BenchPlan.model_validate(values)
@@ -222,11 +218,10 @@ def make_plan(values: dict[str, Any]) -> BenchPlan:
 
 
 def read_plan_file(path: Path) -> dict[str, Any]:
-    """The settings in a YAML or JSON file, by name, unchecked. Relative data paths are taken
-    relative to the file.
+    """Returns the unchecked settings in a YAML or JSON file. Data paths are relative to the file.
 
     Raises:
-        PlanError: when it cannot be read or is not a mapping.
+        PlanError: if it cannot be read or is not a mapping.
     """
     try:
         values = _parse(path.read_text(), path)
@@ -255,45 +250,21 @@ def _parse(text: str, path: Path) -> Any:
         raise ValueError(str(error)) from error
 
 
-def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """Limits in milliseconds by name.
-
-    Raises:
-        ValueError: for anything but "NAME:MILLISECONDS" with a known name and a limit above 0.
-    """
-    limits: dict[str, float] = {}
-    for pair in pairs:
-        name, colon, text = pair.partition(":")
-        try:
-            limit = float(text)
-        except ValueError:
-            limit = math.nan
-        if not colon or name not in SLO_NAMES or not (math.isfinite(limit) and limit > 0):
-            raise ValueError(
-                f"objective {pair!r} cannot be read; write NAME:MILLISECONDS with NAME one of "
-                f"{', '.join(SLO_NAMES)}, for example tpot:50"
-            )
-        if name in limits:
-            raise ValueError(f"objective {name!r} is given twice")
-        limits[name] = limit
-    return limits
-
-
 def split_list(text: str) -> tuple[str, ...]:
-    """The parts of a comma-separated list."""
+    """Returns the parts of a comma-separated list."""
     return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def server_entry(name: str, head: str | None) -> ServerEntry:
-    """The server a short name or NAME=VALUE stands for.
+    """Returns the server of a short name or NAME=VALUE.
 
     Short names: "plain"; "ngram" and "suffix" (vLLM's own); METHOD[-NODES][-chain][-auto] with a
-    method of this plugin. NODES fixes the tree's budget; with "auto" it is the most a tree may
-    have. "chain" is a tree of width 1 from the head only, without n-gram branches. VALUE: a
-    --speculative-config as JSON, or the URL of a server that runs already.
+    method of this plugin. NODES is the tree budget, with "auto" its maximum. "chain" is a tree of
+    width 1 without n-gram branches. VALUE: a --speculative-config as JSON, or the URL of a running
+    server.
 
     Raises:
-        ValueError: for any other name, or a method that needs a head when there is none.
+        ValueError: for any other name, or if the method needs a head and there is none.
     """
     short, equals, value = name.partition("=")
     if equals:
@@ -317,10 +288,10 @@ def _explicit_entry(name: str, value: str) -> ServerEntry:
 
 
 def method_config(name: str, head: str | None) -> dict[str, Any] | None:
-    """The speculative config a short name stands for (see `server_entry`); None for plain vLLM.
+    """Returns the speculative config of a short name (see `server_entry`); None for plain vLLM.
 
     Raises:
-        ValueError: for any other name, or a method that needs a head when there is none.
+        ValueError: for any other name, or if the method needs a head and there is none.
     """
     if name == BASELINE:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child process with everything it starts, certain to be gone afterwards."""
+"""A child process and its descendants, which always end with this process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from types import FrameType
 
 
 class ProcessGroup:
-    """A command run as the leader of its own session, logging to a file.
+    """A command in its own session, with its output in a file.
 
-    A session of its own keeps the terminal's Ctrl-C away from the children: only `stop`
-    ends them, in order, and all of them.
+    In its own session it does not receive the terminal's Ctrl-C, and `stop` ends all its processes.
     """
 
     def __init__(
@@ -40,29 +39,29 @@ class ProcessGroup:
 
     @property
     def pid(self) -> int:
-        """Process id of the leader, which is also the group's id."""
+        """Process id of the leader, which is the group's id."""
         return self._process.pid
 
     def returncode(self) -> int | None:
-        """Exit status of the leader; None while it runs."""
+        """Returns the exit status of the leader; None while it runs."""
         return self._process.poll()
 
     def log_tail(self, lines: int = 25) -> str:
-        """The last `lines` lines of the log."""
+        """Returns the last `lines` lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
     def pause(self) -> None:
-        """Stops the group's processes where they are, until `resume`."""
+        """Stops the group's processes until `resume`."""
         _signal_group(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Lets a paused group continue; does nothing to a running one."""
+        """Continues a paused group."""
         _signal_group(self.pid, signal.SIGCONT)
 
     def stop(self, grace_s: float = 8.0) -> None:
-        """Ends the whole group: SIGTERM, up to `grace_s` seconds, then SIGKILL.
+        """Ends the group: SIGTERM, up to `grace_s` seconds, then SIGKILL.
 
-        An interrupt during the grace time cuts it short; the group still dies.
+        An interrupt ends the grace time, and the group is killed.
         """
         try:
             if group_members(self.pid):
@@ -77,34 +76,34 @@ class ProcessGroup:
         finally:
             _signal_group(self.pid, signal.SIGKILL)
             self._process.wait()
-            # Killed, not let go: by now the group's id could belong to someone else.
+            # A guard that continued could signal a new group with the same id.
             self._guard.kill()
             self._guard.communicate()
 
 
 def group_members(pgid: int) -> list[int]:
-    """Process ids in group `pgid` that are alive; zombies do not count."""
+    """Returns the process ids in group `pgid` without zombies."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
-            # The command name, in parentheses, may hold anything; fields follow the last one.
+            # The command name in parentheses may have any characters; fields follow it.
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
-            continue  # it ended meanwhile
+            continue  # it ended
         if int(fields[2]) == pgid and fields[0] not in "ZX":
             members.append(int(entry.name))
     return members
 
 
 def _signal_group(pgid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone already
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group has ended
         os.killpg(pgid, number)
 
 
-# Outlives its parent by as long as it takes to end the group: reading ends when the parent closes
-# the pipe or dies, however it dies. Stays out of the group, which may be paused.
+# Ends the group when its parent dies in any way, which ends the read. It is outside of the group,
+# which may be paused.
 _GUARD_SCRIPT = """
 import os, signal, sys, time
 pgid = int(sys.argv[1])
@@ -120,7 +119,7 @@ except ProcessLookupError:
 
 
 def _start_guard(pgid: int) -> subprocess.Popen[bytes]:
-    """A process that ends the group `pgid` should this one die without doing so."""
+    """Starts a process that ends the group `pgid` if this process dies first."""
     return subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", _GUARD_SCRIPT, str(pgid)],
         stdin=subprocess.PIPE,
@@ -131,10 +130,10 @@ def _start_guard(pgid: int) -> subprocess.Popen[bytes]:
 
 
 def raise_on_termination() -> None:
-    """Turns SIGTERM and SIGHUP into SystemExit, so that `finally` and `with` clean up."""
+    """Makes SIGTERM and SIGHUP raise SystemExit, so that `finally` and `with` clean up."""
 
     def leave(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one must not interrupt the cleaning up
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the clean-up
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bar on a terminal, one line per event elsewhere."""
+"""A progress bar on a terminal, otherwise one line per event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class SweepProgress:
-    """How far a sweep is, as a context manager."""
+    """Progress of a sweep, as a context manager."""
 
     def __init__(self, console: Console, total: int, done: int) -> None:
         self._console = console
@@ -35,9 +35,9 @@ class SweepProgress:
         self._progress.update(self._task, total=total, completed=done)
 
     def status(self, text: str) -> None:
-        """The current activity; shown only where a line can be overwritten."""
+        """Shows the current activity, on a terminal only."""
         self._progress.update(self._task, description=text[: max(20, self._console.width - 50)])
 
     def say(self, message: str) -> None:
-        """A lasting message, printed above the bar."""
+        """Prints a message above the bar."""
         self._console.print(message, highlight=False, markup=False, soft_wrap=True)

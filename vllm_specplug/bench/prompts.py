@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts to measure with, read from JSONL files of any of the usual shapes."""
+"""Prompts for measurements, from JSONL files with the usual fields."""
 
 from __future__ import annotations
 
@@ -12,27 +12,25 @@ from typing import Any
 
 FIELDS = ("prompt", "turns", "question", "messages")
 
-# A prompt longer than this many characters may not fit the servers' context.
 MAX_PROMPT_CHARS = 6000
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The prompts of one file, in a fixed random order."""
+    """The prompts of a file in a fixed random order."""
 
     name: str
     prompts: tuple[str, ...]
 
 
 def prompt_of(row: Any) -> str:
-    """The first user message of one row.
+    """Returns the first user message of a row.
 
-    Rows: `prompt` (text), `turns` (list of texts or messages; the first), `question` (text) or
-    `messages` (the first of role user). A row with `prompt` and `entry_point`, which is a HumanEval
-    task, is asked for as a completion.
+    Rows have `prompt` (text), `turns` (texts or messages), `question` (text) or `messages`. A row
+    with `entry_point` is a HumanEval task and becomes a request to complete the function.
 
     Raises:
-        ValueError: saying what the row lacks.
+        ValueError: for other rows.
     """
     if not isinstance(row, Mapping):
         raise ValueError("not a JSON object")
@@ -61,11 +59,11 @@ def _set_name(path: Path) -> str:
 
 
 def read_prompts(path: Path, max_chars: int = MAX_PROMPT_CHARS) -> PromptSet:
-    """All prompts of one JSONL file up to `max_chars` long.
+    """Returns the prompts of a JSONL file with up to `max_chars` characters.
 
     Raises:
-        ValueError: when the file is missing, has no usable prompt, or a line cannot be read; the
-            message carries the line's number.
+        ValueError: if the file is missing, has no usable prompt or an unreadable line, whose number
+            is in the message.
     """
     try:
         lines = path.read_text().splitlines()
@@ -87,14 +85,13 @@ def read_prompts(path: Path, max_chars: int = MAX_PROMPT_CHARS) -> PromptSet:
 
 
 def load_sets(paths: Sequence[Path], max_chars: int = MAX_PROMPT_CHARS) -> list[PromptSet]:
-    """The sets of all `paths`; a folder stands for its *.jsonl files.
+    """Returns the sets of all `paths`, files or folders of *.jsonl files.
 
-    Files of a folder that have "train" in their name are left out: what a head was trained on
-    says nothing about prompts it has not seen.
+    Files of a folder with "train" in their name are skipped, because a head may know their prompts.
 
     Raises:
-        ValueError: when a path does not exist, a folder has no such file, a file cannot be read, or
-            two files would have the same name in tables.
+        ValueError: if a path does not exist, a folder has no such file, a file cannot be read, or
+            two sets have the same name.
     """
     files: list[Path] = []
     for path in paths:
@@ -119,17 +116,17 @@ def load_sets(paths: Sequence[Path], max_chars: int = MAX_PROMPT_CHARS) -> list[
 
 
 def mixed_prompts(sets: Sequence[Sequence[str]], start: int, count: int) -> list[str]:
-    """`count` prompts drawn from all sets in turn, beginning at the `start`-th draw.
+    """Returns `count` prompts of all sets in turn, from the `start`-th draw on.
 
-    Sets are reused from their beginning when they run out.
+    A set that runs out begins again.
     """
     draws = range(start, start + count)
     return [sets[i % len(sets)][(i // len(sets)) % len(sets[i % len(sets)])] for i in draws]
 
 
 def chat_token_ids(target: str, data: Path, count: int, longest: int) -> list[list[int]]:
-    """Token ids under the target's chat template of `count` prompts of all files of `data` in turn;
-    those of more than `longest` tokens are left out."""
+    """Returns token ids of `count` prompts of all files of `data` in turn, in the target's chat
+    template. Prompts of more than `longest` tokens are skipped."""
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(target)

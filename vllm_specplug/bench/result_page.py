@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages of results: tables as markdown, numbers as JSON, and what made them."""
+"""Pages of results: Markdown tables with their provenance, and the numbers as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_specplug.provenance import CHANGES, one_line
 
 @dataclass(frozen=True)
 class Section:
-    """A table with a heading above and text below; any of them may be missing."""
+    """A table with an optional heading and notes."""
 
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
@@ -30,7 +30,7 @@ class Section:
 
 @dataclass(frozen=True)
 class ResultPage:
-    """One benchmark's results, written as NAME.md and NAME.json."""
+    """The results of a benchmark, written as NAME.md and NAME.json."""
 
     name: str
     title: str
@@ -40,7 +40,7 @@ class ResultPage:
     data: Any
     """All numbers, as plain data."""
     made_by: Sequence[Mapping[str, Any]] = field(default_factory=list)
-    """Records of `provenance.provenance`, one for each measurement or run of them."""
+    """Records of `provenance.provenance`, one per measurement or run."""
 
     def to_markdown(self) -> str:
         records = distinct(self.made_by)
@@ -61,12 +61,12 @@ class ResultPage:
 
 
 def distinct(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The distinct `records`, in their order."""
+    """Returns the distinct `records` in order."""
     return list({json.dumps(record, sort_keys=True): record for record in records}.values())
 
 
 def _merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One record for each machine and its software, with all commands and commits."""
+    """Returns one record per machine and software, with all commands and commits."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         where = {k: v for k, v in record.items() if k not in ("command", "commit")}
@@ -86,7 +86,7 @@ def _merged(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def why_remeasure(records: Sequence[Mapping[str, Any]]) -> str:
-    """Why results of these origins are not valid; empty when they are."""
+    """Returns why results with these records must be measured again; empty if they need not."""
     commits = [record.get("commit") for record in records]
     reasons = []
     if not commits or None in commits:

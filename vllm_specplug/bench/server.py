@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The real `vllm serve`, started, watched and stopped."""
+"""`vllm serve` as a context manager."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from vllm_specplug.bench.process_group import ProcessGroup
 
-# Same names and defaults for every server of a comparison; the user's own setting wins.
+# Defaults for all servers of a comparison; the user's settings override them.
 DEFAULT_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 _LOG_LINE = re.compile(r"(?:INFO|WARNING) \d\d-\d\d [\d:]+ \[[^\]]*\] (?P<message>.+)")
@@ -32,7 +32,7 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """What distinguishes one server of a comparison from another."""
+    """The settings of a server."""
 
     name: str
     model: str
@@ -44,8 +44,8 @@ class ServerSpec:
     extra_args: tuple[str, ...] = ()
 
     def arguments(self, port: int) -> list[str]:
-        """The `vllm` command line without its program name."""
-        # vLLM listens on every interface unless given a host, which these servers need not.
+        """Returns the `vllm` command line without its program name."""
+        # By default vLLM listens on every interface.
         args = ["serve", self.model, "--host", "127.0.0.1", "--port", str(port)]
         args += ["--dtype", self.dtype]
         args += ["--max-model-len", str(self.max_model_len)]
@@ -58,12 +58,12 @@ class ServerSpec:
         return args
 
     def display(self, port: int) -> str:
-        """The command as a user would type it, with the environment that differs."""
+        """Returns the command as a user types it, with its environment."""
         env = [f"{key}={os.environ.get(key, value)}" for key, value in DEFAULT_ENV.items()]
         return shlex.join([*env, "vllm", *self.arguments(port)])
 
     def cannot_start(self) -> str | None:
-        """Why this server could never start here, as far as that is known beforehand."""
+        """Returns why this server cannot start here; None if no reason is known."""
         method = (self.speculative_config or {}).get("method")
         if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
             return "vLLM's suffix method needs the package arctic-inference, not installed here"
@@ -71,40 +71,23 @@ class ServerSpec:
 
 
 def vllm_program() -> list[str]:
-    """How to start vLLM's command line with this very interpreter."""
+    """Returns the command of vLLM's command line with this interpreter."""
     return [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on right now."""
+    """Returns a free TCP port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def check_port(port: int) -> None:
-    """Raises ServerError when something listens on `port` already.
-
-    `vllm serve` notices too, but only after it has loaded the model, and until then requests
-    would reach whoever listens there.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ServerError(
-                f"port {port} is taken ({error.strerror}): stop what listens there, choose another "
-                "--port, or leave it out to use a free one."
-            ) from error
-
-
 class VllmServer:
     """One `vllm serve` as a context manager. Entering starts it without waiting."""
 
-    def __init__(self, spec: ServerSpec, log_path: Path, port: int | None = None) -> None:
+    def __init__(self, spec: ServerSpec, log_path: Path) -> None:
         self.spec = spec
-        self.port = free_port() if port is None else port
+        self.port = free_port()
         self.log_path = log_path
         self._group: ProcessGroup | None = None
 
@@ -114,7 +97,7 @@ class VllmServer:
         return f"http://127.0.0.1:{self.port}"
 
     def pause(self) -> None:
-        """Freezes the server: an idle engine still polls, a paused one costs nothing."""
+        """Stops the processes of the server until `resume`, because an idle engine polls."""
         assert self._group is not None
         self._group.pause()
 
@@ -134,11 +117,10 @@ class VllmServer:
         return self._group is not None and self._group.returncode() is None
 
     def log_tail(self, lines: int = 12) -> str:
-        """The last lines of the server's log."""
+        """Returns the last lines of the server's log."""
         return "" if self._group is None else self._group.log_tail(lines)
 
     def __enter__(self) -> VllmServer:
-        check_port(self.port)
         command = [*vllm_program(), *self.spec.arguments(self.port)]
         self._group = ProcessGroup(command, self.log_path, {**DEFAULT_ENV, **os.environ})
         return self
@@ -153,11 +135,11 @@ class VllmServer:
         """Waits until the server answers; returns the seconds it took.
 
         Args:
-            timeout_s: how long to wait at most.
-            progress: called with the server's latest log message now and then.
+            timeout_s: limit of the waiting time.
+            progress: called regularly with the server's latest log message.
 
         Raises:
-            ServerError: when it exits or does not answer in time.
+            ServerError: if it exits or does not answer in time.
         """
         assert self._group is not None, "enter the server before waiting for it"
         start = time.monotonic()
@@ -188,7 +170,7 @@ class VllmServer:
             return False
 
     def last_message(self) -> str:
-        """The latest message in the server's log, without its prefix."""
+        """Returns the latest message in the server's log, without its prefix."""
         assert self._group is not None
         for line in reversed(self._group.log_tail(40).splitlines()):
             match = _LOG_LINE.search(line)
@@ -197,10 +179,10 @@ class VllmServer:
         return "starting Python"
 
     def complete(self, prompt: str, max_tokens: int, timeout_s: float = 600.0) -> None:
-        """Requests one completion and discards it.
+        """Requests a completion and discards it.
 
         Raises:
-            ServerError: when the server refuses or drops the request.
+            ServerError: if the request fails.
         """
         body = {"model": self.spec.model, "prompt": prompt, "max_tokens": max_tokens}
         request = urllib.request.Request(
@@ -218,21 +200,21 @@ class VllmServer:
             ) from error
 
     def metrics_text(self) -> str:
-        """The server's Prometheus page."""
+        """Returns the server's Prometheus page."""
         with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=30) as response:
             return str(response.read().decode())
 
 
 class RunningServer(VllmServer):
-    """A server that was started elsewhere, under the same interface. It is never stopped."""
+    """A server that runs already, with the same interface. It is not stopped."""
 
     def __init__(self, spec: ServerSpec, url: str) -> None:
-        super().__init__(spec, Path("-"), port=0)
+        super().__init__(spec, Path("-"))
         self._url = url
 
     @property
     def base_url(self) -> str:
-        """The address it was given by."""
+        """The given address."""
         return self._url
 
     def __enter__(self) -> RunningServer:
@@ -243,18 +225,18 @@ class RunningServer(VllmServer):
         return self.is_healthy()
 
     def pause(self) -> None:
-        """Nothing: another process owns the server."""
+        """Does nothing: another process owns the server."""
 
     def resume(self) -> None:
-        """Nothing to resume."""
+        """Does nothing."""
 
     def wait_healthy(
         self, timeout_s: float = 10.0, progress: Callable[[str], None] = lambda message: None
     ) -> float:
-        """Seconds until it answers, 10 at most.
+        """Waits at most 10 seconds until the server answers; returns the seconds it took.
 
         Raises:
-            ServerError: when nothing answers there.
+            ServerError: if nothing answers.
         """
         start = time.monotonic()
         while not self.is_healthy():

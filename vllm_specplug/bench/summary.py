@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cells summed up: medians, speed-ups against the baseline, crossover; as JSON, CSV and text."""
+"""Summaries of cells: medians, speed-ups over the baseline, crossover; as JSON, CSV, Markdown."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vllm_specplug.bench.cells import MIX, Cell
 from vllm_specplug.bench.load import BURST, IDLE, LATENCIES, PERCENTILES
 from vllm_specplug.bench.plan import BASELINE, BenchPlan
 from vllm_specplug.bench.sweep import Sweep
-from vllm_specplug.bench.tables import markdown_table
+from vllm_specplug.bench.tables import format_number, markdown_table
 from vllm_specplug.provenance import one_line, tidy
 
 FORMAT = 1
 RESULTS_NAME = "results.json"
 
-# Metric → whether more is better. A speed-up is always "how many times better than the baseline".
+# Metric -> whether more is better. A speed-up above 1 is always better than the baseline.
 RATIOS = {"p50_e2el_ms": False, "p50_tpot_ms": False, "p50_ttft_ms": False,
           "output_throughput": True}  # fmt: skip
 SPEED_UP = "p50_e2el_ms"
-"""The ratio that crossovers are taken from: the median time from request to last token."""
+"""Metric of the crossover: the median time from request to last token."""
 
 _MEDIANS = (
     "request_throughput", "request_goodput", "output_throughput", "max_concurrent_requests",
@@ -36,11 +36,10 @@ _PHASES = ("draft", "verify", "compact")
 
 
 def summarize(sweep: Sweep, provenance: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything a report needs, as plain data.
+    """Returns the results of a sweep as plain data.
 
-    Returns:
-        "provenance", "plan", "servers" (name, command, load_command, failure), "points" (one for
-        each server, prompts and load; see `point`), "crossover" by server (see `crossover`).
+    They have "provenance", "plan", "servers" (name, command, load_command, failure), "points" (one
+    per server, prompts and load; see `point`), and "crossover" by server (see `crossover`).
     """
     plan = sweep.plan
     points: list[dict[str, Any]] = []
@@ -83,12 +82,12 @@ def summarize(sweep: Sweep, provenance: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_order(cell: Cell) -> tuple[Any, ...]:
-    """Mixed traffic first, then the data sets; loads from light to heavy."""
+    """Returns a sort key: mixed traffic before data sets, light loads before heavy ones."""
     return (cell.prompts != MIX, cell.prompts, cell.level.order)
 
 
 def plan_facts(plan: BenchPlan, sets: Sequence[str]) -> dict[str, Any]:
-    """What a reader must know about the traffic."""
+    """Returns the settings of the traffic."""
     return {
         "model": Path(plan.model).name,
         "head": None if plan.head is None else Path(plan.head).name,
@@ -111,10 +110,10 @@ def point(
     rows: Sequence[dict[str, Any]],
     baseline: Sequence[dict[str, Any] | None],
 ) -> dict[str, Any]:
-    """One server under one load.
+    """Returns the medians of a server under a load over repeats.
 
-    Medians over repeats. A speed-up is the median of the repeats' ratios to the baseline in the
-    same repeat, so that a slow minute of the machine cancels out where servers take turns.
+    A speed-up is the median of the repeats' ratios to the baseline in the same repeat. If servers
+    take turns, slow minutes of the machine cancel out.
     """
     values = {key: _median(row.get(key) for row in rows) for key in _MEDIANS}
     ratios: dict[str, Any] = {}
@@ -145,12 +144,12 @@ def point(
 
 
 def spec_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """What was drafted, summed over repeats; None without speculation.
+    """Returns statistics of drafts over all repeats; None without speculation.
 
     mean_acceptance_length: 1 + accepted / drafts. acceptance_by_depth: share of drafts accepted to
     depth 1, 2, ... or deeper. nodes_per_draft: size of a draft. nodes_per_request_step: the same
-    with requests that decoded plainly counted as zero, which is the budget in force (methods of
-    this plugin alone tell how many those were). share: of the run's wall time, by phase.
+    with steps without a draft counted as 0, which only this plugin's methods report. share: share
+    of the run's wall time by phase.
     """
     counted = [row["spec"] for row in rows if row.get("spec")]
     drafts = sum(spec["drafts"] for spec in counted)
@@ -186,8 +185,15 @@ def spec_facts(rows: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
+def nodes_of(point: Mapping[str, Any]) -> float | None:
+    """Returns nodes per request and step; per draft for methods that do not count plain steps."""
+    spec = point["spec"] or {}
+    nodes = spec.get("nodes_per_request_step")
+    return spec.get("nodes_per_draft") if nodes is None else nodes
+
+
 def place_idle(points: Iterable[dict[str, Any]]) -> None:
-    """Gives the load of one request at a time a rate: what the baseline served that way."""
+    """Sets the rate of the load with one request at a time to the baseline's throughput."""
     points = list(points)
     idle = [p for p in points if p["prompts"] == MIX and p["level"] == IDLE.key]
     rate = next((p["request_throughput"] for p in idle if p["server"] == BASELINE), None)
@@ -196,14 +202,13 @@ def place_idle(points: Iterable[dict[str, Any]]) -> None:
 
 
 def crossover(points: Sequence[Mapping[str, Any]], server: str) -> dict[str, Any]:
-    """Where speculation begins to cost more than it gives.
+    """Returns where speculation becomes slower than plain decoding.
 
     Returns:
-        "rate": requests/s at which the speed-up (median end-to-end latency) falls below 1 for the
-        first time, interpolated over the rate's logarithm between the two measured rates around
-        it; None when it never does, or is below 1 from the start. "text": the same in words; where
-        all requests at once are slower and no rate is, "past" the last rate.
-        "at_burst": the speed-up with all requests at once.
+        "rate": requests/s at which the speed-up (median end-to-end latency) first falls below 1,
+        interpolated over the rate's logarithm between two measured rates; None if it never does, or
+        is below 1 at the first rate. "text": the same in words; "past" the last rate if only all
+        requests at once are slower. "at_burst": the speed-up with all requests at once.
     """
     curve = sorted(
         (p["x"], p["speed_up"][SPEED_UP])
@@ -247,7 +252,7 @@ def _median(values: Iterable[float | None]) -> float | None:
 
 
 def csv_text(results: Mapping[str, Any]) -> str:
-    """One row per point; empty cells where a number does not exist."""
+    """Returns one CSV row per point, with empty cells for missing numbers."""
     columns = [
         "server", "prompts", "level", "rate", "concurrency", "repeats", "requests", "load_average",
         *_MEDIANS, *(f"speed_up_{key}" for key in RATIOS), "drafts", "mean_acceptance_length",
@@ -274,7 +279,7 @@ def _short(value: Any) -> Any:
 
 
 def to_markdown(results: Mapping[str, Any]) -> str:
-    """The table of loads, the crossovers and what made them."""
+    """Returns the table of loads, the crossovers and the provenance."""
     header = ("load", "server", "tokens/s", "speed-up", "TTFT ms", "TPOT ms", "E2E ms", "length",
               "nodes")  # fmt: skip
     mixed = [p for p in results["points"] if p["prompts"] == MIX]
@@ -284,14 +289,13 @@ def to_markdown(results: Mapping[str, Any]) -> str:
         rows = []
         for entry in mixed:
             spec = entry["spec"] or {}
-            nodes = spec.get("nodes_per_request_step")
-            nodes = spec.get("nodes_per_draft") if nodes is None else nodes
             rows.append((
                 entry["label"], entry["server"], format_number(entry["output_throughput"], 1),
                 format_number(entry["speed_up"][SPEED_UP], 2, " x"),
                 *(format_number(entry[f"p50_{name}_ms"], digits)
                   for name, digits in (("ttft", 0), ("tpot", 1), ("e2el", 0))),
-                format_number(spec.get("mean_acceptance_length"), 2), format_number(nodes, 1),
+                format_number(spec.get("mean_acceptance_length"), 2),
+                format_number(nodes_of(entry), 1),
             ))  # fmt: skip
         parts.append(markdown_table(header, rows))
         parts.append(
@@ -317,11 +321,6 @@ def to_markdown(results: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def format_number(value: float | None, digits: int, unit: str = "") -> str:
-    """A number for a table; "-" where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
-
-
 def write_results(results: Mapping[str, Any], folder: Path) -> list[Path]:
     """Writes results.json, results.csv and results.md; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -333,10 +332,10 @@ def write_results(results: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def read_results(path: Path) -> dict[str, Any]:
-    """Results from a folder or file that `write_results` wrote.
+    """Returns results from a folder or file that `write_results` wrote.
 
     Raises:
-        ValueError: when there are none, or of a format this version does not know.
+        ValueError: if there are none, or if their format is unknown.
     """
     file = path / RESULTS_NAME if path.is_dir() else path
     try:

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers one after another on the same traffic, from idle to past saturation.
+"""Servers measured on the same traffic, from idle to past saturation.
 
-vLLM's own `bench sweep serve_workload` has the idea (the two ends of the range are measured, and
-the loads between interpolated), and finds a range for each server, in whole requests per
-second. A comparison needs the same rates for all servers, and small machines serve less than one
-request per second; so the range is found on plain vLLM here, and each point is one run of
+As in vLLM's `bench sweep serve_workload`, the ends of the range are measured and the loads between
+are interpolated. vLLM does so for each server, in whole requests per second. Here all servers get
+the rates found on plain vLLM, also below one request per second. Each point is one run of
 `vllm bench serve`.
 """
 
@@ -29,15 +28,21 @@ from vllm_specplug.bench.prompts import load_sets, mixed_prompts
 from vllm_specplug.bench.server import RunningServer, ServerError, ServerSpec, VllmServer
 from vllm_specplug.provenance import code_fingerprint, commit, tidy
 
-# Settings that change no cell: which cells are measured, and how one waits for them.
+# Settings that select cells without changing them.
 _NOT_IN_DIGEST = {
-    "servers", "head", "data", "rates", "points", "overload", "concurrency", "repeats", "port",
-    "start_timeout", "run_timeout", "together", "dataset_requests", "dataset_concurrency",
+    "servers", "head", "data", "rates", "points", "concurrency", "repeats", "together",
+    "dataset_requests",
 }  # fmt: skip
+OVERLOAD = 1.5
+"""Highest rate of "auto", as a multiple of the baseline's saturated throughput."""
+DATASET_CONCURRENCY = 4
+WARMUP_REQUESTS = 4
+START_TIMEOUT_S = 1800.0
+RUN_TIMEOUT_S = 3600.0
 
 
 class OutOfTime(Exception):
-    """The time limit leaves no room for another run."""
+    """The time limit is reached."""
 
 
 @dataclass
@@ -45,29 +50,29 @@ class Outcome:
     """How a sweep ended."""
 
     num_missing: int = 0
-    """Runs of the plan that have no result."""
+    """Runs of the plan without a result."""
     failures: dict[str, str] = field(default_factory=dict)
-    """By server: why it has no result, or not all."""
+    """Reasons of missing results, by server."""
     out_of_time: bool = False
 
 
-def found_rates(serial_rate: float, saturated_rate: float, plan: BenchPlan) -> tuple[float, ...]:
-    """Geometric steps from one request at a time to past saturation, three digits each.
+def found_rates(serial_rate: float, saturated_rate: float, points: int) -> tuple[float, ...]:
+    """Returns geometric steps from one request at a time to past saturation, three digits each.
 
     Args:
-        serial_rate: requests/s that the baseline served one at a time.
-        saturated_rate: requests/s that it served when all came at once.
+        serial_rate: requests/s of the baseline with one request at a time.
+        saturated_rate: requests/s of the baseline with all requests at once.
     """
-    low, high = serial_rate, saturated_rate * plan.overload
+    low, high = serial_rate, saturated_rate * OVERLOAD
     if high <= low:  # a server that gains nothing from batches
         low = high / 2
-    # The low end is measured already, one request at a time.
-    values = np.geomspace(low, high, plan.points + 1)[1:]
+    # The low end was measured, one request at a time.
+    values = np.geomspace(low, high, points + 1)[1:]
     return tuple(dict.fromkeys(float(f"{value:.3g}") for value in values))
 
 
 class Sweep:
-    """Runs a plan's missing cells and keeps what was measured."""
+    """Runs the missing cells of a plan and keeps their results."""
 
     def __init__(
         self,
@@ -78,14 +83,14 @@ class Sweep:
         *,
         fresh_baseline: bool = False,
     ) -> None:
-        """Reads the data and earlier results; starts nothing.
+        """Reads the data and earlier results; starts no server.
 
         Args:
-            fresh_baseline: while another server has runs missing, the baseline is measured in
-                this sweep, even where an earlier one did: the machine may have changed since.
+            fresh_baseline: whether the baseline is measured again while another server has missing
+                runs, because the machine may have changed.
 
         Raises:
-            ValueError: when the data cannot be read.
+            ValueError: if the data cannot be read.
         """
         self.plan = plan
         self.console = console
@@ -95,7 +100,7 @@ class Sweep:
         self.traffic = Traffic(
             plan.output_len, plan.temperature, plan.ignore_eos, plan.chat, plan.goodput
         )
-        # By server: why it has no result, or not all; of those that cannot run here at all.
+        # Reasons of missing results, and of servers that cannot run here, by server.
         self.failures: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
         self._fresh_baseline = fresh_baseline
@@ -120,14 +125,14 @@ class Sweep:
                 self.skipped[entry.name] = reason
 
     def run(self, time_limit_s: float | None = None) -> Outcome:
-        """Measures what is missing, or as much of it as the time limit allows.
+        """Measures missing cells until the time limit.
 
-        A server that does not start or dies is named in the outcome; the others go on. Run again
-        to measure what is missing still.
+        The outcome names servers that do not start or die; the others continue. Another call
+        measures cells that are still missing.
 
         Raises:
-            ServerError: when the baseline cannot be started, without which nothing compares.
-            LoadError: when the baseline's first runs fail, so that no rates can be found.
+            ServerError: if the baseline cannot be started.
+            LoadError: if the baseline's first runs fail, so that no rates are found.
         """
         deadline = None if time_limit_s is None else time.monotonic() + time_limit_s
         others = self.store.count_others(set(self._digests.values()))
@@ -155,13 +160,13 @@ class Sweep:
 
     @property
     def _servers(self) -> tuple[ServerEntry, ...]:
-        """Those that can run here, the baseline first."""
+        """The servers that can run here, the baseline first."""
         return tuple(e for e in self.plan.ordered_servers if e.name not in self.skipped)
 
     def levels(self) -> tuple[Level, ...] | None:
-        """Loads of the mixed traffic, in the order they are run; None while the rates are unknown.
+        """Returns the loads of the mixed traffic in order; None while the rates are unknown.
 
-        Rates come from the baseline's first repeat, so they stay the same when a sweep goes on.
+        Rates come from the baseline's first repeat, so a continued sweep has the same.
         """
         plan = self.plan
         rates = plan.rates
@@ -172,15 +177,15 @@ class Sweep:
             if None in results:
                 return None
             serial, saturated = (float(row["request_throughput"]) for row in results if row)
-            rates = found_rates(serial, saturated, plan)
+            rates = found_rates(serial, saturated, plan.points)
         assert not isinstance(rates, str)
         loads = [Level(rate=rate) for rate in rates]
         loads += [Level(concurrency=number) for number in plan.concurrency]
         return tuple(dict.fromkeys((*ends, *loads)))
 
     def cells(self, server: str) -> list[Cell]:
-        """All cells of one server, in the order they are run. Before the rates are known: only
-        those that they come from."""
+        """Returns the cells of a server in order; while the rates are unknown, only those that
+        determine them."""
         plan = self.plan
         levels = self.levels()
         found = [
@@ -189,13 +194,13 @@ class Sweep:
             for level in (levels if levels is not None else (IDLE, BURST))
         ]
         if plan.dataset_requests:
-            level = Level(concurrency=plan.dataset_concurrency)
+            level = Level(concurrency=DATASET_CONCURRENCY)
             found += [Cell(server, prompt_set.name, level) for prompt_set in self.sets]
         return found
 
     @property
     def num_planned(self) -> int:
-        """Runs of the whole plan."""
+        """Number of runs of the plan."""
         plan = self.plan
         levels = self.levels()
         num_levels = len(levels) if levels is not None else 2 + plan.points + len(plan.concurrency)
@@ -204,20 +209,20 @@ class Sweep:
 
     @property
     def num_done(self) -> int:
-        """Runs that have a result."""
+        """Number of runs with a result."""
         return sum(
             not self.is_missing(cell) for entry in self._servers for cell in self.cells(entry.name)
         )
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
-        """What a cell measured; None when it has not been run."""
+        """Returns the result of a cell; None without one."""
         row = self.store.get(self._digests[cell.server], cell.key)
-        # How many requests a data set's own run has is no part of the digest.
+        # The number of requests of a data set is not in the digest.
         other_count = row and cell.prompts != MIX and row["completed"] != self.plan.dataset_requests
         return None if other_count else row
 
     def is_missing(self, cell: Cell) -> bool:
-        """Whether a cell is yet to be run."""
+        """Whether a cell must be run."""
         if self.result(cell) is None:
             return True
         return (
@@ -237,7 +242,7 @@ class Sweep:
     def _run_group(
         self, group: Sequence[ServerEntry], progress: SweepProgress, deadline: float | None
     ) -> None:
-        """Servers that are up together, taking turns cell by cell; usually just one."""
+        """Runs servers that are up together, cell by cell in turns; usually only one."""
         with contextlib.ExitStack() as stack:
             servers = {}
             for entry in group:
@@ -262,8 +267,7 @@ class Sweep:
                         server.pause()
 
     def _turns(self, names: tuple[str, ...]) -> Iterator[list[Cell]]:
-        """The same cell of each server, for one cell after another; lazily, for the rates of later
-        ones come from earlier ones."""
+        """Yields each cell of all servers. The rates of later cells depend on earlier results."""
         place = 0
         while names:
             turn = [cells[place] for name in names if place < len(cells := self.cells(name))]
@@ -275,14 +279,15 @@ class Sweep:
     def _start(
         self, entry: ServerEntry, stack: contextlib.ExitStack, progress: SweepProgress
     ) -> VllmServer | None:
-        """A warm server, or None when it does not start and is not the baseline."""
+        """Starts and warms up a server; returns None if it does not start, unless it is the
+        baseline."""
         server = self.make_server(entry)
         try:
             where = f"at {entry.url}" if entry.url else f"starting, log {server.log_path}"
             progress.say(f"{entry.name}: {where}")
             stack.enter_context(server)
             seconds = server.wait_healthy(
-                self.plan.start_timeout,
+                START_TIMEOUT_S,
                 lambda message: progress.status(f"{entry.name}: {message}"),
             )
             self._warm_up(server)
@@ -296,7 +301,7 @@ class Sweep:
         return server
 
     def make_server(self, entry: ServerEntry) -> VllmServer:
-        """The server of `entry`, not started."""
+        """Returns the server of `entry`, not started."""
         plan = self.plan
         spec = ServerSpec(
             name=entry.name,
@@ -310,19 +315,18 @@ class Sweep:
         )
         if entry.url is not None:
             return RunningServer(spec, entry.url)
-        return VllmServer(spec, self.log_folder / f"bench-{entry.name}.log", plan.port)
+        return VllmServer(spec, self.log_folder / f"bench-{entry.name}.log")
 
     def _warm_up(self, server: VllmServer) -> None:
-        """Uncounted requests: first one by one, then together."""
-        count = self.plan.warmup
-        prompts = mixed_prompts([prompt_set.prompts for prompt_set in self.sets], 0, count)
-        if prompts:
-            server.complete(prompts[0], 16)
-            with ThreadPoolExecutor(count) as pool:
-                list(pool.map(lambda prompt: server.complete(prompt, 16), prompts))
+        """Sends unmeasured requests, one and then several at once."""
+        sets = [prompt_set.prompts for prompt_set in self.sets]
+        prompts = mixed_prompts(sets, 0, WARMUP_REQUESTS)
+        server.complete(prompts[0], 16)
+        with ThreadPoolExecutor(WARMUP_REQUESTS) as pool:
+            list(pool.map(lambda prompt: server.complete(prompt, 16), prompts))
 
     def _measure(self, server: VllmServer, cell: Cell, progress: SweepProgress) -> bool:
-        """Runs one cell; returns whether the server can go on."""
+        """Runs a cell; returns whether the server can continue."""
         progress.status(f"{cell.server}: {cell.level.label}, {cell.prompts}")
         try:
             run = self.load(server, cell)
@@ -351,9 +355,9 @@ class Sweep:
         return True
 
     def load(self, server: VllmServer, cell: Cell) -> LoadRun:
-        """Runs one cell's requests against `server`.
+        """Sends the requests of a cell to `server`.
 
-        All servers get the same prompts at the same times; another repeat gets others.
+        All servers get the same prompts at the same times. Repeats get other prompts.
         """
         plan = self.plan
         if cell.prompts == MIX:
@@ -369,7 +373,7 @@ class Sweep:
             cell.level,
             self.traffic,
             seed=cell.repeat,
-            timeout_s=plan.run_timeout,
+            timeout_s=RUN_TIMEOUT_S,
         )
 
     def _say(self, message: str) -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree settings found by measuring: many shortly, the better part longer (successive halving,
-Jamieson and Talwalkar 2016)."""
+"""Search of tree settings by measuring: many shortly, the best longer (successive halving, Jamieson
+and Talwalkar 2016)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_specplug.bench.sweep import Sweep
 from vllm_specplug.options import tree_option_names
 from vllm_specplug.registry import get_method
 
-# Values tried, the first being the one that all others are variations of.
+# Values of each option, the default first.
 AXES: dict[str, tuple[Any, ...]] = {
     "num_speculative_tokens": (16, 8, 32, 4),
     "ngram_topk": (3, 0),
@@ -34,39 +34,39 @@ AXES: dict[str, tuple[Any, ...]] = {
 _LETTERS = {"ngram_topk": "k", "tree_width": "w", "tree_depth": "d"}
 MAX_CANDIDATES = 27
 KEPT_SHARE = 3
-"""Each round keeps one in this many settings for the next, longer one."""
+"""Each round keeps one in this many settings for the next round."""
 FIRST_REQUESTS, MAX_REQUESTS = 6, 54
-"""Requests of a run in the first round and at most; each round has KEPT_SHARE times as many."""
+"""Requests of a run in the first round, and their limit. Each round multiplies by KEPT_SHARE."""
 _TIME_SHARE = 0.6
-"""Part of the time left that a round may take while others are to follow."""
+"""Share of the remaining time that a round may take if another one follows."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting and the last round it reached."""
+    """A setting and its last round."""
 
     name: str
     config: dict[str, Any]
     round: int
     speed_up: float
-    """Geometric mean over loads of tokens/s against plain vLLM in the same round."""
+    """Geometric mean over loads of the ratio of tokens/s to plain vLLM in the same round."""
     tokens_per_s: tuple[float, ...]
     mean_acceptance_length: float | None
 
 
 @dataclass
 class TuneOutcome:
-    """What tuning found."""
+    """The result of tuning."""
 
     levels: tuple[Level, ...]
     trials: list[Trial] = field(default_factory=list)
-    """The furthest trial of each setting, best first."""
+    """The last trial of each setting, best first."""
     failures: dict[str, str] = field(default_factory=dict)
     num_untried: int = 0
 
     @property
     def best(self) -> Trial | None:
-        """The fastest of those measured longest; None when it was not faster than plain vLLM."""
+        """The fastest setting of the last round; None if it is not faster than plain vLLM."""
         return self.trials[0] if self.trials and self.trials[0].speed_up > 1.0 else None
 
     def best_json(self) -> str:
@@ -75,7 +75,7 @@ class TuneOutcome:
         return json.dumps(self.best.config)
 
     def advice(self) -> str:
-        """The recommendation in words."""
+        """Returns the recommendation in words."""
         loads = " and ".join(level.label for level in self.levels)
         notes = [f"{name} failed: {text.splitlines()[0]}" for name, text in self.failures.items()]
         if self.num_untried:
@@ -97,10 +97,10 @@ class TuneOutcome:
 
 
 def candidates(method: str, head: str | None) -> list[ServerEntry]:
-    """Settings to try: the usual one first, then those that differ from it in one value, in two.
+    """Returns the settings to try: the default, then those that differ in one value, then in two.
 
     Raises:
-        ValueError: when the method needs a head and there is none.
+        ValueError: if the method needs a head and there is none.
     """
     info = get_method(method)
     if info.needs_head and head is None:
@@ -108,7 +108,7 @@ def candidates(method: str, head: str | None) -> list[ServerEntry]:
     axes = {name: values for name, values in AXES.items()
             if name == "num_speculative_tokens" or name in tree_option_names()}  # fmt: skip
     if not info.needs_head:
-        # Without a head, n-grams are all there is.
+        # Without a head, all drafts are n-grams.
         axes["ngram_topk"] = (3, 2, 6)
     found = []
     for values in itertools.product(*axes.values()):
@@ -141,21 +141,23 @@ def _entry(
 
 
 class Tuner:
-    """Rounds of measuring, each over fewer settings and more requests.
+    """Rounds of measurements, each with fewer settings and more requests.
 
-    A round is a sweep, so tuning that was interrupted goes on where it was; plain vLLM is then
-    measured again, and each setting keeps the baseline of its own time.
+    A round is a sweep, so interrupted tuning can continue. Plain vLLM is then measured again, and
+    each setting keeps its own baseline.
     """
 
     def __init__(
         self, plan: BenchPlan, method: str, out: Path, log_folder: Path, console: Console
     ) -> None:
-        """`plan` gives model, data and the loads (`concurrency`).
+        """
+        Args:
+            plan: model, data and loads (`concurrency`).
 
         Raises:
-            ValueError: when the method is unknown or needs a head and there is none.
+            ValueError: if the method is unknown, or needs a head and there is none.
         """
-        assert plan.concurrency, "traffic to tune for"
+        assert plan.concurrency, "no loads to tune for"
         self.plan = plan
         self.entries = candidates(method, plan.head)
         self.out = out
@@ -163,10 +165,10 @@ class Tuner:
         self.console = console
 
     def run(self, seconds: float) -> TuneOutcome:
-        """Measures for `seconds`, one server start and one run more at most.
+        """Measures for `seconds`, and at most one server start and one run longer.
 
         Raises:
-            ServerError, LoadError: when plain vLLM itself cannot be measured.
+            ServerError, LoadError: if plain vLLM cannot be measured.
         """
         deadline = time.monotonic() + seconds
         levels = tuple(Level(concurrency=number) for number in self.plan.concurrency)
@@ -206,7 +208,7 @@ class Tuner:
     def _trial(
         self, sweep: Sweep, entry: ServerEntry, levels: Sequence[Level], number: int
     ) -> Trial | None:
-        """The setting's results of a round; None unless it and plain vLLM ran every load."""
+        """Returns a setting's results of a round; None if a load has no result."""
         rows = [sweep.result(Cell(entry.name, MIX, level)) for level in levels]
         pairs = [
             (row["output_throughput"], row["plain_output_throughput"])
@@ -232,7 +234,7 @@ class Tuner:
 
 
 def tuning_table(outcome: TuneOutcome) -> Table:
-    """What was tried, the recommendation first."""
+    """Returns a table of all trials, the recommended one first."""
     table = Table(title="settings tried", title_justify="left")
     table.add_column("setting", no_wrap=True)
     columns = ["rounds", "speed-up", *(f"tokens/s, {level.label}" for level in outcome.levels)]

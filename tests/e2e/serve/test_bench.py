@@ -44,7 +44,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "point_time": 2.0,
         "min_requests": 4,
         "max_requests": 6,
-        "warmup": 2,
         "goodput": ["e2el:60000"],
     }
     (folder / "plan.yaml").write_text(json.dumps(plan))

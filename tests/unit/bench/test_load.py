@@ -45,7 +45,7 @@ def fake_tool(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*prompts: str, level: Level = BURST, **options: Any) -> Any:
-    server = VllmServer(ServerSpec("plain", "model"), Path("server.log"), port=1)
+    server = VllmServer(ServerSpec("plain", "model"), Path("server.log"))
     return run_load(server, prompts, level, Traffic(8), seed=3, **options)
 
 

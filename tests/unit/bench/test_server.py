@@ -11,13 +11,7 @@ from pathlib import Path
 import pytest
 
 import vllm_specplug.bench.server as server_module
-from vllm_specplug.bench.server import (
-    RunningServer,
-    ServerError,
-    ServerSpec,
-    VllmServer,
-    check_port,
-)
+from vllm_specplug.bench.server import RunningServer, ServerError, ServerSpec, VllmServer
 
 # Answers /health and /metrics as `vllm serve --port N` does, half a second after its start.
 FAKE_SERVER = """
@@ -88,21 +82,6 @@ def test_the_shown_command_is_the_run_command(monkeypatch: pytest.MonkeyPatch) -
     assert shown[shown.index("vllm") + 1 :] == spec.arguments(8000)
     config = shown[shown.index("--speculative-config") + 1]
     assert json.loads(config) == {"method": "jetspec", "tree_width": 4}
-
-
-def test_a_taken_port_is_named_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake(monkeypatch, FAKE_SERVER)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        server = VllmServer(ServerSpec("plain", "model"), tmp_path / "server.log", port)
-        with pytest.raises(ServerError, match=rf"port {port} is taken .*choose another --port"):
-            server.__enter__()
-    assert not (tmp_path / "server.log").exists()
-    check_port(port)
 
 
 def test_a_server_that_runs_already_is_used_and_left_alone(

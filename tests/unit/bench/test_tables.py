@@ -5,7 +5,8 @@ import io
 
 from rich.console import Console
 
-from vllm_specplug.bench.tables import Row, console_table, markdown_table, same_answers
+from vllm_specplug.bench.demo import Row, console_table, same_answers
+from vllm_specplug.bench.tables import markdown_table
 
 ROWS = [
     Row("1 at a time", "plain", 40.04, None, None, 110.4, 25.02),
