@@ -58,7 +58,7 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 
 
 def _say(message: str) -> None:
-    """Progress goes to stderr: stdout carries only the answer."""
+    """Prints progress to stderr: stdout has only the answer."""
     _errors.print(message, markup=False)
 
 
@@ -66,7 +66,7 @@ def _say(message: str) -> None:
 def doctor(
     target: Annotated[
         str | None,
-        typer.Option(help="Model whose CUDA kernels are compared; without one an 8B model's."),
+        typer.Option(help="Model whose CUDA kernels are compared. Default: an 8B model."),
     ] = None,
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Ranks that share the target.")
@@ -76,15 +76,15 @@ def doctor(
         bool,
         typer.Option(
             "--fix",
-            help="First mend the environment of vLLM's CPU build: uninstall CUDA builds that it "
-            "pulled in, and let vLLM find itself.",
+            help="First repair the environment of vLLM's CPU build: uninstall CUDA builds that it "
+            "installed, and add its missing metadata.",
         ),
     ] = False,
 ) -> None:
     """Check versions, device, kernels and compatibility, and run a short self-test."""
     if fix:
         _mend_environment()
-    # vLLM logs to stdout, which only carries the answer.
+    # By default vLLM logs to stdout.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from vllm_specplug.engine.doctor import collect
 
@@ -128,7 +128,7 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _print_kernels(kernels: dict[str, dict[str, Any]], chosen: str, shape: str) -> None:
-    """The CUDA kernels as a table, with a mark at the one that would serve."""
+    """Prints a table of the CUDA kernels, with a mark at the chosen one."""
     from rich.table import Table
 
     table = Table(title=f"Tree attention for {shape}", title_justify="left")
@@ -164,18 +164,16 @@ def _plain_words(item: object) -> str:
 @app.command("inspect")
 def inspect_command(
     head: Annotated[str, typer.Argument(help="Draft head: a folder, or a hub id in the cache.")],
-    target: Annotated[
-        str | None, typer.Option(help="Model that it is to draft for (path or hub id).")
-    ] = None,
+    target: Annotated[str | None, typer.Option(help="Model to draft for (path or hub id).")] = None,
     method: Annotated[
-        str | None, typer.Option(help="Method to check it with, instead of the one it is made for.")
+        str | None, typer.Option(help="Method to check it with. Default: the head's method.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a draft head is, what it needs, and whether it would be served here."""
-    # vLLM logs to stdout, which only carries the answer.
+    """Show kind and requirements of a draft head, and whether it can be served here."""
+    # By default vLLM logs to stdout.
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    # The report says what an engine would be refused for.
+    # The report contains the reasons of a refusal.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     from vllm_specplug.engine.inspect_head import inspect_head
 
@@ -250,7 +248,7 @@ def _needs_head(method: str) -> bool:
 @app.command("options")
 def options_command(
     method: Annotated[
-        str | None, typer.Argument(help="Name of the method; none lists the methods.")
+        str | None, typer.Argument(help="Name of the method. Default: list the methods.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -264,7 +262,7 @@ def options_command(
 
     if method is None:
         summaries = {
-            BY_HEAD: "as the method that the head is made for, found by its files",
+            BY_HEAD: "with the method of the head, which is detected from its files",
             **{name: entry.summary for name, entry in methods().items()},
         }
         if as_json:
@@ -299,7 +297,7 @@ def demo(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Who is compared with plain vLLM: a method that `specplug options` lists, vLLM's "
+            help="Method to compare with plain vLLM: one that `specplug options` lists, vLLM's "
             "ngram, or none for plain vLLM only. Default: the one with the best shipped head."
         ),
     ] = None,
@@ -326,12 +324,10 @@ def demo(
     from vllm_specplug.bench.process_group import raise_on_termination
     from vllm_specplug.bench.server import ServerError
     from vllm_specplug.options import check_target
+    from vllm_specplug.registry import default_method, legal_method_names
     from vllm_specplug.targets import cache_dir
 
     raise_on_termination()
-    console = Console()
-    from vllm_specplug.registry import default_method, legal_method_names
-
     method = method or default_method().name
     legal = ("none", "ngram", *legal_method_names())
     if method not in legal:
@@ -358,7 +354,7 @@ def demo(
         log_folder=cache_dir() / "logs",
     )
     try:
-        run_demo(options, console)
+        run_demo(options, Console())
     except ServerError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -374,8 +370,8 @@ def demo(
 
 
 def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[typer.Context], None]:
-    """A command that forwards its arguments to an app, imported when the command runs; `extra` of
-    the package has what that needs."""
+    """Returns a command that forwards its arguments to an app, which is imported when the command
+    runs and needs an `extra` of the package."""
 
     def command(ctx: typer.Context) -> None:
         try:
@@ -391,7 +387,7 @@ def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[ty
     return command
 
 
-# Arguments pass through untouched, `--help` included.
+# All arguments are forwarded, also `--help`.
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(
     "data",
@@ -418,7 +414,7 @@ def main() -> None:
     try:
         app(prog_name="specplug")
     except BrokenPipeError:
-        # The reader of our output went away (`specplug doctor | head`).
+        # The reader of the output has ended (`specplug doctor | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

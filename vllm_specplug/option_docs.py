@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every option with its type, default, legal values and meaning, read from its declaration."""
+"""Type, default, legal values and meaning of every option, from its declaration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEADER = ("option", "type", "default", "legal", "meaning")
 
 
 def shared_options() -> list[tuple[str, ...]]:
-    """One row per option that every method has."""
+    """Returns a row per option of all methods."""
     rows: list[tuple[str, ...]] = [
         (
             "`method`",
@@ -61,7 +61,7 @@ def shared_options() -> list[tuple[str, ...]]:
 
 
 def method_options(method: Method) -> list[tuple[str, ...]]:
-    """One row per option that only this method has, or that it shares with few."""
+    """Returns a row per option of this method that not all methods have."""
     return [
         _row(name, info.annotation, info.default, info.metadata, info.description or "")
         for name, info in method.load_options().model_fields.items()
@@ -77,7 +77,7 @@ def _row(name: str, hint: Any, default: Any, metadata: Any, meaning: str) -> tup
 
 
 def field_docs(cls: type) -> dict[str, str]:
-    """The string below each field of a class, on one line."""
+    """Returns the docstring of each field of a class, on one line."""
     body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
     docs = {}
     for statement, following in zip(body, body[1:], strict=False):

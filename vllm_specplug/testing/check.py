@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a method lossless? Two real engines, one plain and one with the method, are asked the same.
+"""A test that a method is lossless: a plain engine and one with the method get the same requests.
 
-In float32 every request must get the very tokens that plain decoding gives it, whatever happens to
-it meanwhile; and drafts must have been verified and accepted, or the comparison says nothing.
+In float32 every request must get the tokens of plain decoding. Without accepted drafts the
+comparison would show nothing, so it fails.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vllm_specplug.testing.target import make_target
 ENGINE_TIMEOUT_S = 900
 _VOCAB = 40
 _NODES = 12
-# Few blocks: two requests of the longest situation do not fit, so some are preempted. Steps are
-# shorter than the longest prompts: those come in chunks, beside requests that decode.
+# There are too few blocks for two requests of the longest situation, so some are preempted. Steps
+# are shorter than the longest prompts, which are chunked beside decoding requests.
 _ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 256,
@@ -51,28 +51,28 @@ _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 @dataclass(frozen=True)
 class SituationResult:
-    """One kind of traffic, asked of both engines."""
+    """Results of one kind of traffic on both engines."""
 
     name: str
     requests: int
     equal: int
     """Requests with the tokens of plain decoding."""
     drafted: int
-    """Nodes that were verified."""
+    """Verified nodes."""
     accepted: int
     first_difference: str | None
     happened: bool
-    """Whether what the situation is about took place, such as a preemption."""
+    """Whether the event of the situation, such as a preemption, happened."""
 
     @property
     def passed(self) -> bool:
-        """All equal, drafts were accepted and the situation took place."""
+        """Whether all tokens are equal, drafts were accepted and the event happened."""
         return self.equal == self.requests and self.happened and self.accepted > 0
 
 
 @dataclass(frozen=True)
 class LosslessReport:
-    """What `check_method` saw."""
+    """The results of `check_method`."""
 
     method: str
     situations: tuple[SituationResult, ...]
@@ -105,28 +105,28 @@ class _Situation:
 def check_method(
     name: str, *, target: str | Path | None = None, model: str | Path | None = None, **options: Any
 ) -> LosslessReport:
-    """Compares a method with plain vLLM in float32: prompts in chunks beside decoding requests,
+    """Compares a method with plain vLLM in float32: chunked prompts beside decoding requests,
     preemption, prefix hits on generated text, seeded sampling, penalties.
 
-    Takes two engine starts, about a minute. The method must be known to other processes: through
-    an entry point, not `register`.
+    It starts two engines and takes about a minute. The method must be registered by an entry point,
+    because the engines are other processes.
 
     Args:
         target: folder of the target; None makes a tiny random Llama.
-        model: folder of the draft head, for methods that need one. It must be made for `target`.
+        model: folder of the draft head for `target`, for methods that need one.
         options: more keys of --speculative-config.
 
     Returns:
-        What was compared; print it, and assert `passed`.
+        The results; print them, and assert `passed`.
 
     Raises:
-        ValueError: for an unknown method, or a head that is missing.
-        RuntimeError: when an engine does not start or dies, with the end of its log.
+        ValueError: for an unknown method or a missing head.
+        RuntimeError: if an engine does not start or dies, with the end of its log.
     """
     method = get_method(name)
     if method.needs_head and (model is None or target is None):
         raise ValueError(f"method {name!r} needs a head: give target= and model= that fit together")
-    # Budgets that do not follow the clock: every run drafts alike.
+    # With a fixed budget, drafts do not depend on time.
     speculative = {
         "method": name,
         "num_speculative_tokens": _NODES,
@@ -146,7 +146,7 @@ def check_method(
 
 
 def _situations(vocab: int) -> list[_Situation]:
-    # Text that repeats itself with variations: lookups find something, heads are not helped.
+    # Text with repetitions and variations, so that lookups have matches.
     words = [[(7 * w + 3 * i) % (vocab - 4) + 4 for i in range(4)] for w in range(5)]
 
     def prompt(seed: int, length: int) -> list[int]:
@@ -156,7 +156,7 @@ def _situations(vocab: int) -> list[_Situation]:
     greedy = {"temperature": 0.0, "max_tokens": 40, "ignore_eos": True}
     mixed = [prompt(i, (12, 80, 140, 24)[i % 4]) for i in range(10)]
     long = [prompt(20 + i, 60) for i in range(6)]
-    # Longer than two blocks together with the rest: a step takes one of them, later ones hit it.
+    # Prompts are longer than two blocks: later requests hit the first one's blocks.
     shared = prompt(60, 64)
     alike = [shared + prompt(61 + i, 16) for i in range(6)]
     short = [prompt(40 + i, 12) for i in range(6)]

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs one engine in a process: `python -m vllm_specplug.testing.engine_process JOB RESULT`.
 
-Separate processes keep engines apart: what a tree worker registers cannot reach the plain engine
-that it is compared with.
+In a process of its own, the plain engine is not affected by what a tree worker registers.
 """
 
 from __future__ import annotations

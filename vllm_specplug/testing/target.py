@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A random two-layer Llama with a small vocabulary: a target that costs nothing to start."""
+"""A random two-layer Llama with a small vocabulary, as a target that starts fast."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def make_target(
     num_heads: int = HEADS,
     live_tokens: int | None = None,
 ) -> Path:
-    """A random float32 Llama whose next-token distributions are peaked, not uniform.
+    """Writes a random float32 Llama with peaked next-token distributions; returns `folder`.
 
-    `live_tokens`: only the first that many are likely; the rest pad the vocabulary.
+    Args:
+        live_tokens: number of likely tokens at the start of the vocabulary; None for all.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
