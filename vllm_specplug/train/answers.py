@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answer shards: JSONL files of prompts with the target's own answers, made once, resumable.
+"""Answer shards: JSONL files of prompts with the target's own answers.
 
-A data folder holds `prompts.jsonl` (the plan: one request per line, written before anything is
-generated) and `answers-00000.jsonl`, .. of a fixed number of requests each. A shard appears under
-its name only when complete, so generation resumes by making the shards that are missing.
+A data folder holds `prompts.jsonl` (the plan: one request per line, written first) and
+`answers-00000.jsonl`, .. of a fixed number of requests each. A shard gets its name when it is
+complete, so generation resumes with the shards that are missing.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
 
 PLAN_NAME = "prompts.jsonl"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to generate: token ids of the rendered prompt and how to sample."""
+    """An answer to generate: token ids of the rendered prompt, and how to sample."""
 
     source: str
     prompt_ids: tuple[int, ...]
@@ -30,7 +33,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A generated answer; `finished` says that it ended by itself (its last token ends a turn)."""
+    """A generated answer; `finished`: its last token ends a turn."""
 
     source: str
     prompt_ids: tuple[int, ...]
@@ -39,7 +42,8 @@ class Answer:
     finished: bool
 
 
-# generate(requests) -> one (answer ids, finished) per request, in their order
+_REQUEST, _ANSWER = TypeAdapter(Request), TypeAdapter(Answer)
+# generate(requests) -> one (answer ids, finished) per request, in order
 Generate = Callable[[Sequence[Request]], Sequence[tuple[Sequence[int], bool]]]
 
 
@@ -50,9 +54,10 @@ def plan_requests(
     temperatures: Sequence[float],
     seed: int,
 ) -> list[Request]:
-    """Greedy requests with a share of sampled ones; duplicates of a prompt are dropped.
+    """Returns requests without duplicate prompts, a share of them sampled and the others greedy.
 
-    Raises ValueError for a share outside 0..1 or a temperature that is not above 0.
+    Raises:
+        ValueError: for a share outside 0..1 or a temperature that is not above 0.
     """
     if not 0 <= sampled_share <= 1:
         raise ValueError(f"sampled_share = {sampled_share}, legal: 0..1; correct it")
@@ -74,98 +79,68 @@ def plan_requests(
 
 
 def write_plan(folder: Path, requests: Sequence[Request], settings: dict[str, object]) -> None:
-    """Writes the plan and the settings it was made with, once."""
+    """Writes the plan and the settings that it was made with."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write_lines(folder / PLAN_NAME, (asdict(request) for request in requests))
+    _write_lines(folder / PLAN_NAME, requests, _REQUEST)
     (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def read_plan(folder: Path) -> list[Request]:
-    """The plan of a data folder."""
+    """Returns the plan of a data folder.
+
+    Raises:
+        ValueError: if it has none.
+    """
     path = folder / PLAN_NAME
     if not path.is_file():
         raise ValueError(f"{path} does not exist; make it with `specplug data generate`")
-    with path.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    return [Request(r["source"], tuple(r["prompt_ids"]), r["temperature"], r["seed"]) for r in rows]
+    return list(_read_lines(path, _REQUEST))
 
 
 def missing_shards(folder: Path, shard_size: int = 512) -> list[int]:
-    """Numbers of the plan's shards that do not exist yet."""
+    """Returns the numbers of the plan's shards that do not exist yet."""
     shards = -(-len(read_plan(folder)) // shard_size)
     return [shard for shard in range(shards) if not answer_path(folder, shard).is_file()]
 
 
-def generate_missing(
-    folder: Path,
-    generate: Generate,
-    *,
-    shard_size: int = 512,
-    on_shard: Callable[[int, int, int], None] | None = None,
-) -> int:
-    """Makes every shard of the plan that does not exist yet; returns the new answer tokens.
-
-    `on_shard(shard, shards, new_tokens)` is called after each one, and before the first with
-    `new_tokens` 0 for those that are already there.
-    """
+def generate_missing(folder: Path, generate: Generate, shard_size: int = 512) -> Iterator[int]:
+    """Makes the shards of the plan that do not exist yet; yields the tokens of each."""
     requests = read_plan(folder)
-    shards = -(-len(requests) // shard_size)
-    total = 0
-    for shard in range(shards):
-        path = answer_path(folder, shard)
-        if path.is_file():
-            if on_shard is not None:
-                on_shard(shard, shards, 0)
-            continue
+    for shard in missing_shards(folder, shard_size):
         part = requests[shard * shard_size : (shard + 1) * shard_size]
         answers = [
             Answer(r.source, r.prompt_ids, tuple(ids), r.temperature, finished)
             for r, (ids, finished) in zip(part, generate(part), strict=True)
         ]
-        _write_lines(path, (asdict(answer) for answer in answers))
-        count = sum(len(a.answer_ids) for a in answers)
-        total += count
-        if on_shard is not None:
-            on_shard(shard, shards, count)
-    return total
+        _write_lines(answer_path(folder, shard), answers, _ANSWER)
+        yield sum(len(a.answer_ids) for a in answers)
 
 
 def answer_path(folder: Path, shard: int) -> Path:
-    """File of one answer shard."""
+    """Returns the file of a shard."""
     return folder / f"answers-{shard:05d}.jsonl"
 
 
 def answer_shards(folder: Path) -> list[Path]:
-    """Finished shards in order."""
+    """Returns the files of the finished shards, in order."""
     return sorted(folder.glob("answers-*.jsonl"))
 
 
 def read_answers(path: Path) -> Iterator[Answer]:
-    """The answers of one shard."""
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            row = json.loads(line)
-            yield Answer(
-                row["source"],
-                tuple(row["prompt_ids"]),
-                tuple(row["answer_ids"]),
-                row["temperature"],
-                row["finished"],
-            )
+    """Reads the answers of a shard."""
+    return _read_lines(path, _ANSWER)
 
 
 def is_repetitive(answer_ids: Sequence[int], window: int = 96, distinct: int = 24) -> bool:
-    """Whether an answer ends in a loop: few distinct tokens among its last `window`."""
+    """Whether an answer ends in a loop: its last `window` tokens have at most `distinct` values."""
     if len(answer_ids) < window + distinct:
         return False
     return len(set(answer_ids[-window:])) <= distinct
 
 
 def keep_answer(answer: Answer, rng: random.Random, repetitive_share: float = 0.7) -> bool:
-    """Drops answers too short to draft in, and part of those that end in a loop.
-
-    Loops stay in part, since a small target really produces them when served.
-    """
+    """Whether to keep an answer: not if it is very short, and only a share of those that end in a
+    loop. A small target also produces loops when it is served, so some stay."""
     if len(answer.answer_ids) < 4:
         return False
     return not is_repetitive(answer.answer_ids) or rng.random() < repetitive_share
@@ -174,9 +149,9 @@ def keep_answer(answer: Answer, rng: random.Random, repetitive_share: float = 0.
 def split_answers(
     files: Sequence[Path], heldout: int, repetitive_share: float
 ) -> Iterator[tuple[str, list[Answer], list[Answer]]]:
-    """Name of each shard, its answers that are held out and those to train on.
+    """Yields the name of each shard, its held-out answers and those to train on.
 
-    Held out are greedy answers of the first shards, so that growing data never moves one.
+    The greedy answers of the first shards are held out, so that more data does not change them.
     """
     left = heldout
     for number, path in enumerate(files):
@@ -188,10 +163,10 @@ def split_answers(
 
 
 def check_heldout(files: Sequence[Path], heldout: int, repetitive_share: float) -> str | None:
-    """What to tell where more answers are held out than left to train on, before any work.
+    """Returns a warning if more answers are held out than left to train on.
 
     Raises:
-        ValueError: where none would be left.
+        ValueError: if none would be left.
     """
     aside = rest = 0
     for _, held, others in split_answers(files, heldout, repetitive_share):
@@ -203,9 +178,15 @@ def check_heldout(files: Sequence[Path], heldout: int, repetitive_share: float) 
     return f"{told} and leaves {rest} to train on" if aside > rest else None
 
 
-def _write_lines(path: Path, rows: Iterable[dict[str, object]]) -> None:
+def _write_lines(path: Path, rows: Iterable[Any], kind: TypeAdapter[Any]) -> None:
     partial = path.with_suffix(".tmp")
-    with partial.open("w", encoding="utf-8") as stream:
+    with partial.open("wb") as stream:
         for row in rows:
-            stream.write(json.dumps(row) + "\n")
+            stream.write(kind.dump_json(row) + b"\n")
     os.replace(partial, path)
+
+
+def _read_lines(path: Path, kind: TypeAdapter[Any]) -> Iterator[Any]:
+    with path.open("rb") as lines:
+        for line in lines:
+            yield kind.validate_json(line)

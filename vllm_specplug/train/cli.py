@@ -21,7 +21,11 @@ for _module in dict.fromkeys(path for m in methods().values() for path in m.trai
 
 
 def parse_counts(values: list[str]) -> dict[str, int]:
-    """'kind=number' options as a mapping; raises ValueError for anything else."""
+    """Returns 'kind=number' options as a mapping.
+
+    Raises:
+        ValueError: for anything else.
+    """
     counts: dict[str, int] = {}
     for value in values:
         kind, _, number = value.partition("=")
@@ -42,7 +46,7 @@ def generate(
     make: Annotated[
         list[str] | None,
         typer.Option(
-            help="Self-made prompts, KIND=NUMBER: topic, code, puzzle, translation, document, "
+            help="Prompts to generate, KIND=NUMBER: topic, code, puzzle, translation, document, "
             "article_document, self."
         ),
     ] = None,
@@ -73,10 +77,7 @@ def generate(
         check_target(str(target))
         heat = [float(t) for t in temperatures.split(",")]
         generator = VllmGenerator(
-            target,
-            max_tokens=max_tokens,
-            max_num_seqs=max_num_seqs,
-            llm_options={"enforce_eager": eager},
+            target, max_tokens=max_tokens, max_num_seqs=max_num_seqs, eager=eager
         )
         if not planned:
             made = make_prompts(counts, prompts or [], seed, generator.texts)
@@ -96,24 +97,13 @@ def generate(
                 "seed": seed,
             }
             answers.write_plan(out, requests, settings)
-        with common.progress("files") as bar:
-            task = bar.add_task("answers", total=None)
-            tokens = 0
-
-            def on_shard(shard: int, shards: int, new_tokens: int) -> None:
-                nonlocal tokens
-                tokens += new_tokens
-                bar.update(
-                    task,
-                    total=shards,
-                    completed=shard + 1,
-                    description=f"answers, {tokens:,} new tokens",
-                )
-
-            total = answers.generate_missing(
-                out, generator, shard_size=shard_size, on_shard=on_shard
-            )
-        typer.echo(f"{total:,} new answer tokens in {out}")
+        tokens = 0
+        with common.progress() as bar:
+            task = bar.add_task("answers", total=len(answers.missing_shards(out, shard_size)))
+            for new in answers.generate_missing(out, generator, shard_size):
+                tokens += new
+                bar.update(task, advance=1, description=f"answers, {tokens:,} new tokens")
+        typer.echo(f"{tokens:,} new answer tokens in {out}")
 
 
 @data_app.command("features")
@@ -162,7 +152,7 @@ def features(
 
 
 def spread_layers(num_target_layers: int, count: int = 4) -> list[int]:
-    """Default layers: a low one, then evenly up to and including the last."""
+    """Returns the default layers: a low one, then evenly up to and including the last."""
     last = num_target_layers - 1
     low = min(2, last)
     return sorted({round(low + i * (last - low) / (count - 1)) for i in range(count)})

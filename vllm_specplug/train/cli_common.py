@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the commands of `specplug data` and `specplug train` share."""
+"""Shared parts of the commands of `specplug data` and `specplug train`."""
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
+from rich.progress import MofNCompleteColumn, Progress
 
 from vllm_specplug.train.options import Recipe, RunOptions
 
@@ -23,7 +25,7 @@ Seed = Annotated[int, typer.Option()]
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """A ValueError is the user's to correct: its message alone, exit code 2."""
+    """Turns a ValueError into its message and exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -31,30 +33,16 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-def progress(unit: str):
-    """A progress bar counting `unit`."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn(unit),
-        TimeRemainingColumn(),
-    )
+def progress() -> Progress:
+    """Returns a progress bar with counts."""
+    return Progress(*Progress.get_default_columns(), MofNCompleteColumn())
 
 
 def finished_answers(data: Path) -> list[Path]:
-    """Files of answers to make features of.
+    """Returns the files of answers in a folder.
 
     Raises:
-        ValueError: where there are none.
+        ValueError: if there are none.
     """
     from vllm_specplug.train import answers
 
@@ -65,10 +53,10 @@ def finished_answers(data: Path) -> list[Path]:
 
 
 def warn_of_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> None:
-    """Warns where `write_split` would hold most answers out.
+    """Warns if `write_split` would hold out most answers.
 
     Raises:
-        ValueError: where it would leave none to train on.
+        ValueError: if it would leave none to train on.
     """
     from vllm_specplug.train import answers
 
@@ -85,10 +73,10 @@ def write_split(
     heldout: Path | None,
     write: Callable[[Path, list[TokenSequence], int], None],
 ) -> None:
-    """Writes a shard for each file of answers, in part to `heldout`; keeps finished shards.
+    """Writes shards of each file of answers, to `out` and to `heldout`; keeps finished shards.
 
     Args:
-        write: takes the folder of a shard, its sequences and the number of its file.
+        write: called with the folder of a shard, its sequences and the number of its file.
     """
     import numpy as np
 
@@ -99,7 +87,7 @@ def write_split(
         tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int64)
         return TokenSequence(tokens, len(answer.prompt_ids), answer.source)
 
-    with progress("files") as bar:
+    with progress() as bar:
         task = bar.add_task("features", total=len(files))
         parts = answers.split_answers(files, heldout_answers, repetitive_share)
         for number, (name, aside, rest) in enumerate(parts):
@@ -118,22 +106,20 @@ def add_training(
     recipe: type[Recipe],
     **decided: Any,
 ) -> None:
-    """Adds a command that trains a head by `train.run.train_head` under a progress bar.
+    """Adds a command that trains a head with `train.run.train_head` under a progress bar.
 
     Args:
-        start: path of the method's function, "module:function", imported when the command runs.
-        run, recipe: fields with an `Option` are the command's options: required ones first, then
-            the method's own, then the shared ones.
+        start: the method's function, "module:function", imported when the command runs.
+        run, recipe: their fields with an `Option` are the command's options: required ones first,
+            then the method's own, then the shared ones.
         decided: values of the other fields.
     """
     kinds: tuple[type[Any], ...] = (run, recipe)
 
     def command(**given: Any) -> None:
-        import importlib
-
         from vllm_specplug.train.run import train_head
 
-        with friendly_errors(), progress("steps") as bar:
+        with friendly_errors(), progress() as bar:
             chosen = {**given, **decided}
             chosen_run, chosen_recipe = (
                 kind(**{f.name: chosen[f.name] for f in fields(kind)}) for kind in kinds
@@ -152,13 +138,14 @@ def add_training(
     shared = {f.name for kind in (RunOptions, Recipe) for f in fields(kind)}
     options = [option for kind in kinds for option in _options(kind)]
     options.sort(key=lambda p: (p.default is not p.empty, p.name in shared))
-    # Read by typer; Python calls the command by its own.
+    # typer reads the signature.
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     app.command(name, help=summary)(command)
 
 
 def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
-    """Options of a dataclass; a class that overrides only a default keeps its base's option."""
+    """Yields the options of a dataclass. A subclass may override a default without repeating the
+    option."""
     hints: dict[str, Any] = {}
     annotated: Any = Annotated
     for base in reversed(kind.__mro__):
@@ -175,7 +162,11 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
 
 
 def parse_number(kind: type[int] | type[float], name: str, text: str) -> Any:
-    """A number from the command line; ValueError says which option it was."""
+    """Returns a number from the command line.
+
+    Raises:
+        ValueError: for anything else; the message names the option.
+    """
     try:
         return kind(text)
     except ValueError:

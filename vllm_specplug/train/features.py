@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's hidden states over its own answers, computed once and read as memory maps.
+"""The target's hidden states for its own answers, computed once and read as memory maps.
 
 A shard is a folder of flat files over the concatenated tokens of its sequences (T tokens, n
 sequences, L layers, Ht target hidden size):
@@ -9,8 +9,8 @@ sequences, L layers, Ht target hidden size):
     hidden.bf16 [T, Ht]   the final normed hidden states: row p times the LM head gives the
                           teacher's distribution of token p + 1, over any draft vocabulary
 
-Keeping the final hidden state instead of top-k logits costs Ht values per token, loses nothing of
-the distribution and turns the teacher into one more GEMM of the training step.
+Unlike top-k logits, the final hidden state keeps the whole distribution. It costs Ht values per
+token, and a GEMM in each training step.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class FeatureShard:
 
 
 class FeatureStore:
-    """All finished shards of a folder, as one sequence of `FeatureSequence`."""
+    """The finished shards of a folder as a sequence of `FeatureSequence`."""
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
@@ -97,16 +97,16 @@ class FeatureStore:
 
     @property
     def num_answer_tokens(self) -> int:
-        """Tokens after the prompts, over all sequences."""
+        """Number of tokens after the prompts."""
         return sum(len(s.tokens) - int(s.prompt_lens.sum()) for s in self.shards)
 
     def sources(self, rows: Iterable[int] | None = None) -> dict[str, int]:
-        """Sequences by the first part of their source; of `rows` only, if given."""
+        """Counts sequences (of `rows`, if given) by the first part of their source."""
         chosen = self.items if rows is None else [self.items[row] for row in rows]
         return count_sources(self.shards[s].meta["sources"][i] for s, i in chosen)
 
     def length(self, index: int) -> int:
-        """Tokens of one sequence, without reading it."""
+        """Returns the number of tokens of a sequence, without reading it."""
         shard, i = self.items[index]
         return int(self.shards[shard].offsets[i + 1] - self.shards[shard].offsets[i])
 
@@ -119,7 +119,7 @@ class FeatureStore:
 
 
 def count_sources(names: Iterable[str]) -> dict[str, int]:
-    """How many of the names have each first part (before a slash), sorted."""
+    """Returns the number of names by their part before a slash, sorted."""
     return dict(sorted(Counter(name.split("/")[0] for name in names).items()))
 
 
@@ -130,9 +130,8 @@ def write_shard(
     target_layer_ids: Sequence[int],
     *,
     tokens_per_batch: int = 4096,
-    on_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Runs the target over `sequences` and writes one shard, visible only when complete."""
+    """Runs the target over `sequences` and writes a shard, which is visible when complete."""
     hidden_size = int(model.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
     write_features(
         folder,
@@ -142,7 +141,6 @@ def write_shard(
         hidden_size=hidden_size,
         meta={"target_layer_ids": list(target_layer_ids)},
         tokens_per_batch=tokens_per_batch,
-        on_batch=on_batch,
     )
 
 
@@ -156,9 +154,8 @@ def write_features(
     hidden_size: int,
     meta: dict[str, Any],
     tokens_per_batch: int = 4096,
-    on_batch: Callable[[int], None] | None = None,
 ) -> None:
-    """Writes one shard of whatever `forward` computes, visible only when complete."""
+    """Writes a shard of what `forward` computes, which is visible when complete."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -176,8 +173,6 @@ def write_features(
             start, end = offsets[row], offsets[row + 1]
             aux[start:end] = state.view(torch.uint16).numpy()
             hidden[start:end] = last.view(torch.uint16).numpy()
-        if on_batch is not None:
-            on_batch(sum(len(sequences[r].tokens) for r in rows))
     aux.flush()
     hidden.flush()
     record = {
@@ -192,7 +187,7 @@ def write_features(
 
 
 def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[list[int]]:
-    """Indices grouped by similar length, at most `tokens_per_batch` padded tokens per group."""
+    """Yields indices of similar lengths, at most `tokens_per_batch` padded tokens at a time."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     batch: list[int] = []
     for index in order:
@@ -208,12 +203,10 @@ def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[li
 def forward_features(
     model: nn.Module, tokens: Sequence[np.ndarray], target_layer_ids: Sequence[int]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Selected layer outputs and final normed hidden states of right-padded sequences.
+    """Returns the outputs of the selected layers, bfloat16 [S, L*Ht] on the CPU, and the final
+    normed hidden states [S, Ht] of each sequence.
 
-    Padding stands after every real token, so causal attention keeps it out without a mask.
-
-    Returns:
-        two lists over the sequences, bfloat16 [S, L*Ht] and [S, Ht], on the CPU.
+    Sequences are padded on the right, so causal attention needs no mask.
     """
     width = max(len(t) for t in tokens)
     device = next(model.parameters()).device

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation of answers by the target itself, with offline vLLM."""
+"""Answers of the target, generated with offline vLLM."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from vllm_specplug.train import prompts as makers
 from vllm_specplug.train.answers import Request
 from vllm_specplug.train.prompts import Prompt
 
-# Kinds of prompts the tool makes itself; `self` and `document` need the target's help.
+MAX_PROMPT_TOKENS = 1024
+# Kinds of prompts that need no target.
 MAKERS: dict[str, Callable[[random.Random], Iterator[Prompt]]] = {
     "topic": makers.topic_prompts,
     "code": makers.code_prompts,
@@ -25,11 +26,13 @@ KINDS = (*MAKERS, "document", "article_document", "self")
 
 
 class VllmGenerator:
-    """The target behind vLLM's offline `LLM`, greedy and sampled requests mixed.
+    """The target in vLLM's offline `LLM`.
 
     Args:
-        target: model folder. max_tokens: longest answer. max_num_seqs: requests decoded at once.
-        max_prompt_tokens: longer prompts are dropped when they are planned.
+        target: model folder.
+        max_tokens: longest answer.
+        max_num_seqs: requests decoded at once.
+        eager: whether to skip compilation.
     """
 
     def __init__(
@@ -38,28 +41,27 @@ class VllmGenerator:
         *,
         max_tokens: int = 320,
         max_num_seqs: int = 128,
-        max_prompt_tokens: int = 1024,
-        dtype: str = "bfloat16",
-        llm_options: Mapping[str, Any] | None = None,
+        eager: bool = True,
     ):
-        # Generation is offline by intent: a missing file must not become a download.
+        # A missing file must not become a download.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        # GiB. Without a size vLLM takes 92 % of a CPU's memory, or ends where less is free.
+        # GiB. By default vLLM takes 92 % of a CPU's memory, and fails if less is free.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         from vllm import LLM
 
-        self.max_tokens, self.max_prompt_tokens = max_tokens, max_prompt_tokens
-        options: dict[str, Any] = {
-            "dtype": dtype,
-            "max_num_seqs": max_num_seqs,
-            "disable_log_stats": True,
-            "max_model_len": max_prompt_tokens + max_tokens,
-            # A seeded request whose prompt is cut into chunks ends vLLM's engine on CPU.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, max_prompt_tokens + max_tokens),
-            **(llm_options or {}),
-        }
-        self.llm = LLM(str(target), **options)
+        self.max_tokens = max_tokens
+        longest = MAX_PROMPT_TOKENS + max_tokens
+        self.llm = LLM(
+            str(target),
+            dtype="bfloat16",
+            enforce_eager=eager,
+            max_num_seqs=max_num_seqs,
+            max_model_len=longest,
+            max_num_batched_tokens=max(2048, longest),
+            # On a CPU a seeded request whose prompt is chunked ends vLLM's engine.
+            enable_chunked_prefill=False,
+            disable_log_stats=True,
+        )
         self.tokenizer = self.llm.get_tokenizer()
 
     def render(self, prompt: Prompt) -> list[int]:
@@ -79,14 +81,14 @@ class VllmGenerator:
         return list(tokenizer.encode(text.partition(mark)[0], add_special_tokens=False))
 
     def render_all(self, prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[int]]]:
-        """(source, token ids) of the prompts that are not too long."""
+        """Yields (source, token ids) of the prompts that are not too long."""
         for prompt in prompts:
             ids = self.render(prompt)
-            if len(ids) <= self.max_prompt_tokens:
+            if len(ids) <= MAX_PROMPT_TOKENS:
                 yield prompt.source, ids
 
     def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:
-        """One (answer ids, finished) per request."""
+        """Returns one (answer ids, finished) per request."""
         from vllm import SamplingParams
 
         params = [
@@ -109,7 +111,7 @@ class VllmGenerator:
     def texts(
         self, prompts: Sequence[Prompt], temperature: float, max_tokens: int, seed: int
     ) -> list[str]:
-        """Free text after each prompt; unfinished texts are cut at their last full sentence."""
+        """Returns a text after each prompt. Unfinished texts are cut at their last sentence."""
         from vllm import SamplingParams
 
         params = [
@@ -141,12 +143,14 @@ def make_prompts(
     seed: int,
     write_texts: Callable[[Sequence[Prompt], float, int, int], list[str]],
 ) -> list[Prompt]:
-    """All prompts of a plan: every row of `files`, and `counts[kind]` self-made ones per kind.
+    """Returns the prompts of a plan: every row of `files`, and `counts[kind]` new ones per kind.
 
-    `write_texts(prompts, temperature, max_tokens, seed)` lets the target write user turns (`self`)
-    and the documents of `article_document`.
+    Args:
+        write_texts: called with prompts, temperature, most tokens and seed, lets the target write
+            user turns (`self`) and documents (`article_document`).
 
-    Raises ValueError for an unknown kind.
+    Raises:
+        ValueError: for an unknown kind.
     """
     unknown = sorted(set(counts) - set(KINDS))
     if unknown:

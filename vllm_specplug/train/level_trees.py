@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out acceptance of heads that draft level by level, without a server.
 
-The walk is that of `walk`: from committed position to committed position of the target's own
-answer, each round accepted as far as the answer follows the draft tree.
+As in `walk`, a round drafts at a committed position of the target's answer and accepts as far as
+the answer follows the tree.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm_specplug.tree.beam import BranchRows, Expand, draft_level_by_level
 
 
 class AnsweredSequence(Protocol):
-    """A sequence of any kind of features: tokens int64 [S], the first `prompt_len` a prompt's."""
+    """A sequence of any kind of features: tokens int64 [S], the first `prompt_len` the prompt."""
 
     @property
     def tokens(self) -> torch.Tensor: ...
@@ -47,7 +47,7 @@ class TreePolicy:
     depth: int = 5
     width: int = 8
     expand_width: int | None = 16
-    """Most nodes expanded per level; None for any number."""
+    """Limit of the nodes expanded per level; None for no limit."""
 
 
 POLICIES = {
@@ -75,7 +75,7 @@ class SequenceDrafter(ABC, Generic[SequenceT]):
         """Drafts `width` children per node below the token at index `anchor`."""
 
     def draft(self, anchor: int, policy: TreePolicy) -> DraftTree:
-        """The tree below the token at index `anchor`, which is not in the caches yet."""
+        """Returns the tree below the token at index `anchor`, which is not in the caches yet."""
         return draft_level_by_level(
             [int(self.sequence.tokens[anchor])],
             [policy.budget],
@@ -86,7 +86,7 @@ class SequenceDrafter(ABC, Generic[SequenceT]):
         )[0]
 
     def children(self, hidden: torch.Tensor, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Likeliest tokens and their log-probabilities [n, width] from states [n, H]."""
+        """Returns the likeliest tokens and their log-probabilities [n, width] of states [n, H]."""
         slots = self.tables.slots(hidden, width)
         return self.tables.target_ids[slots.rows].numpy(), slots.log_probs.numpy()
 
@@ -94,7 +94,7 @@ class SequenceDrafter(ABC, Generic[SequenceT]):
 class BranchAttention:
     """Attention of a tree's rows, level by level, over a context [S, Hkv, Dh] and their own branch.
 
-    Called with queries, keys and values of a level, whose nodes `rows` has been told.
+    It is called with queries, keys and values of a level, after the level was added to `rows`.
     """
 
     def __init__(self, key: torch.Tensor, value: torch.Tensor, rows: BranchRows) -> None:
@@ -120,8 +120,9 @@ def attention(
 
 
 def branch_mask(parents: Sequence[int], rows: int, context: int) -> torch.Tensor:
-    """bool [rows, context + n]: what the last `rows` of n tree rows attend: the context and their
-    own branch. Row 0 is the root; `parents` are those of the others, -1 for the root."""
+    """Returns a mask bool [rows, context + n] with which the last `rows` of n tree rows attend the
+    context and their own branch. Row 0 is the root; `parents` has the parents of the others, -1 for
+    the root."""
     tree = torch.eye(len(parents) + 1, dtype=torch.bool)
     for row, parent in enumerate(parents, start=1):
         tree[row] |= tree[parent + 1]
@@ -136,7 +137,7 @@ def evaluate_trees(
     policies: Mapping[str, PolicyT],
     max_rounds: int = 1 << 30,
 ) -> AcceptanceReport:
-    """Acceptance by policy, over at most `max_rounds` rounds per sequence."""
+    """Returns the acceptance by policy, over at most `max_rounds` rounds per sequence."""
     report = AcceptanceReport()
     for sequence in sequences:
         drafter = make_drafter(sequence)
@@ -153,7 +154,7 @@ def evaluate_trees(
 
 
 def accepted_nodes(tree: DraftTree, truth: Sequence[int]) -> int:
-    """How far the target's next tokens follow a path of the tree."""
+    """Returns how many of the target's next tokens follow a path of the tree."""
     parent, count = -1, 0
     for token in truth:
         child = tree.child_of(parent, token)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distillation losses through a frozen LM head, with their gradients written out.
 
-The LM head is the largest matrix of a training step. Writing the gradient by hand keeps one chunk
-of logits alive at a time and needs one backward GEMM: nothing of size [N, V'] is stored.
+The LM head is the largest matrix of a training step. With a hand-written gradient only one chunk
+of logits is alive at a time, and the backward pass needs one GEMM.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _chunk_slope(
     weights: torch.Tensor,
     temperature: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted loss of a chunk (scalar) and its gradient in the raw logits, in their dtype."""
+    """Returns the weighted loss of a chunk and its gradient in the raw logits, in their dtype."""
     scaled = logits.float() / temperature
     if kind == "sft":
         loss, slope = _sft(scaled, labels)
@@ -82,7 +82,7 @@ class _HeadLoss(torch.autograd.Function):
         compiled,
     ):
         count = hidden.shape[0]
-        # Equal chunks let one compiled kernel serve all of them; padding rows have weight 0.
+        # With equal chunks one compiled kernel serves all. Padding rows have weight 0.
         padding = -count % chunk if compiled else 0
         if padding:
             hidden = F.pad(hidden, (0, 0, 0, padding))
@@ -131,11 +131,11 @@ def head_loss(
     # [V', Ht]
     teacher_lm_head: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Sum over rows of weight times the loss of one predicted token.
+    """Returns the sum over rows of weight times the loss of one predicted token.
 
     `forward_kl` is KL(target || draft) over the draft vocabulary at `temperature`, times
     temperature^2 (Hinton et al., 2015); `reverse_kl` swaps the two; `sft` is the cross-entropy of
-    `labels`. No loss supervises a row whose token is outside the draft vocabulary.
+    `labels`. Rows whose token is outside the draft vocabulary are not supervised.
 
     Args:
         hidden: the head's final normed states.
@@ -153,8 +153,8 @@ def head_loss(
     if kind not in LOSSES:
         raise ValueError(f"loss = {kind!r}, legal: {', '.join(LOSSES)}; choose one of them")
     theirs = lm_head if teacher_lm_head is None else teacher_lm_head
-    # Where the draft vocabulary lacks the token, what remains of the target's distribution is the
-    # renormalised rest of it: it would teach the head to be sure of something else.
+    # Without the token in the draft vocabulary, the target's distribution over the other tokens is
+    # renormalised and would teach the head a wrong token.
     weights = torch.where(labels >= 0, weights, 0.0)
     return _HeadLoss.apply(
         hidden, teacher, lm_head, theirs, labels, weights, kind, temperature, chunk, compiled
@@ -162,8 +162,11 @@ def head_loss(
 
 
 def slot_weights(valid: torch.Tensor, gamma: float) -> torch.Tensor:
-    """Weights of the D slots of A blocks that sum to 1, float32 [A * D]: exp(-(j - 1) / gamma) for
-    slots j = 1..D where `valid` [A, D], else 0; gamma 0 or less means no decay."""
+    """Returns weights of the D slots of A blocks that sum to 1, float32 [A * D].
+
+    Slot j = 1..D has exp(-(j - 1) / gamma) if it is `valid` [A, D], else 0. Gamma 0 or less means
+    no decay.
+    """
     slots = torch.arange(valid.shape[1], dtype=torch.float32, device=valid.device)
     decay = torch.ones_like(slots) if gamma <= 0 else torch.exp(-slots / gamma)
     weights = (decay * valid).flatten()

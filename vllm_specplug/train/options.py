@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that every training has. Each field is an option of the command as well, so modules like
-this one import no torch."""
+"""Options of every training. Their fields are options of the commands, so torch is not imported."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ STATE_NAME = "state.pt"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a head is trained. Changing one option between checkpoint and resume is allowed, except
-    `optimizer`; shapes are not here."""
+    """How a head is trained, without its shape. A resumed run may change all but `optimizer`."""
 
     optimizer: Annotated[str, Option(help="muon (for matrices, AdamW for the rest) or adamw.")] = (
         "muon"
@@ -71,7 +69,8 @@ class Recipe:
                 raise ValueError(f"{name} = {getattr(self, name)}, legal: 0..1; correct it")
 
     def lr_scale(self, step: int) -> float:
-        """Warm-up, constant, then linear to zero over the last `decay_share` of the steps.
+        """Returns the learning rate's factor: warm-up, constant, then linear to zero over the last
+        `decay_share` of the steps.
 
         The constant part does not depend on `total_steps`, so a run can be extended on resume.
         """
@@ -98,8 +97,7 @@ class DistillationRecipe(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Folders of a run, and how often to log, save and evaluate, in steps. `max_minutes` 0 means no
-    limit; a limited run saves and stops, and continues with `resume`."""
+    """Folders of a run, and how often it logs, saves and evaluates, in steps."""
 
     target: Annotated[Path, Option(help="Folder of the target model.")]
     out: Annotated[Path, Option(help="Run folder; the head is exported to OUT/head.")]
@@ -113,7 +111,7 @@ class RunOptions:
     resume: Annotated[bool, Option(help="Continue OUT exactly from where it was saved.")] = False
 
     def refuse_overwriting(self) -> None:
-        """Raises ValueError where a new run would write over a saved one."""
+        """Raises ValueError if a new run would overwrite a saved one."""
         state = self.out / STATE_NAME
         if not self.resume and state.is_file():
             raise ValueError(
@@ -131,8 +129,8 @@ class FeatureRunOptions(RunOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class NewHeadOptions(FeatureRunOptions):
-    """A run that makes a head with the target's layer shape, or continues from the weights of the
-    head in `init_from` and takes its shape and draft vocabulary."""
+    """A run that makes a head with the target's layer shape, or with weights, shape and draft
+    vocabulary of the head in `init_from`."""
 
     init_from: Annotated[
         str, Option(help="Folder of a head of this kind and target to start from.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which sequences a run reads, and in which order."""
+"""The order in which a run reads sequences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 
 
 class DataOrder:
-    """Endless shuffled order over a collection that may grow between epochs.
+    """Endless shuffled order over a collection, to which sequences may be appended.
 
-    State is (epoch, cursor, size): an epoch is a permutation of the first `size` sequences drawn
-    from (seed, epoch). Sequences must only be appended.
+    An epoch is a permutation of its first `size` sequences, drawn from (seed, epoch).
     """
 
     def __init__(self, store: Sized, seed: int):
@@ -22,11 +21,11 @@ class DataOrder:
         self._order: list[int] | None = None
 
     def state(self) -> dict[str, int]:
-        """What `restore` needs."""
+        """Returns the state for `restore`."""
         return {"epoch": self.epoch, "cursor": self.cursor, "size": self.size}
 
     def restore(self, state: dict[str, int]) -> None:
-        """Continues where `state` was taken."""
+        """Continues from a state."""
         if state["size"] > len(self.store):
             raise ValueError(
                 f"the checkpoint saw {state['size']} sequences, the data "
@@ -50,9 +49,9 @@ class DataOrder:
 
 
 def random_subset(values: torch.Tensor, limit: int, generator: torch.Generator) -> torch.Tensor:
-    """At most `limit` of `values` [A], drawn without replacement, in their order.
+    """Returns at most `limit` of `values` [A], drawn without replacement, in their order.
 
-    Truncating the list instead would favour the beginning of an answer.
+    The first values would favour the beginning of an answer.
     """
     if len(values) <= limit:
         return values
@@ -61,6 +60,6 @@ def random_subset(values: torch.Tensor, limit: int, generator: torch.Generator) 
 
 
 def evenly_spread(store: Any, count: int) -> list[Any]:
-    """`count` sequences of a store at equal distances, or all of a smaller one."""
+    """Returns `count` sequences of a store at equal distances, or all of a smaller one."""
     stride = max(1, len(store) // count)
     return [store[i] for i in range(0, len(store), stride)][:count]

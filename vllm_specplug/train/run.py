@@ -34,7 +34,7 @@ F = TypeVar("F", bound=FeatureStore)
 
 
 class Measured(Protocol):
-    """What a head reaches on held-out data."""
+    """Results of a head on held-out data."""
 
     def facts(self) -> dict[str, Any]: ...
 
@@ -43,8 +43,7 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Training(Generic[S]):
-    """Data and target of a run that has no head yet; `held` are the sequences it is evaluated
-    on."""
+    """Data and target of a run; `held` are the sequences for evaluation."""
 
     run: RunOptions
     accelerator: Accelerator
@@ -59,10 +58,10 @@ class Training(Generic[S]):
         return int(self.weights.config["vocab_size"])
 
     def new_width(self, width: int) -> int:
-        """MLP width of a head that starts from the target's layers; 0 means theirs.
+        """Returns the MLP width of a head that starts from the target's layers; 0 means theirs.
 
         Raises:
-            ValueError: for more than theirs.
+            ValueError: for a larger width.
         """
         largest = int(self.weights.config["intermediate_size"])
         if width > largest:
@@ -73,21 +72,21 @@ class Training(Generic[S]):
         return width or largest
 
     def draft_tables(self, ids: torch.Tensor, lm_head: torch.Tensor | None = None) -> DraftTables:
-        """bfloat16 tables of a head that drafts the tokens `ids`, by the target's LM head or rows
-        of its own."""
+        """Returns bfloat16 tables of a head that drafts the tokens `ids`, with rows of the target's
+        LM head or of its own."""
         rows = self.tables.lm_head[ids].contiguous() if lm_head is None else lm_head
         return DraftTables(self.tables.embed_tokens, rows, ids).to(torch.bfloat16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInTraining:
-    """What a method gives a run: a new head, how to train, measure and save it.
+    """A new head of a method, and how to train, measure and save it.
 
     Args:
         evaluate: measures the averaged head with the tables of its training.
         save: writes the checkpoint of the averaged head into a folder.
-        shape, data, origin: for provenance.json: the head's shape, its data beside the sequences
-            by source, and what the run started from.
+        shape, data, origin: for provenance.json: the head's shape, facts about its data, and what
+            the run started from.
     """
 
     training: Training[Any]
@@ -114,7 +113,7 @@ def open_features(run: FeatureRunOptions, recipe: Recipe, kind: type[F]) -> Trai
     """Opens a run over stores of a `kind`.
 
     Raises:
-        ValueError: when training and held-out features do not hold the same layers.
+        ValueError: if training and held-out features do not hold the same layers.
     """
     store, held = kind(run.features), kind(run.heldout)
     if store.target_layer_ids != held.target_layer_ids:
@@ -126,11 +125,14 @@ def open_features(run: FeatureRunOptions, recipe: Recipe, kind: type[F]) -> Trai
 
 
 def draft_ids(training: Training[F], size: int, vocab_from: str = "") -> torch.Tensor:
-    """Target token of each draft id, int64 [V']: those of the run that is resumed, else of the head
-    `vocab_from`, else the `size` most frequent ones and the end-of-turn tokens."""
+    """Returns the target token of each draft id, int64 [V'].
+
+    They are those of a resumed run, else of the head `vocab_from`, else the `size` most frequent
+    tokens including the end-of-turn tokens.
+    """
     path = training.run.out / VOCABULARY_NAME
     if training.run.resume and path.is_file():
-        # Data may have grown since, and with it the counts.
+        # The counts may have changed with more data.
         ids: torch.Tensor = torch.load(path, weights_only=True)
         return ids
     if vocab_from:
@@ -143,22 +145,22 @@ def draft_ids(training: Training[F], size: int, vocab_from: str = "") -> torch.T
 
 
 def save_setup(training: Training[Any], setup: Any) -> None:
-    """Writes what a resumed run reads instead of computing it again; one process writes."""
+    """Writes what a resumed run must not compute again; only the main process writes."""
     if training.accelerator.is_main_process:
         training.run.out.mkdir(parents=True, exist_ok=True)
         torch.save(setup, training.run.out / VOCABULARY_NAME)
 
 
 def layer_scales(store: FeatureStore, sequences: int = 32) -> list[float]:
-    """Root mean square of every selected layer's output over a sample. The first token is left out:
-    language models keep an outlier state there."""
+    """Returns the root mean square of every selected layer's output over a sample. The first token
+    is skipped, because its state is an outlier in language models."""
     rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
     parts = rows.chunk(len(store.target_layer_ids), dim=-1)
     return [float(part.pow(2).mean().sqrt()) for part in parts]
 
 
 def data_facts(store: FeatureStore, ids: torch.Tensor) -> dict[str, Any]:
-    """Features that a head which drafts the tokens `ids` is trained on, for provenance.json."""
+    """Returns facts about the data of a head that drafts the tokens `ids`, for provenance.json."""
     return {
         "answer_tokens": store.num_answer_tokens,
         "draft_vocabulary_coverage": round(vocabulary_coverage(store, ids), 5),
@@ -166,7 +168,7 @@ def data_facts(store: FeatureStore, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def started_from(init_from: str) -> dict[str, Any]:
-    """The head that a run started from, for provenance.json."""
+    """Returns the head that a run started from, for provenance.json."""
     return {"init_from": head_identity(init_from) if init_from else None}
 
 
@@ -177,14 +179,14 @@ def train_head(
     log: Log = print,
     on_step: OnStep | None = None,
 ) -> dict[str, Any]:
-    """Trains what `start(run, recipe)` makes until `total_steps` or `max_minutes`.
+    """Trains the head of `start(run, recipe)` until `total_steps` or `max_minutes`.
 
-    Writes into `run.out`: what `resume` reads, and `head/` (config.json, model.safetensors,
-    provenance.json), at every evaluation and at the end. Returns the facts of provenance.json.
+    Writes into `run.out` the state for `resume`, and at every evaluation and at the end `head/`
+    (config.json, model.safetensors, provenance.json). Returns the facts of provenance.json.
 
     Raises:
-        ValueError: where a new run would overwrite a saved one, and for data or heads that do
-            not fit.
+        ValueError: if a new run would overwrite a saved one, and for data or heads that do not
+            fit.
     """
     run.refuse_overwriting()
     made = start(run, recipe)
@@ -228,7 +230,7 @@ def train_head(
 
 
 def progress_facts(trainer: Trainer) -> dict[str, Any]:
-    """Recipes and progress, for provenance.json."""
+    """Returns recipes and progress, for provenance.json."""
     return {
         "recipes": trainer.recipes,
         "progress": {
@@ -243,8 +245,7 @@ def progress_facts(trainer: Trainer) -> dict[str, Any]:
 def run_loop(
     trainer: Trainer, run: RunOptions, export: Callable[[], None], log: Log, on_step: OnStep | None
 ) -> None:
-    """Trains until `total_steps` of the recipe or `max_minutes`; saves and exports on the way and
-    at the end."""
+    """Trains until `total_steps` or `max_minutes`; saves and exports regularly and at the end."""
     total = trainer.options.total_steps
     main = trainer.accelerator.is_main_process
     began = time.monotonic()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a target that training needs, of any model that transformers loads: config,
-embedding, LM head, decoder layers and their norms, found by what they are and not by name."""
+"""The parts of a target that training needs: config, embedding, LM head, decoder layers and norms.
+
+They are found by structure, not by name, in any model that transformers loads.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-# Fields of a config that heads take their shape from, by transformers' common names.
+# Fields of a config that give a head its shape, by transformers' common names.
 _COMMON = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
            "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps")  # fmt: skip
-# The width of an MLP, where it is not `intermediate_size`.
+# Other names of `intermediate_size`.
 _MLP_WIDTHS = ("ffn_dim", "n_inner", "ffn_hidden_size")
 
 
@@ -31,7 +33,7 @@ class TargetTables:
 
 @dataclass(frozen=True)
 class Decoder:
-    """The part of a target that takes token ids to final hidden states."""
+    """The part of a target from token ids to final hidden states."""
 
     body: nn.Module
     layers: nn.ModuleList
@@ -62,12 +64,12 @@ class TargetWeights:
 
     @property
     def end_token_ids(self) -> list[int]:
-        """Tokens that end a turn, by the config: none, one or several."""
+        """Tokens that end a turn, from the config."""
         ids = self.config.get("eos_token_id")
         return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
     def load(self) -> nn.Module:
-        """The whole target, in its own dtype, on the CPU; not kept."""
+        """Loads the target in its own dtype, on the CPU; not kept."""
         return load_target(self.folder)
 
     @cached_property
@@ -75,11 +77,11 @@ class TargetWeights:
         return decoder_of(self.load())
 
     def get(self, name: str) -> torch.Tensor:
-        """A decoder tensor by a Llama's name ("model.layers.0.mlp.up_proj.weight"); of norms, what
-        they multiply by.
+        """Returns a decoder tensor by a Llama's name ("model.layers.0.mlp.up_proj.weight"); of
+        norms, their gains.
 
         Raises:
-            ValueError: where the target has no such tensor.
+            ValueError: if the target has no such tensor.
         """
         path = name.removeprefix("model.").rpartition(".")
         try:
@@ -96,7 +98,7 @@ class TargetWeights:
         return norm_gains(part) if weight.dim() == 1 and path[2] == "weight" else weight.detach()
 
     def tables(self) -> TargetTables:
-        """The frozen tables of the draft head.
+        """Returns the frozen tables of the draft head.
 
         Raises:
             ValueError: for a target without an embedding, an LM head or a list of layers.
@@ -119,7 +121,7 @@ class TargetWeights:
 
 
 def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:
-    """A target with its LM head as transformers loads it, for inference, on the CPU.
+    """Loads a target with its LM head by transformers, for inference, on the CPU.
 
     Raises:
         ValueError: if transformers has no such model.
@@ -128,7 +130,7 @@ def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Mod
     from transformers.models.auto import modeling_auto as auto
 
     config = _config_of(Path(folder))
-    # A model that takes images as well has no class among those of text alone.
+    # A model with images is not among the models of text.
     classes = (
         (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),
         (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, transformers.AutoModelForImageTextToText),
@@ -145,11 +147,11 @@ def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Mod
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """The text decoder of a model: the module around its one list of as many layers as its config
-    says that also has its embedding, and the last norm there.
+    """Returns the text decoder of a model: the module that has the embedding, exactly one list of
+    `num_hidden_layers` layers, and a norm, of which the last is the final norm.
 
     Raises:
-        ValueError: where there is none.
+        ValueError: if there is none.
     """
     text = model.config.get_text_config()  # type: ignore[union-attr, operator]
     count, hidden = int(text.num_hidden_layers), int(text.hidden_size)
@@ -169,10 +171,9 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 
 def layer_norms(layer: nn.Module, hidden_size: int) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms before a decoder layer's attention and before its MLP, in the order of its parts;
-    None where there is none."""
+    """Returns the norms before a decoder layer's attention and before its MLP; None without one."""
     norms = _norms(layer, hidden_size)
-    # Where a layer also has norms behind its parts, these come in between.
+    # A layer may also have a norm after its attention, in between.
     before_mlp = getattr(layer, "pre_feedforward_layernorm", None)
     if before_mlp is None and len(norms) > 1:
         before_mlp = norms[1]
@@ -180,12 +181,12 @@ def layer_norms(layer: nn.Module, hidden_size: int) -> tuple[nn.Module | None, n
 
 
 def norm_gains(norm: nn.Module) -> torch.Tensor:
-    """What a norm multiplies each number by, float32 [H], whatever its weight is: some norms have 1
-    added to it, and some a bias."""
+    """Returns the factors of a norm, float32 [H]. They are not its weight if the norm adds 1 to it
+    or has a bias."""
     weight = norm.weight
     assert isinstance(weight, torch.Tensor)
     size = weight.shape[0]
-    # Of mean 0 and root mean square 1, so that its own norm changes nothing.
+    # The mean is 0 and the root mean square 1, so that normalisation changes nothing.
     signs = torch.ones(size).index_fill_(0, torch.arange(1, size, 2), -1.0)
     x = signs.to(weight)[None]
     with torch.no_grad():
@@ -193,7 +194,7 @@ def norm_gains(norm: nn.Module) -> torch.Tensor:
 
 
 def _norms(module: nn.Module, hidden_size: int) -> list[nn.Module]:
-    """Direct parts of a module that are norms of hidden states, in their order."""
+    """Returns the children of a module that are norms of hidden states, in order."""
     return [
         part
         for part in module.children()
@@ -215,7 +216,7 @@ def _config_of(folder: Path) -> Any:
 
 
 def _text_config(folder: Path) -> dict[str, Any]:
-    """The config of the text decoder, with the common names of fields beside its own."""
+    """Returns the config of the text decoder, with the common names of fields added."""
     config = _config_of(folder).get_text_config()
     fields = config.to_dict()
     for name in _COMMON:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts with answers as tokens: what a local head and the unigram prior are made from."""
+"""Prompts with answers as tokens: the data of local heads and of the unigram prior."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_specplug.train.features import FeatureStore, count_sources
 
 @dataclass(frozen=True)
 class TextSequence:
-    """Tokens int64 [S], of which those from `prompt_len` on are supervised; `hidden` [S, Ht] are
-    the target's final normed states where features hold them, else None."""
+    """Tokens int64 [S], supervised from `prompt_len` on; `hidden` [S, Ht] are the target's final
+    normed states, None without features."""
 
     tokens: torch.Tensor
     prompt_len: int
@@ -25,7 +25,7 @@ class TextSequence:
 
     @property
     def num_supervised(self) -> int:
-        """Tokens of the answer."""
+        """Number of tokens of the answer."""
         return len(self.tokens) - self.prompt_len
 
 
@@ -34,13 +34,12 @@ class TextStore:
     (which also holds the target's states).
 
     Args:
-        folder: of either kind.
-        min_supervised: shorter answers are left out.
-        repetitive_share: of answers that end in a loop, the share that is kept (answers only:
-            features have been filtered when they were made).
+        min_supervised: shorter answers are skipped.
+        repetitive_share: share of the answers ending in a loop that is kept. Features were
+            filtered when they were made.
 
     Raises:
-        ValueError: for a folder that holds neither, or nothing long enough.
+        ValueError: for a folder without answers and features, or without long enough answers.
     """
 
     def __init__(self, folder: str | Path, min_supervised: int = 2, repetitive_share: float = 0.7):
@@ -93,15 +92,16 @@ class TextStore:
         return TextSequence(row.tokens, row.prompt_len, row.source, row.hidden)
 
     def sources(self) -> dict[str, int]:
-        """Sequences by the first part of their source."""
+        """Returns the number of sequences by the first part of their source."""
         if self.features is None:
             return count_sources(text.source for text in self._texts)
         return self.features.sources(self._rows)
 
     def answer_counts(self, vocab_size: int) -> torch.Tensor:
-        """How often each token is supervised, int64 [vocab_size].
+        """Returns how often each token is supervised, int64 [vocab_size].
 
-        Raises ValueError for a token outside the vocabulary.
+        Raises:
+            ValueError: for a token outside the vocabulary.
         """
         counts = torch.zeros(vocab_size, dtype=torch.int64)
         for index in range(len(self)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,8 +26,8 @@ from vllm_specplug.train.vocabulary import DraftTables
 
 @dataclass(frozen=True)
 class StepLoss:
-    """What a step minimises (`total`), what it reports (`reported`: the main loss, a weighted mean
-    per slot), and how many slots it supervised and ran."""
+    """The loss that a step minimises (`total`), the main loss as a weighted mean per slot
+    (`reported`), and the numbers of supervised and of all slots."""
 
     total: torch.Tensor
     reported: torch.Tensor
@@ -36,27 +36,28 @@ class StepLoss:
 
 
 class Objective(Protocol):
-    """What a method trains for."""
+    """The training objective of a method."""
 
     @property
     def recipe(self) -> Recipe: ...
 
     def draw(self, trainer: Trainer) -> Any:
-        """What the next step reads on this process: tensors, or dataclasses and tuples of them."""
+        """Returns the batch of the next step on this process: tensors, or dataclasses and tuples of
+        tensors."""
 
     def forward(self, head: Any, *inputs: Any) -> Any:
-        """What `Trainer.forward` computes; the last input is the target's embeddings [V, H]."""
+        """Computes `Trainer.forward`; the last input is the target's embeddings [V, H]."""
 
     def loss(self, trainer: Trainer, batch: Any) -> StepLoss:
-        """The loss of what `draw` gave, which is on the trainer's device."""
+        """Returns the loss of a drawn batch, which is on the trainer's device."""
 
 
 class _Forward(nn.Module):
-    """The head with its frozen table, so that one forward is a whole training forward."""
+    """The head with its frozen table, as one module for accelerate."""
 
     def __init__(self, head: nn.Module, embed_tokens: torch.Tensor, run: Callable[..., Any]):
         super().__init__()
-        # Not a buffer: every step would broadcast it to all processes.
+        # A buffer would be broadcast to all processes in every step.
         self.head, self.embed_tokens, self.run = head, embed_tokens, run
 
     def forward(self, *inputs: Any) -> Any:
@@ -64,11 +65,11 @@ class _Forward(nn.Module):
 
 
 class Trainer:
-    """Optimises the parameters of `head`, an initialised module that is made from its `config`.
+    """Optimises the parameters of `head`, an initialised module with a `config`.
 
     Args:
-        tables: frozen rows of the target; a loss reads them on the trainer's device.
-        store: of sequences.
+        tables: frozen rows of the target.
+        store: the training sequences.
     """
 
     def __init__(
@@ -83,17 +84,17 @@ class Trainer:
         self.accelerator = accelerator or Accelerator(mixed_precision="bf16")
         self.device = self.accelerator.device
         self.order = DataOrder(store, self.options.seed)
-        # Any: torch types what a module holds as tensors or modules.
+        # Any: torch types attributes of a module as tensors or modules.
         self.head: Any = head.float().requires_grad_(True).train()
         self.tables = tables.to(self.device)
-        # Draft id of each target token, -1 where there is none.
+        # Draft id of each target token, -1 for none.
         self.to_draft = tables.draft_ids().to(self.device)
         self.step = 0
         self.seconds = 0.0
         self.slots_trained = 0
-        # Of the reported losses, for people; not a number before the first step.
+        # Moving average of the reported losses; NaN before the first step.
         self.loss_average = math.nan
-        # Every recipe of the run and the step it began at: a resumed run may change it.
+        # Every recipe of the run and its first step: a resumed run may change it.
         self.recipes: list[dict[str, Any]] = [{"from_step": 0, **asdict(self.options)}]
         module = _Forward(head, self.tables.embed_tokens, objective.forward)
         prepared = self.accelerator.prepare(module, *make_optimizers(self.options, head))
@@ -101,29 +102,32 @@ class Trainer:
         self.ema = {name: p.detach().clone() for name, p in head.named_parameters()}
 
     def step_generator(self) -> torch.Generator:
-        """Random numbers of the next step on this process."""
+        """Returns the random number generator of the next step on this process."""
         return torch.Generator().manual_seed(
             (self.options.seed * 7919 + self.step) * 1024 + self.accelerator.process_index
         )
 
     def next_index(self) -> int:
-        """The next sequence of this process.
+        """Returns the index of the next sequence of this process.
 
-        Each place of an epoch's order belongs to one process, however many places a step takes:
-        steps need not take equally many on all processes. Counting the epoch in gives every
-        process its turn where there are fewer sequences than processes.
+        Each position of an epoch's order belongs to one process, so processes may draw different
+        numbers of sequences per step. The epoch shifts the positions, so that every process gets
+        sequences even if there are fewer than processes.
         """
         while True:
             index = next(self.order)
-            place = self.order.cursor + self.order.epoch
-            if place % self.accelerator.num_processes == self.accelerator.process_index:
+            position = self.order.cursor + self.order.epoch
+            if position % self.accelerator.num_processes == self.accelerator.process_index:
                 return index
 
     def draw_rows(
         self, wanted: int, pick: Callable[[Any, int], torch.Tensor]
     ) -> tuple[list[Any], list[torch.Tensor]]:
-        """The next sequences of this process and rows of each, at least one, until there are
-        `wanted`; `pick(sequence, left)` chooses rows while `left` are wanted."""
+        """Returns the next sequences of this process and their rows, `wanted` rows in total.
+
+        `pick(sequence, left)` chooses rows of a sequence while `left` are wanted. Sequences
+        without rows are skipped.
+        """
         sequences: list[Any] = []
         rows: list[torch.Tensor] = []
         while wanted > 0:
@@ -150,7 +154,7 @@ class Trainer:
         lm_head: torch.Tensor | None = None,
         teacher_lm_head: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`head_loss` as the recipe says, by default through the draft rows of the LM head."""
+        """Returns the recipe's `head_loss`, by default with the draft rows of the LM head."""
         return head_loss(
             hidden.to(torch.bfloat16),
             teacher,
@@ -164,12 +168,12 @@ class Trainer:
         )
 
     def step_loss(self) -> StepLoss:
-        """Loss of the next step on this process."""
+        """Returns the loss of the next step on this process."""
         batch = to_device(self.objective.draw(self), self.device)
         return self.objective.loss(self, batch)
 
     def train_step(self) -> dict[str, float]:
-        """One optimiser step; returns its loss (a weighted mean per slot) and rates."""
+        """Runs one optimiser step; returns its loss (a weighted mean per slot) and rates."""
         began = time.perf_counter()
         loss = self.step_loss()
         self.accelerator.backward(loss.total)
@@ -209,8 +213,8 @@ class Trainer:
                 self.ema[name].lerp_(parameter, 1.0 - decay)
 
     def averaged_head(self) -> Any:
-        """A copy of the head with the exponentially averaged parameters (the raw ones at
-        `ema_decay` 0), for inference."""
+        """Returns a copy of the head for inference, with averaged parameters unless `ema_decay` is
+        0."""
         weights = self.ema if self.options.ema_decay > 0 else dict(self.head.named_parameters())
         with torch.device("meta"):
             head = type(self.head)(self.head.config)
@@ -219,7 +223,7 @@ class Trainer:
         return head.eval().requires_grad_(False)
 
     def save(self, folder: str | Path) -> None:
-        """Writes everything `resume` needs, replacing the old state only when complete."""
+        """Writes the state for `resume`; replaces the old one when it is complete."""
         if not self.accelerator.is_main_process:
             return
         path = Path(folder) / STATE_NAME
@@ -279,7 +283,7 @@ class Trainer:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """A copy with every tensor on `device`; looks into dataclasses and tuples only."""
+    """Returns a copy with every tensor of dataclasses and tuples on `device`."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple):
@@ -291,12 +295,10 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def make_optimizers(recipe: Recipe, module: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon on matrices and AdamW on the rest, or only AdamW; weight decay on matrices only.
-
-    Every parameter group keeps its rate before the schedule as `base_lr`.
-    """
-    # An embedding table is looked up, not multiplied: orthogonal updates do not fit it.
-    tables = {id(p) for m in module.modules() for p in _tables_of(m)}
+    """Returns Muon for matrices and AdamW for the rest, or only AdamW. Only matrices have weight
+    decay. Every parameter group keeps its rate before the schedule as `base_lr`."""
+    # Orthogonal updates do not fit embedding tables, which are looked up, not multiplied.
+    tables = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
     matrices = [p for p in module.parameters() if p.ndim == 2 and id(p) not in tables]
     others = [p for p in module.parameters() if p.ndim != 2 or id(p) in tables]
     made: list[torch.optim.Optimizer] = []
@@ -324,8 +326,3 @@ def make_optimizers(recipe: Recipe, module: nn.Module) -> list[torch.optim.Optim
         for group in optimizer.param_groups:
             group["base_lr"] = group["lr"]
     return made
-
-
-def _tables_of(module: nn.Module) -> Iterable[torch.Tensor]:
-    if isinstance(module, nn.Embedding):
-        yield module.weight

@@ -19,25 +19,25 @@ VOCABULARY_NAME = "draft_ids.pt"
 
 @dataclass(frozen=True)
 class DraftTables:
-    """Rows of the target that a head reads and drafts by: its embeddings [V, H], the rows of its
-    LM head for the draft vocabulary [V', H], and their tokens, int64 [V'] on the CPU."""
+    """The target's embeddings [V, H], the rows of its LM head for the draft vocabulary [V', H], and
+    their tokens, int64 [V'] on the CPU."""
 
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
     target_ids: torch.Tensor
 
     def to(self, to: torch.device | torch.dtype | str) -> DraftTables:
-        """A copy with both tables on a device or of a dtype."""
+        """Returns a copy with both tables on a device or of a dtype."""
         return DraftTables(self.embed_tokens.to(to), self.lm_head.to(to), self.target_ids)
 
     def draft_ids(self) -> torch.Tensor:
-        """Draft id of each target token, int64 [V]; -1 for those that cannot be drafted."""
+        """Returns the draft id of each target token, int64 [V]; -1 for others."""
         ids = torch.full((len(self.embed_tokens),), -1, dtype=torch.int64)
         ids[self.target_ids] = torch.arange(len(self.target_ids))
         return ids
 
     def slots(self, hidden: torch.Tensor, candidates: int) -> Slots:
-        """The `candidates` likeliest tokens (0: all) of final hidden states [..., D, H]."""
+        """Returns the `candidates` likeliest tokens (0: all) of final hidden states [..., D, H]."""
         logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
         values, rows = logits.topk(min(candidates or logits.shape[-1], logits.shape[-1]), -1)
         return Slots(rows, values, torch.logsumexp(logits, -1))
@@ -46,18 +46,18 @@ class DraftTables:
 def draft_vocabulary(
     store: FeatureStore, size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> torch.Tensor:
-    """The `size` most frequent answer tokens, `always` (end-of-turn ids) among them: int64 [size],
-    ascending."""
+    """Returns the `size` most frequent answer tokens including `always` (end-of-turn ids): int64
+    [size], ascending."""
     counts = answer_token_counts(store)
     ranked = list(dict.fromkeys([*always, *(t for t, _ in counts.most_common())]))
-    # Unseen tokens fill up a small corpus: low ids are the frequent merges of a BPE vocabulary.
+    # Low ids, which are frequent merges of a BPE vocabulary, complete the list of a small corpus.
     seen = set(ranked)
     ranked += [t for t in range(vocab_size) if t not in seen][: max(0, size - len(ranked))]
     return torch.tensor(sorted(ranked[:size]), dtype=torch.int64)
 
 
 def answer_token_counts(store: FeatureStore) -> Counter[int]:
-    """How often each token stands in an answer."""
+    """Returns how often each token is in an answer."""
     counts: Counter[int] = Counter()
     for shard in store.shards:
         for i in range(len(shard)):
@@ -67,16 +67,16 @@ def answer_token_counts(store: FeatureStore) -> Counter[int]:
 
 
 def vocabulary_coverage(store: FeatureStore, ids: torch.Tensor) -> float:
-    """Share of the answer tokens that are among `ids`."""
+    """Returns the share of the answer tokens that are in `ids`."""
     counts = answer_token_counts(store)
     return sum(counts[t] for t in ids.tolist()) / max(sum(counts.values()), 1)
 
 
 def vocabulary_of(folder: str) -> torch.Tensor:
-    """Target token of each draft id of a head, int64 [V'].
+    """Returns the target token of each draft id of a head, int64 [V'].
 
     Raises:
-        ValueError: when the head drafts over the whole vocabulary, or cannot be read.
+        ValueError: if the head drafts over the whole vocabulary, or cannot be read.
     """
     d2t: torch.Tensor | None = None
     for file in sorted(Path(folder).glob("*.safetensors")):

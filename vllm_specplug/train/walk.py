@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafting simulated on the target's own greedy answers, without a server.
 
-The answer stands for the target's choices: at an anchor, the drafts are accepted as far as the
-answer follows a path of the draft tree. A walk starts at the first answer token and goes from
-committed position to committed position, as serving does. Rounds near the end of an answer count
-with what is left to accept.
+At an anchor, drafts are accepted as far as the answer follows a path of the draft tree. A walk
+starts at the first answer token and goes from committed position to committed position, as serving
+does. Rounds near the end of an answer can accept only the rest of it.
 
 mean_acceptance_length = 1 + accepted drafts / rounds.
 """
@@ -19,13 +18,13 @@ from typing import Any
 import numpy as np
 import torch
 
-# Depths behind the end of an answer hold this instead of a token; no draft equals it.
+# The token of depths past the end of an answer; no draft equals it.
 NO_TOKEN = -1
 
 
 @dataclass
 class Acceptance:
-    """Counts of one drafting policy; `by_length` is how many rounds accepted how many drafts."""
+    """Counts of a drafting policy; `by_length`: rounds by the number of accepted drafts."""
 
     rounds: int = 0
     accepted: int = 0
@@ -39,19 +38,19 @@ class Acceptance:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / rounds; 1.0 where nothing was drafted."""
+        """1 + accepted / rounds; 1.0 without rounds."""
         return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
 
     def share_reaching(self, depth: int) -> float:
-        """Share of rounds that accepted at least `depth` drafts."""
+        """Returns the share of rounds that accepted at least `depth` drafts."""
         reached = sum(count for length, count in self.by_length.items() if length >= depth)
         return reached / self.rounds if self.rounds else 0.0
 
 
 @dataclass
 class AcceptanceReport:
-    """Counts by policy ('chain', 'best_first/8', ...), in all and by source, and how often the
-    draft's first choice at slot 1, 2, .. was the target's token (over all anchors)."""
+    """Counts by policy ('chain', 'best_first/8', ...), in total and by source, and how often the
+    likeliest draft of slot 1, 2, .. was the target's token, over all anchors."""
 
     total: dict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
     by_source: dict[str, dict[str, Acceptance]] = field(
@@ -61,22 +60,22 @@ class AcceptanceReport:
     seen: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
     def lengths(self) -> dict[str, float]:
-        """Mean acceptance length by policy."""
+        """Returns the mean acceptance length by policy."""
         return {name: counts.mean_acceptance_length for name, counts in self.total.items()}
 
     def lengths_by_source(self) -> dict[str, dict[str, float]]:
-        """Mean acceptance length by source and policy."""
+        """Returns the mean acceptance length by source and policy."""
         return {
             source: {name: counts.mean_acceptance_length for name, counts in policies.items()}
             for source, policies in sorted(self.by_source.items())
         }
 
     def slot_accuracy(self) -> list[float]:
-        """Share of anchors whose rank-1 draft at each slot is right."""
+        """Returns the share of anchors whose rank-1 draft is right, by slot."""
         return [float(h / max(s, 1)) for h, s in zip(self.hits, self.seen, strict=True)]
 
     def facts(self) -> dict[str, Any]:
-        """For provenance.json."""
+        """Returns the results for provenance.json."""
         slots = {"slot_accuracy": [round(v, 3) for v in self.slot_accuracy()]}
         return {
             "mean_acceptance_length": rounded(self.lengths()),
@@ -94,23 +93,23 @@ class AcceptanceReport:
         }
 
     def summary(self) -> str:
-        """One line of text."""
+        """Returns the results as one line."""
         lengths = "  ".join(f"{name} {value:.3f}" for name, value in self.lengths().items())
         slots = " ".join(f"{value:.2f}" for value in self.slot_accuracy())
         return f"mean acceptance length {lengths}{f'; slot accuracy {slots}' if slots else ''}"
 
 
 def rounded(values: dict[str, float]) -> dict[str, float]:
-    """Values with three decimals."""
+    """Returns the values with three decimals."""
     return {name: round(value, 3) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Slots:
-    """What a backbone says at the slots of some blocks [..., D]: its M likeliest tokens.
+    """The M likeliest tokens of a backbone at the slots of some blocks [..., D].
 
-    `rows` int64 [..., D, M]: draft ids, best first; `logits` float32 [..., D, M]: theirs;
-    `log_norm` float32 [..., D]: logsumexp over the whole draft vocabulary.
+    `rows` int64 [..., D, M]: draft ids, best first; `logits` float32 [..., D, M]; `log_norm`
+    float32 [..., D]: logsumexp over the draft vocabulary.
     """
 
     rows: torch.Tensor
@@ -118,11 +117,11 @@ class Slots:
     log_norm: torch.Tensor
 
     def __getitem__(self, index: torch.Tensor) -> Slots:
-        """Some of the blocks."""
+        """Returns some of the blocks."""
         return Slots(self.rows[index], self.logits[index], self.log_norm[index])
 
     def narrowed(self, candidates: int) -> Slots:
-        """The same with fewer tokens per slot."""
+        """Returns a copy with fewer tokens per slot."""
         return Slots(
             self.rows[..., :candidates].contiguous(),
             self.logits[..., :candidates].contiguous(),
@@ -137,8 +136,8 @@ class Slots:
 
 @dataclass(frozen=True)
 class DraftedSequence:
-    """A sequence with what a backbone says at each of its A anchors; row 0 of `slots` [A, D] is the
-    anchor at the first answer token. Tokens are int64 [S]."""
+    """A sequence, tokens int64 [S], with a backbone's slots [A, D] at its A anchors; row 0 is the
+    anchor at the first answer token."""
 
     tokens: torch.Tensor
     prompt_len: int
@@ -147,7 +146,7 @@ class DraftedSequence:
 
     @property
     def num_anchors(self) -> int:
-        """A; an anchor has at least one token to predict."""
+        """A; at least one token follows each anchor."""
         return len(self.slots.rows)
 
     @property
@@ -156,11 +155,12 @@ class DraftedSequence:
         return self.slots.rows.shape[1]
 
     def narrowed(self, candidates: int) -> DraftedSequence:
-        """The same with fewer tokens per slot."""
+        """Returns a copy with fewer tokens per slot."""
         return replace(self, slots=self.slots.narrowed(candidates))
 
     def truth(self, anchors: torch.Tensor) -> torch.Tensor:
-        """Next D tokens of anchors [R] (rows of `slots`), int64 [R, D], NO_TOKEN after the end."""
+        """Returns the next D tokens of anchors [R] (rows of `slots`), int64 [R, D], NO_TOKEN after
+        the end."""
         at = self.prompt_len + anchors[:, None] + torch.arange(1, self.depth + 1)
         inside = at < len(self.tokens)
         return torch.where(inside, self.tokens[at.clamp_max(len(self.tokens) - 1)], NO_TOKEN)
@@ -175,12 +175,12 @@ class Rounds:
     truth: torch.Tensor
 
 
-# How many drafts of each round are accepted, int64 [R].
+# Returns the number of accepted drafts of each round, int64 [R].
 Policy = Callable[[Rounds], torch.Tensor]
 
 
 def rounds_at(sequence: DraftedSequence, anchors: torch.Tensor) -> Rounds:
-    """The rounds at some anchors [R] of one sequence."""
+    """Returns the rounds at some anchors [R] of a sequence."""
     return Rounds(
         sequence.slots[anchors],
         sequence.tokens[sequence.prompt_len + anchors],
@@ -189,14 +189,14 @@ def rounds_at(sequence: DraftedSequence, anchors: torch.Tensor) -> Rounds:
 
 
 def leading_matches(drafts: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """Drafts accepted of chains, int64 [R], from drafts and truth [R, D]."""
+    """Returns the number of accepted drafts of chains, int64 [R], from drafts and truth [R, D]."""
     return (drafts == truth).long().cumprod(-1).sum(-1)
 
 
 def walk(
     sequences: Sequence[DraftedSequence], name: str, policy: Policy, report: AcceptanceReport
 ) -> None:
-    """Walks all sequences side by side under one policy and counts into `report`."""
+    """Walks all sequences at once with one policy, and counts into `report`."""
     rows = [0] * len(sequences)
     active = [i for i, s in enumerate(sequences) if s.num_anchors]
     while active:
@@ -226,7 +226,7 @@ def walk_known(
     accepted: torch.Tensor,
     report: AcceptanceReport,
 ) -> None:
-    """Walks one sequence whose acceptance at every anchor is already known."""
+    """Walks a sequence whose acceptance at every anchor is known."""
     lengths = accepted.tolist()
     row = 0
     while row < len(lengths):

@@ -52,18 +52,18 @@ def test_plan_is_deterministic_without_duplicate_prompts(tmp_path):
 def test_interrupted_generation_resumes_without_redoing(tmp_path):
     planned(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        generate_missing(tmp_path, Target(fail_at=3), shard_size=3)
+        list(generate_missing(tmp_path, Target(fail_at=3), shard_size=3))
     assert len(answer_shards(tmp_path)) == 2
     before = [p.stat().st_mtime_ns for p in answer_shards(tmp_path)]
     second = Target()
-    assert generate_missing(tmp_path, second, shard_size=3) == 4 * 3
+    assert sum(generate_missing(tmp_path, second, shard_size=3)) == 4 * 3
     assert second.calls == 2
     assert [p.stat().st_mtime_ns for p in answer_shards(tmp_path)][:2] == before
     answers = [a for path in answer_shards(tmp_path) for a in read_answers(path)]
     assert [a.prompt_ids for a in answers] == [r.prompt_ids for r in read_plan(tmp_path)]
     assert all(a.answer_ids == (*a.prompt_ids, 7) and a.finished for a in answers)
     third = Target()
-    assert generate_missing(tmp_path, third, shard_size=3) == 0
+    assert list(generate_missing(tmp_path, third, shard_size=3)) == []
     assert third.calls == 0
 
 

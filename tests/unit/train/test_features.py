@@ -6,7 +6,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_specplug.train.features import FeatureStore, TokenSequence, length_batches, write_shard
+from vllm_specplug.train.features import (
+    FeatureStore,
+    TokenSequence,
+    length_batches,
+    write_features,
+    write_shard,
+)
 
 
 def test_features_are_the_layers_outputs_and_the_teacher(feature_folders, target_model):
@@ -50,11 +56,12 @@ def test_an_interrupted_shard_is_not_seen(tmp_path, target_model):
     sequences = [TokenSequence(np.arange(3, 20), 5, "a")] * 4
     write_shard(tmp_path / "shard-00000", sequences, target_model, (1,))
 
-    def stop(_tokens):
+    def stop(_rows):
         raise KeyboardInterrupt
 
+    sizes = {"aux_size": 8, "hidden_size": 8, "meta": {}}
     with pytest.raises(KeyboardInterrupt):
-        write_shard(tmp_path / "shard-00001", sequences, target_model, (1,), on_batch=stop)
+        write_features(tmp_path / "shard-00001", sequences, stop, **sizes)
     assert len(FeatureStore(tmp_path)) == 4
     write_shard(tmp_path / "shard-00001", sequences, target_model, (1,))
     assert len(FeatureStore(tmp_path)) == 8

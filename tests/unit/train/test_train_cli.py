@@ -30,7 +30,7 @@ def data(tmp_path, target_model):
     prompts = [("x", [3 + i, 5, 7, 9 + i]) for i in range(10)]
     folder = tmp_path / "data"
     write_plan(folder, plan_requests(prompts, sampled_share=0.0, temperatures=[1.0], seed=0), {})
-    generate_missing(folder, generate, shard_size=4)
+    assert len(list(generate_missing(folder, generate, shard_size=4))) == 3
     return folder
 
 

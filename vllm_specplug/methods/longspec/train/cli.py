@@ -115,7 +115,7 @@ def features(
                 _streams(files, documents, tokenizer, seed), length, max_sequences
             )
         ]
-        with common.progress("sequences") as bar:
+        with common.progress() as bar:
             task = bar.add_task("features", total=len(made))
             for number, start in enumerate(range(0, len(made), 16)):
                 folder = out / f"shard-{length}-{number:05d}"
