@@ -306,7 +306,7 @@ def _take_prompts_whole(vllm_config: Any) -> None:
         scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
 
 
-def checked(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:

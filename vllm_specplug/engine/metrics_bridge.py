@@ -80,7 +80,7 @@ def attach_stats(outputs: dict[int, EngineCoreOutputs], payload: dict[str, Any])
             return
 
 
-def with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
     """`Scheduler.update_from_output`, the payload on what it returns, and the rows that the worker
     wants."""
 
@@ -95,7 +95,7 @@ def with_stats(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_from_output
 
 
-def with_tree_logger(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_stat_logger_manager(original: Callable[..., None]) -> Callable[..., None]:
     """`StatLoggerManager.__init__`, with a logger added if the engine runs one of our methods."""
 
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -24,7 +24,7 @@ from vllm_specplug.seams import CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
 
 
-def takes_v2(stock: property) -> property:
+def replace_use_v2_model_runner(stock: property) -> property:
     """`VllmConfig.use_v2_model_runner`, true of a config with a tree method."""
 
     def use_v2_model_runner(self: Any) -> bool:
@@ -33,7 +33,7 @@ def takes_v2(stock: property) -> property:
     return property(use_v2_model_runner)
 
 
-def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
+def wrap_unsupported_features(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
     """The list of what V2 lacks, without the methods that run in it."""
 
     def unsupported_features(self: Any) -> list[str]:
@@ -46,7 +46,7 @@ def admitting_trees(original: Callable[[Any], list[str]]) -> Callable[[Any], lis
     return unsupported_features
 
 
-def wrap_v2_check(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def wrap_validate_v2_model_runner(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """The check of a V2 config. With a tree method it passes on a CPU without Triton.
 
     Raises:
@@ -72,7 +72,7 @@ def wrap_v2_check(original: Callable[[Any], None]) -> Callable[[Any], None]:
     return validate
 
 
-def keeping_async_scheduling(original: Callable[[Any], None]) -> Callable[[Any], None]:
+def wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """A config's completion. With a tree method, steps are scheduled ahead of the host: on a GPU
     unless told not to, on a CPU when asked."""
 

@@ -35,7 +35,7 @@ class PenaltyProcessor:
         """Nothing: `check_request` did."""
 
 
-def with_penalty(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
+def wrap_load_logitsprocs(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
     """The list of custom processors, the plugin's before a user's own."""
 
     def load(logits_processors: Any) -> list[Any]:
@@ -83,7 +83,7 @@ def _unavailable(vllm_config: Any) -> str | None:
     return None
 
 
-def with_penalty_check(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def wrap_params_validator(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """vLLM's checks of a request's parameters, with the plugin's before them."""
 
     def build(self: Any) -> Any:

@@ -58,7 +58,7 @@ def keep_reserved_rows(scheduler: Any, model_runner_output: Any) -> None:
             request.spec_token_ids = request.spec_token_ids[:nodes]
 
 
-def without_placeholders(original: Callable[..., None]) -> Callable[..., None]:
+def wrap_scheduler(original: Callable[..., None]) -> Callable[..., None]:
     """The scheduler's constructor, and the table after it."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -67,7 +67,7 @@ def _is_the_users(file: str) -> bool:
     return path.is_file() and not str(path).startswith(_NOT_THE_USERS)
 
 
-def refusing(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """`EngineArgs.create_engine_config` that stops our methods by name. Seam: refusal."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:

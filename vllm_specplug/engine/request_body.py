@@ -16,7 +16,7 @@ from vllm_specplug.options import shown
 from vllm_specplug.request_params import REQUEST_ARGS
 
 
-def with_body_check(
+def wrap_validate_json_request(
     original: Callable[[Any], Awaitable[None]],
 ) -> Callable[[Any], Awaitable[None]]:
     """`validate_json_request`, which runs before a body becomes an object, and `check_body`."""

@@ -106,7 +106,7 @@ def _tree_of(request: Any, scheduled: Sequence[int]) -> ConstrainedTree | None:
     return tree if tree is not None and tree.matches(scheduled) else None
 
 
-def update_draft_token_ids(original: Any) -> Any:
+def wrap_update_draft_token_ids(original: Any) -> Any:
     """Wraps `Scheduler.update_draft_token_ids` and `..._in_output`, see above."""
 
     def wrapped(self: Any, draft_token_ids: Any, *args: Any) -> None:
@@ -123,7 +123,7 @@ def update_draft_token_ids(original: Any) -> Any:
     return wrapped
 
 
-def validate_tokens(original: Any) -> Any:
+def wrap_validate_tokens(original: Any) -> Any:
     """The method of that name with trees, see above."""
 
     def wrapped(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
@@ -148,7 +148,7 @@ def validate_tokens(original: Any) -> Any:
     return wrapped
 
 
-def grammar_bitmask(original: Any) -> Any:
+def wrap_grammar_bitmask(original: Any) -> Any:
     """The method of that name with trees, see above."""
 
     def wrapped(

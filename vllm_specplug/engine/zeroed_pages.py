@@ -44,7 +44,7 @@ def has_unlike_heads(config: Any) -> bool:
     return len(shapes) > 1
 
 
-def with_zeroed_pages(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+def wrap_get_kv_cache_configs(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     """The KV cache configs of all workers."""
 
     def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> list[Any]:

@@ -17,8 +17,8 @@ from vllm_specplug.seams.listing_runner import (
     CPU_RUNNER,
     CPU_WORKER_ADMISSION,
     DEVICE_SPECULATOR,
-    GRAPHS_OF_TREES,
     SPECULATOR,
+    TREE_GRAPHS,
 )
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
@@ -35,7 +35,7 @@ __all__ = [
     "CPU_WORKER_ADMISSION",
     "DEVICE_SPECULATOR",
     "DEVICE_STATE_SEAMS",
-    "GRAPHS_OF_TREES",
+    "TREE_GRAPHS",
     "LATENT_SEAMS",
     "PROCESS_SEAMS",
     "REFUSAL",

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list: every touch on vLLM, what for, and what would let us drop it.
+"""The list of all seams, each with its reason and with what would make it unnecessary.
 
-`PROCESS_SEAMS` are put in place in every process, `REFUSAL` instead of them on a vLLM that is not
-supported, the scoped ones by workers that verify trees. All others change nothing; they are here so
-that every start checks them. `scripts/vllm_names.py` reads from the code what belongs here.
+Every process applies `PROCESS_SEAMS`, or `REFUSAL` on an unsupported vLLM. Workers that verify
+trees apply the other seams that change something. The remaining seams change nothing; they are
+listed so that every start checks them. `scripts/vllm_names.py` derives from the code what must be
+listed.
 """
 
 from __future__ import annotations
 
-from vllm_specplug.seams.listing_gpu import (
-    ATTENTION_BACKENDS,
-    GPU_USES,
-)
+from vllm_specplug.seams.listing_gpu import ATTENTION_BACKENDS, GPU_USES
 from vllm_specplug.seams.listing_latent import LATENT_SEAMS
 from vllm_specplug.seams.listing_pages import CPU_MEMORY_USES, ZEROED_PAGES, ZEROED_PAGES_USES
 from vllm_specplug.seams.listing_products import CPU_PRODUCTS, PRODUCT_USES
@@ -23,73 +21,71 @@ from vllm_specplug.seams.listing_runner import (
     CPU_RUNNER_USES,
     DEVICE_SPECULATOR,
     GPU_RUNNER_USES,
-    GRAPHS_OF_TREES,
     MODEL_RUNNER,
     RUNNER_USES,
     SPECULATOR,
+    TREE_GRAPHS,
 )
 from vllm_specplug.seams.listing_states import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 from vllm_specplug.seams.listing_weights import CPU_WEIGHT_USES, GPU_WEIGHT_USES, WEIGHT_USES
 from vllm_specplug.seams.reasons import (
-    CONTAINED,
+    BACKENDS,
+    HAS_DRAFT_LAYERS,
+    HAS_MASKS,
+    HAS_PROCESSORS,
     HAS_REGISTRY,
     REGISTRY,
+    SKIPS_VALUES,
     TREE,
-    WHY_CONTAINED,
+    WHY_BACKEND,
+    WHY_ISOLATED,
+    attributes,
     overrides,
     uses,
 )
-from vllm_specplug.seams.seam import (
-    InstanceAttribute,
-    Overrides,
-    Register,
-    Replace,
-    Retype,
-    Seam,
-    SeamSet,
-    Wrap,
-)
+from vllm_specplug.seams.seam import Register, Replace, Retype, Seam, SeamSet, Wrap
 
-_PUBLIC = "never: it is public"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
 _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
-_BACKENDS = "vllm.v1.attention.backends"
-# -- changes ------------------------------------------------------------------------------------
 
-_WHY_STATS = "statistics are made in a worker and scraped in the API server"
-_HAS_STATS = "a runner may attach statistics that reach stat loggers"
+# -- seams that change vLLM -----------------------------------------------------------------------
+
+_WHY_DRAFT_LAYERS = (
+    "the context of drafts is kept in vLLM's pages, so it follows prefix hits and preemption"
+)
+_WHY_STATS = "a worker makes the statistics, and the API server exports them"
+_HAS_STATS = "a runner can attach statistics that reach stat loggers"
 _WHY_GRAMMAR = (
-    "vLLM walks a grammar along a flat draft list, where siblings get each other's masks; acts on "
-    "drafts that carry parents"
+    "vLLM advances a grammar along a flat draft list, where siblings get each other's masks; "
+    "changes only drafts that carry their parents"
 )
 _HAS_PARENTS = f"drafts carry their parents to the scheduler ({TREE})"
 _WHY_PENALTY = (
-    "the contextual penalty must hold with and without speculation; vLLM's entry point for "
+    "the contextual penalty applies with and without speculation; vLLM's entry point for "
     "processors loads one class into two incompatible runners"
 )
-_HAS_PROCESSORS = "the entry point distinguishes the model runners"
 
 PROCESS_SEAMS = SeamSet(
     (
         Replace(
             "spec_config",
             "vllm.engine.arg_utils:SpeculativeConfig",
-            "vLLM's list of methods is closed and unknown keys are refused",
+            "vLLM's list of methods is closed, and it refuses unknown keys",
             HAS_REGISTRY,
             make="vllm_specplug.engine.spec_config:speculative_config_class",
         ),
         Wrap(
             "engine_config",
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
-            "combinations such as a quantised cache only show in the whole config",
-            f"a registered method may validate the engine config ({REGISTRY})",
-            make="vllm_specplug.engine.engine_args:checked",
+            "some combinations, such as a quantized cache, show only in the engine config",
+            f"a registered method can validate the engine config ({REGISTRY})",
+            make="vllm_specplug.engine.engine_args:wrap_create_engine_config",
         ),
         Retype(
             "metrics_bridge",
             "vllm.v1.engine:EngineCoreOutputs",
-            f"{_WHY_STATS}; the front end drops what no type declares",
+            f"{_WHY_STATS}; the front end drops fields that no type declares",
             _HAS_STATS,
             attribute="scheduler_stats",
             annotation="vllm_specplug.engine.metrics_bridge:TreeSchedulerStats",
@@ -99,22 +95,22 @@ PROCESS_SEAMS = SeamSet(
             f"{_SCHEDULER}.update_from_output",
             _WHY_STATS,
             _HAS_STATS,
-            make="vllm_specplug.engine.metrics_bridge:with_stats",
+            make="vllm_specplug.engine.metrics_bridge:wrap_update_from_output",
         ),
         Wrap(
             "metrics_bridge",
             "vllm.v1.metrics.loggers:StatLoggerManager.__init__",
             _WHY_STATS,
             _HAS_STATS,
-            make="vllm_specplug.engine.metrics_bridge:with_tree_logger",
+            make="vllm_specplug.engine.metrics_bridge:wrap_stat_logger_manager",
         ),
         Wrap(
             "placeholders",
             f"{_SCHEDULER}.__init__",
             "requests that resume or hit the prefix cache would verify num_speculative_tokens "
-            "placeholder rows that cannot be accepted",
-            "a proposer can decline the padding",
-            make="vllm_specplug.engine.placeholders:without_placeholders",
+            "placeholder rows, which can never be accepted",
+            "a proposer can decline the placeholders",
+            make="vllm_specplug.engine.placeholders:wrap_scheduler",
         ),
         ZEROED_PAGES,
         *REQUEST_SEAMS,
@@ -124,9 +120,9 @@ PROCESS_SEAMS = SeamSet(
                 f"{owner}.{name}",
                 _WHY_GRAMMAR,
                 _HAS_PARENTS,
-                make=f"vllm_specplug.engine.structured_output:{ours}",
+                make=f"vllm_specplug.engine.structured_output:wrap_{wrapped}",
             )
-            for owner, name, ours in (
+            for owner, name, wrapped in (
                 (_SCHEDULER, "update_draft_token_ids", "update_draft_token_ids"),
                 (_SCHEDULER, "update_draft_token_ids_in_output", "update_draft_token_ids"),
                 (_GRAMMARS, "validate_tokens", "validate_tokens"),
@@ -138,16 +134,16 @@ PROCESS_SEAMS = SeamSet(
             "penalty_processor",
             "vllm.v1.worker.gpu.sample.logits_processor.loader:_load_v2_logitsprocs",
             _WHY_PENALTY,
-            _HAS_PROCESSORS,
-            make="vllm_specplug.engine.penalty:with_penalty",
+            HAS_PROCESSORS,
+            make="vllm_specplug.engine.penalty:wrap_load_logitsprocs",
         ),
         Wrap(
             "penalty_processor",
             "vllm.v1.engine.input_processor:InputProcessor."
             "_build_logits_processors_params_validator",
             _WHY_PENALTY,
-            _HAS_PROCESSORS,
-            make="vllm_specplug.engine.penalty:with_penalty_check",
+            HAS_PROCESSORS,
+            make="vllm_specplug.engine.penalty:wrap_params_validator",
         ),
     )
 )
@@ -157,35 +153,33 @@ REFUSAL = SeamSet(
         Wrap(
             "refusal",
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
-            "on an unsupported vLLM our methods must say why they are unavailable instead of "
-            "being unknown",
-            "never needed on a supported vLLM",
-            make="vllm_specplug.engine.refusal:refusing",
+            "on an unsupported vLLM, vLLM would refuse our methods as unknown; this says why they "
+            "are unavailable",
+            "never: it is not applied on a supported vLLM",
+            make="vllm_specplug.engine.refusal:wrap_create_engine_config",
         ),
     )
 )
-
-_WHY_BACKEND = "stock attention has one causal mask; tree rows need their ancestors"
 
 CPU_BACKENDS = SeamSet(
     (
         Register(
             "cpu_backend",
-            f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
-            _WHY_BACKEND,
-            f"vLLM takes a mask per request ({TREE})",
+            f"{BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
+            WHY_BACKEND,
+            HAS_MASKS,
             path="vllm_specplug.vllm_attention.cpu.TreeCPUAttentionBackend",
         ),
     )
 )
 
-# -- what is called or overridden ---------------------------------------------------------------
+# -- names that the package calls or overrides ----------------------------------------------------
 
-# Checked with PROCESS_SEAMS, wherever the plugin is loaded.
+# Checked with PROCESS_SEAMS in every process.
 _PROCESS_USES: tuple[Seam, ...] = (
     *uses(
         "config",
-        "options of our methods are a subclass of vLLM's",
+        "the options of our methods are a subclass of vLLM's",
         HAS_REGISTRY,
         "vllm:__version__",
         "vllm.config.speculative:SpeculativeConfig",
@@ -201,7 +195,7 @@ _PROCESS_USES: tuple[Seam, ...] = (
     *ZEROED_PAGES_USES,
     *overrides(
         "config",
-        "our methods resolve their options and the compiled graph's hash",
+        "our methods resolve their options and extend the hash of the compiled graph",
         HAS_REGISTRY,
         "vllm.config.speculative:SpeculativeConfig",
         "__post_init__",
@@ -219,8 +213,8 @@ _PROCESS_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "metrics_bridge",
-        "the receiving end of the statistics",
-        _PUBLIC,
+        "the front end counts the statistics in a stat logger",
+        "never: it is public",
         "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
         "__init__",
         "record",
@@ -232,26 +226,30 @@ _PROCESS_USES: tuple[Seam, ...] = (
         _HAS_PARENTS,
         f"{_GRAMMARS}._get_constraint_bounds",
     ),
-    *(
-        InstanceAttribute("structured_output", f"{_GRAMMARS}.{name}", _WHY_GRAMMAR, _HAS_PARENTS)
-        for name in ("_grammar_bitmask", "_full_mask")
+    *attributes(
+        "structured_output",
+        _WHY_GRAMMAR,
+        _HAS_PARENTS,
+        _GRAMMARS,
+        "_grammar_bitmask",
+        "_full_mask",
     ),
     *uses(
         "attention_registry",
-        "workers register attention backends that can hand over tree rows",
-        f"vLLM takes a mask per request ({TREE})",
-        f"{_BACKENDS}.registry:register_backend",
-        f"{_BACKENDS}.registry:AttentionBackendEnum",
-        f"{_BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
+        "workers register attention backends that compute tree rows",
+        HAS_MASKS,
+        f"{BACKENDS}.registry:register_backend",
+        f"{BACKENDS}.registry:AttentionBackendEnum",
+        f"{BACKENDS}.registry:AttentionBackendEnum.CPU_ATTN",
     ),
 )
 
-# Checked when a worker starts that verifies trees.
+# Checked when a worker that verifies trees starts.
 _WORKER_USES: tuple[Seam, ...] = (
     *WEIGHT_USES,
     *uses(
         "runner",
-        "the runner mixin and what it reads of vLLM's set-up",
+        "the runner reads the engine's config and ranks",
         HAS_REGISTRY,
         "vllm.config:VllmConfig",
         "vllm:envs",
@@ -263,7 +261,7 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
     *uses(
         "layer_support",
-        "whether tree rows can be computed is decided by the target's layers as they were built",
+        "the target's layers show whether tree rows can be computed",
         HAS_REGISTRY,
         "vllm.model_executor.layers.attention:Attention",
         "vllm.model_executor.layers.attention:MLAAttention",
@@ -275,15 +273,15 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
     *uses(
         "layer_states",
-        "heads read outputs of decoder layers, which only some of vLLM's classes return",
-        "every class does",
+        "heads read outputs of decoder layers, which only some of vLLM's model classes return",
+        "every model class returns them",
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "vllm.model_executor.models.interfaces:supports_eagle3",
     ),
     *uses(
         "draft_kv_layer",
-        "draft context lives in vLLM's pages, so prefix hits and preemption hold",
-        "vLLM offers cache-only layers to proposers",
+        _WHY_DRAFT_LAYERS,
+        HAS_DRAFT_LAYERS,
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "vllm.v1.attention.backend:AttentionBackend",
         "vllm.v1.attention.selector:get_attn_backend",
@@ -293,8 +291,8 @@ _WORKER_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "draft_kv_layer",
-        "draft context lives in vLLM's pages, so prefix hits and preemption hold",
-        "vLLM offers cache-only layers to proposers",
+        _WHY_DRAFT_LAYERS,
+        HAS_DRAFT_LAYERS,
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "get_attn_backend",
         "get_kv_cache_spec",
@@ -302,53 +300,40 @@ _WORKER_USES: tuple[Seam, ...] = (
     *PRODUCT_USES,
     *uses(
         "attention_choice",
-        "vLLM remembers which backend it chose; an earlier choice must be forgotten",
-        f"vLLM takes a mask per request ({TREE})",
+        "vLLM caches its choice of backend, which must be cleared when backends are registered",
+        HAS_MASKS,
         "vllm.v1.attention.selector:_cached_get_attn_backend",
         "vllm.v1.attention.selector:_cached_get_mamba_attn_backend",
     ),
 )
 
+_CPU_ATTN = f"{BACKENDS}.cpu_attn:CPUAttention"
 _CACHE_SCALES = "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod"
 _CPU_USES: tuple[Seam, ...] = (
     *CPU_WEIGHT_USES,
     *uses(
         "cpu_backend",
-        _WHY_BACKEND,
-        f"vLLM takes a mask per request ({TREE})",
+        WHY_BACKEND,
+        HAS_MASKS,
         "vllm.v1.worker.cpu_worker:CPUWorker",
-        f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
-        f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl",
-        f"{_BACKENDS}.cpu_attn:_get_attn_isa",
+        f"{_CPU_ATTN}Backend",
+        f"{_CPU_ATTN}BackendImpl",
+        f"{BACKENDS}.cpu_attn:_get_attn_isa",
     ),
-    *(
-        InstanceAttribute("cpu_backend", f"{_CACHE_SCALES}.{name}", _WHY_BACKEND, TREE)
-        for name in ("_k_scale_float", "_v_scale_float")
+    *attributes(
+        "cpu_backend", WHY_BACKEND, HAS_MASKS, _CACHE_SCALES, "_k_scale_float", "_v_scale_float"
     ),
-    Overrides(
-        "cpu_backend",
-        f"{_BACKENDS}.cpu_attn:CPUAttentionBackend.get_impl_cls",
-        _WHY_BACKEND,
-        f"vLLM takes a mask per request ({TREE})",
-    ),
-    Overrides(
-        "cpu_backend",
-        f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl.forward",
-        _WHY_BACKEND,
-        f"vLLM takes a mask per request ({TREE})",
-    ),
-    Overrides(
-        "cpu_backend",
-        f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update",
-        WHY_CONTAINED,
-        CONTAINED,
+    *overrides("cpu_backend", WHY_BACKEND, HAS_MASKS, f"{_CPU_ATTN}Backend", "get_impl_cls"),
+    *overrides("cpu_backend", WHY_BACKEND, HAS_MASKS, f"{_CPU_ATTN}BackendImpl", "forward"),
+    *overrides(
+        "cpu_backend", WHY_ISOLATED, SKIPS_VALUES, f"{_CPU_ATTN}BackendImpl", "do_kv_cache_update"
     ),
     *overrides(
         "cpu_worker",
-        "our backend and runner are chosen before the device is set up, drafters' memory is taken "
-        "out of the caches', step costs are measured once the model is ready, and steps run the "
-        "kernels of their engine's choice",
-        f"a method may name its runner ({REGISTRY})",
+        "the worker chooses our backend and runner before it sets up the device, subtracts the "
+        "drafters' memory from the caches', measures step costs once the model is ready, and runs "
+        "steps with the kernels that their engine chose",
+        f"a method can name its runner ({REGISTRY})",
         _CPU_WORKER,
         "init_device",
         "load_model",
@@ -377,7 +362,7 @@ WORKER_SEAMS = {
         (
             *_WORKER_USES,
             DEVICE_SPECULATOR,
-            GRAPHS_OF_TREES,
+            TREE_GRAPHS,
             *ATTENTION_BACKENDS.seams,
             *GPU_WEIGHT_USES,
             *GPU_USES,
@@ -386,29 +371,20 @@ WORKER_SEAMS = {
         )
     ),
 }
-"""By device: what a worker that verifies trees relies on, beyond what every process does."""
+"""Seams of a worker that verifies trees, by device, in addition to those of every process."""
 
-ALL_SEAMS: tuple[Seam, ...] = (
-    *PROCESS_CHECKS.seams,
-    *REFUSAL.seams,
-    *_WORKER_USES,
-    CPU_RUNNER,
-    SPECULATOR,
-    DEVICE_SPECULATOR,
-    GRAPHS_OF_TREES,
-    CPU_PRODUCTS,
-    *CPU_BACKENDS.seams,
-    *STATE_SEAMS.seams,
-    *CPU_STATE_SEAMS.seams,
-    *DEVICE_STATE_SEAMS.seams,
-    *LATENT_SEAMS.seams,
-    *_CPU_USES,
-    CPU_ADMISSION,
-    *CPU_KERNELS.seams,
-    *CPU_RUNNER_USES,
-    *RUNNER_USES,
-    *ATTENTION_BACKENDS.seams,
-    *GPU_WEIGHT_USES,
-    *GPU_USES,
-    *GPU_RUNNER_USES,
+ALL_SEAMS: tuple[Seam, ...] = tuple(
+    dict.fromkeys(
+        (
+            *PROCESS_CHECKS.seams,
+            *REFUSAL.seams,
+            *WORKER_SEAMS["cpu"].seams,
+            *WORKER_SEAMS["cuda"].seams,
+            *STATE_SEAMS.seams,
+            *CPU_STATE_SEAMS.seams,
+            *DEVICE_STATE_SEAMS.seams,
+            *LATENT_SEAMS.seams,
+            CPU_ADMISSION,
+        )
+    )
 )

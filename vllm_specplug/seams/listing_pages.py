@@ -1,44 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the list that concerns KV caches: their size on a CPU, and pages that several groups
-share. `listing` has the whole."""
+"""Seams of KV caches: their size on a CPU, and pages that several groups share."""
 
 from __future__ import annotations
 
-from vllm_specplug.seams.reasons import CONTAINED, uses
-from vllm_specplug.seams.seam import Overrides, Seam, Wrap
+from vllm_specplug.seams.reasons import SKIPS_VALUES, overrides, uses
+from vllm_specplug.seams.seam import Seam, Wrap
 
-_WHY = "groups of unlike heads share pages, where drafts' keys that are NaN become values"
+_WHY = "cache groups with unlike heads share pages, so NaN keys of drafts may be read as values"
 
 ZEROED_PAGES = Wrap(
     "zeroed_pages",
     "vllm.v1.engine.core:get_kv_cache_configs",
     _WHY,
-    CONTAINED,
-    make="vllm_specplug.engine.zeroed_pages:with_zeroed_pages",
+    SKIPS_VALUES,
+    make="vllm_specplug.engine.zeroed_pages:wrap_get_kv_cache_configs",
 )
 
 ZEROED_PAGES_USES: tuple[Seam, ...] = (
     *uses(
         "zeroed_pages",
         _WHY,
-        CONTAINED,
+        SKIPS_VALUES,
         "vllm.v1.kv_cache_interface:AttentionSpec",
         "vllm.v1.kv_cache_interface:KVCacheConfig",
     ),
-    Overrides(
+    *overrides(
         "zeroed_pages",
-        "vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
         _WHY,
-        CONTAINED,
+        SKIPS_VALUES,
+        "vllm.v1.kv_cache_interface:KVCacheConfig",
+        "needs_kv_cache_zeroing",
     ),
 )
 
-CPU_MEMORY_USES: tuple[Seam, ...] = (
-    *uses(
-        "cpu_memory",
-        "vLLM's default share of a CPU's memory is refused where other processes use some",
-        "vLLM sizes a CPU's KV cache by what is free",
-        "vllm.utils.cpu_resource_utils:get_allowed_cpu_list",
-        "vllm.utils.cpu_resource_utils:get_memory_node_info",
-    ),
+CPU_MEMORY_USES = uses(
+    "cpu_memory",
+    "vLLM refuses its default share of a CPU's memory if other processes use part of it",
+    "vLLM sizes a CPU's KV cache by the free memory",
+    "vllm.utils.cpu_resource_utils:get_allowed_cpu_list",
+    "vllm.utils.cpu_resource_utils:get_memory_node_info",
 )

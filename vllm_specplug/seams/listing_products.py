@@ -1,45 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the list that concerns matrix products on a CPU; `listing` has the whole."""
+"""Seams of matrix products with the target's and drafts' weights."""
 
 from __future__ import annotations
 
 from vllm_specplug.seams.reasons import uses
 from vllm_specplug.seams.seam import Seam, Wrap
 
+_FAST_PRODUCTS = "vLLM multiplies the rows of a tree as fast as one row"
+
 CPU_PRODUCTS = Wrap(
     "cpu_products",
     "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-    "vLLM's products of a dozen bfloat16 rows take half as long again as those of one row on a "
-    "CPU with AVX-512 BF16, and nine times as long without AVX-512; in place while a worker "
-    "loads its weights",
-    "vLLM's take as long for a tree as for one row",
+    "vLLM multiplies a dozen bfloat16 rows in 1.5 times the time of one row on a CPU with AVX-512 "
+    "BF16, and in 9 times without AVX-512; applied while a worker loads its weights",
+    _FAST_PRODUCTS,
     make="vllm_specplug.vllm_worker.target.linear:packing_dispatch",
 )
 
 PRODUCT_USES: tuple[Seam, ...] = (
     *uses(
         "packed_linear",
-        "unpacked bf16 products on CPU reorder their weights at every call",
-        "torch packs weights by itself",
+        "unpacked bfloat16 products on a CPU reorder their weights at every call",
+        "torch packs the weights",
         "vllm.model_executor.layers:utils",
     ),
     *uses(
         "cpu_products",
-        "an LM head is multiplied and an embedding mostly not, and vLLM hands both over alike",
-        "vLLM's take as long for a tree as for one row",
+        "vLLM passes LM heads and embeddings to the same dispatch; only LM heads are multiplied",
+        _FAST_PRODUCTS,
         "vllm.model_executor.layers.vocab_parallel_embedding:ParallelLMHead",
     ),
     *uses(
         "int8_linear",
-        "a draft's products with half the bytes and nearly twice the speed",
-        'draft_weights "full" is made the only choice',
+        "int8 products of drafts read half the bytes at nearly twice the speed",
+        'draft_weights "full" becomes the only choice',
         "vllm._custom_ops:create_onednn_scaled_mm",
         "vllm._custom_ops:onednn_scaled_int8_quant",
         "vllm._custom_ops:onednn_scaled_mm",
     ),
     *uses(
         "fp8_linear",
-        "a draft's products on a GPU with half the bytes, by a kernel tuned for few rows",
+        "fp8 products of drafts on a GPU read half the bytes, by a kernel tuned for few rows",
         "torch's product is as fast for few rows",
         "vllm._custom_ops:cutlass_scaled_mm",
         "vllm._custom_ops:cutlass_scaled_mm_supports_fp8",

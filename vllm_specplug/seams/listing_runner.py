@@ -1,45 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the list that concerns vLLM's V2 model runner; `listing` has the whole."""
+"""Seams of vLLM's V2 model runner."""
 
 from __future__ import annotations
 
 from vllm_specplug.seams.reasons import (
     HAS_CPU_KERNELS,
+    HAS_PROCESSORS,
     HAS_REGISTRY,
     HAS_TREES,
+    attributes,
     overrides,
     uses,
 )
-from vllm_specplug.seams.seam import (
-    Add,
-    InstanceAttribute,
-    Overrides,
-    Replace,
-    ReplaceKernel,
-    Seam,
-    SeamSet,
-    Wrap,
-)
+from vllm_specplug.seams.seam import Add, Replace, ReplaceKernel, Seam, SeamSet, Wrap
 
 _WORKER = "vllm.v1.worker.gpu"
 _RUNNER = f"{_WORKER}.model_runner:GPUModelRunner"
 _OWN_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
 _WHY_KERNELS = (
-    "without Triton the V2 runner has no kernels on a CPU; in place in workers of tree methods"
+    "without Triton the V2 runner has no kernels on a CPU; applied in workers of tree methods"
 )
+_WHY_SPECULATOR = "vLLM's list of speculators is closed; applied while a tree runner is built"
 
 CPU_RUNNER = Replace(
     "cpu_runner",
     "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
-    "CPUWorker names its V2 runner class in its code; in place during init_device",
-    "CPUWorker gains the _make_model_runner seam that the GPU worker has",
+    "CPUWorker fixes its V2 runner class; applied during init_device",
+    "CPUWorker gets the _make_model_runner hook of the GPU worker",
     make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_class",
 )
 
 SPECULATOR = Replace(
     "speculator",
     f"{_WORKER}.model_runner:init_speculator",
-    "vLLM's list of speculators is closed; in place while a tree runner is built",
+    _WHY_SPECULATOR,
     HAS_REGISTRY,
     make="vllm_specplug.vllm_v2.runner:make_speculator",
 )
@@ -47,16 +41,16 @@ SPECULATOR = Replace(
 DEVICE_SPECULATOR = Replace(
     "device_speculator",
     f"{_WORKER}.model_runner:init_speculator",
-    "vLLM's list of speculators is closed; in place while a tree runner of a device is built",
+    _WHY_SPECULATOR,
     HAS_REGISTRY,
     make="vllm_specplug.vllm_v2.device_speculator:make_device_speculator",
 )
 
-GRAPHS_OF_TREES = Replace(
-    "graphs_of_trees",
+TREE_GRAPHS = Replace(
+    "tree_graphs",
     f"{_WORKER}.model_runner:ModelCudaGraphManager",
-    "vLLM's full graphs take decoding requests of unequal numbers of rows only for its adaptive "
-    "verification; in place while a tree runner makes its graphs",
+    "vLLM's full graphs take requests with unequal numbers of rows only for its adaptive "
+    "verification; applied while a tree runner makes its graphs",
     HAS_TREES,
     make="vllm_specplug.vllm_v2.graph_trees:wrap_graph_manager",
 )
@@ -66,38 +60,38 @@ MODEL_RUNNER = (
     Replace(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig.use_v2_model_runner",
-        "on a CPU without Triton vLLM takes V1, in which no trees run",
+        "on a CPU without Triton vLLM chooses V1, which does not run trees",
         HAS_CPU_KERNELS,
-        make="vllm_specplug.engine.model_runner:takes_v2",
+        make="vllm_specplug.engine.model_runner:replace_use_v2_model_runner",
     ),
     Wrap(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features",
-        "V2 names the methods that it does not run, ours by the name they share with others",
+        "V2 refuses methods by name, and ours share the name custom_class with others",
         HAS_REGISTRY,
-        make="vllm_specplug.engine.model_runner:admitting_trees",
+        make="vllm_specplug.engine.model_runner:wrap_unsupported_features",
     ),
     Wrap(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig._validate_v2_model_runner",
-        "on a CPU without Triton our methods bring the kernels that V2 needs",
+        "on a CPU without Triton our methods provide the kernels that V2 needs",
         HAS_CPU_KERNELS,
-        make="vllm_specplug.engine.model_runner:wrap_v2_check",
+        make="vllm_specplug.engine.model_runner:wrap_validate_v2_model_runner",
     ),
     Wrap(
         "model_runner_v2",
         "vllm.config.vllm:VllmConfig.__post_init__",
-        "asynchronous scheduling is admitted by the names of vLLM's own methods, and switched "
+        "vLLM allows asynchronous scheduling only for its own methods, by name, and switches it "
         "off on a CPU",
         HAS_REGISTRY,
-        make="vllm_specplug.engine.model_runner:keeping_async_scheduling",
+        make="vllm_specplug.engine.model_runner:wrap_post_init",
     ),
 )
 
 CPU_ADMISSION = Replace(
     "cpu_admission",
     "vllm.config.vllm:HAS_TRITON",
-    "vLLM refuses the V2 runner without Triton; in place while the config of a tree method is "
+    "vLLM refuses the V2 runner without Triton; applied while the config of a tree method is "
     "checked",
     HAS_CPU_KERNELS,
     make=f"{_OWN_KERNELS}.launch:triton_stands_in",
@@ -106,8 +100,8 @@ CPU_ADMISSION = Replace(
 CPU_WORKER_ADMISSION = Add(
     "cpu_admission",
     "vllm.v1.worker.gpu_worker:HAS_TRITON",
-    "from 0.33 on a worker refuses the V2 runner without Triton as well; in place while one of a "
-    "tree method is made",
+    "since 0.33 workers refuse the V2 runner without Triton; applied while a worker of a tree "
+    "method is built",
     HAS_CPU_KERNELS,
     make=f"{_OWN_KERNELS}.launch:triton_stands_in",
 )
@@ -176,16 +170,18 @@ CPU_KERNELS = SeamSet(
     )
 )
 
+_WHY_SETUP = "drafters read the target's hidden states; caches are known only after allocation"
+
 CPU_RUNNER_USES: tuple[Seam, ...] = (
     *uses(
         "runner_setup",
-        "drafters read the target's hidden states; caches are known only after allocation",
+        _WHY_SETUP,
         HAS_REGISTRY,
         "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
     ),
     *overrides(
         "cpu_admission",
-        "from 0.33 on a worker refuses the V2 runner without Triton",
+        "since 0.33 workers refuse the V2 runner without Triton",
         HAS_CPU_KERNELS,
         "vllm.v1.worker.cpu_worker:CPUWorker",
         "__init__",
@@ -193,101 +189,100 @@ CPU_RUNNER_USES: tuple[Seam, ...] = (
     CPU_WORKER_ADMISSION,
     *uses(
         "cpu_kernels",
-        "from 0.33 on cached draft logits come with seeds by step",
+        "since 0.33 cached draft logits come with seeds by step",
         HAS_CPU_KERNELS,
         f"{_WORKER}.sample:gumbel",
     ),
 )
 
 _WHY_STATE = (
-    "what calibration, draft forwards and drafters' caches need of the runner is in no argument "
-    "that it hands over"
+    "calibration, draft forwards and drafters' caches need state of the runner that it passes in "
+    "no argument"
 )
 _WHY_HISTORY = (
-    "n-gram lookups read whole token histories in every step, which vLLM keeps in the host's memory"
+    "n-gram lookups read full token histories in every step, which vLLM keeps in host memory"
 )
+_DEVICE_HISTORY = "a registered method can request them on the device, as vLLM's ngram_gpu does"
+_GRAPH_MANAGER = f"{_WORKER}.cudagraph_utils:CudaGraphManager"
+_WHY_GRAPHS = "draft forwards are captured in graphs, as vLLM captures those of its own methods"
+_WHY_PROFILE = "the KV cache must leave memory for drafts and for the logits of all rows"
 
 GPU_RUNNER_USES: tuple[Seam, ...] = (
     *uses(
         "device_ngrams",
         _WHY_HISTORY,
-        "a registered method may ask for them on the device, as vLLM's own does",
+        _DEVICE_HISTORY,
         f"{_WORKER}.buffer_utils:StagedWriteTensor",
     ),
-    InstanceAttribute(
+    *attributes(
         "device_ngrams",
-        f"{_WORKER}.states:RequestState.all_token_ids",
         _WHY_HISTORY,
-        "a registered method may ask for them on the device, as vLLM's own does",
+        _DEVICE_HISTORY,
+        f"{_WORKER}.states:RequestState",
+        "all_token_ids",
     ),
     *uses(
-        "graphs_of_trees",
-        "draft forwards are captured as vLLM captures those of its own methods",
+        "tree_graphs",
+        _WHY_GRAPHS,
         HAS_REGISTRY,
-        f"{_WORKER}.cudagraph_utils:CudaGraphManager.capture",
-        f"{_WORKER}.cudagraph_utils:CudaGraphManager.dispatch",
-        f"{_WORKER}.cudagraph_utils:CudaGraphManager.run_fullgraph",
+        f"{_GRAPH_MANAGER}.capture",
+        f"{_GRAPH_MANAGER}.dispatch",
+        f"{_GRAPH_MANAGER}.run_fullgraph",
         f"{_WORKER}.cudagraph_utils:BatchExecutionDescriptor",
         "vllm.config.compilation:CUDAGraphMode",
     ),
-    *overrides(
-        "graphs_of_trees",
-        "draft forwards are captured as vLLM captures those of its own methods",
+    *overrides("tree_graphs", _WHY_GRAPHS, HAS_REGISTRY, _GRAPH_MANAGER, "__init__"),
+    *attributes(
+        "tree_graphs",
+        "vLLM's graphs differ in rows or in requests; draft graphs also differ in depth, and "
+        "graphs of ragged steps in both rows and requests",
         HAS_REGISTRY,
-        f"{_WORKER}.cudagraph_utils:CudaGraphManager",
-        "__init__",
+        _GRAPH_MANAGER,
+        "_candidates",
+        "_capture_descs",
     ),
-    *(
-        InstanceAttribute(
-            "graphs_of_trees",
-            f"{_WORKER}.cudagraph_utils:CudaGraphManager.{name}",
-            "vLLM's graphs differ in rows or in requests, drafts of trees in depth as well, and "
-            "ragged steps in both",
-            HAS_REGISTRY,
-        )
-        for name in ("_candidates", "_capture_descs")
-    ),
-    InstanceAttribute(
-        "graphs_of_trees",
-        f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager.aux_hidden_states",
-        "what a draft head keeps of a step's tokens is a graph that reads the target's",
+    *attributes(
+        "tree_graphs",
+        "the graph that stores a draft head's context reads the target's hidden states",
         HAS_REGISTRY,
+        f"{_WORKER}.cudagraph_utils:ModelCudaGraphManager",
+        "aux_hidden_states",
     ),
     *uses(
         "gpu_worker",
-        "drafts and the logits of all rows are memory that the KV cache must not get",
+        _WHY_PROFILE,
         HAS_REGISTRY,
         "vllm.v1.sample.ops.topk_topp_sampler:apply_top_k_top_p",
     ),
-    *overrides(
-        "gpu_worker",
-        "drafts and the logits of all rows are memory that the KV cache must not get",
-        HAS_REGISTRY,
-        _RUNNER,
-        "profile_run",
-    ),
+    *overrides("gpu_worker", _WHY_PROFILE, HAS_REGISTRY, _RUNNER, "profile_run"),
 )
+
+_WHY_PENALTY = "the contextual penalty reads committed tokens in vLLM's buffers"
+_HAS_ACCEPTANCE = "a registered method can bring its own acceptance"
+_WHY_PROPOSE = "vLLM's runner asks a speculator for the next drafts"
+_SPECULATOR = f"{_WORKER}.spec_decode.speculator:BaseSpeculator"
+_MODEL_STATE = f"{_WORKER}.model_states.interface:ModelState"
 
 RUNNER_USES: tuple[Seam, ...] = (
     *uses(
         "tree_params",
-        "penalties, bad words and thinking budgets read the rows before a row, which are not its "
-        "ancestors",
+        "penalties, bad words and thinking budgets read the rows before a row; in a tree these are "
+        "not its ancestors",
         HAS_TREES,
         f"{_WORKER}.sample.bad_words:BadWordsState",
         f"{_WORKER}.sample.logit_bias:LogitBiasState",
     ),
     *uses(
         "penalty_processor",
-        "the contextual penalty reads committed tokens where vLLM keeps them",
-        "the entry point distinguishes the model runners",
+        _WHY_PENALTY,
+        HAS_PROCESSORS,
         f"{_WORKER}.sample.logits_processor:LogitsProcessor",
         f"{_WORKER}.buffer_utils:UvaBackedTensor",
     ),
     *overrides(
         "penalty_processor",
-        "the contextual penalty reads committed tokens where vLLM keeps them",
-        "the entry point distinguishes the model runners",
+        _WHY_PENALTY,
+        HAS_PROCESSORS,
         f"{_WORKER}.sample.logits_processor:LogitsProcessor",
         "__init__",
         "add_request",
@@ -296,8 +291,8 @@ RUNNER_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "runner_step",
-        "a step is timed, its statistics leave with its output, and a scheduler that waits for "
-        "drafts is told how many there are",
+        "the runner times steps, attaches their statistics to the output, and tells a scheduler "
+        "that waits for drafts how many there are",
         HAS_TREES,
         _RUNNER,
         "__init__",
@@ -307,7 +302,7 @@ RUNNER_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "runner_inputs",
-        "trees are kept by request slot; rotary positions follow depth",
+        "the runner keeps trees by request slot; rotary positions follow the depth",
         HAS_TREES,
         _RUNNER,
         "finish_requests",
@@ -316,41 +311,43 @@ RUNNER_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "runner_inputs",
-        "every dummy forward makes LoRA adapters and removes them, those of a calibration too",
+        "every dummy forward creates and removes LoRA adapters, also during calibration",
         "vLLM's dummy forwards take remove_lora",
         _RUNNER,
         "maybe_setup_dummy_loras",
     ),
     *overrides(
         "runner_inputs",
-        "one row with logits per request is mapped to its LoRA adapter, and a tree has many",
-        "V2 maps as many as there are, as V1 does",
+        "vLLM maps one row with logits per request to a LoRA adapter; a tree has several",
+        "V2 maps all rows with logits, as V1 does",
         _RUNNER,
         "_set_active_loras",
     ),
-    Overrides(
+    *overrides(
         "runner_inputs",
-        f"{_WORKER}.model_states.interface:ModelState.prepare_attn",
         "tree rows are attached to the attention metadata",
         HAS_TREES,
+        _MODEL_STATE,
+        "prepare_attn",
     ),
-    Overrides(
+    *overrides(
         "runner_inputs",
-        f"{_WORKER}.model_states.interface:ModelState.prepare_inputs",
-        "rotary positions on several axes follow depth, too; vLLM makes them after the others",
+        "rotary positions on several axes also follow the depth; vLLM makes them after the others",
         HAS_TREES,
+        _MODEL_STATE,
+        "prepare_inputs",
     ),
     *overrides(
         "runner_sample",
-        "compaction must end before blocks are hashed",
-        "a registered method may bring its own acceptance",
+        "accepted rows must be compacted before blocks are hashed",
+        _HAS_ACCEPTANCE,
         _RUNNER,
         "sample",
     ),
     *uses(
         "runner_sample",
-        "acceptance is a walk over the samples of all rows",
-        "a registered method may bring its own acceptance",
+        "acceptance walks each tree along the samples of its rows",
+        _HAS_ACCEPTANCE,
         "vllm.config.model:PROCESSED_LOGPROBS_MODES",
         f"{_WORKER}.input_batch:get_num_sampled_and_rejected",
         f"{_WORKER}.metrics.logits:get_num_nans",
@@ -364,7 +361,7 @@ RUNNER_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "runner_setup",
-        "drafters read the target's hidden states; caches are known only after allocation",
+        _WHY_SETUP,
         HAS_REGISTRY,
         _RUNNER,
         "load_model",
@@ -372,7 +369,7 @@ RUNNER_USES: tuple[Seam, ...] = (
     ),
     *uses(
         "runner_setup",
-        "drafters read the target's hidden states; caches are known only after allocation",
+        _WHY_SETUP,
         HAS_REGISTRY,
         "vllm.model_executor.models.interfaces:SupportsEagle3.set_aux_hidden_state_layers",
         "vllm.triton_utils:HAS_TRITON",
@@ -405,52 +402,44 @@ RUNNER_USES: tuple[Seam, ...] = (
         f"{_RUNNER}.maybe_select_dummy_loras",
         f"{_RUNNER}.maybe_remove_all_loras",
     ),
-    *(
-        InstanceAttribute("runner_state", f"{_RUNNER}.{name}", _WHY_STATE, HAS_TREES)
-        for name in (
-            "vllm_config",
-            "model_config",
-            "parallel_config",
-            "device",
-            "dtype",
-            "max_model_len",
-            "max_num_reqs",
-            "max_num_tokens",
-            "model",
-            "compilation_config",
-            "kv_cache_config",
-            "block_tables",
-            "lora_config",
-        )
+    *attributes(
+        "runner_state",
+        _WHY_STATE,
+        HAS_TREES,
+        _RUNNER,
+        "vllm_config",
+        "model_config",
+        "parallel_config",
+        "device",
+        "dtype",
+        "max_model_len",
+        "max_num_reqs",
+        "max_num_tokens",
+        "model",
+        "compilation_config",
+        "kv_cache_config",
+        "block_tables",
+        "lora_config",
     ),
-    *(
-        InstanceAttribute(
-            "runner_setup",
-            f"{_RUNNER}.{name}",
-            "a tree's metadata, parameters and walk go where the runner keeps its own",
-            HAS_TREES,
-        )
-        for name in (
-            "sampler",
-            "rejection_sampler",
-            "model_state",
-            "req_states",
-            "num_speculative_steps",
-            "use_aux_hidden_state_outputs",
-            "cache_config",
-        )
+    *attributes(
+        "runner_setup",
+        "the runner's own fields hold a tree's metadata, parameters and acceptance",
+        HAS_TREES,
+        _RUNNER,
+        "sampler",
+        "rejection_sampler",
+        "model_state",
+        "req_states",
+        "num_speculative_steps",
+        "use_aux_hidden_state_outputs",
+        "cache_config",
     ),
-    *uses(
-        "speculator",
-        "vLLM's runner asks a speculator for the next drafts",
-        HAS_REGISTRY,
-        f"{_WORKER}.spec_decode.speculator:BaseSpeculator",
-    ),
+    *uses("speculator", _WHY_PROPOSE, HAS_REGISTRY, _SPECULATOR),
     *overrides(
         "speculator",
-        "vLLM's runner asks a speculator for the next drafts",
+        _WHY_PROPOSE,
         HAS_REGISTRY,
-        f"{_WORKER}.spec_decode.speculator:BaseSpeculator",
+        _SPECULATOR,
         "init_cudagraph_manager",
         "capture",
         "propose",

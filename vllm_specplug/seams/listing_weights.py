@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of the list that concerns weights that are replaced while an engine lives."""
+"""Seams of weights that are replaced while an engine runs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from vllm_specplug.seams.seam import Seam
 _TAKES_PART = f"a method may take part in a reload ({REGISTRY})"
 
 
-def _exchanges(worker: str) -> list[Seam]:
-    """What a worker of vLLM does when weights are exchanged."""
+def _weight_updates(worker: str) -> list[Seam]:
+    """The methods of a vLLM worker that replace weights."""
     return overrides(
         "weight_updates",
-        "weights are packed as often as they are loaded, and drafters copy the target's "
-        "embedding and LM head, which vLLM replaces",
+        "weights are packed whenever they are loaded, and drafters copy the target's embedding and "
+        "LM head, which vLLM replaces",
         _TAKES_PART,
         f"vllm.v1.worker.{worker}",
         "reload_weights",
@@ -25,10 +25,10 @@ def _exchanges(worker: str) -> list[Seam]:
 
 WEIGHT_USES = uses(
     "draft_memory",
-    "sleep of level 2 drops the pool of the weights, and nothing would load a draft head again",
+    "sleep level 2 frees the pool of the weights, and vLLM would not reload a draft head",
     _TAKES_PART,
     "vllm.device_allocator:get_mem_allocator_instance",
 )
-# Apart: the module of vLLM's CPU worker replaces torch's events and pinned memory when imported.
-CPU_WEIGHT_USES = _exchanges("cpu_worker:CPUWorker")
-GPU_WEIGHT_USES = _exchanges("gpu_worker:Worker")
+# Separate lists: importing vLLM's CPU worker replaces torch's events and pinned memory.
+CPU_WEIGHT_USES = _weight_updates("cpu_worker:CPUWorker")
+GPU_WEIGHT_USES = _weight_updates("gpu_worker:Worker")

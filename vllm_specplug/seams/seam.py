@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One place where the package meets vLLM, and sets of them that are applied whole or not at all.
+"""Seams: the places where the package uses or changes vLLM, and sets that are applied together.
 
-Neither this module nor a list of seams imports vLLM or the code that a seam puts in place: both are
-named by strings, so that a list can be read, checked and shown on any vLLM.
+This module and the lists of seams import neither vLLM nor the code that a seam installs. They name
+both by strings, so a list can be read, checked and shown on any vLLM.
 """
 
 from __future__ import annotations
@@ -25,36 +25,44 @@ class SeamError(RuntimeError):
 
 
 def resolve(path: str) -> Any:
-    """The object at "module:Attribute.path".
+    """Returns the object at "module:Attribute.path", or the module without a colon.
 
     Raises:
         SeamError: naming the first part that is missing.
     """
-    module, _, attributes = path.partition(":")
+    name, _, attributes = path.partition(":")
     try:
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(name)
     except Exception as error:
-        raise SeamError(f"{module} cannot be imported ({error})") from error
-    seen = module
-    for part in attributes.split("."):
-        if not hasattr(found, part):
-            raise SeamError(f"{seen} has no {part}")
-        found = getattr(found, part)
-        seen = f"{seen}.{part}"
-    return found
+        raise SeamError(f"{name} cannot be imported ({error})") from error
+    for attribute in attributes.split(".") if attributes else ():
+        if not hasattr(value, attribute):
+            raise SeamError(f"{name} has no {attribute}")
+        value = getattr(value, attribute)
+        name = f"{name}.{attribute}"
+    return value
+
+
+def _find_problem(path: str) -> str | None:
+    """Returns what is missing on the way to the object at `path`; None if it exists."""
+    try:
+        resolve(path)
+    except SeamError as error:
+        return str(error)
+    return None
 
 
 @dataclass(eq=False)
 class Seam:
-    """A name of vLLM's that the package calls; nothing is changed.
+    """A name in vLLM that the package uses without changing it.
 
     Seams that change something override `_apply` and `_undo`.
     """
 
     key: str
-    """Topic; several seams may serve one."""
+    """Topic, which several seams may share."""
     target: str
-    """vLLM's name, "module:Attribute.path"."""
+    """The name in vLLM, as "module:Attribute.path"."""
     why: str
     remove_when: str
     kind: ClassVar[str] = "uses"
@@ -65,30 +73,33 @@ class Seam:
         """The target as Python would write it."""
         return self.target.replace(":", ".")
 
+    @property
+    def owner_path(self) -> str:
+        """Path of the object that has the target as an attribute."""
+        module, _, attributes = self.target.partition(":")
+        owner = attributes.rpartition(".")[0]
+        return f"{module}:{owner}" if owner else module
+
     def verify(self) -> str | None:
-        """None, or what is missing in the installed vLLM."""
-        try:
-            resolve(self.target)
-        except SeamError as error:
-            return str(error)
-        return None
+        """Returns what is missing in the installed vLLM; None if nothing is."""
+        return _find_problem(self.target)
 
     def apply(self) -> None:
-        """Puts the change in place.
+        """Makes the change.
 
         Raises:
-            SeamError: when the target is missing, or already changed by a seam.
+            SeamError: if the target is missing, or a seam has already changed it.
         """
         if self._is_applied:
-            raise SeamError(f"{self.name} is applied already")
+            raise SeamError(f"{self.name} is already applied")
         self._apply()
         self._is_applied = True
 
     def undo(self) -> None:
-        """Takes the change back; nothing when it is not in place.
+        """Reverts the change; does nothing if it was not made.
 
         Raises:
-            SeamError: when somebody else has changed the target since.
+            SeamError: if other code has changed the target since.
         """
         if self._is_applied:
             self._undo()
@@ -96,28 +107,23 @@ class Seam:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """In place while entered."""
+        """Applies the seam for the duration of a `with` block."""
         self.apply()
         try:
             yield
         finally:
             self.undo()
 
-    def describe(self) -> dict[str, str]:
-        """The seam as plain text, for people."""
-        return {
-            "key": self.key,
-            "kind": self.kind,
-            "target": self.name,
-            "why": self.why,
-            "remove_when": self.remove_when,
-        }
-
     def _apply(self) -> None:
         pass
 
     def _undo(self) -> None:
         pass
+
+    def _check_unchanged(self, is_ours: bool) -> None:
+        """Raises SeamError unless the target still holds what the seam put there."""
+        if not is_ours:
+            raise SeamError(f"{self.name} was changed by other code since; it is left as it is")
 
 
 class Overrides(Seam):
@@ -127,26 +133,25 @@ class Overrides(Seam):
 
 
 class InstanceAttribute(Seam):
-    """An attribute that a method of a vLLM class sets, or a buffer that a function of vLLM
-    registers, and the package reads or sets."""
+    """An attribute that the package reads or sets on vLLM's objects.
+
+    A method of a vLLM class sets it, or a function of vLLM registers it as a buffer.
+    """
 
     kind = "reads"
 
     def verify(self) -> str | None:
-        path, _, name = self.target.rpartition(".")
-        try:
-            owner = resolve(path)
-        except SeamError as error:
-            return str(error)
-        if name not in _attributes_set(owner):
-            return f"{path.replace(':', '.')} sets no {name}"
-        return None
+        problem = _find_problem(self.owner_path)
+        name = self.name.rpartition(".")[2]
+        if problem is None and name not in _stored_names(resolve(self.owner_path)):
+            problem = f"{self.owner_path.replace(':', '.')} sets no {name}"
+        return problem
 
 
 @functools.cache
-def _attributes_set(owner: Any) -> frozenset[str]:
-    """Names of the attributes that methods of a class or of its bases store; of a function, of the
-    buffers that it registers."""
+def _stored_names(owner: Any) -> frozenset[str]:
+    """Names of the attributes that methods of a class and its bases set, or of the buffers that a
+    function registers."""
     if not isinstance(owner, type):
         body = list(dis.get_instructions(inspect.unwrap(owner)))
         return frozenset(
@@ -168,8 +173,8 @@ def _attributes_set(owner: Any) -> frozenset[str]:
     )
 
 
-# What seams have put in place, by identity: `functools.wraps` copies attributes, so a mark on a
-# function would also be found on a wrapper that somebody else puts around it.
+# Objects that seams have installed, by identity: `functools.wraps` copies attributes, so a mark on
+# a function would also appear on another package's wrapper around it.
 _installed: dict[int, Any] = {}
 
 
@@ -177,29 +182,28 @@ _installed: dict[int, Any] = {}
 class Replace(Seam):
     """An attribute or module global that is replaced.
 
-    `make` names a function of the package: it takes what vLLM has and returns what takes its place.
+    `make` names a function of the package that takes vLLM's object and returns its replacement.
     """
 
     make: str = ""
     kind: ClassVar[str] = "replaces"
     _owner: Any = field(default=None, init=False, repr=False)
     _own: Any = field(default=_MISSING, init=False, repr=False)
-    """What the owner itself held; missing when it inherited the attribute."""
+    """The owner's own value; missing if it inherited the attribute."""
     _new: Any = field(default=None, init=False, repr=False)
 
     @property
     def attribute(self) -> str:
-        return self.target.replace(":", ".").rpartition(".")[2]
+        return self.name.rpartition(".")[2]
 
     def _apply(self) -> None:
-        path, _, name = self.target.rpartition("." if "." in self.target.partition(":")[2] else ":")
-        owner = resolve(path) if ":" in path else importlib.import_module(path)
+        owner = resolve(self.owner_path)
         stock = self._stock()
         if id(stock) in _installed:
-            raise SeamError(f"{self.name} is changed already; nothing is put around it twice")
+            raise SeamError(f"{self.name} is already changed; seams do not wrap one another")
         new = self._made(resolve(self.make)(stock), stock)
-        self._owner, self._own = owner, vars(owner).get(name, _MISSING)
-        setattr(owner, name, new)
+        self._owner, self._own = owner, vars(owner).get(self.attribute, _MISSING)
+        setattr(owner, self.attribute, new)
         self._new = new
         _installed[id(new)] = new
 
@@ -210,20 +214,18 @@ class Replace(Seam):
         return new
 
     def _undo(self) -> None:
-        name = self.attribute
-        if vars(self._owner).get(name, _MISSING) is not self._new:
-            raise SeamError(f"{self.name} was changed by somebody else since; it is left as it is")
+        self._check_unchanged(vars(self._owner).get(self.attribute, _MISSING) is self._new)
         if self._own is _MISSING:
-            delattr(self._owner, name)
+            delattr(self._owner, self.attribute)
         else:
-            setattr(self._owner, name, self._own)
-        # Two seams may put the same constant in place.
+            setattr(self._owner, self.attribute, self._own)
+        # Two seams may install the same constant.
         _installed.pop(id(self._new), None)
         self._owner, self._own, self._new = None, _MISSING, None
 
 
 class Wrap(Replace):
-    """A function or method with code of the package around it."""
+    """A function or method that the package wraps."""
 
     kind = "wraps"
 
@@ -232,7 +234,7 @@ class Wrap(Replace):
 
 
 class ReplaceKernel(Replace):
-    """A Triton kernel that a function stands in for; its parameters must be the kernel's."""
+    """A Triton kernel that a function with the same parameters replaces."""
 
     kind = "replaces kernels"
 
@@ -242,7 +244,7 @@ class ReplaceKernel(Replace):
             return problem
         stock, new = resolve(self.target), resolve(self.make)
         if stock is new:
-            # In place already, for an engine that this process built before.
+            # An engine that this process built earlier has replaced it.
             return None
         own = tuple(inspect.signature(getattr(stock, "fn", stock)).parameters)
         if own not in new.forms:
@@ -251,21 +253,15 @@ class ReplaceKernel(Replace):
 
 
 class Add(Replace):
-    """An attribute that vLLM's object lacks, in some supported release at least; the maker is not
-    told what others have."""
+    """An attribute that vLLM's object lacks, at least in one supported release.
+
+    `make` is called with None, even where vLLM has the attribute.
+    """
 
     kind = "adds"
 
     def verify(self) -> str | None:
-        try:
-            owner, separator, path = self.target.partition(":")
-            if "." in path:
-                resolve(owner + separator + path.rpartition(".")[0])
-            else:
-                importlib.import_module(owner)
-        except (SeamError, ImportError) as error:
-            return str(error)
-        return None
+        return _find_problem(self.owner_path)
 
     def _stock(self) -> Any:
         return None
@@ -301,18 +297,17 @@ class Retype(Seam):
 
     def _undo(self) -> None:
         annotations = resolve(self.target).__annotations__
-        if annotations.get(self.attribute) is not self._new:
-            raise SeamError(f"{self.name} was changed by somebody else since; it is left as it is")
+        self._check_unchanged(annotations.get(self.attribute) is self._new)
         annotations[self.attribute] = self._own
 
 
 @dataclass(eq=False)
 class Register(Seam):
-    """A class registered over one of vLLM's attention backends; `target` is the backend's name in
-    vLLM's enumeration, `path` the class.
+    """A class registered in place of one of vLLM's attention backends.
 
-    vLLM remembers which class it chose: an engine that this process built before has the stock
-    backend there, and stock attention would silently take a tree for a chain.
+    `target` is the backend's name in vLLM's enumeration, `path` the class. vLLM caches its choice
+    of backend. An engine that this process built earlier may have cached the stock backend, which
+    would silently attend a tree as a chain, so the cache is cleared.
     """
 
     path: str = ""
@@ -323,33 +318,32 @@ class Register(Seam):
         backend = resolve(self.target)
         self._own = backend.get_path() if backend.is_overridden() else None
         if self._own == self.path:
-            raise SeamError(f"{self.name} is {self.path} already")
+            raise SeamError(f"{self.name} is already {self.path}")
         self._register(backend, self.path)
 
     def _undo(self) -> None:
         backend = resolve(self.target)
-        if backend.get_path() != self.path:
-            raise SeamError(f"{self.name} was changed by somebody else since; it is left as it is")
+        self._check_unchanged(backend.get_path() == self.path)
         if self._own is None:
             backend.clear_override()
-            self._forget_choices()
+            self._clear_cached_choices()
         else:
             self._register(backend, self._own)
 
     def _register(self, backend: Any, path: str) -> None:
-        # Without it the override lands where nobody looks for such a backend's.
+        # vLLM keeps overrides of Mamba backends in a table of their own.
         is_mamba = "MambaAttentionBackendEnum" in self.target
         register = resolve("vllm.v1.attention.backends.registry:register_backend")
         register(backend, path, is_mamba=is_mamba)
-        self._forget_choices()
+        self._clear_cached_choices()
 
-    def _forget_choices(self) -> None:
+    def _clear_cached_choices(self) -> None:
         resolve("vllm.v1.attention.selector:_cached_get_attn_backend").cache_clear()
         resolve("vllm.v1.attention.selector:_cached_get_mamba_attn_backend").cache_clear()
 
 
 class SeamSet:
-    """Seams that are in place together or not at all."""
+    """Seams that are applied together or not at all."""
 
     def __init__(self, seams: Iterable[Seam]) -> None:
         self.seams = tuple(seams)
@@ -357,19 +351,19 @@ class SeamSet:
 
     @property
     def is_applied(self) -> bool:
-        """Whether all of them are in place."""
+        """Whether all seams are applied."""
         return bool(self.seams) and len(self._applied) == len(self.seams)
 
     def verify(self) -> list[str]:
-        """What is missing in the installed vLLM, one line per seam."""
+        """Returns what is missing in the installed vLLM, one line per seam."""
         problems = ((seam, seam.verify()) for seam in self.seams)
         return [f"{seam.name} ({problem})" for seam, problem in problems if problem is not None]
 
     def apply(self) -> None:
-        """Puts all in place, in order; nothing when they are already.
+        """Applies all seams in order; does nothing if they are applied.
 
         Raises:
-            SeamError: naming the seam that failed; those before it are taken back.
+            SeamError: naming the seam that failed; the seams before it are undone.
         """
         if self.is_applied:
             return
@@ -377,29 +371,27 @@ class SeamSet:
             try:
                 seam.apply()
             except Exception as error:
-                left = self._roll_back()
-                raise SeamError(f"{seam.name} could not be changed: {error}. {left}") from error
+                problems = self._undo_applied()
+                outcome = f"Not undone: {problems}" if problems else "vLLM is as it was."
+                raise SeamError(f"{seam.name} could not be changed: {error}. {outcome}") from error
             self._applied.append(seam)
 
     def undo(self) -> None:
-        """Takes all back, in reverse order.
+        """Undoes all seams in reverse order.
 
         Raises:
-            SeamError: naming those that somebody else has changed since; the others are undone.
+            SeamError: naming the targets that other code has changed since; the others are undone.
         """
-        left = self._roll_back()
-        if left != _CLEAN:
-            raise SeamError(left)
+        problems = self._undo_applied()
+        if problems:
+            raise SeamError(f"Not undone: {problems}")
 
-    def _roll_back(self) -> str:
-        """Undoes what is in place; returns what is true afterwards."""
+    def _undo_applied(self) -> str:
+        """Undoes the applied seams; returns the errors."""
         problems = []
         while self._applied:
             try:
                 self._applied.pop().undo()
             except Exception as error:
                 problems.append(str(error))
-        return _CLEAN if not problems else "Not taken back: " + "; ".join(problems)
-
-
-_CLEAN = "All that was changed before it is taken back, vLLM is as it was."
+        return "; ".join(problems)

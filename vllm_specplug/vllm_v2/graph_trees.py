@@ -121,7 +121,7 @@ class GraphTrees:
 def wrap_graph_manager(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `ModelCudaGraphManager`: its full graphs take decoding requests of any number of rows.
 
-    Seam: graphs_of_trees.
+    Seam: tree_graphs.
     """
 
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.seams import DEVICE_SPECULATOR, GRAPHS_OF_TREES
+from vllm_specplug.seams import DEVICE_SPECULATOR, TREE_GRAPHS
 from vllm_specplug.vllm_attention.device_states import warmup
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
@@ -48,7 +48,7 @@ class DeviceRunnerMixin(TreeRunnerMixin):
                 f"{FULL_GRAPHS_VARIABLE}=1, legal: 0 or unset for targets with recurrent states, "
                 "whose trees no graph holds; unset it"
             )
-        with GRAPHS_OF_TREES.applied():
+        with TREE_GRAPHS.applied():
             super().initialize_kv_cache(*args, **kwargs)
 
     def profile_run(self, *args: Any, **kwargs: Any) -> None:

@@ -104,7 +104,9 @@ class FakeScheduler:
 
 @pytest.fixture(scope="module")
 def scheduler_cls():
-    FakeScheduler.update_from_output = metrics_bridge.with_stats(FakeScheduler.update_from_output)
+    FakeScheduler.update_from_output = metrics_bridge.wrap_update_from_output(
+        FakeScheduler.update_from_output
+    )
     return FakeScheduler
 
 
@@ -142,7 +144,7 @@ def manager_cls(monkeypatch):
             pass
 
     stock = inspect.unwrap(loggers.StatLoggerManager.__init__)
-    wrapped = metrics_bridge.with_tree_logger(stock)
+    wrapped = metrics_bridge.wrap_stat_logger_manager(stock)
     monkeypatch.setattr(loggers.StatLoggerManager, "__init__", wrapped)
     return lambda config, engines: loggers.StatLoggerManager(
         config, engines, custom_stat_loggers=[NoPrometheus], enable_default_loggers=False

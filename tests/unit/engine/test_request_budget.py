@@ -61,7 +61,7 @@ def test_only_our_schedulers_decline_placeholders(
 ) -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_specplug.engine.placeholders import without_placeholders
+    from vllm_specplug.engine.placeholders import wrap_scheduler
 
     def init(self: Any) -> None:
         self.vllm_config = SimpleNamespace(speculative_config=_spec("jetspec" if ours else None))
@@ -69,5 +69,5 @@ def test_only_our_schedulers_decline_placeholders(
         self.num_spec_tokens = 6
         self.scheduler_config = SimpleNamespace(max_num_seqs=4, async_scheduling=False)
 
-    monkeypatch.setattr(Scheduler, "__init__", without_placeholders(init))
+    monkeypatch.setattr(Scheduler, "__init__", wrap_scheduler(init))
     assert Scheduler().dynamic_sd_lookup == table

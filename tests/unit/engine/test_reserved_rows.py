@@ -10,7 +10,7 @@ from typing import Any
 from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE, ReservedRows
-from vllm_specplug.engine.metrics_bridge import with_stats
+from vllm_specplug.engine.metrics_bridge import wrap_update_from_output
 
 PLACEHOLDERS = [-1] * 6
 
@@ -26,7 +26,7 @@ def _reserved(scheduler: Any, reserved: ReservedRows | None) -> dict[str, int]:
         setattr(output, RESERVED_ROWS_ATTRIBUTE, reserved)
     # As it comes from a worker's process.
     output = pickle.loads(pickle.dumps(output))
-    with_stats(lambda *args: {})(scheduler, None, output)
+    wrap_update_from_output(lambda *args: {})(scheduler, None, output)
     return {request.request_id: len(request.spec_token_ids) for request in scheduler.running}
 
 

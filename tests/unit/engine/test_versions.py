@@ -43,7 +43,7 @@ FAULTS = {
 # Goes wrong in the middle of what is changed: an object that cannot be wrapped.
 HALFWAY = (
     "import vllm_specplug.engine.structured_output as ours; "
-    "ours.grammar_bitmask = lambda original: 1 / 0; "
+    "ours.wrap_grammar_bitmask = lambda original: 1 / 0; "
     "import vllm.engine.arg_utils as arg_utils; stock = arg_utils.SpeculativeConfig; "
     "from vllm.v1.core.sched.scheduler import Scheduler; before = dict(vars(Scheduler))"
 )

@@ -51,7 +51,7 @@ def test_pages_that_unlike_heads_share_are_zeroed(
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec([name], spec) for name, spec in groups.items()],
     )
-    configs = zeroed_pages.with_zeroed_pages(lambda *args: [made])
+    configs = zeroed_pages.wrap_get_kv_cache_configs(lambda *args: [made])
     config: Any = SimpleNamespace(speculative_config=object() if is_tree else None)
     (found,) = configs(config, [], [])
     # As vLLM hands it to the scheduler and to workers.

@@ -77,7 +77,7 @@ def test_everything_listed_is_used() -> None:
             or (not names.is_private(member) and f".{member}" in code)
             # Called on a runner, and not told apart from a method of the package's own.
             or f".runner.{member}(" in code
-        ), seam.describe()
+        ), seam
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,6 @@ def test_every_seam_says_why_and_is_listed_once() -> None:
     assert len(seen) == len(set(seen))
     for seam in ALL_SEAMS:
         assert seam.why and seam.remove_when and ":" in seam.target, seam
-        assert set(seam.describe()) == {"key", "kind", "target", "why", "remove_when"}
     assert {type(seam).__name__ for seam in ALL_SEAMS} >= {"Seam", "Overrides", "Wrap", "Register"}
 
 
