@@ -90,7 +90,7 @@ class Environment:
             self._install_torch()
             self._install_vllm()
             self._install_project()
-            self._mend()
+            self._repair()
         else:
             self._rebuild_project()
         self._check()
@@ -150,13 +150,14 @@ class Environment:
             remedy="The log names the package that failed; then run again.",
         )
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         code = (
-            "from vllm_specplug.cpu_environment import find_problems, mend; mend(find_problems())"
+            "from vllm_specplug.cpu_environment import find_problems, repair\n"
+            "repair(find_problems())"
         )
         result = subprocess.run([self.python, "-c", code], capture_output=True, text=True, cwd="/")
         if result.returncode != 0:
-            raise StepError(f"mending the packages of {VLLM[0]}: {result.stderr.strip()[-800:]}")
+            raise StepError(f"repairing the packages of {VLLM[0]}: {result.stderr.strip()[-800:]}")
 
     def _rebuild_project(self) -> None:
         self._pip(

@@ -27,8 +27,8 @@ app = typer.Typer(
 _errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"vllm-specplug {__version__}")
         raise typer.Exit
 
@@ -58,7 +58,7 @@ def _fail(message: str, code: int = 1) -> NoReturn:
 
 
 def _say(message: str) -> None:
-    """Prints progress to stderr: stdout has only the answer."""
+    """Prints progress to stderr, because stdout carries only the answer."""
     _errors.print(message, markup=False)
 
 
@@ -66,7 +66,7 @@ def _say(message: str) -> None:
 def doctor(
     target: Annotated[
         str | None,
-        typer.Option(help="Model whose CUDA kernels are compared. Default: an 8B model."),
+        typer.Option(help="Model whose CUDA kernels are compared; default: an 8B model."),
     ] = None,
     tensor_parallel_size: Annotated[
         int, typer.Option(min=1, help="Ranks that share the target.")
@@ -77,15 +77,14 @@ def doctor(
         typer.Option(
             "--fix",
             help="First repair the environment of vLLM's CPU build: uninstall CUDA builds that it "
-            "installed, and add its missing metadata.",
+            "pulled in, and add the package name that vLLM looks up.",
         ),
     ] = False,
 ) -> None:
     """Check versions, device, kernels and compatibility, and run a short self-test."""
     if fix:
-        _mend_environment()
-    # By default vLLM logs to stdout.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+        _repair_environment()
+    _log_to_stderr()
     from vllm_specplug.engine.doctor import collect
 
     _say("checking; this takes up to 30 seconds")
@@ -105,15 +104,20 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _mend_environment() -> None:
-    from vllm_specplug.cpu_environment import find_problems, mend
+def _log_to_stderr() -> None:
+    """Redirects vLLM's log from stdout, which carries only the answer."""
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+
+
+def _repair_environment() -> None:
+    from vllm_specplug.cpu_environment import find_problems, repair
 
     problems = find_problems()
-    _say(f"mending: {problems}" if problems else "nothing to mend")
+    _say(f"repairing: {problems}" if problems else "nothing to repair")
     try:
-        mend(problems)
+        repair(problems)
     except (RuntimeError, OSError) as error:
-        _fail(f"the environment could not be mended: {error}")
+        _fail(f"the environment could not be repaired: {error}")
 
 
 def _print_report(report: dict[str, Any]) -> None:
@@ -128,17 +132,17 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _print_kernels(kernels: dict[str, dict[str, Any]], chosen: str, shape: str) -> None:
-    """Prints a table of the CUDA kernels, with a mark at the chosen one."""
+    """Prints the CUDA kernels as a table, with a mark at the chosen one."""
     from rich.table import Table
 
     table = Table(title=f"Tree attention for {shape}", title_justify="left")
     for title in ("kernel", "serves", "µs per call"):
         table.add_column(title, justify="right" if title.startswith("µs") else "left")
     table.add_column("why not", overflow="fold")
-    for name, found in kernels.items():
-        time = "-" if found["us"] is None else f"{found['us']:.0f}"
+    for name, entry in kernels.items():
+        time = "-" if entry["us"] is None else f"{entry['us']:.0f}"
         mark = " (chosen)" if name == chosen else ""
-        table.add_row(f"{name}{mark}", _plain_words(found["serves"]), time, found["why_not"] or "")
+        table.add_row(f"{name}{mark}", _plain_words(entry["serves"]), time, entry["why_not"] or "")
     Console(highlight=False).print(table)
 
 
@@ -166,14 +170,13 @@ def inspect_command(
     head: Annotated[str, typer.Argument(help="Draft head: a folder, or a hub id in the cache.")],
     target: Annotated[str | None, typer.Option(help="Model to draft for (path or hub id).")] = None,
     method: Annotated[
-        str | None, typer.Option(help="Method to check it with. Default: the head's method.")
+        str | None, typer.Option(help="Method to use instead of the one that the head is made for.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show kind and requirements of a draft head, and whether it can be served here."""
-    # By default vLLM logs to stdout.
-    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
-    # The report contains the reasons of a refusal.
+    """Show what a draft head is, what it needs, and whether this machine can serve it."""
+    _log_to_stderr()
+    # The report contains the errors that vLLM would log.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     from vllm_specplug.engine.inspect_head import inspect_head
 
@@ -248,7 +251,7 @@ def _needs_head(method: str) -> bool:
 @app.command("options")
 def options_command(
     method: Annotated[
-        str | None, typer.Argument(help="Name of the method. Default: list the methods.")
+        str | None, typer.Argument(help="Name of the method; without one, lists the methods.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -370,8 +373,11 @@ def demo(
 
 
 def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[typer.Context], None]:
-    """Returns a command that forwards its arguments to an app, which is imported when the command
-    runs and needs an `extra` of the package."""
+    """Returns a command that forwards its arguments to an app and imports it only when it runs.
+
+    Args:
+        extra: extra of the package with the app's requirements.
+    """
 
     def command(ctx: typer.Context) -> None:
         try:
@@ -387,7 +393,7 @@ def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[ty
     return command
 
 
-# All arguments are forwarded, also `--help`.
+# All arguments are passed on, including `--help`.
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(
     "data",
@@ -414,7 +420,7 @@ def main() -> None:
     try:
         app(prog_name="specplug")
     except BrokenPipeError:
-        # The reader of the output has ended (`specplug doctor | head`).
+        # The reader of the output has closed it (`specplug doctor | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
 

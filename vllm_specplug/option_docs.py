@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Type, default, legal values and meaning of every option, from its declaration."""
+"""Tables of all options with type, default, legal values and meaning, from their declarations."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ HEADER = ("option", "type", "default", "legal", "meaning")
 
 
 def shared_options() -> list[tuple[str, ...]]:
-    """Returns a row per option of all methods."""
+    """Returns one row per option that all methods have."""
     rows: list[tuple[str, ...]] = [
         (
             "`method`",
             "string",
             "required",
             ", ".join(f"`{name}`" for name in legal_method_names()),
-            "The method; `tree` takes the one that the head is made for, by its config and tensor "
-            "names. vLLM's own methods work as ever.",
+            "The method; `tree` selects the one that the head is made for, by its config and "
+            "tensor names. vLLM's own methods work as usual.",
         ),
         (
             "`model`",
@@ -61,7 +61,7 @@ def shared_options() -> list[tuple[str, ...]]:
 
 
 def method_options(method: Method) -> list[tuple[str, ...]]:
-    """Returns a row per option of this method that not all methods have."""
+    """Returns one row per option that this method declares."""
     return [
         _row(name, info.annotation, info.default, info.metadata, info.description or "")
         for name, info in method.load_options().model_fields.items()
@@ -72,8 +72,8 @@ def _row(name: str, hint: Any, default: Any, metadata: Any, meaning: str) -> tup
     type_name, span, words = describe_type(hint)
     legal = ", ".join(part for part in (span, *(f"`{word}`" for word in words)) if part)
     legal = legal or bounds(metadata) or "any"
-    shown = "unset" if default is None else f"`{str(default).lower()}`"
-    return f"`{name}`", type_name, shown, legal, " ".join(meaning.split())
+    default_text = "unset" if default is None else f"`{str(default).lower()}`"
+    return f"`{name}`", type_name, default_text, legal, " ".join(meaning.split())
 
 
 def field_docs(cls: type) -> dict[str, str]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that all methods share: types, legal ranges, and the text of every refusal.
+"""Options that all methods share: types, legal ranges, and the messages of all refusals.
 
 `TreeOptions` is mixed into vLLM's `SpeculativeConfig` (see `engine/spec_config.py`), so each
 field here is a key of `--speculative-config`. Nothing in this file imports vLLM or torch.
@@ -23,8 +23,8 @@ TargetProductsName = Literal["auto", "packed", "vllm"]
 
 MAX_TREE_NODES = 256
 DEFAULT_TREE_NODES = 16
-# 16 rows with the root. A GPU kernel packs rows times query heads per KV head, mostly a power of
-# two, into row tiles: 16 rows fill them, and a 17th row would need one more tile.
+# 16 rows with the root. A GPU kernel packs rows times query heads per KV head (usually a power of
+# two) into row tiles: 16 rows fill them, and a 17th row would need another tile.
 DEFAULT_CUDA_TREE_NODES = 15
 DEFAULT_TREE_WIDTH = 8
 
@@ -48,10 +48,10 @@ REMOVED_OPTIONS = {
     "unigram": "put the counts beside the local head, as unigram.safetensors",
     "expand_width": "a level expands the 16 best nodes of each request",
 }
-"""Options of earlier versions by name, and what replaces each."""
+"""Options of earlier versions by name, and what replaces each of them."""
 
 _MAX_CONTEXT = 2**31 - 1
-"""Longest context; the front end cannot send a larger number to the engine."""
+"""Maximum context length; the front end cannot send a larger number to the engine."""
 
 
 @dataclass(config={"extra": "forbid"})
@@ -89,7 +89,7 @@ class TreeOptions:
     """Number format of the draft head's matrices. "int8" quantizes matrices per row at start and
     their inputs per token: half the bytes and nearly twice the speed on a CPU with VNNI or AMX.
     "fp8" does the same in e4m3 on a GPU of compute capability 9.0 or more, for a target in
-    bfloat16. "full" keeps the target's dtype. "auto" takes "int8" on such a CPU if the target is in
+    bfloat16. "full" keeps the target's dtype. "auto" uses "int8" on such a CPU if the target is in
     bfloat16 or float16, and "fp8" on a GPU of compute capability 9.x for matrices of at least 2^23
     numbers."""
     target_products: TargetProductsName = "auto"
@@ -97,24 +97,24 @@ class TreeOptions:
     this package's kernels. With AVX-512 BF16 they store the weights losslessly in three quarters of
     the bytes and multiply a dozen rows in less time than vLLM needs for one. Without AVX-512 they
     need a fifth to an eighth of vLLM's time for a dozen rows, because vLLM then multiplies row by
-    row. "auto" takes "packed" on a CPU with AVX-512 BF16 but no AMX, or with AVX2 but no AVX-512,
+    row. "auto" uses "packed" on a CPU with AVX-512 BF16 but no AMX, or with AVX2 but no AVX-512,
     unless AMD's zentorch is installed; on such a CPU the tree kernel also attends rows without
     drafts. "vllm" leaves both to vLLM."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute" and
     "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are
     preferences: if one does not work, the engine uses the next one that does. "reference" is the
-    readable torch version. "auto" takes the fastest kernel that is correct on this machine; on CUDA
-    the engine times all that run at start."""
+    readable torch version. "auto" uses the fastest kernel that is correct on this machine; on CUDA
+    the engine times all kernels that run at start."""
 
 
 def tree_option_names() -> tuple[str, ...]:
-    """Names of the fields of `TreeOptions`."""
+    """Returns the names of the fields of `TreeOptions`."""
     return tuple(field.name for field in fields(TreeOptions))
 
 
 def changed_tree_options(options: Any) -> list[str]:
-    """Names of the tree options that differ from their default on `options`."""
+    """Returns the names of the tree options that differ from their default on `options`."""
     changed = []
     for field in fields(TreeOptions):
         default: Any = field.default
@@ -126,7 +126,7 @@ def changed_tree_options(options: Any) -> list[str]:
     return changed
 
 
-# vLLM options without a meaning for trees, and what to do instead.
+# vLLM options that do not apply to trees, and what to do instead.
 UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
     "draft_tensor_parallel_size": "drafting is replicated on every rank; leave it out",
     "quantization": "draft heads are served unquantized; leave it out",
@@ -200,12 +200,12 @@ def check_target_products(name: str, device_type: str) -> None:
 
 
 def option_error(field: str, value: object, legal: str, remedy: str) -> ValueError:
-    """The refusal of an option: field, value, legal values and remedy."""
+    """Returns the error for an option: field, value, legal values and remedy."""
     return ValueError(f"speculative_config.{field}={value!r} is not usable: {legal}. {remedy}.")
 
 
 def describe_type(hint: Any) -> tuple[str, str, tuple[str, ...]]:
-    """A type's name in JSON, its range in words, and its legal words."""
+    """Returns a type's name in JSON, its range in words, and its legal words."""
     if get_origin(hint) in (Union, types.UnionType):
         choices = [arg for arg in get_args(hint) if arg is not type(None)]
         if len(choices) > 1 and get_origin(choices[-1]) is Literal:
@@ -222,7 +222,7 @@ def describe_type(hint: Any) -> tuple[str, str, tuple[str, ...]]:
 
 
 def bounds(metadata: Any) -> str:
-    """A range from annotated-types bounds: "low..high", "low or more", "" without a lower one."""
+    """Returns a field's bounds as text: "low..high", "low or more", "" without a lower one."""
     low = next((entry.ge for entry in metadata if hasattr(entry, "ge")), None)
     high = next((entry.le for entry in metadata if hasattr(entry, "le")), None)
     if low is None:
@@ -233,12 +233,12 @@ def bounds(metadata: Any) -> str:
 def value_error(
     field: str, value: object, hint: Any, metadata: Any = (), default: Any = None
 ) -> ValueError:
-    """The refusal of a value of a wrong type or out of range.
+    """Returns the error for a value of a wrong type or out of range.
 
     Args:
         hint: the declared type.
         metadata: its bounds.
-        default: the value that holds if the option is left out.
+        default: the value if the option is left out.
     """
     kind, span, words = describe_type(hint)
     quoted = words if kind == "bool" else [json.dumps(word) for word in words]
@@ -279,8 +279,13 @@ def is_number(hint: Any) -> bool:
     return bool not in parts and bool({int, float} & set(parts))
 
 
-def shown(value: object) -> str:
-    """The `repr` of a user's value, cut to 80 characters for a message."""
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer; booleans are not."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def short_repr(value: object) -> str:
+    """Returns the `repr` of a user's value, cut to 80 characters for a message."""
     try:
         text = repr(value)
     except Exception:  # integers of thousands of digits; a `__repr__` that raises
@@ -306,7 +311,7 @@ class RequestBudget:
 
 
 def request_budget_limit(options: Any) -> int:
-    """Maximum number of nodes that a request may ask for."""
+    """Returns the maximum number of nodes that a request may ask for."""
     max_nodes: int = options.num_speculative_tokens
     if options.max_request_budget is not None:
         return min(max_nodes, options.max_request_budget)
@@ -315,7 +320,7 @@ def request_budget_limit(options: Any) -> int:
 
 
 def max_scheduled_rows(scheduler_config: Any) -> int:
-    """Maximum number of rows that vLLM's scheduler puts into one step."""
+    """Returns the maximum number of rows that vLLM's scheduler puts into one step."""
     rows: int = scheduler_config.max_num_batched_tokens
     return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
 
@@ -323,10 +328,10 @@ def max_scheduled_rows(scheduler_config: Any) -> int:
 def rows_of_requests(
     num_requests: int, max_step_rows: int, scheduler_rows: int | None, max_requests: int
 ) -> int:
-    """Maximum number of rows that `num_requests` requests and their trees may fill together.
+    """Returns the maximum number of rows that `num_requests` requests and their trees may fill.
 
-    One share of the scheduler's rows stays free for a waiting request: trees that filled every row
-    would keep it waiting until a running request ends.
+    One share of the scheduler's rows stays free for a waiting request; otherwise it would wait
+    until a running request ends.
 
     Args:
         scheduler_rows: maximum rows that the scheduler puts into one step; None for no limit.
@@ -350,7 +355,7 @@ def check_request_limit(max_request_budget: int | None, num_speculative_tokens: 
 
 
 def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> RequestBudget:
-    """The budget and context limit of a request; the engine's if the request sets none.
+    """Returns the budget and context limit of a request; the engine's if the request sets none.
 
     Args:
         extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
@@ -365,29 +370,25 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> Req
         name = "num_speculative_tokens"
     nodes = extra.get(REQUEST_BUDGET_ARG, "auto")
     is_auto = isinstance(nodes, str) and nodes == "auto"
-    if not is_auto and not (_is_integer(nodes) and 0 <= nodes <= max_nodes):
+    if not is_auto and not (is_integer(nodes) and 0 <= nodes <= max_nodes):
         raise ValueError(
-            f'{REQUEST_BUDGET_ARG}={shown(nodes)} is not usable: "auto" (the server '
+            f'{REQUEST_BUDGET_ARG}={short_repr(nodes)} is not usable: "auto" (the server '
             f"decides) or a number of nodes from 0 (no drafts) to {name}={max_nodes}. "
             "Give one of these, or leave it out"
         )
     context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
-    if context is not None and not (_is_integer(context) and 0 <= context <= _MAX_CONTEXT):
+    if context is not None and not (is_integer(context) and 0 <= context <= _MAX_CONTEXT):
         raise ValueError(
-            f"{REQUEST_CONTEXT_ARG}={shown(context)} is not usable: a number of tokens from 0 to "
-            f"{_MAX_CONTEXT}. Give an integer, or leave it out"
+            f"{REQUEST_CONTEXT_ARG}={short_repr(context)} is not usable: a number of tokens from 0 "
+            f"to {_MAX_CONTEXT}. Give an integer, or leave it out"
         )
     return RequestBudget(None if is_auto else nodes, context)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> None:
     """Raises ValueError unless `tree_budget` is "auto" or fits into num_speculative_tokens."""
     if tree_budget == "auto" or (
-        _is_integer(tree_budget) and 0 <= int(tree_budget) <= num_speculative_tokens
+        is_integer(tree_budget) and 0 <= int(tree_budget) <= num_speculative_tokens
     ):
         return
     raise option_error(
@@ -400,7 +401,7 @@ def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> No
 
 def check_num_nodes(num_speculative_tokens: Any) -> None:
     """Raises ValueError unless the node budget is within 1..MAX_TREE_NODES."""
-    if not _is_integer(num_speculative_tokens) or not 1 <= num_speculative_tokens <= MAX_TREE_NODES:
+    if not is_integer(num_speculative_tokens) or not 1 <= num_speculative_tokens <= MAX_TREE_NODES:
         raise option_error(
             "num_speculative_tokens",
             num_speculative_tokens,
@@ -409,8 +410,8 @@ def check_num_nodes(num_speculative_tokens: Any) -> None:
         )
 
 
-def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None, width: int) -> None:
-    """Raises ValueError if the node budget is too small for the depth."""
+def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None) -> None:
+    """Raises ValueError if the node budget is illegal or too small for the depth."""
     check_num_nodes(num_speculative_tokens)
     if tree_depth is not None and num_speculative_tokens < tree_depth:
         raise option_error(
@@ -420,28 +421,25 @@ def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None, width:
             "can never be reached",
             f"Raise num_speculative_tokens to {tree_depth} or more, or lower tree_depth",
         )
-    assert width >= 1
 
 
-def check_tree_depth(tree_depth: int | None, block_size: int, deepest: int | None = None) -> int:
-    """The depth to draft with a head of `block_size` slots; slot 0 holds the anchor.
+def check_tree_depth(tree_depth: int | None, block_size: int, max_depth: int) -> int:
+    """Returns the depth to draft with a head of `block_size` slots; slot 0 holds the anchor.
 
     Args:
-        deepest: maximum depth that the block drafts; `block_size` - 1 if None.
+        max_depth: maximum depth that the block drafts.
 
     Raises:
-        ValueError: when `tree_depth` asks for more than the head can draft.
+        ValueError: if `tree_depth` exceeds `max_depth`.
     """
-    if deepest is None:
-        deepest = block_size - 1
     if tree_depth is None:
-        return deepest
-    if tree_depth > deepest:
+        return max_depth
+    if tree_depth > max_depth:
         raise option_error(
             "tree_depth",
             tree_depth,
-            f"this head drafts blocks of {block_size} slots, so depths 1..{deepest} are possible",
-            f"Lower tree_depth to {deepest} or less, or use a head trained with longer blocks",
+            f"this head drafts blocks of {block_size} slots, so depths 1..{max_depth} are possible",
+            f"Lower tree_depth to {max_depth} or less, or use a head trained with longer blocks",
         )
     return tree_depth
 

@@ -127,13 +127,13 @@ def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
     module = "vllm_specplug.cpu_environment"
     monkeypatch.setattr(f"{module}.find_problems", lambda: Problems(("torchcodec",), False))
-    monkeypatch.setattr(f"{module}.mend", lambda problems: done.append(problems.broken[0]))
+    monkeypatch.setattr(f"{module}.repair", lambda problems: done.append(problems.broken[0]))
     monkeypatch.setattr(
         "vllm_specplug.engine.doctor.collect",
         lambda **asked: done.append("report") or {"ok": True},
     )
     result = runner.invoke(cli.app, ["doctor", "--fix"])
-    assert result.exit_code == 0 and "mending: torchcodec" in result.stderr
+    assert result.exit_code == 0 and "repairing: torchcodec" in result.stderr
     assert done == ["torchcodec", "report"]
     assert runner.invoke(cli.app, ["doctor"]).exit_code == 0
     assert done[2:] == ["report"]
@@ -141,9 +141,9 @@ def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(problems: Problems) -> None:
         raise RuntimeError("externally managed")
 
-    monkeypatch.setattr(f"{module}.mend", fail)
+    monkeypatch.setattr(f"{module}.repair", fail)
     result = runner.invoke(cli.app, ["doctor", "--fix"])
-    assert result.exit_code == 1 and "could not be mended: externally managed" in result.stderr
+    assert result.exit_code == 1 and "could not be repaired: externally managed" in result.stderr
 
 
 def test_doctor_prints_cuda_kernels_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

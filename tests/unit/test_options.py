@@ -66,15 +66,15 @@ def test_tree_budget_range(budget: int) -> None:
 
 def test_budget_below_depth_is_refused() -> None:
     with pytest.raises(ValueError, match="num_speculative_tokens=3 .*tree_depth=5.*Raise"):
-        check_tree_shape(3, 5, 4)
-    check_tree_shape(5, 5, 4)
+        check_tree_shape(3, 5)
+    check_tree_shape(5, 5)
 
 
 def test_depth_beyond_the_head_is_refused() -> None:
-    assert check_tree_depth(None, 8) == 7
-    assert check_tree_depth(3, 8) == 3
+    assert check_tree_depth(None, 8, 7) == 7
+    assert check_tree_depth(3, 8, 7) == 3
     with pytest.raises(ValueError, match=r"tree_depth=8 .*1\.\.7"):
-        check_tree_depth(8, 8)
+        check_tree_depth(8, 8, 7)
 
 
 def test_foreign_options_are_refused_by_name() -> None:

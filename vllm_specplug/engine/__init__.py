@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is changed in vLLM before a worker exists; `seams` lists and applies it."""
+"""Code that runs in every vLLM process, before a worker exists. `seams` lists what it changes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _logger = logging.getLogger("vllm.specplug")
 
 
 def install() -> None:
-    """Makes our methods known to vLLM, or makes them refuse. Idempotent and re-entrant.
+    """Adds our methods to vLLM, or makes vLLM refuse them. Idempotent and re-entrant.
 
-    With a supported vLLM the method names become legal values of `--speculative-config`;
-    with any other, choosing one of them stops at config time with the reason. When something
-    cannot be changed, earlier changes are undone and the methods refuse as well.
+    On a supported vLLM the method names become legal values of `--speculative-config`. On any
+    other, choosing one of them stops at config time with the reason. If a change fails, the earlier
+    ones are undone and the methods are refused as well.
     """
     from vllm_specplug.seams import PROCESS_SEAMS, REFUSAL
 
@@ -27,7 +27,7 @@ def install() -> None:
         try:
             PROCESS_SEAMS.apply()
         except Exception as error:
-            _logger.exception("vllm-specplug could not be put in place")
+            _logger.exception("vllm-specplug could not be installed into this vLLM")
             report = SeamReport(report.vllm_version, str(error).rstrip("."))
     if not report.supported:
         _logger.warning("%s; its speculative methods are switched off.", report.problem)

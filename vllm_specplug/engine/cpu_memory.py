@@ -33,18 +33,18 @@ def fit_to_free_memory(vllm_config: Any) -> None:
     ):
         return
     memory = get_memory_node_info(get_allowed_cpu_list()[0].numa_node)
-    asked = memory.total_memory * default
-    if asked <= memory.available_memory - _OTHER_PROCESSES:
+    default_bytes = memory.total_memory * default
+    if default_bytes <= memory.available_memory - _OTHER_PROCESSES:
         return
     # All ranks may run on one node.
-    granted = memory.available_memory * _SHARE_OF_FREE / vllm_config.parallel_config.world_size
-    cache.gpu_memory_utilization = granted / memory.total_memory
+    worker_bytes = memory.available_memory * _SHARE_OF_FREE / vllm_config.parallel_config.world_size
+    cache.gpu_memory_utilization = worker_bytes / memory.total_memory
     _logger.warning(
-        "vLLM takes %.0f %% of a CPU's memory (%.1f GiB) unless told otherwise, and %.1f GiB are "
-        "free. Each worker takes %.1f GiB instead. Set VLLM_CPU_KVCACHE_SPACE to the GiB that its "
-        "KV cache is to have.",
+        "By default vLLM takes %.0f %% of a CPU's memory (%.1f GiB), but only %.1f GiB are free. "
+        "Each worker takes %.1f GiB instead. Set VLLM_CPU_KVCACHE_SPACE to choose the size of the "
+        "KV cache in GiB.",
         100 * default,
-        asked / 2**30,
+        default_bytes / 2**30,
         memory.available_memory / 2**30,
-        granted / 2**30,
+        worker_bytes / 2**30,
     )

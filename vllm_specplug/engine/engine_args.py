@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combinations only the whole engine config shows, refused before any process starts."""
+"""Refuses what trees do not support, as the engine config shows it, before any process starts."""
 
 from __future__ import annotations
 
@@ -19,43 +19,47 @@ from vllm_specplug.engine.spec_config import (
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
 from vllm_specplug.options import REMOVED_OPTIONS, tree_option_names
-from vllm_specplug.registry import find_method, get_method, owners_of
+from vllm_specplug.registry import find_method, owners_of
 
 
-def _refuse(method: str, what: str, remedy: str) -> None:
-    raise ValueError(f"Speculative method {method!r} cannot be used with {what}. {remedy}.")
+def _refuse(method: str, feature: str, remedy: str) -> None:
+    raise ValueError(f"Speculative method {method!r} cannot be used with {feature}. {remedy}.")
+
+
+def _dtype_name(vllm_config: Any) -> str:
+    return str(vllm_config.model_config.dtype).removeprefix("torch.")
 
 
 def check_option_names(
     spec_method: str | None, options: dict[str, Any] | None, spec_model: str | None = None
 ) -> None:
-    """Refuses unknown keys of one of our methods, with the nearest legal name.
+    """Refuses keys that one of our methods does not have, with the nearest legal name.
 
     Raises:
         ValueError: naming the key, its value and every legal key.
     """
     options = options or {}
-    found = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
-    if found is None:
+    method = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
+    if method is None:
         return
-    method = found.name
-    legal = option_names(method)
+    legal = option_names(method.name)
     for key, value in options.items():
         name = key.replace("-", "_")
         if name in REMOVED_OPTIONS and name not in legal:
             raise ValueError(
-                f"speculative_config.{name} (given {value!r}) is no option any more: "
+                f"speculative_config.{name} (given {value!r}) is no longer an option: "
                 f"{REMOVED_OPTIONS[name]}. Leave it out."
             )
-        # Another method's option is refused with its owners' names when the config is built.
+        # Building the config refuses another method's option, with the names of its methods.
         if name not in legal and not owners_of(name):
             near = difflib.get_close_matches(name, sorted(legal), n=1)
             hint = f"Did you mean {near[0]!r}? " if near else ""
-            own = get_method(method).option_names()
-            usual = ("model", "num_speculative_tokens", *tree_option_names(), *own)
+            names = (
+                "model", "num_speculative_tokens", *tree_option_names(), *method.option_names()
+            )  # fmt: skip
             raise ValueError(
                 f"speculative_config has no option {key!r} (given {value!r}). {hint}"
-                f"Options of method {method!r}: {', '.join(usual)}."
+                f"Options of method {method.name!r}: {', '.join(names)}."
             )
 
 
@@ -76,7 +80,7 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(
             method,
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
-            "vLLM only drafts on the last rank, while every rank's layers need the tree's parents "
+            "vLLM drafts only on the last rank, but every rank's layers need the tree's parents "
             "and the accepted path: use pipeline_parallel_size=1 (tensor parallelism works)",
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
@@ -96,11 +100,11 @@ def check_engine_config(vllm_config: Any) -> None:
             "of a step",
         )
     _check_row_features(method, vllm_config)
-    if str(model.dtype).removeprefix("torch.") not in ("float32", "bfloat16", "float16"):
+    if _dtype_name(vllm_config) not in ("float32", "bfloat16", "float16"):
         _refuse(
             method,
             f"dtype={model.dtype}",
-            "Tree kernels read bfloat16, float16 and float32: use one",
+            "Tree kernels read bfloat16, float16 and float32: use one of them",
         )
     _check_cache_dtype(method, spec, vllm_config)
     if model.use_mla:
@@ -111,20 +115,19 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
     if model.is_multimodal_model or model.uses_mrope:
         _check_multimodal(method, spec, model)
-    option = spec.plan.target_forward_option if spec.plan else None
-    if model.is_moe and parallel.data_parallel_size > 1 and option:
+    if model.is_moe and parallel.data_parallel_size > 1 and spec.target_forward_option:
         _refuse(
             method,
-            f"{option} on a mixture-of-experts target with "
+            f"{spec.target_forward_option} on a mixture-of-experts target with "
             f"data_parallel_size={parallel.data_parallel_size}",
-            "Replicas run every forward together, and a draft forward is one replica's own: "
-            "use another setting of that option, or data_parallel_size=1",
+            "Replicas run every forward together, but each replica drafts by itself: use another "
+            "setting of that option, or data_parallel_size=1",
         )
     _check_token_budget(method, spec, vllm_config.scheduler_config)
 
 
 def _check_row_features(method: str, vllm_config: Any) -> None:
-    """Refuses features of vLLM that take a request's rows for consecutive tokens."""
+    """Refuses features of vLLM that read a request's rows as consecutive tokens."""
     if vllm_config.watermark_config is not None:
         _refuse(method, "watermarking", "It reads the rows before each row; leave watermarking out")
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
@@ -139,41 +142,42 @@ def _check_row_features(method: str, vllm_config: Any) -> None:
         _refuse(
             method,
             "enable_return_routed_experts=True",
-            "It takes a request's first rows for its accepted ones, and an accepted path may skip "
+            "It reads a request's first rows as its accepted tokens, but an accepted path may skip "
             "rows of its tree: leave it out, or serve without speculation",
         )
 
 
 def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) -> None:
-    """vLLM embeds text and images before the forward, and gives positions on every axis."""
+    """Refuses features that need more than vLLM's embeddings and its positions on every axis."""
     target = f"a multimodal or M-RoPE target ({model.architectures[0]})"
-    option = spec.plan.target_forward_option if spec.plan else None
-    if option:
+    if spec.target_forward_option:
         _refuse(
             method,
-            f"{option} on {target}",
-            "A draft forward has token ids and one position each: use another setting of that "
-            "option, or a text-only target",
+            f"{spec.target_forward_option} on {target}",
+            "A draft forward has only token ids and one position per token: use another setting of "
+            "that option, or a text-only target",
         )
     images = model.multimodal_config
     if images is not None and images.is_multimodal_pruning_enabled():
         _refuse(
             method,
             f"video_pruning_rate={images.video_pruning_rate}",
-            "vLLM computes the positions of all rows again where it prunes: leave it out",
+            "vLLM recomputes the positions of all rows when it prunes: leave it out",
         )
 
 
-# What describes Gated DeltaNet layers in a model's config.
-# What vLLM's CPU kernels for them take. They look at the first step with requests, which would then
-# end an engine that has started.
+# Dtypes that vLLM's CPU kernels for Gated DeltaNet layers support. The kernels check the dtype in
+# the first step with requests, where a failure would end a running engine.
 STATE_DTYPES = ["bfloat16"]
+# Fields of a model's config that describe such layers.
 _DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads")
 
 
 def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Refuses recurrent layers whose state cannot follow a tree: all but Gated DeltaNet. Whether
-    all layers are such is seen once they are built."""
+    """Refuses recurrent layers other than Gated DeltaNet, whose state cannot follow a tree.
+
+    The config does not tell the kind of each layer; workers check the layers once they are built.
+    """
     model = vllm_config.model_config
     if not all(hasattr(model.hf_text_config, name) for name in _DELTA_NET):
         _refuse(
@@ -183,25 +187,28 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             "and Gated DeltaNet layers",
         )
     device = vllm_config.device_config.device_type
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = _dtype_name(vllm_config)
     if device == "cpu" and dtype not in STATE_DTYPES:
         _refuse(
             method,
             f"dtype={dtype} on a target with Gated DeltaNet layers ({model.architectures[0]})",
-            'vLLM\'s CPU kernels for them only take bfloat16: set dtype="bfloat16"',
+            'vLLM\'s CPU kernels for them support only bfloat16: set dtype="bfloat16"',
         )
-    option = spec.plan.target_forward_option if spec.plan else None
-    if option:
+    if spec.target_forward_option:
         _refuse(
             method,
-            f"{option} on a target with recurrent states ({model.architectures[0]})",
+            f"{spec.target_forward_option} on a target with recurrent states "
+            f"({model.architectures[0]})",
             "A draft forward would change them; use another setting of that option",
         )
 
 
 def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Multi-head latent attention: its cache is read on a CPU, as vLLM's reference backend writes
-    it. Whether all layers are such, and what turns their queries, is seen once they are built."""
+    """Refuses multi-head latent attention except on a CPU, where trees read the cache of vLLM's
+    reference backend.
+
+    Workers check the kind of each layer, and its rotary operator, once they are built.
+    """
     model = vllm_config.model_config
     target = f"an MLA target ({model.architectures[0]})"
     device = vllm_config.device_config.device_type
@@ -210,48 +217,46 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             method,
             f"{target} on {device!r}",
             "Trees over latent caches are only computed on CPUs; use a target with MHA or GQA, or "
-            "a chain method of vLLM's own",
+            "one of vLLM's own chain methods",
         )
     if spec.tree_kernel not in ("auto", "reference"):
         _refuse(
             method,
             f"tree_kernel={spec.tree_kernel!r} on {target}",
-            'Latent caches are only read with torch: use tree_kernel="auto" or "reference"',
+            'Only torch kernels read latent caches: use tree_kernel="auto" or "reference"',
         )
-    wanted = vllm_config.cache_config.cache_dtype
-    dtype = str(model.dtype).removeprefix("torch.")
-    if wanted not in ("auto", dtype):
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if cache_dtype not in ("auto", _dtype_name(vllm_config)):
         _refuse(
             method,
-            f"kv_cache_dtype={wanted!r} on {target}",
-            'vLLM\'s CPU_MLA backend has none but kv_cache_dtype="auto"',
+            f"kv_cache_dtype={cache_dtype!r} on {target}",
+            'vLLM\'s CPU_MLA backend supports only kv_cache_dtype="auto"',
         )
     scheduler = vllm_config.scheduler_config
-    most = scheduler.max_num_scheduled_tokens
-    if not scheduler.enable_chunked_prefill and most is not None and most < model.max_model_len:
+    limit = scheduler.max_num_scheduled_tokens
+    if not scheduler.enable_chunked_prefill and limit is not None and limit < model.max_model_len:
         _refuse(
             method,
-            f"max_num_scheduled_tokens={most} on {target}",
+            f"max_num_scheduled_tokens={limit} on {target}",
             "Without chunked prefill, which vLLM turns off here, a longer prompt would never be "
             f"scheduled: leave it out, or give at least max_model_len={model.max_model_len}",
         )
-    option = spec.plan.target_forward_option if spec.plan else None
+    option = spec.target_forward_option
     if _reads_target_cache(spec):
         _refuse(
             method,
             f"{option} on {target}" if option else target,
-            "Its drafts read the target's keys and values by head, and a latent cache has none: "
-            f"use another {'setting of that option' if option else 'method'}",
+            "Its drafts read the target's keys and values of each head, which a latent cache does "
+            f"not have: use another {'setting of that option' if option else 'method'}",
         )
 
 
 def _reads_target_cache(spec: SpecPlugSpeculativeConfig) -> bool:
-    """Whether drafts read the target's own keys and values, by head and as they were computed."""
-    option = spec.plan.target_forward_option if spec.plan else None
-    return Capability.TARGET_CACHE in spec.needs() or option is not None
+    """Whether drafts read the target's own keys and values of each head, unquantised."""
+    return Capability.TARGET_CACHE in spec.needs() or spec.target_forward_option is not None
 
 
-# vLLM's names of the quantised caches whose numbers tree rows are read from, by device.
+# vLLM's names of the quantised caches that tree kernels read, by device.
 SERVED_CACHES: dict[str, tuple[str, ...]] = {
     "cpu": tuple(FP8_CACHES),
     "cuda": (*sorted(E4M3_CACHES), *TOKEN_SCALE_CACHES),
@@ -259,29 +264,29 @@ SERVED_CACHES: dict[str, tuple[str, ...]] = {
 
 
 def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Tree rows are read and moved as numbers of the model's dtype or of 8 bits."""
-    wanted = vllm_config.cache_config.cache_dtype
-    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
-    # The layers of such a checkpoint turn "auto" into "fp8" when they are built.
+    """Refuses a KV cache that has neither the model's dtype nor an 8-bit dtype of the kernels."""
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    dtype = _dtype_name(vllm_config)
+    # The layers of a checkpoint with such a scheme turn "auto" into "fp8" when they are built.
     scheme = getattr(vllm_config.quant_config, "kv_cache_scheme", None)
-    if wanted == dtype or (wanted == "auto" and scheme is None):
+    if cache_dtype == dtype or (cache_dtype == "auto" and scheme is None):
         return
-    what = f"kv_cache_dtype={wanted!r} of a target of dtype {dtype}"
-    if wanted == "auto":
-        what = f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache"
+    cache = f"kv_cache_dtype={cache_dtype!r} of a target of dtype {dtype}"
+    if cache_dtype == "auto":
+        cache = f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache"
     remedy = f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are'
     device = vllm_config.device_config.device_type
     if device not in SERVED_CACHES:
-        _refuse(method, f"{what} on {device!r}", remedy)
+        _refuse(method, f"{cache} on {device!r}", remedy)
     served = SERVED_CACHES[device]
-    if wanted not in ("auto", *served):
-        _refuse(method, f"{what} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
+    if cache_dtype not in ("auto", *served):
+        _refuse(method, f"{cache} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
     if device == "cuda" and spec.tree_kernel == "reference":
-        _refuse(method, f"{what} and tree_kernel={spec.tree_kernel!r}", remedy)
+        _refuse(method, f"{cache} and tree_kernel={spec.tree_kernel!r}", remedy)
     if _reads_target_cache(spec):
-        option = spec.plan.target_forward_option if spec.plan else None
+        option = spec.target_forward_option
         drafts = f"with {option} its drafts" if option else "its drafts"
-        _refuse(method, f"{what}: {drafts} read the target's cache", remedy)
+        _refuse(method, f"{cache}: {drafts} read the target's cache", remedy)
 
 
 def _check_token_budget(
@@ -289,32 +294,35 @@ def _check_token_budget(
 ) -> None:
     rows = spec.num_speculative_tokens + 1
     for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
-        most = getattr(scheduler_config, name)
-        if most is not None and rows > most:
+        limit = getattr(scheduler_config, name)
+        if limit is not None and rows > limit:
             raise ValueError(
                 f"speculative_config.num_speculative_tokens={spec.num_speculative_tokens} needs "
-                f"{rows} rows for one request, but {name}={most}. Lower num_speculative_tokens or "
+                f"{rows} rows for one request, but {name}={limit}. Lower num_speculative_tokens or "
                 f"raise --{name.replace('_', '-')}."
             )
 
 
-def _take_prompts_whole(vllm_config: Any) -> None:
-    """Under speculation vLLM limits the rows of a step before its CPU platform turns chunked
-    prefill off and raises the limit's origin; a prompt that is longer would wait for ever."""
+def _fit_steps_to_prompts(vllm_config: Any) -> None:
+    """Raises the limit of a step to the longest prompt if vLLM turned chunked prefill off.
+
+    Under speculation vLLM computes the limit before its CPU platform turns chunked prefill off and
+    raises `max_num_batched_tokens`; a longer prompt would never be scheduled.
+    """
     scheduler = vllm_config.scheduler_config
     if tree_config(vllm_config) is not None and not scheduler.enable_chunked_prefill:
         scheduler.max_num_scheduled_tokens = scheduler.max_num_batched_tokens
 
 
 def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.create_engine_config` with our checks. Seam: engine_config."""
+    """`EngineArgs.create_engine_config` with the checks of this module. Seam: engine_config."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             check_option_names(self.spec_method, self.speculative_config, self.spec_model)
             vllm_config = original(self, *args, **kwargs)
             if self.max_num_scheduled_tokens is None:
-                _take_prompts_whole(vllm_config)
+                _fit_steps_to_prompts(vllm_config)
             check_engine_config(vllm_config)
             if tree_config(vllm_config) is not None:
                 fit_to_free_memory(vllm_config)

@@ -29,10 +29,10 @@ def inspect_head(
         method: the method to use instead of the one that recognises the head.
 
     Returns:
-        A JSON object; "served" is None where no target was given and nothing speaks against it.
+        A JSON object; "served" is None if no target was given and no problem was found.
 
     Raises:
-        ValueError: when there is no such head, or its files cannot be read.
+        ValueError: if there is no such head, or its files cannot be read.
     """
     path = resolve_head_path(model, method or BY_HEAD)
     head = read_head_files(path)
@@ -46,20 +46,20 @@ def inspect_head(
         chosen = recognise_head(path) if method is None else get_method(method)
     except ValueError as error:
         return {**report, "served": False, "reason": str(error)}
-    fitting = misfit(chosen, head)
-    if fitting is not None and (target is None or not chosen.needs_head):
+    owner = misfit(chosen, head)
+    if owner is not None and (target is None or not chosen.needs_head):
         reason = (
             f"method {chosen.name!r} does not draft with this head, which is one of method "
-            f"{fitting.name!r}: {fitting.summary}"
+            f"{owner.name!r}: {owner.summary}"
         )
         return {**report, "served": False, "reason": reason}
     report["needs"] = _needs(chosen.needs)
     config = {"method": chosen.name, "model": str(path)}
     report["speculative_config"] = config
     if target is None:
-        reason = "name the target with --target to have it checked; the head may need more"
+        reason = "give --target to check the head against a target, where it may need more"
         return {**report, "served": None, "reason": reason}
-    # Last: what is needed by this very head takes the place of what its method needs.
+    # Last, so that the needs of this head replace those of its method.
     return {**report, "target": target, **_served(target, config, chosen)}
 
 
@@ -76,11 +76,11 @@ def _files(head: HeadFiles) -> dict[str, Any]:
 
 
 def _made_for(config: Mapping[str, Any]) -> str | None:
-    """The target that the head's own config names, where it does."""
-    found: Any = config.get("speculators_config")
-    for name in ("verifier", "name_or_path"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found if isinstance(found, str) else None
+    """Returns the target that the head's own config names; None if it names none."""
+    value: Any = config
+    for name in ("speculators_config", "verifier", "name_or_path"):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value if isinstance(value, str) else None
 
 
 def _needs(needs: frozenset[Capability]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, An
 
     try:
         check_target(target)
-        # A copy: vLLM writes into what it is given.
+        # A copy, because vLLM changes the dict.
         engine = EngineArgs(model=target, speculative_config=dict(config)).create_engine_config()
     except Exception as error:
         return {"served": False, "reason": first_message(error)}

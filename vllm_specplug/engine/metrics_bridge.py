@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Carries a step's statistics from the runner's output to /metrics, and to the scheduler what the
-worker wants reserved (`placeholders.keep_reserved_rows`).
+"""Carries a step's statistics from the runner's output to /metrics.
+
+It also gives the scheduler the worker's reservations (`placeholders.keep_reserved_rows`).
 
 Seam: metrics_bridge.
 
 What: (1) `Scheduler.update_from_output` is wrapped to copy attribute `specplug_stats` of the
-runner's output to the `SchedulerStats` it returns; (2) `EngineCoreOutputs.scheduler_stats` is
+runner's output to the `SchedulerStats` it returns. (2) `EngineCoreOutputs.scheduler_stats` is
 retyped to a subclass of `SchedulerStats` that declares the field, because the front end decodes
-by declared type and drops everything else; (3) `StatLoggerManager.__init__` is wrapped to add one
-stat logger, when the engine runs one of our methods.
+by declared type and drops everything else. (3) `StatLoggerManager.__init__` is wrapped to add one
+stat logger if the engine runs one of our methods.
 
-Why: the numbers are made in a worker process and scraped in the API server's. vLLM has a channel
-between the two and no field on it for others; its plugin group for stat loggers gives the
-receiving end only, and switches statistics on for servers that do not use our methods.
+Why: a worker process makes the numbers, and the API server's process exports them. vLLM's channel
+between the two has no field for plugins. Its plugin group for stat loggers covers only the
+receiving end, and switches statistics on for servers that do not use our methods.
 
 Remove when: vLLM lets a runner attach statistics that reach stat loggers (a free-form field on
-`ModelRunnerOutput` and `SchedulerStats`); then only the stat logger stays.
+`ModelRunnerOutput` and `SchedulerStats`). Then only the stat logger stays.
 
-Not wrapped by subclass: the front end's decoder caches the types of `EngineCoreOutputs` when it is
-first made, so the seams must be in place before an engine client exists. The plugin's entry point
-sees to that.
+The front end's decoder caches the types of `EngineCoreOutputs` when it is built, so the seams must
+be applied before an engine client exists. The plugin's entry point ensures it.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_specplug.engine.placeholders import keep_reserved_rows
+from vllm_specplug.engine.spec_config import tree_config
 from vllm_specplug.metrics import STATS_ATTRIBUTE, PrometheusExporter
 
 
 @dataclass
 class TreeSchedulerStats(SchedulerStats):
-    """vLLM's statistics of a step, and the plugin's."""
+    """vLLM's statistics of a step with those of the plugin."""
 
-    # payload of metrics.StepStats
+    # Payload of metrics.StepStats
     specplug_stats: dict[str, Any] | None = None
 
 
 class TreeStatLogger(AggregateStatLoggerBase):
-    """Receives the statistics in the front end and counts them, one label set per engine."""
+    """Counts the statistics in the front end, with one set of labels per engine."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int]) -> None:
         model_name = str(vllm_config.model_config.served_model_name)
@@ -71,8 +72,10 @@ class TreeStatLogger(AggregateStatLoggerBase):
 
 
 def attach_stats(outputs: dict[int, EngineCoreOutputs], payload: dict[str, Any]) -> None:
-    """Put `payload` on the one output that carries scheduler statistics; without one (statistics
-    are switched off) it is dropped."""
+    """Adds `payload` to the output that carries scheduler statistics.
+
+    Without such an output (statistics are switched off) it is dropped.
+    """
     for output in outputs.values():
         stats = output.scheduler_stats
         if stats is not None:
@@ -96,17 +99,11 @@ def wrap_update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_stat_logger_manager(original: Callable[..., None]) -> Callable[..., None]:
-    """`StatLoggerManager.__init__`, with a logger added if the engine runs one of our methods."""
+    """`StatLoggerManager.__init__`, which adds a logger if the engine runs one of our methods."""
 
     def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         original(self, vllm_config, *args, **kwargs)
-        if _drafts_trees(vllm_config):
+        if tree_config(vllm_config) is not None:
             self.stat_loggers.append(TreeStatLogger(vllm_config, self.engine_indexes))
 
     return init
-
-
-def _drafts_trees(vllm_config: Any) -> bool:
-    from vllm_specplug.engine.spec_config import tree_config
-
-    return tree_config(vllm_config) is not None

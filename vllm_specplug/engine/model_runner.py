@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree methods run in vLLM's V2 model runner.
+"""Selects vLLM's V2 model runner for tree methods.
 
 Seams: model_runner_v2, cpu_admission.
 
-What: `VllmConfig.use_v2_model_runner` is true of a config with a tree method, and
-`_get_v2_model_runner_unsupported_features` leaves out the entry that stands for our methods: they
-reach vLLM as `custom_class`, which V2 does not run. On a CPU `_validate_v2_model_runner` does not
-ask for Triton: workers put kernels in its place. `VllmConfig.__post_init__` runs as if nobody had
-asked for asynchronous scheduling, which is set when it is done: vLLM admits it by the names of its
-own methods, and its CPU platform switches it off without a word. An engine process checks its
-config this way once more.
+What: `VllmConfig.use_v2_model_runner` is true for a config with a tree method.
+`_get_v2_model_runner_unsupported_features` omits our methods, which reach vLLM as `custom_class`,
+a method that V2 does not run. On a CPU `_validate_v2_model_runner` does not require Triton, because
+workers install kernels of their own. `VllmConfig.__post_init__` runs with asynchronous scheduling
+switched off, and the requested value is set afterwards: vLLM allows it by the names of its own
+methods, and its CPU platform silently switches it off. An engine process checks its config again
+in the same way.
 
 Remove when: vLLM has a proposer registry, and CPU kernels for V2.
 """
@@ -25,7 +25,7 @@ from vllm_specplug.seams.seam import resolve
 
 
 def replace_use_v2_model_runner(stock: property) -> property:
-    """`VllmConfig.use_v2_model_runner`, true of a config with a tree method."""
+    """`VllmConfig.use_v2_model_runner`, true for a config with a tree method."""
 
     def use_v2_model_runner(self: Any) -> bool:
         return tree_config(self) is not None or stock.__get__(self)
@@ -34,7 +34,7 @@ def replace_use_v2_model_runner(stock: property) -> property:
 
 
 def wrap_unsupported_features(original: Callable[[Any], list[str]]) -> Callable[[Any], list[str]]:
-    """The list of what V2 lacks, without the methods that run in it."""
+    """The list of features that V2 does not support, without our methods."""
 
     def unsupported_features(self: Any) -> list[str]:
         features = original(self)
@@ -47,10 +47,10 @@ def wrap_unsupported_features(original: Callable[[Any], list[str]]) -> Callable[
 
 
 def wrap_validate_v2_model_runner(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """The check of a V2 config. With a tree method it passes on a CPU without Triton.
+    """The check of a V2 config, which a tree method also passes on a CPU without Triton.
 
     Raises:
-        ValueError: naming the method and what vLLM's V2 runner does not support.
+        ValueError: naming the method and the features that vLLM's V2 runner does not support.
     """
 
     def validate(self: Any) -> None:
@@ -59,10 +59,10 @@ def wrap_validate_v2_model_runner(original: Callable[[Any], None]) -> Callable[[
         spec = tree_config(self)
         if spec is None:
             return original(self)
-        if lacking := self._get_v2_model_runner_unsupported_features():
+        if unsupported := self._get_v2_model_runner_unsupported_features():
             raise ValueError(
                 f"Speculative method {spec.plugin_method!r} runs in vLLM's V2 model runner, which "
-                f"does not support {', '.join(lacking)}. Leave that out, or the method."
+                f"does not support {', '.join(unsupported)}. Leave that out, or the method."
             )
         if not current_platform.is_cpu() or resolve(CPU_ADMISSION.target):
             return original(self)
@@ -73,38 +73,43 @@ def wrap_validate_v2_model_runner(original: Callable[[Any], None]) -> Callable[[
 
 
 def wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """A config's completion. With a tree method, steps are scheduled ahead of the host: on a GPU
-    unless told not to, on a CPU when asked."""
+    """`VllmConfig.__post_init__`, which supports asynchronous scheduling for tree methods.
+
+    It is on by default on a GPU, and off by default on a CPU.
+    """
 
     def post_init(self: Any) -> None:
         if tree_config(self) is None:
             original(self)
             return
         scheduler, parallel = self.scheduler_config, self.parallel_config
-        asked = scheduler.async_scheduling
-        nccl_asked = parallel.disable_nccl_for_dp_synchronization
+        requested = scheduler.async_scheduling
+        disable_nccl = parallel.disable_nccl_for_dp_synchronization
         scheduler.async_scheduling = False
         original(self)
-        scheduler.async_scheduling = schedules_ahead(self, asked)
-        if scheduler.async_scheduling and nccl_asked is None:
-            # vLLM's default beside asynchronous scheduling.
+        scheduler.async_scheduling = schedules_ahead(self, requested)
+        if scheduler.async_scheduling and disable_nccl is None:
+            # vLLM's default with asynchronous scheduling.
             parallel.disable_nccl_for_dp_synchronization = True
 
     return post_init
 
 
-def schedules_ahead(vllm_config: Any, asked: bool | None) -> bool:
-    """Whether steps of this config are scheduled ahead.
+def schedules_ahead(vllm_config: Any, requested: bool | None) -> bool:
+    """Returns whether an engine with this config schedules asynchronously.
+
+    Args:
+        requested: the user's `async_scheduling`; None for the default of the device.
 
     Raises:
-        ValueError: when it was asked for and the executor cannot do it.
+        ValueError: if it was requested and the executor does not support it.
     """
     from vllm.v1.executor.abstract import Executor
 
-    wanted = asked if asked is not None else vllm_config.device_config.device_type != "cpu"
+    wanted = requested if requested is not None else vllm_config.device_config.device_type != "cpu"
     if not wanted or Executor.get_class(vllm_config).supports_async_scheduling():
         return wanted
-    if asked:
+    if requested:
         backend = vllm_config.parallel_config.distributed_executor_backend
         raise ValueError(
             f"async_scheduling=True cannot be used with distributed_executor_backend={backend!r}, "

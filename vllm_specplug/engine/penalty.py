@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contextual penalty for every server the plugin is installed in, speculating or not.
+"""The contextual penalty on every server with the plugin, with or without speculation.
 
-Seam: penalty_processor. vLLM's own entry point for logits processors is not used: it loads the
-same classes into both of its model runners, whose interfaces differ. The processor is V2's.
+Seam: penalty_processor. vLLM's entry point for logits processors is not used, because it loads the
+same classes into both model runners, whose interfaces differ. The processor is one of V2.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _PROCESSOR = "vllm_specplug.vllm_v2.penalty_processor"
 
 
 class PenaltyProcessor:
-    """What vLLM calls to build the processor; the front end loads the list of them as well."""
+    """The class that vLLM calls to build the processor; the front end also loads it."""
 
     def __new__(cls, vllm_config: Any, req_states: Any) -> Any:
-        # Imported only where a runner is built.
+        # Imported only in processes that build a runner.
         module = importlib.import_module(_PROCESSOR)
         return module.ContextualPenalty(vllm_config, req_states)
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Nothing: `check_request` did."""
+        """Does nothing, because `check_request` has validated them."""
 
 
 def wrap_load_logitsprocs(original: Callable[[Any], list[Any]]) -> Callable[[Any], list[Any]]:
-    """The list of custom processors, the plugin's before a user's own."""
+    """The list of custom processors, with the plugin's before the user's own."""
 
     def load(logits_processors: Any) -> list[Any]:
         return [PenaltyProcessor, *original(logits_processors)]
@@ -45,8 +45,8 @@ def wrap_load_logitsprocs(original: Callable[[Any], list[Any]]) -> Callable[[Any
 
 
 def check_request(vllm_config: Any, params: Any) -> None:
-    """Refuses names that the plugin does not know, a bad penalty, and one that this server would
-    not apply.
+    """Refuses unknown parameters of the plugin, an illegal penalty, and one that this server
+    would not apply.
 
     Raises:
         VLLMValidationError: naming the parameter; the server answers 400.
@@ -57,8 +57,8 @@ def check_request(vllm_config: Any, params: Any) -> None:
     unknown = unknown_request_arg(extra)
     if unknown is not None:
         raise VLLMValidationError(unknown[1], parameter=unknown[0])
-    given = next((name for name in PENALTY_ARGS if name in extra), None)
-    if given is None:
+    name = next((name for name in PENALTY_ARGS if name in extra), None)
+    if name is None:
         return
     try:
         parse_penalty(extra, vllm_config.model_config.max_model_len)
@@ -66,7 +66,7 @@ def check_request(vllm_config: Any, params: Any) -> None:
         raise VLLMValidationError(str(error), parameter=named_arg(error)) from None
     reason = _unavailable(vllm_config)
     if reason is not None:
-        raise VLLMValidationError(f"{given} is not available here: {reason}.", parameter=given)
+        raise VLLMValidationError(f"{name} is not available here: {reason}.", parameter=name)
 
 
 def _unavailable(vllm_config: Any) -> str | None:
@@ -77,14 +77,14 @@ def _unavailable(vllm_config: Any) -> str | None:
         )
     if not vllm_config.use_v2_model_runner:
         return (
-            "this server runs in vLLM's V1 model runner; use one of vllm-specplug's methods, or "
-            "set VLLM_USE_V2_MODEL_RUNNER=1 where vLLM has it"
+            "this server uses vLLM's V1 model runner; use one of vllm-specplug's methods, or set "
+            "VLLM_USE_V2_MODEL_RUNNER=1 where vLLM supports it"
         )
     return None
 
 
 def wrap_params_validator(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """vLLM's checks of a request's parameters, with the plugin's before them."""
+    """vLLM's validator of request parameters, which runs the plugin's checks first."""
 
     def build(self: Any) -> Any:
         validate = original(self)

@@ -10,10 +10,10 @@ Why: without the table, the scheduler pads a request that starts with a single r
 1 + num_speculative_tokens rows of drafts -1, so that all requests of a step have equal rows and fit
 full CUDA graphs. Trees differ in size anyway, the padding can never be accepted, and every row
 costs compute. A scheduler that works ahead reserves the table's rows before it knows the trees, so
-the table holds the budget of one request in such a batch. That is only the start:
-`keep_reserved_rows` then cuts the reservation to the worker's request in each step's output.
+the table holds the budget of one request in such a batch. `keep_reserved_rows` later cuts the
+reservation to what the worker requests in each step's output.
 
-Remove when: a proposer can say that it does not want the padding, and how many rows it wants.
+Remove when: a proposer can decline the padding and choose the number of rows.
 """
 
 from __future__ import annotations
@@ -27,39 +27,41 @@ from vllm_specplug.options import max_scheduled_rows, request_budget_limit, rows
 
 
 def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[int]:
-    """Most drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
-    most = scheduler_config.max_num_seqs
-    # No request leaves as much as one.
-    sizes = [max(1, size) for size in range(most + 1)]
+    """Returns the maximum drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
+    max_requests = scheduler_config.max_num_seqs
+    # The entry of 0 requests is that of one.
+    sizes = [max(1, size) for size in range(max_requests + 1)]
     if spec.tree_budget == "auto" and not scheduler_config.async_scheduling:
-        # The scheduler gets the trees themselves, of the sizes that the worker chose.
+        # The scheduler gets the trees themselves, in the sizes that the worker chose.
         return [nodes for _ in sizes]
     if spec.tree_budget != "auto":
         nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
     limit = max_scheduled_rows(scheduler_config)
-    rows = [rows_of_requests(size, spec.max_step_rows or limit, limit, most) for size in sizes]
+    max_rows = spec.max_step_rows or limit
+    rows = [rows_of_requests(size, max_rows, limit, max_requests) for size in sizes]
     return [
-        min(nodes, max(0, together // size - 1)) for size, together in zip(sizes, rows, strict=True)
+        min(nodes, max(0, step_rows // size - 1))
+        for size, step_rows in zip(sizes, rows, strict=True)
     ]
 
 
 def keep_reserved_rows(scheduler: Any, model_runner_output: Any) -> None:
-    """Cuts the reservations of a scheduler that works ahead to what its worker asked for.
+    """Cuts the reservations of a scheduler that works ahead to those that its worker requested.
 
-    Call when the output's step is accounted for: the step behind it is scheduled already, the one
-    after that is not.
+    Call it after the scheduler has processed the output. The step after the output's is scheduled
+    by then; the reservations are of the step after that.
     """
     reserved: ReservedRows | None = getattr(model_runner_output, RESERVED_ROWS_ATTRIBUTE, None)
     if reserved is None:
         return
     for request in scheduler.running:
-        # A new list: vLLM shares its placeholders between requests.
+        # A new list, because vLLM shares its placeholders between requests.
         if len(request.spec_token_ids) > (nodes := reserved.nodes(request.request_id)):
             request.spec_token_ids = request.spec_token_ids[:nodes]
 
 
 def wrap_scheduler(original: Callable[..., None]) -> Callable[..., None]:
-    """The scheduler's constructor, and the table after it."""
+    """`Scheduler.__init__`, which then sets the table."""
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)

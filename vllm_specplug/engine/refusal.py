@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refusals of a start: the message comes first and last, without vLLM's stack frames.
+"""Errors that refuse to start an engine, shown without vLLM's stack frames.
 
-On a vLLM that this release does not support, the plugin's methods refuse with the reason.
+The message is logged before the traceback and ends it.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from vllm_specplug.engine.versions import SeamReport, check_vllm, refusal_text
 from vllm_specplug.registry import legal_method_names
 
 reason: SeamReport | None = None
-"""Why the methods are unavailable, as found when the plugin was installed."""
+"""Why the methods are unavailable; set when the plugin is installed."""
 
 
 _logger = logging.getLogger("vllm.specplug")
-_NOT_THE_USERS = tuple(
+_FOREIGN_FOLDERS = tuple(
     f"{Path(folder).resolve()}/"
     for folder in (sys.prefix, sys.base_prefix, Path(__file__).parents[1])
 )
 
 
 class Refusal(ValueError):
-    """Refuses what this engine cannot do; the message says what to do instead."""
+    """The engine cannot do what its config requests; the message says what to do instead."""
 
 
 def refused(message: str) -> Refusal:
-    """Returns the error to raise for a refused start, and logs its message.
+    """Logs the message of a refused start and returns the error to raise.
 
-    vLLM and notebooks print their frames before an error, hence the log. A traceback that Python
-    prints has only the user's own frames.
+    The log is there because vLLM and notebooks print their own frames before the error. A traceback
+    that Python prints shows only the user's frames.
     """
     _logger.error("%s", message)
     if not isinstance(sys.excepthook, _Hook):
@@ -45,30 +45,30 @@ def refused(message: str) -> Refusal:
 
 
 class _Hook:
-    """`sys.excepthook` that leaves everything but refusals to the one before it."""
+    """`sys.excepthook` for refusals; it passes all other errors to the previous hook."""
 
-    def __init__(self, before: Callable[..., Any]) -> None:
-        self.before = before
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self.previous = previous
 
     def __call__(
         self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
     ) -> None:
         if not isinstance(error, Refusal):
-            self.before(kind, error, tb)
+            self.previous(kind, error, tb)
             return
-        frames = [frame for frame in traceback.extract_tb(tb) if _is_the_users(frame.filename)]
+        frames = [frame for frame in traceback.extract_tb(tb) if _is_user_file(frame.filename)]
         for line in traceback.format_list(frames):
             sys.stderr.write(line)
         sys.stderr.write(f"ValueError: {error}\n")
 
 
-def _is_the_users(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     path = Path(file).resolve()
-    return path.is_file() and not str(path).startswith(_NOT_THE_USERS)
+    return path.is_file() and not str(path).startswith(_FOREIGN_FOLDERS)
 
 
 def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`EngineArgs.create_engine_config` that stops our methods by name. Seam: refusal."""
+    """`EngineArgs.create_engine_config` that refuses our methods. Seam: refusal."""
 
     def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
         spec = self.speculative_config or {}

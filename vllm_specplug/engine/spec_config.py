@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`SpeculativeConfig` with the methods of the registry and their typed options.
 
-Must stay importable by dotted path before any plugin has run: the engine core and the
-workers unpickle instances of this class, possibly before they load plugins.
+The module must stay importable before any plugin has run: the engine core and the workers may
+unpickle instances of the class before they load plugins.
 
 vLLM reads the annotations of config classes as types: no `from __future__ import annotations`.
 """
@@ -55,7 +55,7 @@ from vllm_specplug.seams.seam import resolve
 
 logger = init_logger("vllm.specplug.config")
 
-# What `custom_class` instantiates; the worker replaces it by the method's drafter.
+# The class that `custom_class` names. In workers it holds the method's drafter.
 PROPOSER_PATH = "vllm_specplug.vllm_worker.proposer.DrafterHost"
 
 WORKERS = {
@@ -76,39 +76,36 @@ CAPABILITIES = {
         }
     ),
 }
-"""What a drafter is given on each device."""
+"""Capabilities of the runner on each device."""
+# Capabilities that need all KV heads; with tensor parallelism a rank has only some.
+ONE_RANK_CAPABILITIES = frozenset({Capability.TARGET_CACHE})
 
 
 def current_device() -> str:
-    """This machine's, as the tables above name it."""
+    """Returns the type of this machine's device, as in `WORKERS`."""
     from vllm.platforms import current_platform
 
     return "cuda" if current_platform.is_cuda() else current_platform.device_type
 
 
-# What is there on a single rank only: with tensor parallelism a rank has some of the KV heads.
-ONE_RANK = frozenset({Capability.TARGET_CACHE})
-
-
 @config
 class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
-    """vLLM's speculative options, the plugin's methods, the options of `TreeOptions` and those of
-    the method itself."""
+    """vLLM's speculative options, `TreeOptions`, and the options of one of the plugin's methods."""
 
-    # Names that the command line offers; `_take_method` is what decides.
+    # The names that the command line offers. `_take_method` decides which are legal.
     method: Literal[(SpeculativeMethod, *legal_method_names())] | None = None  # type: ignore[valid-type]
-    """The name of the speculative method to use; vLLM's own, or one of vllm-specplug's."""
+    """The name of the speculative method: one of vLLM's own, or one of vllm-specplug's."""
     method_options: Any = None
-    """`MethodOptions` of the method. Made from the method's own keys, never given as such."""
+    """`MethodOptions` of the method, made from the method's own keys; users cannot set it."""
     plugin_method: str | None = None
-    """Set when the method is the plugin's; `method` then reads "custom_class". Never given."""
+    """Name of the plugin's method, for which `method` is "custom_class"; users cannot set it."""
     plan: DraftPlan | None = Field(default=None, init=False)
-    """What the method made of its options and its head."""
+    """The method's resolved options and head."""
 
     @model_validator(mode="before")
     @classmethod
     def _take_method(cls, values: Any) -> Any:
-        """Collects the keys that only the method has."""
+        """Moves the method's own keys into `method_options`."""
         if not isinstance(values, ArgsKwargs) or not values.kwargs:
             return values
         given = dict(values.kwargs)
@@ -125,7 +122,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         own = () if method is None else method.option_names()
         for key in given:
             owners = owners_of(key)
-            # A stranger's method may not take an option away from vLLM's own methods.
+            # A third-party method must not hide an option of vLLM's own methods.
             if owners and key not in own and key not in _vllm_defaults():
                 raise option_error(
                     key,
@@ -134,7 +131,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                     f"Leave {key} out",
                 )
         if method is not None:
-            _check_no_truth_values(given)
+            _refuse_booleans(given)
             taken = {key: given.pop(key) for key in own if key in given}
             given["method_options"] = method.parse_options(taken)
             given["plugin_method"] = method.name
@@ -158,7 +155,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             on_gpu = current_device() == "cuda"
             nodes = DEFAULT_CUDA_TREE_NODES if on_gpu else DEFAULT_TREE_NODES
             self.num_speculative_tokens = max(nodes, self.tree_depth or 0)
-        check_tree_shape(self.num_speculative_tokens, self.tree_depth, self.tree_width)
+        check_tree_shape(self.num_speculative_tokens, self.tree_depth)
         check_tree_budget(self.tree_budget, self.num_speculative_tokens)
         check_request_limit(self.max_request_budget, self.num_speculative_tokens)
         check_vllm_options(self, _vllm_defaults(), method.name)
@@ -168,7 +165,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         try:
             self.plan = options.resolve(method.name, self, info)
         except ValueError as error:
-            raise _naming_its_method(error, method, self.model) from None
+            raise _with_owner(error, method, self.model) from None
         self.model = PROPOSER_PATH
         super().__post_init__()
         self._claim_worker()
@@ -182,34 +179,38 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
     @property
     def draft_depth(self) -> int | None:
-        """Depth that the method drafts to by itself."""
+        """Maximum depth that the method itself drafts, without lookups."""
         return None if self.plan is None else self.plan.depth
 
     @property
+    def target_forward_option(self) -> str | None:
+        """The option, with its value, that makes drafts run the target itself; None without one."""
+        return None if self.plan is None else self.plan.target_forward_option
+
+    @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Auxiliary hidden-state layers of the target, in vLLM's numbering (output of decoder
-        layer i is i + 1)."""
+        """Auxiliary hidden-state layers of the target in vLLM's numbering: the output of decoder
+        layer i is i + 1."""
         return () if self.plan is None else tuple(i + 1 for i in self.plan.hidden_layers)
 
     @property
     def reads_next_tokens(self) -> bool:
-        """Whether the draft's context of a token depends on the token after it."""
+        """Whether the draft's context for a token depends on the next token."""
         method = self.plugin_method
         return method is not None and Capability.NEXT_TOKENS in get_method(method).needs
 
     def use_eagle_block_drop(self) -> bool:
-        """Whether the scheduler takes the last block of a prefix hit as not cached."""
-        own = self.reads_next_tokens and not self.disable_eagle_block_drop
-        return own or super().use_eagle_block_drop()
+        """Whether the scheduler treats the last block of a prefix hit as not cached."""
+        drops_block = self.reads_next_tokens and not self.disable_eagle_block_drop
+        return drops_block or super().use_eagle_block_drop()
 
     def _claim_worker(self) -> None:
-        """Our worker builds the model runner with the tree mixin."""
+        """Sets the worker class of the device, and refuses what it does not support."""
         from vllm.platforms import current_platform
 
         device = current_device()
         method = get_method(str(self.plugin_method))
-        needs = self.needs()
-        missing = sorted(needs - CAPABILITIES.get(device, frozenset()))
+        missing = sorted(self.needs() - CAPABILITIES.get(device, frozenset()))
         problem = device_problem(device) if device in WORKERS else None
         if problem:
             raise ValueError(refusal_text(method.name, SeamReport("", problem)))
@@ -218,17 +219,17 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             raise ValueError(
                 f"Speculative method {method.name!r} does not run on device "
                 f"{current_platform.device_name!r} in this release{lacking}. Use a CPU build of "
-                "vLLM, or a chain method of vLLM's own."
+                "vLLM, or one of vLLM's own chain methods."
             )
         _check_model_runner(method.name, device)
         parallel = self.target_parallel_config
         ranks = parallel.tensor_parallel_size
-        unshared = sorted(method.needs & ONE_RANK)
-        if ranks > 1 and unshared:
+        one_rank = sorted(method.needs & ONE_RANK_CAPABILITIES)
+        if ranks > 1 and one_rank:
             raise ValueError(
                 f"tensor_parallel_size={ranks} cannot be combined with speculative method "
-                f"{method.name!r}: it needs {', '.join(unshared)}, and a rank has some of the KV "
-                "heads. Use --tensor-parallel-size 1, or another method."
+                f"{method.name!r}: it needs {', '.join(one_rank)}, but a rank has only some of the "
+                "KV heads. Use --tensor-parallel-size 1, or another method."
             )
         check_kernel(self.tree_kernel, device)
         check_draft_weights(self.draft_weights, device)
@@ -242,12 +243,12 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         parallel.worker_cls = WORKERS[device]
 
     def needs(self) -> frozenset[Capability]:
-        """What the method and its head need of the adapter of a device."""
+        """Returns the capabilities that the method and its head need."""
         method = get_method(str(self.plugin_method))
         return method.needs | (self.plan.needs if self.plan else frozenset())
 
     def compute_hash(self) -> str:
-        """The parent's hash, plus what changes the compiled graph: auxiliary layers, products."""
+        """Extends vLLM's hash by what changes the compiled graph: auxiliary layers and products."""
         parent = super().compute_hash()
         if self.plugin_method is None:
             return parent
@@ -268,30 +269,30 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
 
 def _check_model_runner(method: str, device: str) -> None:
-    """Trees run in vLLM's V2 model runner, on a CPU without Triton by kernels of this package.
+    """Refuses an environment that selects the V1 runner, because trees run in the V2 runner.
 
     Raises:
-        ValueError: when the environment asks for V1.
+        ValueError: naming the variable.
     """
     from vllm import envs
 
-    asked = envs.VLLM_USE_V2_MODEL_RUNNER
-    if asked is False:
+    use_v2 = envs.VLLM_USE_V2_MODEL_RUNNER
+    if use_v2 is False:
         raise ValueError(
             f"VLLM_USE_V2_MODEL_RUNNER=0 cannot be combined with speculative method {method!r}, "
             "which runs in vLLM's V2 model runner only. Unset VLLM_USE_V2_MODEL_RUNNER."
         )
-    if asked is None and device == "cpu" and not resolve(CPU_ADMISSION.target):
+    if use_v2 is None and device == "cpu" and not resolve(CPU_ADMISSION.target):
         logger.info(
-            "Speculative method %r takes vLLM's V2 model runner, with CPU kernels of this package "
-            "in place of Triton's. Plain vLLM takes V1 on this machine: greedy answers are the "
-            "same, seeded ones are not, because the two runners draw other random numbers.",
+            "Speculative method %r uses vLLM's V2 model runner, with CPU kernels of this package "
+            "instead of Triton's. Plain vLLM uses V1 on this machine: greedy answers are the "
+            "same, seeded ones are not, because the two runners draw different random numbers.",
             method,
         )
 
 
 def option_names(method: str) -> tuple[str, ...]:
-    """All keys that `--speculative-config` may have for one of our methods."""
+    """Returns all keys that `--speculative-config` may have for one of our methods."""
     internal = {"method_options", "plugin_method"}
     shared = [
         f.name for f in fields(SpecPlugSpeculativeConfig) if f.init and f.name not in internal
@@ -300,12 +301,12 @@ def option_names(method: str) -> tuple[str, ...]:
 
 
 def _declared(name: str) -> Any:
-    """Annotation, bounds and default of an option."""
+    """Returns the pydantic field of an option."""
     return vars(SpecPlugSpeculativeConfig)["__pydantic_fields__"][name]
 
 
-def _check_no_truth_values(given: dict[str, Any]) -> None:
-    """Refuses true and false for numbers, which pydantic would read as 1 and 0."""
+def _refuse_booleans(given: dict[str, Any]) -> None:
+    """Refuses true and false as numbers, which pydantic would read as 1 and 0."""
     for name in ("num_speculative_tokens", *tree_option_names()):
         hint = _declared(name).annotation
         if isinstance(given.get(name), bool) and is_number(hint):
@@ -313,7 +314,7 @@ def _check_no_truth_values(given: dict[str, Any]) -> None:
 
 
 def _wrong_value(name: str, value: object, reason: str) -> ValueError:
-    """The refusal of an option's value; `reason` is pydantic's, for types without words."""
+    """Returns the error for an option's value; `reason` is pydantic's message."""
     if name == "method":
         return _unknown_method(value)
     if name == "num_speculative_tokens":
@@ -329,45 +330,47 @@ def _wrong_value(name: str, value: object, reason: str) -> ValueError:
 
 def _unknown_method(name: object) -> ValueError:
     ours = legal_method_names()
-    near = difflib.get_close_matches(str(name), [*ours, *_names(SpeculativeMethod)], n=1)
+    near = difflib.get_close_matches(str(name), [*ours, *_literal_values(SpeculativeMethod)], n=1)
     meant = f"Did you mean {near[0]!r}? " if near else ""
     return option_error(
         "method",
         name,
-        f"legal: {', '.join(ours)}, and the methods of vLLM's own that its documentation lists",
-        f"{meant}`specplug options` says what each of the first drafts with",
+        f"legal: {', '.join(ours)}, and vLLM's own methods, which its documentation lists",
+        f"{meant}`specplug options` describes the methods of vllm-specplug",
     )
 
 
-def _names(literal: Any) -> list[str]:
-    """The words of a `Literal`, which may hold others."""
+def _literal_values(literal: Any) -> list[str]:
+    """Returns the values of a `Literal`, which may contain other `Literal`s."""
     return [
         name
         for part in get_args(literal)
-        for name in ([part] if isinstance(part, str) else _names(part))
+        for name in ([part] if isinstance(part, str) else _literal_values(part))
     ]
 
 
-def _naming_its_method(error: ValueError, method: Method, model: str | None) -> ValueError:
-    """A refusal of a head, with the method that it is made for where that is another one."""
+def _with_owner(error: ValueError, method: Method, model: str | None) -> ValueError:
+    """Returns the error for a head that `method` refused, naming another method that owns it."""
     try:
         head = read_head_files(resolve_head_path(model, method.name))
     except ValueError:
         return error
-    fitting = misfit(method, head)
-    if fitting is None or fitting.name in str(error):
+    owner = misfit(method, head)
+    if owner is None or owner.name in str(error):
         return error
     return option_error(
         "method",
         method.name,
-        f"this head is one of method {fitting.name!r}, {fitting.summary}",
-        f'Use "method": "{fitting.name}", or a head of method {method.name!r}',
+        f"this head is one of method {owner.name!r}, {owner.summary}",
+        f'Use "method": "{owner.name}", or a head of method {method.name!r}',
     )
 
 
 def refusal_message(error: ValueError) -> str | None:
-    """What refused a config in the package's own words, without pydantic's frame; None where it was
-    vLLM that refused it, for a reason of its own."""
+    """Returns the package's message for a refused config, without pydantic's frame.
+
+    Returns None if vLLM refused the config.
+    """
     if isinstance(error, ValidationError):
         first = error.errors(include_url=False)[0]
         cause = first.get("ctx", {}).get("error")
@@ -385,7 +388,7 @@ def refusal_message(error: ValueError) -> str | None:
 
 
 def _vllm_defaults() -> dict[str, Any]:
-    """Defaults of vLLM's own speculative options by name."""
+    """Returns the defaults of vLLM's own speculative options by name."""
     defaults = {}
     for field in fields(SpeculativeConfig):
         default: Any = field.default
@@ -394,12 +397,12 @@ def _vllm_defaults() -> dict[str, Any]:
 
 
 def speculative_config_class(stock: type) -> type:
-    """The class `EngineArgs` builds speculative configs from. Seam: spec_config."""
+    """Returns the class that `EngineArgs` builds speculative configs from. Seam: spec_config."""
     return SpecPlugSpeculativeConfig
 
 
 def tree_config(vllm_config: Any) -> SpecPlugSpeculativeConfig | None:
-    """Our speculative config of `vllm_config`, or None when another method (or none) runs."""
+    """Returns the speculative config of one of our methods; None if another method or none runs."""
     spec = vllm_config.speculative_config
     if isinstance(spec, SpecPlugSpeculativeConfig) and spec.plugin_method is not None:
         return spec

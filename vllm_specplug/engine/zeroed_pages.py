@@ -6,12 +6,12 @@ Seam: zeroed_pages.
 What: wraps `get_kv_cache_configs`. For our methods, a config whose groups have several head shapes
 asks vLLM to zero new pages, as vLLM's own configs do for several precisions.
 
-Why: a draft whose values are not finite gets NaN keys (`kernels.finite_values`). They do no harm to
-rows that do not attend it, as long as the page is read as it was written. A group with other heads
-may read such keys as values, and attention multiplies the values after a request's last token by 0,
-which gives NaN. Draft layers write only finite numbers.
+Why: a draft whose values are not finite gets NaN keys (`kernels.finite_values`). Rows that do not
+attend it are unaffected as long as the page is read with the layout that it was written in. A group
+with other heads may read such keys as values, and attention multiplies the values after a request's
+last token by 0, which gives NaN. Draft layers write only finite numbers.
 
-Remove when: kernels leave out the values of columns that a row does not attend.
+Remove when: kernels skip the values of columns that a row does not attend.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_specplug.engine.spec_config import tree_config
 
 
 class ZeroedKVCacheConfig(KVCacheConfig):
-    """Copied for the scheduler and sent to workers with its class."""
+    """A config that asks vLLM to zero new pages; copies and pickles keep the class."""
 
     @property
     def needs_kv_cache_zeroing(self) -> bool:
@@ -34,7 +34,7 @@ class ZeroedKVCacheConfig(KVCacheConfig):
 
 
 def has_unlike_heads(config: Any) -> bool:
-    """Returns whether groups of target layers that share memory have unlike heads or blocks."""
+    """Whether groups of target layers that share memory differ in heads or block size."""
     shapes = {
         (spec.num_kv_heads, spec.head_size, spec.block_size)
         for group in config.kv_cache_groups
@@ -45,7 +45,7 @@ def has_unlike_heads(config: Any) -> bool:
 
 
 def wrap_get_kv_cache_configs(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """The KV cache configs of all workers."""
+    """`get_kv_cache_configs`, which marks the configs that need zeroed pages."""
 
     def get_kv_cache_configs(vllm_config: Any, *args: Any, **kwargs: Any) -> list[Any]:
         configs = original(vllm_config, *args, **kwargs)

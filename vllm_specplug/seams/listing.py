@@ -78,7 +78,7 @@ PROCESS_SEAMS = SeamSet(
         Wrap(
             "engine_config",
             "vllm.engine.arg_utils:EngineArgs.create_engine_config",
-            "some combinations, such as a quantized cache, show only in the engine config",
+            "some combinations, such as a quantised cache, show only in the engine config",
             f"a registered method can validate the engine config ({REGISTRY})",
             make="vllm_specplug.engine.engine_args:wrap_create_engine_config",
         ),

@@ -88,7 +88,7 @@ GPU_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "gpu_backend",
-        "fused output quantization would skip the tree rows",
+        "fused output quantisation would skip the tree rows",
         HAS_MASKS,
         _TRITON_IMPL,
         "fused_output_quant_supported",

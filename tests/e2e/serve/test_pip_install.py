@@ -75,7 +75,7 @@ def test_the_recipe_ends_in_an_environment_that_serves(tmp_path: Path) -> None:
 
     for command in commands[:2]:
         run(command)
-    # Before it is mended: what is said is short and names the next line of the recipe.
+    # Before the repair: the message is short and names the next line of the recipe.
     broken = subprocess.run(
         "specplug doctor", shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
     )

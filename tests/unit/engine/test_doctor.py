@@ -36,7 +36,7 @@ def test_a_targets_attention_is_what_serving_would_have(target: Path) -> None:
     # KV heads are never split.
     of_four = doctor.target_shape(str(target), 4)
     assert (of_four.num_heads, of_four.num_kv_heads) == (1, 1)
-    with pytest.raises(ValueError, match="3 ranks, legal: those that divide 4 query heads"):
+    with pytest.raises(ValueError, match="tensor_parallel_size=3 .* must divide the 4 query heads"):
         doctor.target_shape(str(target), 3)
     with pytest.raises(ValueError, match="target='/no/such/folder' is not usable: there is no"):
         doctor.target_shape("/no/such/folder")
@@ -61,7 +61,9 @@ def test_the_kernels_of_a_device_are_asked_about_the_target(
 
 
 def test_a_broken_environment_is_one_cause_and_one_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_problems", lambda: Problems(("torchvision",), unnamed=True))
+    monkeypatch.setattr(
+        doctor, "find_problems", lambda: Problems(("torchvision",), lacks_vllm_entry=True)
+    )
     # Nothing that fails in such an environment is tried.
     monkeypatch.delattr(doctor, "_vllm")
     report = doctor.collect()

@@ -77,8 +77,8 @@ def test_the_default_window_fits_any_model() -> None:
         ("specplug_tree_bugdet", "Did you mean specplug_tree_budget?"),
         ("specplug_penaltywindow", "Did you mean specplug_penalty_window?"),
         ("Specplug_Penalty", "Did you mean specplug_penalty?"),
-        ("specplug_zzzzzzzz", "There are specplug_tree_budget, "),
-        ("specplug" + "x" * 10**6, "There are specplug_tree_budget, "),
+        ("specplug_zzzzzzzz", "Legal: specplug_tree_budget, "),
+        ("specplug" + "x" * 10**6, "Legal: specplug_tree_budget, "),
     ],
 )
 def test_misspelt_names_are_refused_with_the_near_one(name, near) -> None:

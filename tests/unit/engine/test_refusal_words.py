@@ -65,10 +65,10 @@ def _refusal(target: Path, spec: dict[str, Any]) -> str:
         ({"tree_depth": "deep"}, "speculative_config.tree_depth='deep' is not usable: legal: int"),
         (
             {"tree_builder": "entropy"},
-            "speculative_config.tree_builder (given 'entropy') is no option any more: trees are "
+            "speculative_config.tree_builder (given 'entropy') is no longer an option: trees are "
             "built best-first; vllm_specplug.tree.build_tree has the others. Leave it out.",
         ),
-        ({"ngram-size": 3}, "speculative_config.ngram_size (given 3) is no option any more: n-"),
+        ({"ngram-size": 3}, "speculative_config.ngram_size (given 3) is no longer an option: n-"),
         (
             {"rejection_sample_method": "best"},
             "speculative_config.rejection_sample_method='best' is not usable: input should be",
@@ -84,7 +84,7 @@ def test_wrong_values_of_shared_options(
 @pytest.mark.parametrize("name", REMOVED_OPTIONS)
 def test_removed_options_are_refused_with_what_to_do(target: Path, name: str) -> None:
     message = _refusal(target, {"method": "ngram_tree", name: 1})
-    assert message.startswith(f"speculative_config.{name} (given 1) is no option any more: ")
+    assert message.startswith(f"speculative_config.{name} (given 1) is no longer an option: ")
     assert message.endswith(f"{REMOVED_OPTIONS[name]}. Leave it out.")
 
 
@@ -129,7 +129,7 @@ def test_wrong_values_of_a_methods_own_options(
 def test_an_unknown_method(target: Path, name: object, meant: str | None) -> None:
     message = _refusal(target, {"method": name, "num_speculative_tokens": 4})
     start = f"speculative_config.method={name!r} is not usable: legal: tree, ddtree, dels"
-    assert message.startswith(start) and "methods of vLLM's own" in message
+    assert message.startswith(start) and "vLLM's own methods" in message
     assert (f"Did you mean {meant}?" in message) == (meant is not None)
     assert len(message) < 500, "vLLM's dozens of names are not listed"
 

@@ -172,7 +172,7 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*only drafts on the last rank"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*drafts only on the last rank"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
         ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True"),
@@ -235,7 +235,7 @@ def test_quantised_caches_by_device(
         model_config=SimpleNamespace(dtype="torch.bfloat16"),
         quant_config=SimpleNamespace(kv_cache_scheme=scheme),
     )
-    fields = {"tree_kernel": "auto", "plan": None, "needs": frozenset, **options}
+    fields = {"tree_kernel": "auto", "target_forward_option": None, "needs": frozenset, **options}
     spec: Any = SimpleNamespace(**fields)
     if message is None:
         _check_cache_dtype("jetspec", spec, config)

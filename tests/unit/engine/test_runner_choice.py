@@ -73,7 +73,7 @@ def test_trees_take_v2(
     # Where plain vLLM would take V1, one line says so.
     expected = 1 if asked is None and not triton else 0
     assert len(said(lines)) == expected
-    assert all("'ngram_tree'" in line and "Plain vLLM takes V1" in line for line in said(lines))
+    assert all("'ngram_tree'" in line and "Plain vLLM uses V1" in line for line in said(lines))
 
 
 @pytest.mark.parametrize("ahead", [None, True, False])

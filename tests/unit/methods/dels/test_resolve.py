@@ -82,8 +82,11 @@ def test_ddtree_needs_a_head_and_nothing_else(target: Path, spec: dict[str, Any]
         ({"local_head": "/nowhere"}, "there is no such file or folder"),
         ({"method": "ddtree"}, "local_head=.*method 'ddtree' does not have it, only dels"),
         ({"method": "jetspec"}, "local_head=.*method 'jetspec' does not have it, only dels"),
-        ({"alpha": 0.3}, "alpha .*no option any more: set it in the config.json of the local head"),
-        ({"unigram": "/counts"}, "unigram .*no option any more: put the counts beside the local"),
+        (
+            {"alpha": 0.3},
+            "alpha .*no longer an option: set it in the config.json of the local head",
+        ),
+        ({"unigram": "/counts"}, "unigram .*no longer an option: put the counts beside the local"),
     ],
 )
 def test_bad_options_are_refused(
