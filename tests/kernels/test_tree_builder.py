@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_specplug.kernels import build_best_first, extension
-from vllm_specplug.tree import build_trees
+from vllm_specplug.tree import build_tree
 
 pytestmark = pytest.mark.skipif(
     not extension.has_cpu_extension(), reason="needs the compiled kernels"
@@ -17,9 +17,10 @@ pytestmark = pytest.mark.skipif(
 
 def check(ids, log_probs, budgets, depths, width) -> None:
     """Compares with the Python builder."""
-    expected = build_trees(
-        "best_first", ids, log_probs, budgets, tree_width=width, tree_depth=depths
-    )
+    expected = [
+        build_tree("best_first", *candidates, tree_width=width, tree_depth=depth)
+        for *candidates, depth in zip(ids, log_probs, budgets, depths, strict=True)
+    ]
     tokens, parents, node_depths, scores, counts = build_best_first(
         torch.from_numpy(ids),
         torch.from_numpy(log_probs),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees of drafters that draft level by level, each node conditioned on its whole branch.
+"""Builds trees level by level, for drafters that condition each node on its branch.
 
-Letters: R requests, F frontier nodes of all requests, K candidates of one node.
+Letters: R requests, F frontier nodes of all requests, K candidates per node.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from vllm_specplug.tree.draft_tree import ROOT, DraftTree, as_scores
 
 @dataclass(frozen=True)
 class Frontier:
-    """Nodes whose children are drafted next: request by request, best first within each.
+    """Nodes whose children are drafted next, ordered by request, best first within each.
 
-    Nodes go by number, in the order in which those of their request were drafted.
+    Nodes are numbered within their request, in the order in which they were drafted.
     """
 
     # [F] index into the requests
     requests: np.ndarray
-    # [F] node, ROOT (-1) for the anchor
+    # [F] node number, ROOT (-1) for the anchor
     nodes: np.ndarray
-    # [F] its parent; ROOT for anchors and for children of the root
+    # [F] number of the parent; ROOT for anchors and for children of the root
     parents: np.ndarray
-    # [F] row of its parent in the frontier before this one; ROOT for anchors
+    # [F] row of the parent in the previous frontier; ROOT for anchors
     parent_rows: np.ndarray
     # [F]
     token_ids: np.ndarray
@@ -40,13 +40,13 @@ class Frontier:
 
 
 # frontier -> candidate token ids int64 [F, K], best first, and their log-probabilities given the
-# branch float32 [F, K], none of them positive. A row ends at its first that is not finite.
+# branch, float32 [F, K], at most 0. A row ends before its first value that is not finite.
 Expand = Callable[[Frontier], tuple[np.ndarray, np.ndarray]]
 
 FRONTIER_WIDTH = 16
-"""Most nodes of one request that a level expands, where a method does not say otherwise."""
+"""Default of the maximum number of nodes per request that a level expands."""
 
-# `row`: the parent's row in the frontier that the node was drafted from
+# `row` is the parent's row in the frontier that the node was drafted from.
 _NODE = np.dtype(
     [
         ("number", np.int64),
@@ -59,50 +59,54 @@ _NODE = np.dtype(
 )
 
 
-class _Growing:
+class _GrowingTree:
     """The best nodes of one request so far, best first; ties keep the order of drafting."""
 
     def __init__(self, anchor: int) -> None:
         self.nodes = np.empty(0, _NODE)
-        self.front = np.array([(ROOT, ROOT, ROOT, anchor, 0, 0.0)], _NODE)
-        self.drafted = 0
+        self.frontier = np.array([(ROOT, ROOT, ROOT, anchor, 0, 0.0)], _NODE)
+        self.num_drafted = 0
 
     def grow(
         self,
-        # [f, K] of `front`, which begins at row `start` of the frontier of all requests
+        # [f, K] of `frontier`, which begins at row `start` of the frontier of all requests
         ids: np.ndarray,
         log_probs: np.ndarray,
         start: int,
         *,
         budget: int,
         frontier_width: int | None,
-        least_score: float,
+        min_score: float,
     ) -> None:
-        """Drafts a level of at most `budget` nodes, keeps the best `budget` of all levels, and
-        leaves in `front` those of the new level that were kept and have `least_score`."""
-        depth = int(self.front["depth"][0]) + 1
+        """Drafts a level of at most `budget` nodes and keeps the best `budget` nodes of all levels.
+
+        `frontier` becomes the kept nodes of the new level with at least `min_score`.
+        """
+        depth = int(self.frontier["depth"][0]) + 1
         usable = np.logical_and.accumulate(np.isfinite(log_probs), axis=1)
         rows = np.nonzero(usable)[0]
-        # Rounding can leave a sure token above 0; then it would outscore its parent.
-        scores = self.front["score"][rows] + np.minimum(log_probs[usable], 0.0)
-        # Stable sorts: of equal scores the one drafted first, hence the ancestor, stays first.
+        # Rounding can make the log-probability of a certain token positive. Without the limit it
+        # would outscore its parent.
+        scores = self.frontier["score"][rows] + np.minimum(log_probs[usable], 0.0)
+        # Stable sorts, so that among equal scores an ancestor stays before its descendants.
         order = np.argsort(-scores, kind="stable")[:budget]
         level = np.empty(len(order), _NODE)
-        level["number"] = np.arange(self.drafted, self.drafted + len(order))
-        level["parent"] = self.front["number"][rows[order]]
+        level["number"] = np.arange(self.num_drafted, self.num_drafted + len(order))
+        level["parent"] = self.frontier["number"][rows[order]]
         level["row"] = start + rows[order]
         level["token"] = ids[usable][order]
         level["depth"] = depth
         level["score"] = scores[order]
-        self.drafted += len(order)
+        self.num_drafted += len(order)
         nodes = np.concatenate((self.nodes, level))
         self.nodes = nodes[np.argsort(-nodes["score"], kind="stable")[:budget]]
-        front = self.nodes[(self.nodes["depth"] == depth) & (self.nodes["score"] >= least_score)]
-        self.front = front[:frontier_width]
+        is_next = (self.nodes["depth"] == depth) & (self.nodes["score"] >= min_score)
+        self.frontier = self.nodes[is_next][:frontier_width]
 
     def tree(self) -> DraftTree:
-        """Returns the tree of all nodes that were kept."""
-        index_of = np.full(self.drafted + 1, ROOT, np.int32)  # parent -1 looks itself up at the end
+        """Returns the tree of all kept nodes."""
+        # Index -1, the parent of the root's children, is the last entry.
+        index_of = np.full(self.num_drafted + 1, ROOT, np.int32)
         index_of[self.nodes["number"]] = np.arange(len(self.nodes), dtype=np.int32)
         return DraftTree(
             token_ids=self.nodes["token"].copy(),
@@ -135,36 +139,36 @@ def draft_level_by_level(
 
     Args:
         anchors: [R] tokens at the roots.
-        budgets: [R] most nodes of each tree.
-        depths: [R] deepest level of each.
-        tree_widths: [R] most children of one node; 1 drafts a chain.
-        expand: drafts the children of a frontier; called with the anchors first.
-        frontier_width: most nodes of one request expanded in one level; None for any number.
-        min_node_prob: least probability of a node for its children to be drafted; those of
-            anchors always are.
-        min_level_prob: least sum over the nodes of a level that would be expanded, of all requests,
-            for the next one to be drafted.
+        budgets: [R] maximum nodes per tree.
+        depths: [R] maximum depth per tree.
+        tree_widths: [R] maximum children per node; 1 drafts a chain.
+        expand: drafts the children of a frontier; the first call gets the anchors.
+        frontier_width: maximum nodes per request that a level expands; None for no limit.
+        min_node_prob: minimum probability of a node for its children to be drafted. Children of
+            anchors are always drafted.
+        min_level_prob: minimum sum of the probabilities of all nodes that a level would expand, for
+            it to be expanded.
     """
-    least_score = math.log(min_node_prob) if min_node_prob > 0 else -math.inf
-    growing = [_Growing(anchor) for anchor in anchors]
+    min_score = math.log(min_node_prob) if min_node_prob > 0 else -math.inf
+    growing = [_GrowingTree(anchor) for anchor in anchors]
     for level in range(max(depths, default=0)):
         expanded = [
             r
             for r, tree in enumerate(growing)
-            if budgets[r] > 0 and level < depths[r] and len(tree.front)
+            if budgets[r] > 0 and level < depths[r] and len(tree.frontier)
         ]
         if not expanded:
             break
-        counts = [len(growing[r].front) for r in expanded]
-        front = np.concatenate([growing[r].front for r in expanded])
-        if level and float(np.exp(front["score"]).sum()) < min_level_prob:
+        counts = [len(growing[r].frontier) for r in expanded]
+        nodes = np.concatenate([growing[r].frontier for r in expanded])
+        if level and float(np.exp(nodes["score"]).sum()) < min_level_prob:
             break
         frontier = Frontier(
             requests=np.repeat(np.array(expanded, np.int64), counts),
-            nodes=front["number"].copy(),
-            parents=front["parent"].copy(),
-            parent_rows=front["row"].copy(),
-            token_ids=front["token"].copy(),
+            nodes=nodes["number"].copy(),
+            parents=nodes["parent"].copy(),
+            parent_rows=nodes["row"].copy(),
+            token_ids=nodes["token"].copy(),
             depth=level,
         )
         ids, log_probs = expand(frontier)
@@ -178,21 +182,21 @@ def draft_level_by_level(
                 start,
                 budget=budgets[r],
                 frontier_width=frontier_width,
-                least_score=least_score,
+                min_score=min_score,
             )
             start += count
     return [tree.tree() for tree in growing]
 
 
 class BranchRows:
-    """The expanded nodes of R requests as rows of trees whose row 0 is the anchor.
+    """The expanded nodes of R requests as rows of trees, with the anchor in row 0.
 
-    A node's keys exist once it was expanded, so these rows are what deeper levels attend; a node
-    attends its ancestors, all of which were expanded before it.
+    Deeper levels attend these rows, because a node has keys once it is expanded. All ancestors of a
+    node are expanded before it.
     """
 
     def __init__(self, num_requests: int) -> None:
-        # Parent row of each row but the first, minus one: `DraftTree.parent_indices` of the rows
+        # Parent row minus one of each row except the first, as in `DraftTree.parent_indices`
         self.parents: list[list[int]] = [[] for _ in range(num_requests)]
         self._row_of: list[dict[int, int]] = [{} for _ in range(num_requests)]
 
@@ -210,5 +214,5 @@ class BranchRows:
                 parents.append(rows[parent])
 
     def parent_arrays(self) -> list[np.ndarray]:
-        """[R] int32 parents of the rows below each anchor."""
+        """Returns [R] the parents of the rows below each anchor, int32."""
         return [np.array(parents, dtype=np.int32) for parents in self.parents]

@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builders: from per-depth draft candidates to one tree of at most `budget` nodes.
+"""Builds a tree of at most `budget` nodes from the draft candidates of each depth.
 
-A block drafter gives one distribution per depth, independent of which branch a node lies on. The
-log-probability of a path is then the sum of one candidate per depth, and the expected number of
-accepted drafts of a tree, under the draft's own distribution, is the sum over its nodes of
-exp(score).
+A block drafter gives one distribution per depth, which does not depend on the branch of a node. The
+log-probability of a path is then the sum of one candidate per depth. The expected number of
+accepted drafts of a tree, under the draft's own distribution, is the sum of exp(score) over its
+nodes.
 
-`best_first` maximises that sum exactly. Nodes come out in order of falling score, so every prefix
-of its tree is the best tree of that size too: cutting it to a smaller budget costs nothing.
+`best_first` maximises that sum exactly. Its nodes have descending scores, so every prefix of its
+tree is the best tree of that size, and can be cut to a smaller budget without loss.
 
 `accum_logp`, `entropy` and `hybrid` follow the JetSpec paper: the best frontier node is expanded
-into all of its children at once, so that low-ranked siblings take budget from deeper nodes. They
-differ in what "best" means. The paper's budget counts the root, this one does not: its N is our
-`budget` + 1.
+into all of its children at once, so low-ranked siblings take budget from deeper nodes. They differ
+in their order of frontier nodes. The paper's budget N includes the root: it is `budget` + 1.
 
-Candidate rows are sorted by falling log-probability and repeat no token, as top-k returns them. A
-row ends at its first log-probability that is not finite: such a candidate is never drafted.
+Candidate rows are sorted by descending log-probability and repeat no token, as top-k returns them.
+A row ends before its first log-probability that is not finite.
 
 Trees of serving size have tens of nodes, where plain Python lists and a heap beat array code.
 """
@@ -23,7 +22,7 @@ Trees of serving size have tens of nodes, where plain Python lists and a heap be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from heapq import heappop, heappush
 
 import numpy as np
@@ -51,71 +50,32 @@ def build_tree(
     tree_depth: int,
     hybrid_lambda: float = DEFAULT_HYBRID_LAMBDA,
 ) -> DraftTree:
-    """Build one tree.
+    """Builds one tree.
 
     Args:
         builder: one of `BUILDERS`.
         token_ids: candidates of each depth, best first.
         log_probs: their log-probabilities under the draft.
-        budget: most nodes of the tree, root excluded; 0 gives the empty tree.
-        tree_width: most children of one node; candidates beyond it are not looked at.
-        tree_depth: deepest level used, capped by D.
+        budget: maximum nodes of the tree, excluding the root; 0 gives the empty tree.
+        tree_width: maximum children per node; further candidates are ignored.
+        tree_depth: maximum depth, limited by D.
         hybrid_lambda: weight of the entropy term of `hybrid`, in nats; other builders ignore it.
 
     Raises:
-        ValueError: if `builder` is not known.
+        ValueError: if `builder` is unknown.
     """
-    build = _get_builder(builder)
+    build = _BUILDERS.get(builder)
+    if build is None:
+        raise ValueError(
+            f"tree_builder={builder!r} is not known; choose one of {', '.join(BUILDERS)}"
+        )
     assert token_ids.ndim == 2, token_ids.shape
     assert token_ids.shape == log_probs.shape, (token_ids.shape, log_probs.shape)
-    return _build_one(
-        build, token_ids, log_probs, int(budget), tree_width, int(tree_depth), hybrid_lambda
-    )
-
-
-def build_trees(
-    builder: str,
-    # [B, D, K]
-    token_ids: npt.NDArray[np.int64],
-    # [B, D, K]
-    log_probs: npt.NDArray[np.float32],
-    # [B]
-    budgets: Sequence[int] | npt.NDArray[np.int32],
-    *,
-    tree_width: int,
-    # one for all, or [B]
-    tree_depth: int | Sequence[int] | npt.NDArray[np.int32],
-    hybrid_lambda: float = DEFAULT_HYBRID_LAMBDA,
-) -> list[DraftTree]:
-    """`build_tree` for B requests, each with its own budget and, if given so, its own depth."""
-    build = _get_builder(builder)
-    assert token_ids.ndim == 3, token_ids.shape
-    assert token_ids.shape == log_probs.shape, (token_ids.shape, log_probs.shape)
-    num_reqs = len(token_ids)
-    if isinstance(tree_depth, int | np.integer):
-        depths = [int(tree_depth)] * num_reqs
-    else:
-        depths = list(tree_depth)
-    return [
-        _build_one(build, tokens, logps, int(budget), tree_width, int(depth), hybrid_lambda)
-        for tokens, logps, budget, depth in zip(token_ids, log_probs, budgets, depths, strict=True)
-    ]
-
-
-def _build_one(
-    build: _Builder,
-    token_ids: npt.NDArray[np.int64],
-    log_probs: npt.NDArray[np.float32],
-    budget: int,
-    tree_width: int,
-    tree_depth: int,
-    hybrid_lambda: float,
-) -> DraftTree:
     assert tree_width >= 1, tree_width
     if budget <= 0 or tree_depth <= 0:
         return DraftTree.empty()
     rows = log_probs[:tree_depth, :tree_width]
-    # No probability is above 1, whatever rounding left: a child never scores more than its parent.
+    # Rounding can make log-probabilities positive. A child must not score more than its parent.
     logp_rows = np.minimum(rows, 0.0).tolist()
     if not np.isfinite(rows).all():
         finite = np.logical_and.accumulate(np.isfinite(rows), axis=1).sum(axis=1)
@@ -133,11 +93,11 @@ def _build_one(
 def _best_first(
     token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, _: float
 ) -> _Nodes:
-    """The `budget` paths of highest score, by lazy expansion.
+    """Returns the `budget` paths with the highest scores, by lazy expansion.
 
     The heap holds candidates, not nodes. A popped candidate becomes a node; only then do its next
-    sibling and its first child become candidates. Both score no higher than it does, so candidates
-    leave the heap in order of falling score and the heap never holds more than budget + 1.
+    sibling and its first child become candidates. Neither scores more than it does, so candidates
+    are popped by descending score, and the heap never holds more than budget + 1.
     """
     tokens: list[int] = []
     parents: list[int] = []
@@ -147,8 +107,7 @@ def _best_first(
         return tokens, parents, depths, scores
     num_rows = len(logp_rows)
     first = logp_rows[0]
-    # (-score, order of entry, parent, depth - 1, rank, parent's score); the second breaks ties,
-    # earlier first.
+    # (-score, order of entry, parent, depth - 1, rank, parent's score). The order breaks ties.
     heap = [(-first[0], 0, ROOT, 0, 0, 0.0)]
     entered = 1
     node = 0
@@ -181,17 +140,17 @@ def _expand_all_children(
     budget: int,
     priority: Callable[[float, int], float],
 ) -> _Nodes:
-    """The paper's expansion: pop the best frontier node, append all of its children, push each.
+    """The paper's expansion: pops the best frontier node, then appends and pushes its children.
 
-    `priority(score, depth)` orders the frontier, highest first, earlier appended first on ties.
-    The last expansion is cut where the budget ends. A node of the last depth is never expanded.
+    `priority(score, depth)` orders the frontier, highest first; ties keep the order of appending.
+    The budget may cut the last expansion. Nodes of the last depth are never expanded.
     """
     tokens: list[int] = []
     parents: list[int] = []
     depths: list[int] = []
     scores: list[float] = []
     num_rows = len(logp_rows)
-    # (-priority, node); nodes are numbered as they are appended, so the index breaks ties.
+    # (-priority, node). The node number breaks ties.
     heap = [(0.0, ROOT)]
     count = 0
     while heap and count < budget:
@@ -217,14 +176,14 @@ def _expand_all_children(
 def _accum_logp(
     token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, _: float
 ) -> _Nodes:
-    """The paper's default: the frontier is ordered by cumulative log-probability."""
+    """The paper's default, which orders the frontier by cumulative log-probability."""
     return _expand_all_children(token_rows, logp_rows, budget, lambda score, depth: score)
 
 
 def _entropy(
     token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, _: float
 ) -> _Nodes:
-    """Expand where the draft is least sure: ordered by the entropy at the children's depth."""
+    """Orders the frontier by the entropy at the children's depth."""
     entropies = _child_entropies(logp_rows)
     return _expand_all_children(
         token_rows, logp_rows, budget, lambda score, depth: entropies[depth]
@@ -234,7 +193,7 @@ def _entropy(
 def _hybrid(
     token_rows: list[list[int]], logp_rows: list[list[float]], budget: int, hybrid_lambda: float
 ) -> _Nodes:
-    """Cumulative log-probability plus `hybrid_lambda` times the entropy at the children's depth."""
+    """Orders the frontier by cumulative log-probability plus `hybrid_lambda` times the entropy."""
     entropies = _child_entropies(logp_rows)
     return _expand_all_children(
         token_rows,
@@ -245,10 +204,10 @@ def _hybrid(
 
 
 def _child_entropies(logp_rows: list[list[float]]) -> list[float]:
-    """[D + 1] entropy in nats of the draft at depth d + 1, for a node of depth d; 0 at the end.
+    """Returns [D + 1] the draft's entropy in nats at depth d + 1 for nodes of depth d; 0 at D.
 
-    Only the candidates are known, so the rest of the vocabulary counts as one token. That is a
-    lower bound of the true entropy, tight when the candidates hold most of the mass.
+    Only the candidates are known, so the rest of the vocabulary counts as one token. This lower
+    bound of the entropy is tight if the candidates hold most of the probability.
     """
     entropies = []
     for row in logp_rows:
@@ -270,10 +229,3 @@ _BUILDERS: dict[str, _Builder] = {
 }
 
 BUILDERS: tuple[str, ...] = tuple(_BUILDERS)
-
-
-def _get_builder(name: str) -> _Builder:
-    build = _BUILDERS.get(name)
-    if build is None:
-        raise ValueError(f"tree_builder={name!r} is not known; choose one of {', '.join(BUILDERS)}")
-    return build

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenSwift's contextual penalty: tokens of the recent text become less likely.
+"""TokenSwift's contextual penalty, which makes tokens of the recent text less likely.
 
-Over the last W tokens of prompt and output, each distinct token's logit is divided by theta when
-positive and multiplied by it otherwise, once however often it occurs (arXiv 2502.18890, section
-3.4, which writes the division only). Dividing commutes with the temperature, so it does not
-matter that the sampler applies the temperature afterwards.
+The logit of each distinct token among the last W tokens of prompt and output is divided by theta if
+positive and multiplied by it otherwise, once however often the token occurs (arXiv 2502.18890,
+section 3.4, which gives only the division). Scaling commutes with the temperature, so the sampler
+may apply the temperature afterwards.
 
-The penalised distribution *is* the target's: plain decoding and the walk apply the same function
-to the same tokens, so drafts can change nothing but speed.
+The penalised distribution is the target's distribution: plain decoding and tree verification apply
+the same function to the same tokens, so drafts do not change the output.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 
 def recent_tokens(prompt: Sequence[int], output: Sequence[int], window: int) -> list[int]:
-    """Distinct tokens among the last `window` of prompt and output, ascending.
+    """Returns the distinct tokens among the last `window` of prompt and output, ascending.
 
-    Negative ids (vLLM's placeholders for tokens not known yet) are left out.
+    Negative ids (vLLM's placeholders for unknown tokens) are left out.
     """
     if window <= 0:
         return []
@@ -32,6 +32,6 @@ def recent_tokens(prompt: Sequence[int], output: Sequence[int], window: int) -> 
 
 
 def penalise(logits: torch.Tensor, token_ids: torch.Tensor, theta: float) -> None:
-    """Applies the penalty to logits [..., V] in place for tokens int64 [n], each given once."""
+    """Applies the penalty to logits [..., V] in place, for distinct tokens int64 [n]."""
     values = logits[..., token_ids]
     logits[..., token_ids] = torch.where(values > 0, values / theta, values * theta)

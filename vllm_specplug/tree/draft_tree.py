@@ -26,10 +26,10 @@ _ARRAYS = (
 class DraftTree:
     """A tree of draft tokens below the last committed token.
 
-    The root is that committed token. It is not a node, so N counts draft tokens only. A parent
-    always stands before its children; hence every prefix of the arrays is a tree as well, and a
-    scheduler that keeps only the first n drafts needs to know nothing about trees. Siblings never
-    repeat a token. A chain is a tree of one branch, no draft is the tree of zero nodes.
+    The root is that committed token. It is not a node, so N counts only draft tokens. A parent
+    always comes before its children, so every prefix of the arrays is also a tree, and a scheduler
+    that keeps only the first n drafts need not know about trees. Siblings never repeat a token. A
+    chain is a tree with one branch; a tree of zero nodes means no draft.
     """
 
     # [N]
@@ -38,8 +38,8 @@ class DraftTree:
     parent_indices: npt.NDArray[np.int32]
     # [N] distance to the root, 1 for its children
     depths: npt.NDArray[np.int32]
-    # [N] cumulative draft log-probability of the path from the root, not above the parent's; zeros
-    # when a drafter has none
+    # [N] cumulative draft log-probability of the path from the root, at most the parent's; zeros if
+    # a drafter has none
     scores: npt.NDArray[np.float32]
 
     _children: dict[tuple[int, int], int] | None = field(default=None, init=False, repr=False)
@@ -47,7 +47,7 @@ class DraftTree:
     @classmethod
     @cache
     def empty(cls) -> DraftTree:
-        """The tree of no nodes, always the same one: this request is decoded plainly."""
+        """Returns the tree without nodes, always the same object, for plain decoding."""
         return cls(
             token_ids=np.empty(0, np.int64),
             parent_indices=np.empty(0, np.int32),
@@ -61,7 +61,7 @@ class DraftTree:
         token_ids: Sequence[int] | npt.NDArray[np.int64],
         scores: Sequence[float] | npt.NDArray[np.float32] | None = None,
     ) -> DraftTree:
-        """One branch. `token_ids` [N]; `scores` [N] cumulative log-probabilities, default zeros."""
+        """Returns a tree with one branch: `token_ids` [N], `scores` [N] or zeros."""
         tokens = np.asarray(token_ids, dtype=np.int64)
         num_nodes = len(tokens)
         return cls(
@@ -86,7 +86,7 @@ class DraftTree:
         # [R]
         counts: npt.NDArray[np.integer],
     ) -> list[DraftTree]:
-        """R trees from padded arrays (views): request r has the first `counts[r]` of N nodes."""
+        """Returns R trees as views of padded arrays; request r has `counts[r]` of N nodes."""
         return [
             cls(token_ids[r, :n], parent_indices[r, :n], depths[r, :n], scores[r, :n])
             for r, n in enumerate(counts.tolist())
@@ -105,7 +105,7 @@ class DraftTree:
         return int(self.depths.max()) if len(self.depths) else 0
 
     def prefix(self, num_nodes: int) -> DraftTree:
-        """The tree of the first `num_nodes` nodes (views, no copy), or the whole, smaller tree."""
+        """Returns the tree of the first `num_nodes` nodes as views; itself if it is smaller."""
         assert num_nodes >= 0, num_nodes
         if num_nodes >= self.num_nodes:
             return self
@@ -117,10 +117,10 @@ class DraftTree:
         )
 
     def subset(self, nodes: Sequence[int]) -> DraftTree:
-        """The tree of `nodes`: ascending indices, every node with its ancestors."""
+        """Returns the tree of `nodes`, ascending indices that include all ancestors."""
         index = np.asarray(nodes, dtype=np.int64)
         numbers = np.full(self.num_nodes + 1, -2, dtype=np.int32)
-        numbers[-1] = ROOT  # parent index -1 looks itself up at the end
+        numbers[-1] = ROOT  # parent index -1 reads the last entry
         numbers[index] = np.arange(len(index), dtype=np.int32)
         parents = numbers[self.parent_indices[index]]
         assert (parents >= ROOT).all(), "a node without its parent"
@@ -132,7 +132,7 @@ class DraftTree:
         )
 
     def child_of(self, parent_index: int, token_id: int) -> int | None:
-        """Index of the child of `parent_index` (ROOT for the root) that carries `token_id`."""
+        """Returns the child of `parent_index` (or ROOT) with `token_id`; None if there is none."""
         children = self._children
         if children is None:
             keys = zip(self.parent_indices.tolist(), self.token_ids.tolist(), strict=True)
@@ -142,9 +142,9 @@ class DraftTree:
         return children.get((parent_index, token_id))
 
     def ancestor_mask(self) -> npt.NDArray[np.bool_]:
-        """[N+1, N+1]: row i attends column j. Row and column 0 are the root, node n is n + 1.
+        """Returns [N+1, N+1]: whether row i attends column j. Index 0 is the root, n + 1 node n.
 
-        Every row attends itself, its ancestors and the root, nothing else.
+        Every row attends only itself, its ancestors and the root.
         """
         size = self.num_nodes + 1
         mask = np.zeros((size, size), dtype=np.bool_)
@@ -155,7 +155,7 @@ class DraftTree:
         return mask
 
     def is_valid(self, vocab_size: int) -> bool:
-        """What `validate` checks, cheap enough for every tree of a step: 0.2 us per node."""
+        """Whether the tree passes `validate`; cheap enough for every step (0.2 us per node)."""
         num_nodes = len(self.token_ids)
         for name, dtype in _ARRAYS:
             array = getattr(self, name)
@@ -164,7 +164,7 @@ class DraftTree:
         tokens, parents = self.token_ids.tolist(), self.parent_indices.tolist()
         depths, scores = self.depths.tolist(), self.scores.tolist()
         for node, (parent, depth, score) in enumerate(zip(parents, depths, scores, strict=True)):
-            # Comparisons that NaN fails.
+            # NaN fails these comparisons.
             if parent == ROOT:
                 if depth != 1 or not score <= 0.0:
                     return False
@@ -178,10 +178,10 @@ class DraftTree:
         return len(set(zip(parents, tokens, strict=True))) == num_nodes
 
     def validate(self, vocab_size: int | None = None) -> None:
-        """Check every invariant of the class, and with `vocab_size` that tokens are below it.
+        """Checks every invariant of the class, and with `vocab_size` that tokens are below it.
 
         Raises:
-            ValueError: naming the invariant that is broken and the first node that breaks it.
+            ValueError: naming the violated invariant and the first node that violates it.
         """
         num_nodes = self.num_nodes
         for name, dtype in _ARRAYS:
@@ -200,7 +200,7 @@ class DraftTree:
         if vocab_size is not None:
             known = self.token_ids < vocab_size
             _require(known, f"token ids are below {vocab_size}", self.token_ids)
-        # NaN fails as well.
+        # NaN also fails.
         highest = np.where(parents == ROOT, 0.0, self.scores[parents]) if num_nodes else self.scores
         _require(self.scores <= highest, "no node scores more than its parent", self.scores)
         seen: set[tuple[int, int]] = set()
@@ -214,7 +214,7 @@ class DraftTree:
 
 
 def as_scores(scores: npt.ArrayLike) -> npt.NDArray[np.float32]:
-    """[N] cumulative log-probabilities as float32: -inf where paths of masked tokens overflow."""
+    """Returns cumulative log-probabilities [N] as float32; overflow of masked tokens gives -inf."""
     with np.errstate(over="ignore"):
         return np.asarray(scores, dtype=np.float64).astype(np.float32)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Walking a tree under a grammar whose matcher has one state and can roll back.
+"""Walks a tree with a grammar matcher that has one state and can roll back.
 
-A grammar matcher reads one line of tokens. A tree is many lines that share beginnings: going
-down an edge feeds the matcher one token, coming back up takes it away again. Each node is fed
-once, so a tree of N nodes costs N advances, as a chain of N does.
+A matcher reads one sequence of tokens. Going down an edge of the tree feeds it one token, and going
+back up rolls it back by one. Each node is fed once, so a tree of N nodes costs N advances, as a
+chain of N nodes does.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Protocol
 
 from vllm_specplug.tree.draft_tree import ROOT
 
-# The runner's drafts carry {request id: parent indices} of constrained requests under this name.
+# Attribute of the runner's drafts: {request id: parent indices} of constrained requests.
 PARENTS_ATTRIBUTE = "specplug_parents"
 
 
 class Cursor(Protocol):
-    """A position in a text under constraints, movable along tree edges."""
+    """A position in a constrained text, which moves along tree edges."""
 
     def advance(self, token_id: int) -> bool:
-        """Appends a token if the text may go on with it; otherwise changes nothing."""
+        """Appends a token if it is allowed, and returns whether it is."""
 
     def retreat(self) -> None:
-        """Takes the last appended token away."""
+        """Removes the last token."""
 
 
 def visit_tree(
@@ -33,22 +33,22 @@ def visit_tree(
     cursor: Cursor,
     enter: Callable[[int], None],
 ) -> None:
-    """Visits the root and every node the cursor can reach, parents before their children.
+    """Visits the root and every node that the cursor can reach, parents before their children.
 
     Args:
         token_ids: [N].
-        parent_indices: [N], ROOT (-1) for the children of the root; parent before child. Nodes of
+        parent_indices: [N], ROOT (-1) for the children of the root; parent before child. Nodes with
             any other negative parent are not visited.
-        cursor: stands at the root, and stands there again afterwards.
-        enter: called with ROOT and with each reachable node while the cursor stands there. A
-            node below an unreachable one is unreachable.
+        cursor: at the root, before the call and after it.
+        enter: called with ROOT and each reachable node while the cursor is there. Descendants of an
+            unreachable node are unreachable.
     """
     children: list[list[int]] = [[] for _ in range(len(token_ids) + 1)]
     for child, parent in enumerate(parent_indices):
         if parent >= ROOT:
             children[parent + 1].append(child)
     enter(ROOT)
-    # Pairs of a node to try and nodes to leave; an explicit stack, because chains may be long.
+    # Nodes to enter, and None to leave one. An explicit stack, because chains may be long.
     pending: list[int | None] = list(reversed(children[0]))
     while pending:
         node = pending.pop()

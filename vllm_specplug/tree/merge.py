@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several drafts of one request as one tree."""
+"""Merges several drafts of one request into one tree."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from vllm_specplug.tree.draft_tree import ROOT, DraftTree
 
 
 def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
-    """The union of `trees`, cut to its `budget` best nodes.
+    """Returns the union of `trees`, cut to its `budget` best nodes.
 
-    Shared prefixes become shared nodes, so no node is verified twice. A node's score is the best
-    any tree gave it; all trees must measure scores alike (cumulative log-probabilities that do not
-    grow along a path). The cut keeps a node only with its ancestors, which never score less.
+    Shared prefixes become shared nodes, so no node is verified twice. The score of a node is its
+    best score in any tree. All trees must use the same kind of scores (cumulative log-probabilities
+    that do not increase along a path). A node is kept only with its ancestors, which never score
+    less.
 
-    A tree that breaks these rules is returned unmerged, for `DraftTree.is_valid` to find.
+    A tree that violates these rules is returned unmerged, so that `DraftTree.is_valid` reports it.
     """
     if len(trees) == 1 and trees[0].num_nodes <= budget:
         return trees[0]
@@ -51,7 +52,7 @@ def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
             elif score > scores[node]:
                 scores[node] = score
             merged.append(node)
-    # Ties go to the node seen first: a parent is always seen before its children.
+    # Ties keep the order of insertion, in which a parent comes before its children.
     kept = sorted(range(len(tokens)), key=lambda node: (-scores[node], node))[:budget]
     index_of = {node: i for i, node in enumerate(kept)}
     index_of[ROOT] = ROOT

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees as tensors: kept by request slot, attached to a step's rows, walked, compacted.
+"""Trees as tensors: stored by request slot, attached to a step's rows, walked and compacted.
 
-Everything here is tensor code of fixed shapes. No operation waits for the device, so the host can
-launch a step before it knows the previous one. On a GPU, launching these dozens of small operations
-would take longer than running them, so one kernel of `kernels.step_trees_triton` replaces them.
+This is tensor code with fixed shapes. No operation waits for the device, so the host can launch a
+step before it knows the previous one. On a GPU, launching these dozens of small operations would
+take longer than running them, so kernels of `kernels.step_trees_triton` replace them.
 
-Chains of parents are followed by doubling: after k rounds a row knows its 2 ** k nearest
-ancestors, so the rounds grow with the logarithm of a tree's depth.
+Ancestors are found by pointer doubling: after k rounds a row knows its 2 ** k nearest ancestors, so
+the number of rounds is logarithmic in a tree's depth.
 
-Letters: S request slots, R requests of the step, N nodes of a tree at most, M logits rows of the
-step (of each request one root, then its scheduled nodes), T rows of the target forward, W 64-bit
+Letters: S request slots, R requests of the step, N maximum nodes per tree, M logits rows of the
+step (for each request its root, then its scheduled nodes), T rows of the target forward, W 64-bit
 words per mask row, V vocabulary.
 """
 
@@ -21,29 +21,28 @@ from functools import cached_property
 import torch
 
 ROOT = -1
-"""Parent of the nodes directly below the root; as a parent row, the mark of a root."""
+"""Parent of the nodes directly below the root; parent row of a root."""
 NO_NODE = -2
-"""Parent of what no walk may reach: unused nodes, placeholders, nodes that break a rule."""
+"""Parent of nodes that no walk may reach: unused nodes, placeholders and malformed nodes."""
 
 _WORD_BITS = 64
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Returns whether Triton kernels serve tensors of a device."""
+    """Whether Triton kernels process tensors of a device."""
     return device.type == "cuda"
 
 
 def _rounds(num_rows: int) -> int:
-    """Rounds of doubling after which every ancestor among `num_rows` rows is known."""
+    """Returns the rounds of doubling that find all ancestors among `num_rows` rows."""
     return max(1, (num_rows - 1).bit_length())
 
 
 class TreeStore:
-    """The trees that wait for verification, by request slot; their token ids are vLLM's own
-    `draft_tokens`.
+    """The trees that wait for verification, by request slot; their tokens are in `draft_tokens`.
 
-    A slot's tree hangs below one position. Rows scheduled below any other position (a request that
-    took the slot over, placeholders that nobody drafted) find no tree.
+    The root of a slot's tree has a fixed position. Rows scheduled below another position (of a new
+    request in the slot, or placeholders without a draft) have no tree.
     """
 
     def __init__(self, num_slots: int, num_nodes: int, vocab_size: int, device: torch.device):
@@ -64,7 +63,7 @@ class TreeStore:
         slots: torch.Tensor,
         # [R]
         root_positions: torch.Tensor,
-        # [R, N] int64; anything past the counts
+        # [R, N] int64; entries past the counts are undefined
         token_ids: torch.Tensor,
         # [R, N]
         parents: torch.Tensor,
@@ -75,14 +74,14 @@ class TreeStore:
         # [R]
         room: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Keeps one tree per slot.
+        """Stores one tree per slot.
 
-        What breaks a rule of trees becomes unreachable: a node whose parent does not precede it,
-        whose token is outside the vocabulary or repeats an earlier sibling's. Depths follow from
+        Malformed nodes become unreachable: those whose parent does not precede them, and whose
+        token is outside the vocabulary or repeats an earlier sibling's. Depths are computed from
         the parents.
 
         Args:
-            room: most nodes of each that are kept; None for all.
+            room: maximum nodes to keep of each tree; None for all.
 
         Returns:
             Token ids int64 [R, N], all of them legal inputs of the target.
@@ -105,7 +104,7 @@ class TreeStore:
             tokens[:, :, None] == tokens[:, None, :]
         )
         broken |= (repeats & (index[None, :] < index[:, None])).any(2)
-        # The root stands before its nodes, above itself; a broken node stands below the root.
+        # The root is entry 0 and its own parent. Malformed nodes are moved below the root.
         above = torch.where(broken, 0, parents.long() + 1)
         above = torch.nn.functional.pad(above, (1, 0))
         depths = torch.nn.functional.pad(torch.ones_like(above[:, 1:]), (1, 0))
@@ -131,7 +130,7 @@ class StepRows:
     slots: torch.Tensor
     # [R + 1] int32 first logits row of each request, and M
     starts: torch.Tensor
-    # [R] int32 tokens before each root, which is also the root's position
+    # [R] int32 number of tokens before each root, which is also the root's position
     contexts: torch.Tensor
     # [M] int64 slot of each row's request
     row_slots: torch.Tensor
@@ -140,22 +139,22 @@ class StepRows:
     # [M] int64 row in the target forward
     query_rows: torch.Tensor
     max_rows: int
-    """Most logits rows of a request, N + 1."""
+    """Maximum logits rows of any request, N + 1."""
     covers_batch: bool
     """Whether the forward has no other rows than these."""
     max_context: int
     """Upper bound of the contexts, known on the host."""
-    most_rows: int
-    """Logits rows of the request that has most in this step, known on the host."""
+    max_request_rows: int
+    """Maximum logits rows of a request in this step, known on the host."""
 
     @cached_property
     def offsets(self) -> torch.Tensor:
-        """int64 [M]: offset of the row within its request, 0 for the root, node + 1 for nodes."""
+        """int64 [M] offset of each row within its request: 0 for the root, node + 1 for nodes."""
         return self.local_pos.long()
 
     @cached_property
     def row_requests(self) -> torch.Tensor:
-        """int64 [M]: index in the batch of each row's request."""
+        """int64 [M] index in the batch of each row's request."""
         requests = torch.arange(len(self.contexts), device=self.starts.device)
         counts = self.starts[1:] - self.starts[:-1]
         return torch.repeat_interleave(requests, counts, output_size=len(self.query_rows))
@@ -166,28 +165,28 @@ class StepTrees:
     """A step's logits rows as trees."""
 
     rows: StepRows
-    # [M] int32 logits row of each row's parent; ROOT for a root, NO_NODE for what is no tree node
+    # [M] int32 logits row of each row's parent; ROOT for a root, NO_NODE for rows outside a tree
     parent_rows: torch.Tensor
     # [M] int32 distance to the root
     depths: torch.Tensor
-    # [M] int64 the row above, for masks: the root's own for roots, the root's for NO_NODE
+    # [M] int64 parent row for masks: a root's own row, the request's root for NO_NODE
     above: torch.Tensor
-    # [S, n] int64 tokens that end each slot's request, where the walk is to look at them
+    # [S, n] int64 tokens that end each slot's request; None if the walk need not stop there
     ends: torch.Tensor | None = None
 
     @property
-    def most_rows(self) -> int:
-        """Rows of the request that has most."""
-        return self.rows.most_rows
+    def max_request_rows(self) -> int:
+        """Maximum rows of a request in this step."""
+        return self.rows.max_request_rows
 
     def without(self, dropped: torch.Tensor) -> StepTrees:
-        """The same trees, rows marked in bool [M] no longer reachable."""
+        """Returns the trees with the rows marked in bool [M] unreachable."""
         is_dropped = dropped & (self.parent_rows != ROOT)
         return replace(self, parent_rows=torch.where(is_dropped, NO_NODE, self.parent_rows))
 
 
 def attach_trees(store: TreeStore, rows: StepRows) -> StepTrees:
-    """The stored trees of a step's requests, cut to what was scheduled: any prefix is a tree."""
+    """Returns the stored trees of a step's requests, cut to the scheduled prefixes."""
     if has_kernels(rows.slots.device):
         from vllm_specplug.kernels.step_trees_triton import attach_trees_triton
 
@@ -214,8 +213,10 @@ def attach_trees(store: TreeStore, rows: StepRows) -> StepTrees:
 
 
 def set_positions(trees: StepTrees, positions: torch.Tensor) -> None:
-    """Writes the rotary positions of the logits rows into `positions` [T]: the root's, plus depth.
-    Rows of no tree keep theirs."""
+    """Sets the rotary positions of the logits rows in `positions` [T] to the root's plus the depth.
+
+    Other rows keep theirs.
+    """
     rows = trees.rows
     if has_kernels(positions.device):
         from vllm_specplug.kernels.step_trees_triton import set_positions_triton
@@ -233,8 +234,7 @@ def set_axes(
     # [axes, T]
     positions: torch.Tensor,
 ) -> None:
-    """`set_positions` for rotary positions on several axes: on each of them a node's is its root's,
-    plus depth."""
+    """Does the same as `set_positions` for each of several rotary axes."""
     rows = trees.rows
     roots = rows.query_rows[rows.starts[:-1].long()][rows.row_requests]
     values = positions[:, roots] + trees.depths
@@ -242,8 +242,10 @@ def set_axes(
 
 
 def ancestor_words(trees: StepTrees) -> torch.Tensor:
-    """int64 [M, W]: bit j % 64 of word j // 64 is set where a row attends row j of its own tree:
-    the root, its ancestors and itself."""
+    """Returns int64 [M, W]: bit j % 64 of word j // 64 is set if a row attends row j of its tree.
+
+    A row attends the root, its ancestors and itself.
+    """
     offsets = trees.rows.offsets
     width = -(-trees.rows.max_rows // _WORD_BITS)
     words = torch.zeros((len(offsets), width), dtype=torch.int64, device=offsets.device)
@@ -260,13 +262,13 @@ def ancestor_words(trees: StepTrees) -> torch.Tensor:
 class Walk:
     """The accepted paths of a step."""
 
-    # [R, N + 1] int64 emitted tokens, of which lengths + 1 count
+    # [R, N + 1] int64 emitted tokens, of which the first lengths + 1 are valid
     emitted: torch.Tensor
-    # [R, N + 1] int64 logits row at each depth of the path, root first; past it the root's row
+    # [R, N + 1] int64 logits row at each depth of the path, root first; the root's row past the end
     path_rows: torch.Tensor
-    # [R] int32 how many nodes are accepted
+    # [R] int32 number of accepted nodes
     lengths: torch.Tensor
-    # [R, N] int32 which nodes, -1 past the path; None in what the host knows of a walk
+    # [R, N] int32 accepted nodes, -1 past the end; None in the host's copy of a walk
     nodes: torch.Tensor | None = None
 
 
@@ -279,8 +281,8 @@ def walk_trees(
 ) -> Walk:
     """Walks down every tree while the target's sample is a child.
 
-    A row is accepted when it and all its ancestors hold the sample of the row above: siblings
-    never repeat a token, so these rows are one path per request, parents first.
+    A row is accepted if it and all its ancestors hold the sample of their parent row. Siblings
+    never repeat a token, so the accepted rows of a request form one path, parents first.
     """
     rows = trees.rows
     if has_kernels(samples.device):
@@ -299,7 +301,7 @@ def walk_trees(
         is_accepted = is_accepted & is_accepted[above]
         above = above[above]
     num_reqs = len(rows.slots)
-    # One column more than there are depths takes in what is not accepted.
+    # Rows that are not accepted go to an extra column, which is then dropped.
     depth = torch.where(is_accepted, trees.depths.long(), rows.max_rows)
     path_rows = rows.starts[:-1, None].long().repeat(1, rows.max_rows + 1)
     path_rows[rows.row_requests, depth] = torch.arange(len(depth), device=depth.device)
@@ -311,8 +313,8 @@ def walk_trees(
 
 
 def emitting_rows(trees: StepTrees, walk: Walk) -> torch.Tensor:
-    """Returns int64 [M]: at offset i of a request, the row that its emitted token i was sampled
-    from; past the path the root's row."""
+    """Returns int64 [M]: at offset i of a request, the row that sampled its emitted token i; the
+    root's row past the path."""
     return walk.path_rows[trees.rows.row_requests, trees.rows.offsets]
 
 
@@ -333,11 +335,11 @@ def path_moves(
     # [T] int64 cache slot of every row of the forward
     slot_mapping: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the slots, sources and destinations int64 [R, N], of the moves that make accepted
-    paths contiguous.
+    """Returns the cache moves that make accepted paths contiguous: sources and destinations, int64
+    slots [R, N].
 
-    Row by row in ascending order, no move overwrites a source that is still to be read. Entries
-    past a path move the root's slot onto itself.
+    In ascending order, no move overwrites a source that is read later. Entries past a path move the
+    root's slot onto itself.
     """
     rows = trees.rows
     slots = slot_mapping[rows.query_rows]
@@ -351,11 +353,11 @@ def path_moves(
 
 @dataclass(frozen=True)
 class CommitMap:
-    """Which rows of a forward are final after the walk: its T rows in the order of positions."""
+    """The committed tokens of a forward: its T rows in the order of positions."""
 
-    # [T] int64 row in which the token of each position was computed
+    # [T] int64 row that computed the token of each position
     computed_rows: torch.Tensor
-    # [T] int64 slot that it owns after compaction; -1 where nothing was committed
+    # [T] int64 slot of the token after compaction; -1 for no token
     slots: torch.Tensor
     # [T] int64
     positions: torch.Tensor
@@ -371,7 +373,7 @@ def committed_rows(
     # [T] int64 positions of the forward
     positions: torch.Tensor,
 ) -> CommitMap:
-    """Rows before the roots as they stand, then each accepted path behind its root."""
+    """Returns the committed tokens: rows before the roots, then each root and its path."""
     rows = trees.rows
     if has_kernels(positions.device):
         from vllm_specplug.kernels.step_trees_triton import committed_rows_triton

@@ -36,7 +36,7 @@ def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
         # Padding rows may hold anything, as in vLLM's own attention.
         covers_batch=num_rows == input_batch.num_tokens,
         max_context=int(input_batch.seq_lens_cpu_upper_bound.max()),
-        most_rows=int(np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]).max()),
+        max_request_rows=int(np.diff(input_batch.cu_num_logits_np[: num_reqs + 1]).max()),
     )
 
 

@@ -26,7 +26,7 @@ class StepParents(Protocol):
         """[M] int32 distance to the root."""
 
     @property
-    def most_rows(self) -> int:
+    def max_request_rows(self) -> int:
         """Rows of the request with the most rows."""
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.candidates import Case, cases, columns_of, paths_of
-from vllm_specplug.tree import BUILDERS, DraftTree, build_tree, build_trees
+from vllm_specplug.tree import BUILDERS, DraftTree, build_tree
 
 
 def same_tree(a: DraftTree, b: DraftTree) -> bool:
@@ -85,25 +85,23 @@ def test_best_first_breaks_ties_by_order_of_entry():
 
 
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_batched_trees_equal_single_ones_with_their_own_budget_and_depth(builder):
+def test_trees_have_their_budget_and_depth(builder):
     rng = np.random.default_rng(0)
     token_ids = np.argsort(rng.random((5, 4, 50)), axis=-1)[..., :6]
     log_probs = -np.sort(rng.exponential(2.0, (5, 4, 6)), axis=-1).astype(np.float32)
-    budgets = np.array([0, 1, 7, 30, 200], dtype=np.int32)
-    depths = [4, 4, 2, 3, 9]
-    trees = build_trees(
-        builder, token_ids, log_probs, budgets, tree_width=3, tree_depth=depths, hybrid_lambda=0.3
-    )
+    budgets = [0, 1, 7, 30, 200]
+
+    def built(depths: list[int]) -> list[DraftTree]:
+        return [
+            build_tree(builder, *candidates, tree_width=3, tree_depth=depth, hybrid_lambda=0.3)
+            for *candidates, depth in zip(token_ids, log_probs, budgets, depths, strict=True)
+        ]
+
+    trees = built([4, 4, 2, 3, 9])
     assert [t.num_nodes for t in trees] == [0, 1, 7, 30, 3 + 9 + 27 + 81]
-    for i, tree in enumerate(trees):
+    for tree in trees:
         tree.validate()
-        single = build_tree(
-            builder, token_ids[i], log_probs[i], int(budgets[i]), tree_width=3,
-            tree_depth=depths[i], hybrid_lambda=0.3,
-        )  # fmt: skip
-        assert same_tree(tree, single)
-    shared = build_trees(builder, token_ids, log_probs, budgets, tree_width=3, tree_depth=2)
-    assert [t.max_depth for t in shared] == [0, 1, 2, 2, 2]
+    assert [t.max_depth for t in built([2] * 5)] == [0, 1, 2, 2, 2]
 
 
 def test_unknown_builder_names_the_known_ones():
