@@ -182,7 +182,7 @@ class Drafts:
         if chosen is None:
             return self.drafter.propose_on_device(requests)
         rows = torch.from_numpy(chosen)
-        return self.drafter.propose_on_device(requests.some(rows)).spread(rows, len(requests))
+        return self.drafter.propose_on_device(requests.select(rows)).scatter(rows, len(requests))
 
 
 def same_trees(a: DeviceTrees, b: DeviceTrees) -> bool:
@@ -240,7 +240,7 @@ def test_drafts_of_some_requests_and_of_every_depth(
     for number in range(16):
         count, deepest = int(rng.integers(1, REQUESTS + 1)), 1 + number % DEPTH
         requests = drafts.requests(rng.choice([1, NODES], count).tolist(), rng)
-        requests = replace(requests, depths=requests.depths.clamp_max(deepest), deepest=deepest)
+        requests = replace(requests, depths=requests.depths.clamp_max(deepest), max_depth=deepest)
         chosen = np.sort(rng.permutation(count)[: int(rng.integers(1, count + 1))])
         given = None if len(chosen) == count else chosen
         trees = drafts.graphs(requests, given)
@@ -294,7 +294,7 @@ def test_drafts_that_no_graph_was_captured_for(
     drafts.graphs.capture_drafts()
     assert drafts.graphs(requests) is None
     assert drafts.graphs(replace(requests, width=2), np.array([1])) is None
-    assert drafts.graphs(replace(requests, deepest=DEPTH + 1), np.array([1])) is None
+    assert drafts.graphs(replace(requests, max_depth=DEPTH + 1), np.array([1])) is None
     assert PretendedGraph.replays == before
     assert drafts.graphs(requests, np.array([1])) is not None
     assert PretendedGraph.replays == before + 1
@@ -358,7 +358,7 @@ def test_what_a_draft_does_not_see_is_noticed(
     drafts.graphs.capture_drafts()
     control(drafts.graphs)
     requests = drafts.requests([NODES] * 3, np.random.default_rng(0))
-    requests = replace(requests, depths=requests.depths.clamp_max(1), deepest=DEPTH)
+    requests = replace(requests, depths=requests.depths.clamp_max(1), max_depth=DEPTH)
     chosen = np.array([1, 2])
     trees = drafts.graphs(requests, chosen)
     assert trees is not None and not same_trees(trees, drafts.eager(requests, chosen))

@@ -334,7 +334,7 @@ def test_lookups_launch_what_was_warmed_up(launches: Launches) -> None:
             head = None
             for _ in range(2):
                 head, *_ = ngrams.merged(head, found, requests, lookup_only=alone)
-        part = head.spread(torch.arange(count), REQUESTS)
+        part = head.scatter(torch.arange(count), REQUESTS)
         ngrams.merged(part, found, requests, lookup_only=True)
         launched = launches.taken()
         assert launched == warmed, _difference(launched - warmed, warmed)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter may do beside the few methods of `Drafter`, one mixin for each.
+"""Optional abilities of a drafter, one mixin for each.
 
-`Drafter` has all of them with these defaults, which do nothing: a method overrides those of what it
-can do.
+`Drafter` inherits all of them. Their defaults do nothing; a method overrides those that it
+supports.
 """
 
 from __future__ import annotations
@@ -32,40 +32,42 @@ if TYPE_CHECKING:
 class DeferredContext:
     """Context that is computed when a draft needs it, not when its tokens are committed.
 
-    `late_context.LateContextDrafter` implements all of it over a paged cache.
+    `late_context.LateContextDrafter` implements it for a paged cache.
     """
 
     observes_late: ClassVar[bool] = False
-    """Whether `observe` may be called for the tokens of several steps at once, later, as long as it
-    is before the next draft forward and before `forget` and `begin`."""
+    """Whether `observe` may be called later, for the tokens of several steps at once, but before
+    the next draft forward and before `forget` and `begin`."""
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
-        """A request starts, or comes back after preemption, on `num_cached` tokens that the cache
-        has from others. Only called where memory is the host's, after the `observe` of its first
-        step; nothing by default.
+        """Starts a request, or resumes it after preemption.
+
+        Called only if the cache is in host memory, after the `observe` of the request's first step.
 
         Args:
-            req_index: of the request in the batch.
+            req_index: index of the request in the batch.
+            num_cached: tokens of its prefix whose cache entries other requests have computed.
         """
 
     def set_deferred(self, is_deferring: bool) -> None:
-        """From here on no drafts are expected of most requests, or they are again. What is needed
-        for drafts only may then wait until `materialize_context`; nothing by default."""
+        """Tells whether most requests will get no drafts from now on.
+
+        If so, work that only drafts need may wait until `materialize_context`.
+        """
 
     def pending_context_ms(self, req_ids: Sequence[str]) -> list[float]:
-        """[R] milliseconds of work that a draft forward for each request must wait for, beside that
-        of the forward itself; `math.inf` for requests that can have none. 0 by default."""
+        """Returns [R] milliseconds of deferred work that each request's draft forward must wait
+        for; `math.inf` for requests that cannot be drafted for."""
         return [0.0] * len(req_ids)
 
     def materialize_context(self, requests: DraftRequests) -> None:
-        """Does what `pending_context_ms` told of the requests that are now drafted for; nothing by
-        default."""
+        """Does the deferred work of the requests that are now drafted for."""
 
     def flush_context(self) -> None:
-        """Does what `observe` put off until a draft needs it; nothing by default.
+        """Does the work that `observe` has postponed.
 
-        Called before a first draft after steps without one, whose work would else count as the
-        draft's.
+        Called before the first draft after steps without one, so that the draft's time does not
+        include their work.
         """
 
 
@@ -74,59 +76,66 @@ class Lookup:
 
     @property
     def has_lookup(self) -> bool:
-        """Whether `lookup` may find anything."""
+        """Whether `lookup` may return trees with nodes."""
         return type(self).lookup is not Lookup.lookup
 
     def lookup(self, requests: DraftRequests) -> list[DraftTree]:
-        """Trees that need no forward, one per request. Called before `propose`, so that a forward
-        is run only where it adds enough; they are verified where none is. `propose` looks up on
-        its own, and its trees may lack nodes of these or score them otherwise."""
+        """Returns one tree per request without a draft forward.
+
+        Called before `propose`, so that a forward runs only for requests for which it adds enough;
+        the other requests verify these trees. `propose` does its own lookups, and its trees may
+        lack nodes of these or give them other scores.
+        """
         return [DraftTree.empty()] * len(requests)
 
 
 class LevelPasses:
-    """Draft forwards that are one pass for each level."""
+    """Draft forwards with one pass per level."""
 
     levels_run: int | None = None
-    """Levels of the last draft forward, where each is a pass of its own."""
+    """Number of passes of the last draft forward; None if passes do not correspond to levels."""
 
     drafts_by_level: ClassVar[bool] = False
-    """Whether a draft forward is a pass for each level, which costs by its levels. Such drafts heed
-    `min_node_prob` and `min_level_prob` where they are made on the host; a device ignores both."""
+    """Whether a draft forward runs one pass per level, so that its cost depends on the number of
+    levels. On the host such drafts observe `min_node_prob` and `min_level_prob`; on a device they
+    ignore both."""
 
 
 class OwnWindow:
     """The drafter's own keys and values of each request's last tokens."""
 
     def window_spec(self) -> WindowSpec | None:
-        """The window of its own that the drafter keeps, read after `load`; None for none."""
+        """Returns the drafter's own window, read after `load`; None for none."""
         return None
 
     def bind_window(
         self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
     ) -> None:
-        """Gives a drafter with a window that window and the target's last layer; both are those
-        of a device, or neither is."""
+        """Gives a drafter its window and the cache of the target's last layer.
+
+        Either both are on a device or neither is.
+        """
         self.window, self.target_cache = window, target_cache
 
 
 class SelfDraft:
-    """The target's own layers as the draft, over partial caches."""
+    """Drafts from the target's own layers over partial caches."""
 
     target_forward: TargetForward | None = None
-    """See `bind_target_forward`; None before."""
+    """The target's forward; None before `bind_target_forward`."""
 
     def partial_cache_spec(self) -> PartialCacheSpec | None:
-        """Partial caches for draft forwards of the target itself; None for none."""
+        """Returns the partial caches for draft forwards of the target itself; None for none."""
         return None
 
     def bind_target_forward(
         self, forward: TargetForward, share: Callable[[list[float]], list[float]]
     ) -> None:
-        """Gives a drafter that asked for it the target's forward.
+        """Gives the drafter the target's forward, if it has a `partial_cache_spec`.
 
-        `share` replaces measured values by the first tensor parallel rank's, so that all ranks
-        decide alike.
+        Args:
+            share: replaces measured values by those of the first tensor parallel rank, so that all
+                ranks make the same decisions.
         """
         self.target_forward, self.share = forward, share
 
@@ -136,13 +145,16 @@ class OnDeviceDrafting:
 
     @property
     def drafts_on_device(self) -> bool:
-        """Whether `propose_on_device` and `device_branches` stand for `propose`: without branches
-        they give the same trees; on a device branches are only looked up after the anchor."""
+        """Whether `propose_on_device` and `device_branches` replace `propose`.
+
+        Without branches their trees are the same. On a device, branches are looked up only after
+        the anchor.
+        """
         return False
 
     @property
     def device_branches(self) -> NgramBranches | None:
-        """The n-gram branches that are looked up on the device and merged into the trees of
+        """The n-gram branches that the device looks up and merges into the trees of
         `propose_on_device`; None for none."""
         return None
 
@@ -150,50 +162,66 @@ class OnDeviceDrafting:
     """Whether `propose_on_device` needs `DeviceRequests.history`."""
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
-        """One tree per request without a read on the host, n-gram branches left out; None where
-        there is nothing but these. Called where `drafts_on_device`."""
+        """Returns one tree per request without a read on the host and without n-gram branches.
+
+        Returns None if the drafter drafts only branches. Called only if `drafts_on_device`.
+        """
         raise NotImplementedError
 
     source: str | None = None
-    """What the last draft on the device came from, where a drafter has several sources to choose
-    from by what they bring."""
+    """Source of the last draft on the device, for a drafter that chooses among several sources by
+    their yield."""
 
     def learn(self, source: str, tokens: float, milliseconds: float) -> None:
-        """Takes in what a step with a draft from `source` brought: tokens per request, and how long
-        it took. Called a step or two late, where drafts are made on the device."""
+        """Records the yield of a step with a draft from `source`: tokens per request, and duration.
+
+        Called one or two steps late if drafts are made on the device.
+        """
 
 
 class GraphCapture:
-    """`propose_on_device`, and `observe`, in CUDA graphs."""
+    """`propose_on_device` and `observe` in CUDA graphs."""
 
     @property
     def drafts_from_graphs(self) -> bool:
-        """Whether `propose_on_device` may be captured: it makes trees of its own, what it launches
-        only depends on the number of requests and `deepest`, and what it reads beside its
-        arguments and `request_states` stays where it is."""
+        """Whether `propose_on_device` may be captured.
+
+        It must return new trees, its launches may depend only on the number of requests and
+        `max_depth`, and the memory that it reads besides its arguments and `request_states` must
+        not move.
+        """
         return False
 
     @property
     def observes_from_graphs(self) -> bool:
-        """Whether `observe` with `flush_context` may be captured on a device: it needs no more than
-        states, rows, positions and slots, stores nothing where a slot is -1, and what it launches
-        depends on the number of tokens only."""
+        """Whether `observe` with `flush_context` may be captured on a device.
+
+        It may read only states, rows, positions and slots, must store nothing at slot -1, and its
+        launches may depend only on the number of tokens.
+        """
         return False
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether a drafter that `drafts_from_graphs` has all that it needs for it. Not before
-        caches are bound, where graphs are captured to measure their memory."""
+        """Whether a drafter that `drafts_from_graphs` is ready for capture.
+
+        It is not before its caches are bound, when graphs are captured to measure their memory.
+        """
         return True
 
     def enter_graph(self, requests: DeviceRequests) -> bool:
-        """Does what a graph does not hold of a draft for `requests`, all of a batch. False where
-        they are to be given to `propose_on_device` instead. Called before every replay."""
+        """Does the work outside the graph of a draft for `requests`, which are a full batch.
+
+        Called before every replay. Returns False if `propose_on_device` must run instead.
+        """
         return True
 
     @property
     def request_states(self) -> torch.Tensor | None:
-        """[B, ...] what `propose_on_device` reads of each request of the batch beside its
-        arguments, made anew in every step; as many as there were requests in the last step, 0
-        before the first. None for nothing."""
+        """[B, ...] what `propose_on_device` reads of each request of the batch besides its
+        arguments; None for nothing.
+
+        Every step makes a new tensor, with one entry per request of the last step (0 before the
+        first).
+        """
         return None

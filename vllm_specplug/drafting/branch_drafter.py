@@ -12,7 +12,7 @@ from vllm_specplug.tree import DraftTree
 
 
 class BranchDrafter(Drafter):
-    """A drafter whose trees take in n-gram branches. Subclasses set `ngrams` in `load`."""
+    """A drafter whose trees include n-gram branches. Subclasses set `ngrams` in `load`."""
 
     ngrams: NgramBranches | None
 
@@ -31,5 +31,5 @@ class BranchDrafter(Drafter):
 
     @property
     def device_branches(self) -> NgramBranches | None:
-        # A chain takes in none.
+        # A chain includes no branches.
         return self.ngrams if self.options.tree_width > 1 else None

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter is given to keep and to read: paged caches, windows, the target's own caches.
+"""The caches of a drafter: paged caches, windows, and the target's own caches.
 
-Each kind says what it needs in a `...Spec`; what it is given is a protocol.
+A drafter requests a cache with a `...Spec` and receives an object with the matching protocol.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 if TYPE_CHECKING:
     import torch
 
-# Of the names of draft layers among vLLM's.
+# Prefix of the names of draft layers in vLLM's configs.
 DRAFT_LAYERS = "specplug.draft.layers"
 
 
@@ -29,7 +29,7 @@ class DraftCacheSpec:
     num_kv_heads: int
     head_dim: int
     window: int | None = None
-    """Sliding window: a row at position p sees positions p - window + 1 to p. None: all."""
+    """Sliding window: a row at position p attends positions p - window + 1 to p. None for none."""
 
 
 class DraftCache(Protocol):
@@ -41,26 +41,29 @@ class DraftCache(Protocol):
     def block_attention(
         self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
     ) -> BlockAttention:
-        """Attention of `rows` block rows per request over its paged context and the block.
+        """Returns the attention of `rows` block rows per request over its context and the block.
 
         Args:
-            causal: the mask inside the block, of all layers or of each.
+            causal: whether the mask inside the block is causal, for all layers or for each.
         """
 
 
 class HostCache(DraftCache, Protocol):
-    """The cache where it is in the host's own memory."""
+    """A draft cache in host memory."""
 
     knows_slots: bool
     """Whether only this engine writes the pages, so that a record of their slots stays true."""
 
     def slots(self, req_index: int, num_tokens: int) -> np.ndarray:
-        """int64 [num_tokens], the slots of a request's first tokens; `req_index` is its place in
-        the batch."""
+        """Returns the slots of a request's first tokens, int64 [num_tokens].
+
+        Args:
+            req_index: index of the request in the batch.
+        """
 
 
 class DeviceCache(DraftCache, Protocol):
-    """The cache on devices that can draft without the host (`Drafter.drafts_on_device`)."""
+    """A draft cache on devices that draft without the host (`Drafter.drafts_on_device`)."""
 
     def block_attention(
         self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
@@ -73,29 +76,31 @@ class DeviceCache(DraftCache, Protocol):
         context_lens: torch.Tensor,
         parent_rows: torch.Tensor,
     ) -> BlockAttention:
-        """Attention of tree rows over the first `context_lens` [R] slots and their own branch.
+        """Returns the attention of tree rows over the first `context_lens` [R] slots and their own
+        branch.
 
         Args:
-            parent_rows: int32 [R, rows], of each request's rows the row of its parent; -1 for its
-                first, which is the root.
+            parent_rows: int32 [R, rows], the row of each row's parent within its request; -1 for
+                the first row, which is the root.
         """
 
 
 class BranchCache(DraftCache, Protocol):
-    """The cache where trees are made on the host."""
+    """A draft cache for trees that are built on the host."""
 
     def branch_attention(
         self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
     ) -> BlockAttention:
-        """Attention of tree rows over the first `context_lens` [R] slots and their own branch.
+        """Returns the attention of tree rows over the first `context_lens` [R] slots and their own
+        branch.
 
-        The rows of each request lie together; the first is its root, the others have parents as in
+        The rows of a request are contiguous. The first is its root, the others have parents as in
         `DraftTree.parent_indices`.
         """
 
 
 class BlockAttention(Protocol):
-    """Attention of one draft forward, all requests at once."""
+    """Attention of one draft forward for all requests."""
 
     def __call__(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -105,7 +110,7 @@ class BlockAttention(Protocol):
 
 @dataclass(frozen=True)
 class WindowSpec:
-    """A drafter's own keys and values of the last `size` tokens before each anchor: one layer."""
+    """Shape of a window: one layer's keys and values of the last `size` tokens before an anchor."""
 
     size: int
     num_kv_heads: int
@@ -116,28 +121,35 @@ class DraftWindow(Protocol):
     """Keys and values of every request's last tokens, in memory that does not grow with context."""
 
     def missing(self, requests: DraftRequests) -> WindowTokens:
-        """Tokens of the requests' windows that are not stored yet; they count as stored."""
+        """Returns the tokens of the requests' windows that are not stored yet, and marks them as
+        stored."""
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
 
     def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> RowAttention:
-        """Attention over the window and the rows of a tree: row 0 of each request is its anchor,
-        the others have parents as in `DraftTree.parent_indices`."""
+        """Returns the attention over the window and the rows of a tree.
+
+        Row 0 of each request is its anchor, the others have parents as in
+        `DraftTree.parent_indices`.
+        """
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Frees the windows of requests that ended."""
 
 
 class DeviceWindow(Protocol):
-    """`DraftWindow` on devices that can draft without the host."""
+    """`DraftWindow` on devices that draft without the host."""
 
     def missing(self, requests: DraftRequests | DeviceRequests) -> WindowTokens:
-        """See `DraftWindow`. Of `DeviceRequests`, a bound of what is missing: tokens that are
-        stored already are stored again, and what is before a request's first token has slot -1."""
+        """See `DraftWindow`.
+
+        For `DeviceRequests` the result is an upper bound: it may repeat stored tokens, and
+        positions before a request's first token have slot -1.
+        """
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values [M, Hkv, Dh] at `slots` [M]; nothing at -1."""
+        """Stores keys and values [M, Hkv, Dh] at `slots` [M]; skips slots of -1."""
 
     def tree_attention(
         self,
@@ -145,8 +157,8 @@ class DeviceWindow(Protocol):
         context_lens: torch.Tensor,
         parent_rows: torch.Tensor,
     ) -> RowAttention:
-        """Attention of tree rows over the window before `context_lens` [R] and their own branch,
-        for the requests of the last `missing`.
+        """Returns the attention of tree rows over the window before `context_lens` [R] and their
+        own branch, for the requests of the last `missing`.
 
         Args:
             parent_rows: int32 [R, rows], see `DeviceCache.tree_attention`.
@@ -158,7 +170,7 @@ class DeviceWindow(Protocol):
 
 @dataclass(frozen=True)
 class WindowTokens:
-    """Tokens to be stored in windows, [M] int64 each."""
+    """Tokens to store in windows, [M] int64 each."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -166,7 +178,7 @@ class WindowTokens:
 
 
 class RowAttention(Protocol):
-    """Attention of tree rows, requests one after the other."""
+    """Attention of tree rows, ordered by request."""
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [M, Hq, Dh], key and value [M, Hkv, Dh] of the rows -> [M, Hq, Dh]."""
@@ -178,28 +190,29 @@ class TargetCache(Protocol):
     def attention(
         self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Attention over the first `context_lens` positions of some requests.
+        """Returns the attention over the first `context_lens` positions of some requests.
 
         Args:
             req_indices: rows of the block table.
-            rows: query rows of each request, one after the other.
+            rows: number of query rows of each request.
 
         Returns:
-            query [sum(rows), Hq, Dh] -> [sum(rows), Hq, Dh]; zeros where the context is empty.
+            A function query [sum(rows), Hq, Dh], ordered by request -> [sum(rows), Hq, Dh]; the
+            output is 0 for an empty context.
         """
 
 
 class DeviceTargetCache(Protocol):
-    """`TargetCache` on devices that can draft without the host."""
+    """`TargetCache` on devices that draft without the host."""
 
     def level_attention(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Attention over the first `context_lens` [R] positions of each request.
+        """Returns the attention over the first `context_lens` [R] positions of each request.
 
         Returns:
-            query [R * rows, Hq, Dh], as many rows for each request -> [R * rows, Hq, Dh]; zeros
-            where the context is empty.
+            A function query [R * rows, Hq, Dh], the same number of rows per request ->
+            [R * rows, Hq, Dh]; the output is 0 for an empty context.
         """
 
 
@@ -208,13 +221,13 @@ class PartialCacheSpec:
     """Bounded caches for draft forwards of the target itself."""
 
     budget: int
-    """Tokens kept per request, the sink included."""
+    """Tokens kept per request, including the sink."""
     sink: int
-    """First positions that are always kept."""
+    """Number of first positions that are always kept."""
     refresh: int
-    """Committed tokens after which the kept positions are chosen again."""
+    """Number of committed tokens after which the kept positions are selected again."""
     max_requests: int
-    """Requests kept at once."""
+    """Maximum number of requests kept at once."""
     options: tuple[str, str]
     """Names of the options that set `max_requests` and `budget`, for messages."""
 
@@ -223,13 +236,12 @@ class TargetForward(Protocol):
     """The target's own layers, run on anchors over partial caches."""
 
     def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
-        """Whether there is room for all of these requests at once. Only a device gets
-        `DeviceRequests`."""
+        """Whether there is room for all of these requests; only a device gets `DeviceRequests`."""
 
     def __call__(
         self, requests: DraftRequests | DeviceRequests
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs each request's anchor; commits nothing.
+        """Runs each request's anchor without committing it.
 
         Returns:
             The target's final normed states and its last layer's outputs before that norm,
@@ -241,8 +253,10 @@ class TargetForward(Protocol):
 
     @property
     def captures(self) -> bool:
-        """Whether graphs may hold a call for requests without a history."""
+        """Whether calls for requests without a history may be captured in graphs."""
 
     def prepare(self, requests: DeviceRequests) -> bool:
-        """Does what a graph does not hold of a call for `requests`, which have a history. False
-        where they need a call without one; then nothing was done."""
+        """Does the work outside the graph of a call for `requests`, which have a history.
+
+        Returns False, without doing anything, if the requests need a call outside the graph.
+        """

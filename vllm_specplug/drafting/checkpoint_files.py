@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of a draft checkpoint, read as untrusted input.
+"""Reads and writes the files of a draft checkpoint. Files are untrusted input.
 
-Nothing here trusts a length, a name or a number in a file. Every refusal is a ValueError that
-names the file; nothing is allocated by a claim that the file's own size does not cover.
+No length, name or number in a file is trusted. Every refusal is a ValueError that names the file.
+No file makes a reader allocate more memory than its own size justifies.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-# A config is some kilobytes, an index of shards some hundred.
+# A config has some kilobytes, an index of shards some hundred.
 MAX_JSON_BYTES = 16 << 20
-# Eight bytes before the header of a safetensors file say how long it is; some hundred bytes
-# per tensor are usual.
+# The first eight bytes of a safetensors file give the length of its header, usually some hundred
+# bytes per tensor.
 MAX_HEADER_BYTES = 16 << 20
-# Far beyond any head; a product of two of them is still a size that torch can state.
+# Far larger than in any head; torch can still represent a product of two of them.
 MAX_SIZE = 1 << 24
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -39,7 +39,7 @@ def is_size(value: object) -> bool:
 
 
 def is_positive(value: object) -> bool:
-    """Whether a config's value is a finite number above zero, as a float too."""
+    """Whether a config's value is a positive number that is finite as a float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     # An integer may be larger than any float.
@@ -50,10 +50,10 @@ def is_positive(value: object) -> bool:
 def open_config(
     directory: str | Path, kind: str = "head", weights: str = WEIGHTS_NAME
 ) -> Iterator[dict[str, Any]]:
-    """Yields the object in `directory/config.json`; errors that its values raise name the file.
+    """Yields the object in `directory/config.json`; errors about its values name the file.
 
     Raises:
-        ValueError: when there is no such file, or no JSON object in it.
+        ValueError: if there is no such file, or it holds no JSON object.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -69,13 +69,12 @@ def open_config(
 
 @contextmanager
 def config_values(path: Path) -> Iterator[None]:
-    """Turns what a value of an unforeseen type raises into a ValueError that names the file."""
+    """Turns errors from values of unexpected types into a ValueError that names the file."""
     try:
         yield
     except (TypeError, AttributeError, KeyError, ArithmeticError) as error:
         raise ValueError(
-            f"{path} holds a value of a type that no head has ({str(error)[:200]}); fetch the head "
-            "again"
+            f"{path} holds a value of an illegal type ({str(error)[:200]}); fetch the head again"
         ) from None
 
 
@@ -91,16 +90,16 @@ def _no_number(text: str) -> float:
 
 
 def read_json_object(path: Path, what: str) -> dict[str, Any]:
-    """The JSON object in a file of bounded size.
+    """Returns the JSON object in a file of bounded size.
 
     Raises:
-        ValueError: when it is too large, not text, not JSON, nested too deep or not an object, and
-            for keys given twice, of which readers take one or the other.
+        ValueError: if the file is too large, not text, not JSON, nested too deep or not an object,
+            or if a key is given twice, because readers disagree on which value counts.
     """
     size = path.stat().st_size
     if size > MAX_JSON_BYTES:
         raise ValueError(
-            f"{path} holds {size} bytes, legal for {what}: at most {MAX_JSON_BYTES}; "
+            f"{path} has {size} bytes, legal for {what}: at most {MAX_JSON_BYTES}; "
             "fetch the head again"
         )
     try:
@@ -117,10 +116,10 @@ def read_json_object(path: Path, what: str) -> dict[str, Any]:
 
 
 def shard_files(index: Path) -> list[Path]:
-    """The files that an index names, all of them beside it.
+    """Returns the files that an index names; all must be in its folder.
 
     Raises:
-        ValueError: for names that lead elsewhere, files that are missing, a map that is none.
+        ValueError: for names outside the folder, missing files, or an illegal map.
     """
     weight_map = read_json_object(index, "an index of shards").get("weight_map")
     if not isinstance(weight_map, Mapping) or not all(
@@ -131,7 +130,7 @@ def shard_files(index: Path) -> list[Path]:
             "fetch the head again"
         )
     names = sorted(set(weight_map.values()))
-    # Only the name is judged: files of a hub cache are links to another folder, and may be.
+    # Only names are checked, because the files of a hub cache are links to another folder.
     for name in names:
         if name != Path(name).name or not name.endswith(".safetensors") or "\0" in name:
             raise ValueError(
@@ -149,10 +148,10 @@ def shard_files(index: Path) -> list[Path]:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The safetensors of a checkpoint: one file, an index and its shards, or all there are.
+    """Returns the safetensors files of a checkpoint: one file, the shards of an index, or all.
 
     Raises:
-        ValueError: for an index that does not hold together.
+        ValueError: for an illegal index.
     """
     single, index = directory / WEIGHTS_NAME, directory / INDEX_NAME
     if single.is_file():
@@ -165,14 +164,16 @@ def weight_files(directory: Path) -> list[Path]:
 def read_safetensors(
     files: Iterable[Path], *, headers_only: bool = False, prefixes: tuple[str, ...] = ("",)
 ) -> dict[str, torch.Tensor]:
-    """All tensors of `files` by their name without the optional 'model.' prefix.
+    """Returns all tensors of `files` by name, without the optional prefix 'model.'.
 
-    With `headers_only` they are meta tensors: names and shapes, no data. `prefixes`, of names
-    without 'model.', leave the others unread: some drafts are shipped inside their target.
+    Args:
+        headers_only: returns meta tensors, which have shapes but no data.
+        prefixes: prefixes (without 'model.') of the names to read; some drafts are shipped inside
+            their target.
 
     Raises:
-        ValueError: for files that are no safetensors, tensors of a dtype that weights never have,
-            and values that are not finite.
+        ValueError: for files that are not safetensors, dtypes that weights never have, and values
+            that are not finite.
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
@@ -207,17 +208,17 @@ def read_safetensors(
 
 
 class _Refused(ValueError):
-    """This module's own refusal, as opposed to what the reader raises."""
+    """A refusal of this module, as opposed to an error of the reader."""
 
 
 def check_header_length(path: Path) -> None:
-    """Raises ValueError for safetensors whose header is longer than any, or than the file."""
+    """Raises ValueError if the header of safetensors is too long, or longer than the file."""
     with path.open("rb") as stream:
         claimed = int.from_bytes(stream.read(8), "little")
     if claimed > min(MAX_HEADER_BYTES, path.stat().st_size):
         raise ValueError(
             f"{path} claims a header of {claimed} bytes, legal: at most {MAX_HEADER_BYTES} and "
-            "no more than the file holds; fetch it again"
+            "at most the size of the file; fetch it again"
         )
 
 
@@ -233,8 +234,8 @@ def _check_dtype(path: Path, name: str, dtype: str) -> None:
 def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises ValueError for a floating-point tensor with NaN or infinities."""
     for name, tensor in tensors.items():
-        # The sum of a tensor that holds NaN or infinities is not finite, and needs no mask; where
-        # finite values overflow it the exact question is asked.
+        # A tensor with NaN or infinities has no finite sum, which needs no mask. Finite values may
+        # overflow it, so a sum that is not finite is followed by the exact check.
         if tensor.is_floating_point() and not torch.isfinite(tensor.sum(dtype=torch.float32)):
             bad = tensor.numel() - int(torch.isfinite(tensor).sum())
             if bad:
@@ -252,16 +253,16 @@ def check_tensors(
     optional: Container[str] = (),
     ignored: Container[str] = (),
 ) -> None:
-    """Compares names and shapes with what a checkpoint's config calls for.
+    """Compares the names and shapes of tensors with those that a checkpoint's config requires.
 
     Args:
         what: the checkpoint, for the message.
         expected: shape of each tensor by name.
         optional: names of `expected` that may be missing.
-        ignored: names that may be there and are never read.
+        ignored: names that may be present but are never read.
 
     Raises:
-        ValueError: with all that is missing, unexpected or misshapen in one message.
+        ValueError: listing all missing, unexpected and misshapen tensors.
     """
     problems = [
         f"missing {name} {list(shape)}"
@@ -287,7 +288,7 @@ def check_tensors(
 
 
 def module_shapes(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, ...]]:
-    """Shape of each tensor of the module that `make` builds, by name; allocates none of them."""
+    """Returns the shape of each tensor of the module that `make` builds, without allocating it."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
 
@@ -295,15 +296,15 @@ def module_shapes(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, .
 def tensors_to_save(
     tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
-    """Contiguous tensors on the CPU in `dtype`, as `write_checkpoint` takes them."""
+    """Returns contiguous CPU tensors in `dtype` for `write_checkpoint`."""
     return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
 
 
 def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Target token of each draft id, int64 [V']: id i stands for token i + d2t[i].
+    """Returns the target token of each draft id, int64 [V']: id i is token i + d2t[i].
 
     Raises:
-        ValueError: for tokens outside the vocabulary, and for one that two ids stand for.
+        ValueError: for tokens outside the vocabulary, and for a token of two ids.
     """
     ids = d2t.to(torch.int64) + torch.arange(d2t.shape[0])
     low, high = int(ids.min()), int(ids.max())
@@ -327,9 +328,9 @@ def write_checkpoint(
     config: Mapping[str, Any],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes safetensors, then the config that makes them valid; each appears whole or not at all.
+    """Writes the weights as safetensors and then the config, each atomically; returns `weights`.
 
-    Folders are made. Returns `weights`.
+    Missing folders are created.
     """
     write_safetensors(weights, tensors, metadata)
     partial = _partial(config_file)
@@ -341,11 +342,11 @@ def write_checkpoint(
 def write_safetensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """Writes one file, its folder too; it appears whole or not at all. Returns `path`."""
+    """Writes one file atomically, creating its folder; returns `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
     save_file(dict(tensors), partial, metadata={"format": "pt", **(metadata or {})})
-    partial.chmod(0o644)  # safetensors writes files that only their owner reads
+    partial.chmod(0o644)  # safetensors writes files that only their owner can read
     partial.replace(path)
     return path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter is shown of the tokens that steps commit, and when."""
+"""The committed tokens of a step, and the buffer that passes them to the drafter."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ if TYPE_CHECKING:
 
     from vllm_specplug.drafting.drafter import Drafter
 
-# Steps whose hidden states are held at most.
-_MOST_STEPS = 8
+# Maximum number of steps whose hidden states are kept.
+_MAX_STEPS = 8
 
 
 @dataclass(frozen=True)
 class CommittedTokens:
-    """Tokens whose target forward is final after this step, of all requests, flat."""
+    """The tokens of all requests that a step has committed and whose target forward is done."""
 
     # One [T, Ht] per auxiliary layer; T rows of the target forward
     aux_hidden_states: list[torch.Tensor]
-    # [M] int64, row of the target forward each token was computed in
+    # [M] int64, row of the target forward that computed each token
     rows: torch.Tensor
     # [M] int64
     positions: torch.Tensor
-    # [M] int64, slot of the paged cache each token owns
+    # [M] int64, slot of each token in the paged cache
     slots: torch.Tensor
     # [B] int64, row of each request's last committed token, in batch order
     last_rows: torch.Tensor | None = None
-    # [M] int64, the token after each, the anchor after a request's last; of drafters that need it
+    # [M] int64, the token after each; the anchor after a request's last. Only for drafters that
+    # need it
     next_token_ids: torch.Tensor | None = None
-    # [T, H], what the target's forward returned; of drafters that need it
+    # [T, H], the output of the target's forward. Only for drafters that need it
     output_states: torch.Tensor | None = None
     req_ids: Sequence[str] = ()
-    """[B] requests of the step; in tokens of several steps one after the other, those of each."""
+    """[B] requests of the step; for several steps, the requests of each in turn."""
     owners: np.ndarray | None = None
-    """int64 [M], which of `req_ids` each token is of; None where the host does not know."""
+    """int64 [M], index in `req_ids` of each token's request; None if the host does not know it."""
     in_order: bool = False
-    """Whether it is known that the tokens are those of the first M rows, in their order."""
+    """Whether the tokens are known to be those of the first M rows, in this order."""
 
     def layer_states(self) -> torch.Tensor:
-        """[M, L*Ht], what the auxiliary layers put out for each token, side by side; a copy."""
+        """Returns a copy of each token's auxiliary states, concatenated: [M, L*Ht]."""
         import torch
 
         layers, count = self.aux_hidden_states, len(self.rows)
@@ -54,7 +55,7 @@ class CommittedTokens:
 
     @classmethod
     def joined(cls, steps: Sequence[CommittedTokens]) -> CommittedTokens:
-        """Tokens of consecutive steps as if they were of one; `last_rows` are those of the last."""
+        """Joins the tokens of consecutive steps; `last_rows` are those of the last step."""
         if len(steps) == 1:
             return steps[0]
         import torch
@@ -97,30 +98,31 @@ class CommittedTokens:
 
 
 class CommitBuffer:
-    """Shows a drafter what steps committed: those of several at once where it may see them late.
+    """Passes committed tokens to a drafter's `observe`, of several steps at once if it allows that.
 
-    While nothing is drafted, a step then only keeps what it computed.
+    Steps without drafts then only keep their hidden states.
 
     Args:
-        drafter: whose `observe` is called.
-        keeps: whether hidden states stay as they are once their step is over.
+        keeps_states: whether hidden states stay valid after their step.
     """
 
-    def __init__(self, drafter: Drafter, keeps: bool) -> None:
+    def __init__(self, drafter: Drafter, keeps_states: bool) -> None:
         self._drafter = drafter
-        self.is_late = keeps and drafter.observes_late
-        """Whether what a step is made of is read after the step."""
+        self.is_late = keeps_states and drafter.observes_late
+        """Whether a step's tensors are read after the step."""
         self._steps: list[Callable[[], CommittedTokens]] = []
 
     def add(self, make: Callable[[], CommittedTokens]) -> None:
-        """A step's tokens, made when they are shown."""
+        """Adds the tokens of a step; `make` is called when the drafter observes them."""
         self._steps.append(make)
-        if not self.is_late or len(self._steps) >= _MOST_STEPS:
+        if not self.is_late or len(self._steps) >= _MAX_STEPS:
             self.flush()
 
     def flush(self) -> None:
-        """Shows all that the drafter has not seen: call it before a draft forward, and before
-        requests begin or lose their pages."""
+        """Passes all buffered tokens to the drafter.
+
+        Call it before a draft forward, and before requests begin or lose their pages.
+        """
         if self._steps:
             steps, self._steps = self._steps, []
             self._drafter.observe(CommittedTokens.joined([make() for make in steps]))

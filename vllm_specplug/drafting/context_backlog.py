@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_specplug.drafting.waiting_tokens import DeferredTokens
+from vllm_specplug.drafting.deferred_tokens import DeferredTokens
 
 if TYPE_CHECKING:
     import torch
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 # which the tokens were added. The last column holds the slots.
 WriteContext = Callable[..., None]
 
-# Largest number of joined tokens. A row of a pass over 128 rows costs about half as much as a row
+# Maximum number of joined tokens. A row of a pass over 128 rows costs about half as much as a row
 # of a pass over 16 rows (a core with AVX-512).
 MAX_TOKENS = 128
-# Largest number of deferred tokens in one pass.
-_MOST_AT_ONCE = 1024
+# Maximum number of deferred tokens in one pass.
+_MAX_PASS_TOKENS = 1024
 # Memory for deferred hidden states: 11,000 tokens of five layers of 576 numbers, 1,600 of 4,096.
 DEFERRED_BYTES = 64 << 20
-# Smallest pass that is timed. Shorter ones do not show what a token costs.
-_FEWEST_TIMED = 32
+# Minimum size of a pass that is timed. Shorter passes do not show the cost of a token.
+_MIN_TIMED_TOKENS = 32
 
 
 class ContextBacklog:
@@ -37,14 +37,14 @@ class ContextBacklog:
     - Joined tokens: up to `max_tokens` decoded tokens are written in one pass.
     - Deferred tokens: while `is_deferring` is set, tokens wait until their request is drafted for.
       Most requests end before that, and their context is never computed. `deferred_bytes` limits
-      the memory of these tokens. Tokens beyond the limit are joined.
+      their memory. Tokens beyond the limit are joined.
 
-    vLLM may give one block to several requests. So the backlog records for each cache slot whether
-    it holds the context of its token (`begin`).
+    vLLM may share a block among several requests, so the backlog records for each cache slot
+    whether it holds the context of its token (`begin`).
 
     Call `flush` before a page of a running request can get another owner. Otherwise joined tokens
     would be written into the pages of another request or layer. Deferred tokens are written only
-    for running requests, to slots that these own.
+    for running requests, to slots that they own.
 
     Args:
         write: computes and stores the context of some tokens.
@@ -62,14 +62,14 @@ class ContextBacklog:
         self._max_tokens = max_tokens
         self._parts: list[tuple[torch.Tensor, ...]] = []
         self._num_tokens = 0
-        self._waiting = DeferredTokens(deferred_bytes) if deferred_bytes else None
+        self._deferred = DeferredTokens(deferred_bytes) if deferred_bytes else None
         self._numbers: dict[str, int] = {}
         self._next_number = 0
         self._incomplete: set[str] = set()
         self.is_deferring = False
         """Whether new tokens wait until their request is drafted for."""
         self.token_ms = 0.0
-        """Milliseconds of writing one token; 0 until a pass was timed."""
+        """Milliseconds per written token; 0 until a pass has been timed."""
 
     @classmethod
     def on(
@@ -77,8 +77,8 @@ class ContextBacklog:
     ) -> ContextBacklog:
         """Returns the backlog of a drafter on `device`.
 
-        Only a CPU saves time by waiting. Launches bound the steps of other devices, so no token
-        waits there.
+        Waiting saves time only on a CPU. Other devices are bound by launches, so no token waits
+        there.
 
         Args:
             knows_slots: whether the drafter knows the slots of its requests (`begin`). Otherwise
@@ -91,7 +91,7 @@ class ContextBacklog:
     @property
     def knows_slots(self) -> bool:
         """Whether the backlog records which slots hold their context."""
-        return self._waiting is not None
+        return self._deferred is not None
 
     def add(
         self,
@@ -110,9 +110,9 @@ class ContextBacklog:
         if not count:
             return
         if self.is_deferring and owners is not None:
-            assert self._waiting is not None
+            assert self._deferred is not None
             numbers = np.array([self._number_of(req_id) for req_id in req_ids], np.int64)
-            if self._waiting.put(columns, numbers[owners]):
+            if self._deferred.put(columns, numbers[owners]):
                 return
         self._parts.append(columns)
         self._num_tokens += count
@@ -131,12 +131,12 @@ class ContextBacklog:
             if len(parts) > 1:
                 columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
             self._write_timed(columns)
-        if self._waiting is not None:
-            self._waiting.written(columns[-1].numpy())
+        if self._deferred is not None:
+            self._deferred.written(columns[-1].numpy())
 
     def set_deferred(self, is_deferring: bool) -> None:
         """Switches the deferral of new tokens on or off. Deferred tokens stay deferred."""
-        if self._waiting is None:
+        if self._deferred is None:
             return
         if is_deferring and not self.is_deferring:
             self.flush()
@@ -154,14 +154,14 @@ class ContextBacklog:
         Args:
             slots: cache slots of the prefix.
         """
-        if self._waiting is None:
+        if self._deferred is None:
             return
         self._incomplete.discard(req_id)
         self._number_of(req_id)
         if not len(slots):
             return
         self.flush()
-        rows, is_complete = self._waiting.lookup(slots)
+        rows, is_complete = self._deferred.lookup(slots)
         self._write_rows(rows)
         if not is_complete:
             self._incomplete.add(req_id)
@@ -170,19 +170,19 @@ class ContextBacklog:
         """Returns whether the context of any token of the request was dropped."""
         return req_id in self._incomplete
 
-    def num_waiting(self, req_ids: Sequence[str]) -> list[int]:
+    def num_deferred(self, req_ids: Sequence[str]) -> list[int]:
         """Returns the number of deferred tokens of each request."""
-        if self._waiting is None or not self._waiting.num_tokens:
+        if self._deferred is None or not self._deferred.num_tokens:
             return [0] * len(req_ids)
         numbers = [self._numbers.get(req_id, -1) for req_id in req_ids]
-        return self._waiting.counts(numbers)
+        return self._deferred.counts(numbers)
 
     def write(self, req_ids: Iterable[str]) -> None:
         """Writes the context of all tokens of some requests. Call it before a draft for them."""
         self.flush()
-        if self._waiting is not None and self._waiting.num_tokens:
+        if self._deferred is not None and self._deferred.num_tokens:
             numbers = [self._numbers[req_id] for req_id in req_ids if req_id in self._numbers]
-            self._write_rows(self._waiting.rows_of(numbers))
+            self._write_rows(self._deferred.rows_of(numbers))
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Forgets requests that ended or lose their pages.
@@ -191,12 +191,12 @@ class ContextBacklog:
         blocks in the prefix cache.
         """
         self.flush()
-        if self._waiting is None:
+        if self._deferred is None:
             return
         gone = [self._numbers.pop(req_id) for req_id in req_ids if req_id in self._numbers]
         self._incomplete.difference_update(req_ids)
         if gone:
-            self._waiting.end(gone)
+            self._deferred.end(gone)
 
     def _number_of(self, req_id: str) -> int:
         number = self._numbers.get(req_id)
@@ -210,17 +210,17 @@ class ContextBacklog:
             return
         import torch
 
-        assert self._waiting is not None
+        assert self._deferred is not None
         with torch.inference_mode():
-            for first in range(0, len(rows), _MOST_AT_ONCE):
-                columns = self._waiting.take(rows[first : first + _MOST_AT_ONCE])
+            for first in range(0, len(rows), _MAX_PASS_TOKENS):
+                columns = self._deferred.take(rows[first : first + _MAX_PASS_TOKENS])
                 self._write_timed(columns)
-                self._waiting.written(columns[-1].numpy())
+                self._deferred.written(columns[-1].numpy())
 
     def _write_timed(self, columns: tuple[torch.Tensor, ...]) -> None:
         start = time.perf_counter()
         self._write(*columns)
         count = len(columns[0])
-        if count >= _FEWEST_TIMED:
+        if count >= _MIN_TIMED_TOKENS:
             now = 1e3 * (time.perf_counter() - start) / count
             self.token_ms = now if not self.token_ms else 0.8 * self.token_ms + 0.2 * now

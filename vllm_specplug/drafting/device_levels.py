@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tree.beam.draft_level_by_level` on a device: tensors of fixed shapes, and no read on the host.
+"""`tree.beam.draft_level_by_level` on a device, with tensors of fixed shapes and no host reads.
 
 Every level has entries for the maximum number of nodes per request; an entry without a node scores
--inf. All levels are kept whole, and the best nodes of all levels are chosen once, at the end. A
-node that is not among them has no descendant among them.
+-inf. All levels are kept in full, and the best nodes of all levels are selected once at the end. A
+node that is not selected has no selected descendants.
 
-Letters: R requests, F entries of a frontier per request, K candidates of one node, N nodes of a
-tree at most, C nodes of all levels.
+Letters: R requests, F frontier entries per request, K candidates per node, N maximum nodes per
+tree, C nodes of all levels.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import FRONTIER_WIDTH
 from vllm_specplug.tree.draft_tree import ROOT
 
-# Maximum number of draft logits at once: 128 MiB in float32.
-MOST_LOGITS = 1 << 25
+# Maximum number of draft logits computed at once: 128 MiB in float32.
+MAX_LOGITS = 1 << 25
 
 
-def most_frontier_width(tree_depth: int) -> int:
-    """Returns the maximum entries of a frontier: every level queries all expanded rows again, and
-    kernels limit their number."""
+def max_frontier_width(tree_depth: int) -> int:
+    """Returns the maximum entries of a frontier.
+
+    Every level queries the rows of all frontiers again, and kernels limit their number.
+    """
     return (MAX_TREE_ROWS - 1) // max(tree_depth - 1, 1)
 
 
@@ -38,7 +40,7 @@ def most_frontier_width(tree_depth: int) -> int:
 class DeviceFrontier:
     """Nodes whose children are drafted next, best first within each request."""
 
-    # [R, F] int64; a legal token also where there is no node
+    # [R, F] int64; entries without a node also hold a legal token
     token_ids: torch.Tensor
     # [R, F] int64 index of each parent in the frontier before this one; 0 for anchors
     parents: torch.Tensor
@@ -54,13 +56,16 @@ class DeviceFrontier:
 
 
 class LevelRows:
-    """Rows of all levels of a draft, as attention takes them: those of one request lie together,
-    its root, then the entries of every frontier. All are queried again at every level."""
+    """Rows of all levels of a draft, in the order that attention needs.
+
+    The rows of a request are contiguous: its root, then the entries of every frontier. Every level
+    queries all rows again.
+    """
 
     def __init__(self) -> None:
-        # Width of the last frontier, and its first row.
+        # Width and first row of the last frontier.
         self.width, self._first = 1, 0
-        # Of each level [R, width, ...]: parents of the rows, then q, k and v
+        # Per level [R, width, ...]: parents of the rows; query, key and value
         self._parents: list[torch.Tensor] = []
         self._rows: list[tuple[torch.Tensor, ...]] = []
 
@@ -100,19 +105,19 @@ def level_candidates(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the `width` likeliest tokens int64 [T, width] and their log-probabilities float32.
 
-    It works in pieces: the logits of all requests would be the largest tensor of a step.
+    It works in chunks, because the logits of all requests would be the largest tensor of a step.
     """
-    most = max(1, MOST_LOGITS // vocab_size)
-    found = [
-        top_candidates(lm_head(hidden[first : first + most]), width)
-        for first in range(0, len(hidden), most)
+    chunk_size = max(1, MAX_LOGITS // vocab_size)
+    chunks = [
+        top_candidates(lm_head(hidden[first : first + chunk_size]), width)
+        for first in range(0, len(hidden), chunk_size)
     ]
-    ids, log_probs = (torch.cat(part) for part in zip(*found, strict=True))
+    ids, log_probs = (torch.cat(part) for part in zip(*chunks, strict=True))
     return ids, log_probs
 
 
-# frontier -> candidate token ids int64 [R, F, K], best first, and their log-probabilities given
-# the branch float32 [R, F, K]; as `tree.beam.Expand`
+# Like `tree.beam.Expand`: frontier -> candidate token ids int64 [R, F, K], best first, and their
+# log-probabilities given the branch, float32 [R, F, K]
 DeviceExpand = Callable[[DeviceFrontier], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -131,39 +136,43 @@ def draft_levels_on_device(
     widths: torch.Tensor | None = None,
     frontier_width: int | None = FRONTIER_WIDTH,
 ) -> DeviceTrees:
-    """Returns the trees of `draft_level_by_level`, node for node.
+    """Returns the same trees as `draft_level_by_level`.
 
     Args:
         num_levels: levels to draft; levels beyond a request's depth are dropped.
         num_nodes: N, at least the largest budget.
-        width: maximum children of a node.
+        width: maximum children per node.
         widths: [R] maximum per request; None if all have `width`.
         frontier_width: see `draft_level_by_level`.
     """
     device, count = anchors.device, len(anchors)
-    front = DeviceFrontier(anchors[:, None], torch.zeros_like(anchors)[:, None], 0)
-    above = torch.zeros((count, 1), dtype=torch.float64, device=device)
-    # Of each level [R, nodes]: token, parent as an index among all levels' nodes, score.
+    frontier = DeviceFrontier(anchors[:, None], torch.zeros_like(anchors)[:, None], 0)
+    frontier_scores = torch.zeros((count, 1), dtype=torch.float64, device=device)
+    # Per level [R, nodes]: token, parent as an index among the nodes of all levels, score.
     levels: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    first, drafted = ROOT, 0
+    # Index of the first node of the frontier and of the new level.
+    first_parent, first_node = ROOT, 0
     for level in range(num_levels):
-        ids, log_probs = expand(front)
+        ids, log_probs = expand(frontier)
         ids, log_probs = ids[..., :width], log_probs[..., :width]
         usable = log_probs.isfinite().int().cumprod(-1) > 0
         if widths is not None:
             usable = usable & (torch.arange(ids.shape[-1], device=device) < widths[:, None, None])
-        # Rounding can leave a sure token above 0; then it would outscore its parent.
-        scores = above[..., None] + log_probs.double().clamp(max=0.0)
+        # Rounding can make the log-probability of a certain token positive. Without the clamp it
+        # would outscore its parent.
+        scores = frontier_scores[..., None] + log_probs.double().clamp(max=0.0)
         scores = scores.masked_fill(~usable, float("-inf")).flatten(1)
-        # Stable: of equal scores the one drafted first, hence the ancestor, stays first.
+        # Stable, so that among equal scores an ancestor stays before its descendants.
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         scores, order = scores[:, :num_nodes], order[:, :num_nodes]
         tokens, parents = ids.flatten(1).gather(1, order), order // ids.shape[-1]
-        levels.append((tokens, parents + first, scores))
-        # The frontier is what its level begins with.
-        first, drafted = drafted, drafted + scores.shape[1]
-        above = scores[:, :frontier_width]
-        front = DeviceFrontier(tokens[:, :frontier_width], parents[:, :frontier_width], level + 1)
+        levels.append((tokens, parents + first_parent, scores))
+        # The frontier is the beginning of its level.
+        first_parent, first_node = first_node, first_node + scores.shape[1]
+        frontier_scores = scores[:, :frontier_width]
+        frontier = DeviceFrontier(
+            tokens[:, :frontier_width], parents[:, :frontier_width], level + 1
+        )
     return _best_nodes(levels, budgets, depths, num_nodes)
 
 
@@ -180,37 +189,36 @@ def _best_nodes(
         return DeviceTrees(numbers.long(), numbers, numbers, numbers.float(), numbers[:, 0])
     # [R, C] each
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
-    deep = torch.cat([
+    node_depths = torch.cat([
         torch.full((part.shape[1],), i + 1, dtype=torch.int32, device=device)
         for i, (_, _, part) in enumerate(levels)
     ])  # fmt: skip
     missing = num_nodes - tokens.shape[1]
     if missing > 0:
-        tokens, parents, deep = (
-            torch.nn.functional.pad(part, (0, missing)) for part in (tokens, parents, deep)
+        tokens, parents, node_depths = (
+            torch.nn.functional.pad(part, (0, missing)) for part in (tokens, parents, node_depths)
         )
         scores = torch.nn.functional.pad(scores, (0, missing), value=float("-inf"))
-    scores = scores.masked_fill(deep > depths[:, None], float("-inf"))
+    scores = scores.masked_fill(node_depths > depths[:, None], float("-inf"))
     scores, order = scores.sort(dim=1, descending=True, stable=True)
-    # Rank of every node by score, behind one for the root.
+    # Rank of every node by score, after an entry for the root.
     ranks = torch.empty_like(order).scatter_(
         1, order, torch.arange(order.shape[1], device=device).expand_as(order)
     )
     ranks = torch.nn.functional.pad(ranks, (1, 0), value=ROOT)
     scores, order = scores[:, :num_nodes], order[:, :num_nodes]
-    above = ranks.gather(1, parents.gather(1, order) + 1)
-    drafted = scores.isfinite().sum(1)
+    num_drafted = scores.isfinite().sum(1)
     return DeviceTrees(
         token_ids=tokens.gather(1, order),
-        parents=above.to(torch.int32),
-        depths=deep[order],
+        parents=ranks.gather(1, parents.gather(1, order) + 1).to(torch.int32),
+        depths=node_depths[order],
         scores=scores.to(torch.float32),
-        counts=torch.minimum(drafted, budgets.clamp_min(0)).to(torch.int32),
+        counts=torch.minimum(num_drafted, budgets.clamp_min(0)).to(torch.int32),
     )
 
 
 def packed_trees(trees: DeviceTrees) -> torch.Tensor:
-    """int32 [R, 1 + 4 * N]: counts, token ids, parents, depths, and scores as bits."""
+    """Returns int32 [R, 1 + 4 * N]: counts, token ids, parents, depths, and the bits of scores."""
     fields = (trees.token_ids.to(torch.int32), trees.parents, trees.depths)
     return torch.cat([trees.counts[:, None], *fields, trees.scores.view(torch.int32)], dim=1)
 

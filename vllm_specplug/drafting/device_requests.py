@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to draft for, and their trees, on the device: the host waits for neither."""
+"""Requests to draft for and their trees, on a device that the host does not wait for."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 class DevicePenalties:
     """`DraftPenalty` of R requests whose tokens are on the device."""
 
-    # [R, W] int64 last tokens of each, -1 where none is penalised
+    # [R, W] int64 last tokens of each request, -1 for none
     token_ids: torch.Tensor
     # [R] float32
     thetas: torch.Tensor
 
-    def some(self, rows: torch.Tensor) -> DevicePenalties:
-        """Those at `rows` [n]."""
+    def select(self, rows: torch.Tensor) -> DevicePenalties:
+        """Returns the penalties of the requests at `rows` [n]."""
         return DevicePenalties(self.token_ids[rows], self.thetas[rows])
 
     def apply(self, logits: torch.Tensor, first: int, draft_ids: torch.Tensor | None) -> None:
-        """Penalises logits [n, D, V'] of the requests from `first` on, in place.
+        """Penalises logits [n, D, V'] of n requests in place, starting with request `first`.
 
         Args:
-            draft_ids: int64 [V] draft id of each target token, -1 for none; None where they are
-                the same.
+            draft_ids: int64 [V] draft id of each target token, -1 for none; None if both
+                vocabularies are the same.
         """
         import torch
 
@@ -39,7 +39,7 @@ class DevicePenalties:
             kept = (tokens >= 0) & (tokens < len(draft_ids))
             tokens = torch.where(kept, draft_ids[torch.where(kept, tokens, 0)], -1)
         is_recent = (tokens >= 0) & (tokens < logits.shape[-1])
-        # Whatever is not recent writes token 0, with what token 0 gets.
+        # Entries without a token write to token 0, with the same value as token 0's own entry.
         tokens = torch.where(is_recent, tokens, 0)
         is_recent = is_recent | (is_recent & (tokens == 0)).any(1, keepdim=True)
         theta = torch.where(is_recent, thetas[:, None], 1.0)[:, None]
@@ -50,44 +50,47 @@ class DevicePenalties:
 
 @dataclass(frozen=True)
 class TokenHistory:
-    """The tokens of R requests where they lie on the device, and what the host knows of them."""
+    """The tokens of R requests on the device, and what the host knows about them."""
 
-    # [S, most tokens] int32; a line may hold anything past its request's tokens
+    # [S, max tokens] int32; entries past the end of a request are undefined
     token_ids: torch.Tensor
-    # [R] int64 line of each
+    # [R] int64 line of `token_ids` of each request
     lines: torch.Tensor
     # [R]
     req_ids: list[str]
-    # [R] Between two drafts for a request it grows by at least as much as the request does
-    grown: list[int]
+    # [R] Between two drafts for a request it grows at least as much as the request does
+    len_upper_bounds: list[int]
     # [R] whether a request may get a draft
     is_drafted: list[bool]
-    # [R] bounds of `DeviceRequests.context_lens`, the lower one a step or two late
-    least: list[int]
-    most: list[int]
-    # What the target's sampler will do to the logits of some tokens; None where to none
+    # [R] bounds of `DeviceRequests.context_lens`; the lower one is one or two steps old
+    min_context_lens: list[int]
+    max_context_lens: list[int]
+    # None if no request has a penalty
     penalties: DevicePenalties | None = None
 
-    def some(self, rows: torch.Tensor, chosen: Sequence[int]) -> TokenHistory:
-        """Those at `rows` [n] of the batch, which the host knows as `chosen`."""
+    def select(self, rows: torch.Tensor, host_rows: Sequence[int]) -> TokenHistory:
+        """Returns the history of the requests at `rows` [n], which `host_rows` repeats."""
+
+        def chosen(values: list[Any]) -> list[Any]:
+            return [values[r] for r in host_rows]
+
         return replace(
             self,
             lines=self.lines[rows],
-            req_ids=[self.req_ids[r] for r in chosen],
-            grown=[self.grown[r] for r in chosen],
-            is_drafted=[self.is_drafted[r] for r in chosen],
-            least=[self.least[r] for r in chosen],
-            most=[self.most[r] for r in chosen],
-            penalties=None if self.penalties is None else self.penalties.some(rows),
+            req_ids=chosen(self.req_ids),
+            len_upper_bounds=chosen(self.len_upper_bounds),
+            is_drafted=chosen(self.is_drafted),
+            min_context_lens=chosen(self.min_context_lens),
+            max_context_lens=chosen(self.max_context_lens),
+            penalties=None if self.penalties is None else self.penalties.select(rows),
         )
 
 
 @dataclass(frozen=True)
 class DeviceRequests:
-    """The R requests of a batch to draft for, where their tokens are on the device and the host
-    does not wait for them."""
+    """The R requests of a batch to draft for, with their tokens on the device."""
 
-    # [R] int64, see `DraftRequests.anchors`; anything where the budget is 0
+    # [R] int64, see `DraftRequests.anchors`; undefined where the budget is 0
     anchors: torch.Tensor
     # [R] int32
     context_lens: torch.Tensor
@@ -96,32 +99,32 @@ class DeviceRequests:
     # [R] int32
     depths: torch.Tensor
     width: int
-    """Most children of a node, of all requests."""
+    """Maximum children per node, over all requests."""
     num_nodes: int
     """N, at least the largest budget."""
     max_context: int
-    """Upper bound of the contexts."""
-    # [R] int32 row of each in the batch and in the block table; None: one after the other
+    """Upper bound of the context lengths."""
+    # [R] int32 row of each request in the batch and in the block table; None for 0, 1, ...
     rows: torch.Tensor | None = None
-    deepest: int | None = None
-    """Bound of the depths that is known on the host; None for none."""
+    max_depth: int | None = None
+    """Upper bound of the depths that the host knows; None for none."""
     history: TokenHistory | None = None
-    """Given to drafters that ask for it (`Drafter.reads_history`)."""
-    # [B, ...] `Drafter.request_states` where they lie elsewhere; None: the drafter's own
+    """Given to drafters that request it (`Drafter.reads_history`)."""
+    # [B, ...] copy of `Drafter.request_states` to read; None for the drafter's own
     states: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.anchors)
 
-    def some(self, rows: torch.Tensor, chosen: Sequence[int] = ()) -> DeviceRequests:
-        """Those at `rows` [n] of the batch.
+    def select(self, rows: torch.Tensor, host_rows: Sequence[int] = ()) -> DeviceRequests:
+        """Returns the requests at `rows` [n] of the batch.
 
         Args:
-            chosen: the rows as the host knows them; needed where there is a `history`.
+            host_rows: the same rows on the host; required with a `history`.
         """
         return replace(
             self,
-            history=None if self.history is None else self.history.some(rows, chosen),
+            history=None if self.history is None else self.history.select(rows, host_rows),
             anchors=self.anchors[rows],
             context_lens=self.context_lens[rows],
             budgets=self.budgets[rows],
@@ -132,7 +135,7 @@ class DeviceRequests:
 
 @dataclass(frozen=True)
 class DeviceTrees:
-    """Trees of R requests on the device; past its count a tree's entries may be anything."""
+    """Trees of R requests on the device; entries past the count of a tree are undefined."""
 
     # [R, N] int64
     token_ids: torch.Tensor
@@ -147,7 +150,7 @@ class DeviceTrees:
 
     @classmethod
     def none(cls, count: int, num_nodes: int, device: torch.device) -> DeviceTrees:
-        """Empty trees of `count` requests."""
+        """Returns empty trees for `count` requests."""
         import torch
 
         token_ids = torch.zeros((count, num_nodes), dtype=torch.int64, device=device)
@@ -157,13 +160,13 @@ class DeviceTrees:
 
     @property
     def fields(self) -> tuple[torch.Tensor, ...]:
-        """As kernels take them."""
+        """The tensors in the order of kernel arguments."""
         return self.token_ids, self.parents, self.depths, self.scores, self.counts
 
-    def spread(self, rows: torch.Tensor, count: int) -> DeviceTrees:
-        """The same as trees of `count` requests, which are those at `rows`; others have none."""
-        fields = []
-        for field_ in self.fields:
-            whole = field_.new_zeros((count, *field_.shape[1:]))
-            fields.append(whole.index_copy_(0, rows, field_))
-        return DeviceTrees(*fields)
+    def scatter(self, rows: torch.Tensor, count: int) -> DeviceTrees:
+        """Returns the trees of `count` requests: these at `rows` [R], and empty ones elsewhere."""
+        scattered = [
+            part.new_zeros((count, *part.shape[1:])).index_copy_(0, rows, part)
+            for part in self.fields
+        ]
+        return DeviceTrees(*scattered)

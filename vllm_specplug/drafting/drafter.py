@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the author of a drafting method implements, and what it is given at start.
+"""The base class of drafters, and what a drafter receives at start.
 
-A drafter knows nothing of vLLM. The runtime hands it the target's weights it shares, a cache
-for its context keys and values that lives in vLLM's pages, and per step the hidden states of
-newly committed tokens and the requests to draft for.
+A drafter knows nothing about vLLM. The runtime gives it the target's weights that it shares, a
+cache in vLLM's pages for its context keys and values, and in every step the hidden states of newly
+committed tokens and the requests to draft for.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:
-    # Declarations of methods import this file where torch would only cost start-up.
+    # Declarations of methods import this file in processes that do not need torch.
     import torch
 
 
 class LinearFactory(Protocol):
-    """Makes matrix products in the device's fastest form."""
+    """Builds matrix products in the device's fastest form."""
 
     def __call__(
         self, weight: torch.Tensor, bias: torch.Tensor | None
@@ -44,28 +44,28 @@ class LinearFactory(Protocol):
 
 @dataclass(frozen=True)
 class DrafterOptions:
-    """The options a drafter reads, resolved."""
+    """The resolved options of a drafter."""
 
     head_path: str | None
     num_nodes: int
-    """Node budget of one tree, root excluded."""
+    """Node budget of one tree, excluding the root."""
     tree_depth: int
-    """Deepest node the head drafts."""
+    """Maximum depth that the head drafts."""
     max_depth: int
-    """Deepest node of a tree, from whatever source."""
+    """Maximum depth of a tree from any source."""
     tree_width: int
     ngram_topk: int
-    """Most n-gram branches of a tree, or children of a node that the text proposes; 0: none."""
+    """Maximum n-gram branches per tree, or n-gram children per node; 0 for none."""
     max_model_len: int
     settings: Any = None
-    """The method's own options, as its `DraftPlan` has them."""
+    """The method's own options (`DraftPlan.settings`)."""
     vocab_size: int = 1 << 31
-    """Tokens of the target. Prompts may hold others, which are no drafts."""
+    """Size of the target's vocabulary. Prompts may hold other tokens, which are never drafted."""
 
 
 @dataclass(frozen=True)
 class TargetWeights:
-    """What a head shares with its target."""
+    """The target's weights that a head shares."""
 
     # [V, H]
     embed_tokens: torch.Tensor
@@ -76,20 +76,18 @@ class TargetWeights:
     text_config: object
     """The target's Hugging Face text config."""
     make_linear: LinearFactory
-    """Makes a matrix product from weight [out, in] and bias [out] or None, packed for the
-    device."""
     heads: list[TargetHead] = field(default_factory=list)
-    """Those that `make_lm_head` made of the target's own rows."""
+    """The heads that `make_lm_head` built from the target's rows."""
 
     def make_lm_head(
         self, target_ids: torch.Tensor | None, own: torch.Tensor | None = None
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Scores over a draft vocabulary: [T, H] -> [T, V'].
+        """Returns an LM head over a draft vocabulary: [T, H] -> [T, V'].
 
         Args:
-            target_ids: int64 [V'], the target token of each draft id; None for the whole
+            target_ids: int64 [V'], the target token of each draft id; None for the full
                 vocabulary.
-            own: [V', H] of a head that ships its LM head; None takes the target's rows.
+            own: [V', H] for a head that ships its LM head; None uses the target's rows.
         """
         if own is not None:
             weight = own.to(device=self.device, dtype=self.dtype).contiguous()
@@ -104,30 +102,32 @@ class Drafter(
 ):
     """One drafting method.
 
-    Order of calls: `load`, then every step `observe` with what was committed and, when
-    a request is to be drafted for, `propose`. What else a drafter may do is in `abilities`.
+    Order of calls: `load`; then in every step `observe` with the committed tokens and, if any
+    request is drafted for, `propose`. The mixins of `abilities` are optional.
     """
 
     reads_target_weights: ClassVar[bool] = True
-    """Whether `load` reads the target's embedding and LM head; else it gets empty tensors."""
+    """Whether `load` reads the target's embedding and LM head; if not, it gets empty tensors."""
 
     def __init__(self, options: DrafterOptions) -> None:
         self.options = options
 
     @abstractmethod
     def load(self, target: TargetWeights) -> None:
-        """Loads the draft checkpoint and what it shares with the target.
+        """Loads the draft checkpoint and takes what it shares with the target.
 
         Raises:
-            ValueError: when the checkpoint is not for this target, or is incomplete.
+            ValueError: if the checkpoint is not for this target, or is incomplete.
         """
 
     def follow_target(self, target: TargetWeights) -> None:
-        """Renews, in place, what `load` computed from weights of the target, which have changed.
-        The embedding and the LM heads that `load` was given have followed already."""
+        """Recomputes in place what `load` derived from target weights that have changed.
+
+        The embedding and the LM heads that `load` received are already updated.
+        """
 
     def cache_specs(self) -> list[DraftCacheSpec]:
-        """The caches that must live in vLLM's pages, one per draft layer; none by default."""
+        """Returns the caches to keep in vLLM's pages, one per draft layer; none by default."""
         return []
 
     def bind_cache(self, cache: DraftCache) -> None:
@@ -136,28 +136,31 @@ class Drafter(
 
     @abstractmethod
     def observe(self, committed: CommittedTokens) -> None:
-        """Takes in newly committed tokens, drafting or not. Called every step; see
+        """Records newly committed tokens. Called for every step; see
         `DeferredContext.observes_late`."""
 
     @property
     def forward_depth(self) -> int:
-        """Deepest node a draft forward gives. 0: there is no forward, or `propose` does not heed
-        `forward_depths`; it is then called in every step, but where lookups rest."""
+        """Maximum depth that a draft forward returns.
+
+        0 if there is no forward, or if `propose` ignores `forward_depths`. It is then called in
+        every step, except while lookups are skipped.
+        """
         return 0
 
     @abstractmethod
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        """One tree per request, within its budget, width and depth."""
+        """Returns one tree per request, within its budget, width and depth."""
 
     @property
     def warmup_depth(self) -> int:
-        """Deepest node of the drafts that are made once at start, on a device: to compile kernels,
-        and for vLLM's memory profile."""
+        """Depth of the drafts that are made once at start on a device, to compile kernels and for
+        vLLM's memory profile."""
         return self.forward_depth
 
     def warmup(self, requests: DraftRequests) -> None:
-        """Drafts for dummy requests as deep as their depths say, from every source."""
+        """Drafts for dummy requests to their full depths, from every source."""
         self.propose(requests)
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Drops what is kept for requests that ended; nothing by default."""
+        """Drops the state of requests that ended; nothing by default."""

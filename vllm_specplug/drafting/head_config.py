@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What readers of a draft's `config.json` share: checks of values, and their one wording."""
+"""Checks of the values in a draft head's `config.json`."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ def require(condition: bool, name: str, value: object, legal: str) -> None:
         )
 
 
-def require_size(name: str, value: object, most: int = MAX_SIZE) -> None:
-    """Raises ValueError unless a value is an integer from 1 to `most`."""
-    legal = is_size(value) and isinstance(value, int) and value <= most
-    require(legal, name, value, f"an integer from 1 to {most}")
+def require_size(name: str, value: object, max_value: int = MAX_SIZE) -> None:
+    """Raises ValueError unless a value is an integer from 1 to `max_value`."""
+    legal = is_size(value) and isinstance(value, int) and value <= max_value
+    require(legal, name, value, f"an integer from 1 to {max_value}")
 
 
 def check_layer_shape(config: Any) -> None:
-    """Checks what any decoder layer's config holds: its sizes, whole groups of heads, an even head
-    size, a draft vocabulary within the target's, a norm's epsilon and a rotary base.
+    """Checks the fields that all decoder layers have.
+
+    Sizes, a norm's epsilon and a rotary base must be positive, heads must form equal groups, the
+    head size must be even, and the draft vocabulary must not exceed the target's.
 
     Raises:
-        ValueError: for the first value that is not legal.
+        ValueError: for the first illegal value.
     """
     for name in _SIZES:
         if hasattr(config, name):
@@ -65,5 +67,5 @@ def check_layer_shape(config: Any) -> None:
 
 
 def config_field(config: Any, name: str) -> Any:
-    """A field of a config that is an object or a mapping."""
+    """Returns a field of a config, which is an object or a mapping."""
     return config[name] if isinstance(config, Mapping) else getattr(config, name)

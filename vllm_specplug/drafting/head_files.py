@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a draft checkpoint's files say it is: its config, and names and shapes of its tensors.
+"""Config and tensor headers of a draft checkpoint, by which methods recognise their heads.
 
-Methods recognise their heads by it (`Method.recognises`). No weight is read and no pickle is run.
+See `Method.recognises`. No weight is read and no pickle is run.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_NAME = "config.json"
-# The part of a torch archive that names its tensors has some kilobytes.
+# The part of a torch archive that lists its tensors has some kilobytes.
 _MAX_PICKLE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A draft checkpoint, unread."""
+    """Description of a draft checkpoint without its weights."""
 
     path: Path
     config: Mapping[str, Any]
-    """Its config.json; empty where there is none."""
+    """Its config.json; empty if there is none."""
     tensors: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict)
-    """Shape of each tensor by its name without 'model.'; None in files that are pickles."""
+    """Shape of each tensor by its name without 'model.'; None for tensors in pickles."""
     dtypes: frozenset[str] = frozenset()
-    """Types of its tensors as safetensors names them."""
+    """Dtypes of its tensors, as safetensors names them."""
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """`architectures` of the config; empty where it states none."""
+        """`architectures` of the config; empty if it has none."""
         stated = self.config.get("architectures")
         stated = stated if isinstance(stated, list) else []
         return tuple(name for name in stated if isinstance(name, str))
 
     @property
     def speculators_type(self) -> str | None:
-        """`speculators_model_type` of the config, which says the kind in speculators' format."""
+        """`speculators_model_type` of the config, the kind of a head in speculators' format."""
         stated = self.config.get("speculators_model_type")
         return stated if isinstance(stated, str) else None
 
     def has_tensors(self, names: Iterable[str]) -> bool:
-        """Whether all `names` are tensors of the checkpoint."""
+        """Whether the checkpoint has tensors of all `names`."""
         return set(names) <= set(self.tensors)
 
     def __str__(self) -> str:
@@ -56,18 +56,18 @@ class HeadFiles:
             for key in ("architectures", "model_type", "speculators_model_type", "format")
             if self.config.get(key) is not None
         ]
-        without = "a config without architectures" if self.config else f"no {CONFIG_NAME}"
-        found = f"{len(names)} tensors: {shown}" if names else "no tensors"
-        return f"{', '.join(stated) or without}; {found}"
+        fallback = "a config without architectures" if self.config else f"no {CONFIG_NAME}"
+        tensors = f"{len(names)} tensors: {shown}" if names else "no tensors"
+        return f"{', '.join(stated) or fallback}; {tensors}"
 
 
 def read_head_files(path: Path) -> HeadFiles:
-    """Config, names and shapes of the checkpoint in folder `path`.
+    """Reads the config and the tensor headers of the checkpoint in folder `path`.
 
     Raises:
-        ValueError: for files that cannot be read as what they claim to be.
+        ValueError: for files that cannot be read.
     """
-    # Imported here: it needs torch, which declarations of methods must not import.
+    # Imported here, because it needs torch, which declarations of methods must not import.
     from vllm_specplug.drafting.checkpoint_files import read_json_object, weight_files
 
     config_file = path / CONFIG_NAME
@@ -80,13 +80,13 @@ def read_head_files(path: Path) -> HeadFiles:
             dtypes.add(entry["dtype"])
     if not tensors:
         for file in sorted(path.glob("*.bin")):
-            if file.is_file():  # whoever opens a pipe waits for its writer
+            if file.is_file():  # opening a named pipe would block
                 tensors.update(dict.fromkeys(_pickled_names(file)))
     return HeadFiles(path, config, tensors, frozenset(dtypes))
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Entries of a safetensors header by tensor name."""
+    """Returns the entries of a safetensors header by tensor name."""
     from vllm_specplug.drafting.checkpoint_files import check_header_length
 
     check_header_length(file)
@@ -97,7 +97,7 @@ def _header(file: Path) -> dict[str, Any]:
         for entry in entries.values():
             legal = all(isinstance(size, int) and size >= 0 for size in entry["shape"])
             if not legal or not isinstance(entry["dtype"], str):
-                raise TypeError("a shape or dtype that is none")
+                raise TypeError("illegal shape or dtype")
     except (ValueError, RecursionError, AttributeError, TypeError, KeyError) as error:
         raise ValueError(
             f"{file} cannot be read as safetensors ({error}); fetch it again"
@@ -106,7 +106,7 @@ def _header(file: Path) -> dict[str, Any]:
 
 
 def _pickled_names(file: Path) -> list[str]:
-    """Words of a pickle that look like tensor names. It is taken apart, never run."""
+    """Returns the strings of a pickle that look like tensor names; the pickle is never run."""
     try:
         with zipfile.ZipFile(file) as archive:
             entry = next(e for e in archive.infolist() if e.filename.endswith("/data.pkl"))
@@ -114,8 +114,8 @@ def _pickled_names(file: Path) -> list[str]:
                 return []
             words = [arg for _, arg, _ in pickletools.genops(archive.read(entry))]
     except Exception:
-        # Not an archive that torch wrote, and each way of packing fails with errors of its own: the
-        # method's reader says what is wrong.
+        # Not an archive of torch. Each kind of archive raises other errors; the method's reader
+        # reports the problem.
         return []
     names = [word for word in words if isinstance(word, str) and " " not in word]
     return [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a draft head lies: a folder, or a hub id that is in the local cache."""
+"""Finds the folder of a draft head: a path, or a hub id in the local cache."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from vllm_specplug.options import option_error
 
 
 def check_model_value(model: object) -> None:
-    """Raises ValueError for a "model" that is neither absent nor text."""
+    """Raises ValueError for a "model" that is neither None nor a string."""
     if model is not None and not isinstance(model, str):
-        shown = model if isinstance(model, bool | int | float) else repr(model)[:200]
+        value = model if isinstance(model, bool | int | float) else repr(model)[:200]
         raise option_error(
             "model",
-            shown,
-            "legal is a text: a folder, or a hub id that is in the local cache",
+            value,
+            "legal: a string with a folder, or with a hub id in the local cache",
             'Give the head\'s folder in quotes, e.g. "model": "/path/to/head"',
         )
 
 
 def resolve_head_path(model: str | None, method: str) -> Path:
-    """Folder of the draft head: a local path, or a hub id that is in the local cache.
+    """Returns the folder of the draft head `model`: a path, or a hub id in the local cache.
 
     Nothing is downloaded while serving.
 
     Raises:
-        ValueError: when there is no such folder and no cached copy.
+        ValueError: if there is no such folder and no cached copy.
     """
     if model is None or model == "":
         raise option_error(
@@ -42,7 +42,7 @@ def resolve_head_path(model: str | None, method: str) -> Path:
         if path.is_dir():
             return path.resolve()
     except (OSError, RuntimeError, ValueError) as error:
-        # A name that is too long, a user or a link that leads nowhere, a folder that is not ours.
+        # A name that is too long, an unknown user, a circular link, a folder without permission.
         reason = f"it cannot be looked up ({type(error).__name__}: {str(error)[:100]})"
         raise option_error("model", model[:200], reason, remedy) from None
     if model.count("/") == 1 and not path.is_absolute():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a draft that the host expands level by level, as attention takes them."""
+"""Attention rows of drafts that the host expands level by level."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vllm_specplug.tree.beam import BranchRows, Frontier
 class HostLevelRows:
     """Rows of all levels of a draft of R requests.
 
-    Every level queries the rows of earlier levels again: that costs less than a kernel with fewer
+    Every level queries the rows of earlier levels again. That costs less than a kernel with fewer
     query rows than tail rows would save.
     """
 
     def __init__(self, num_requests: int) -> None:
         self.branches = BranchRows(num_requests)
-        # Of each level: the request of each row, and the rows' q, k and v
+        # Per level: the request of each row; query, key and value of the rows
         self._requests: list[np.ndarray] = []
         self._rows: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
@@ -32,7 +32,7 @@ class HostLevelRows:
     def attend(
         self, attention: RowAttention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Attention outputs of the last level's n rows.
+        """Returns the attention outputs of the last level's n rows.
 
         Args:
             attention: attends the rows of `branches`.
@@ -46,7 +46,7 @@ class HostLevelRows:
         joined = [torch.cat(parts) for parts in zip(*self._rows, strict=True)]
         if len(self.branches.parents) == 1 or len(self._rows) == 1:
             return attention(*joined)[-len(query) :]
-        # Attention takes the rows of one request together.
+        # Attention needs the rows of a request to be contiguous.
         order = np.argsort(np.concatenate(self._requests), kind="stable")
         index = device_tensor(order, query.device)
         outputs = attention(*(part[index] for part in joined))

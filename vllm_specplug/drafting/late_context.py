@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of drafters that compute their context from committed tokens, at once or later."""
+"""The base class of drafters that may compute their context later than the target."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 
 
 class LateContextDrafter(Drafter):
-    """A drafter with a context cache that may be behind the target's.
+    """A drafter whose context cache may lag behind the target's.
 
     Subclasses call `begin_backlog` in `load`, add committed tokens to `backlog`, and call
     `backlog.write` before they draft.
@@ -25,16 +25,16 @@ class LateContextDrafter(Drafter):
     observes_late: ClassVar[bool] = True
 
     def begin_backlog(self, device: torch.device, write: WriteContext) -> None:
-        """Sets up what is kept of committed tokens; `write` stores them."""
-        self._backlog_of = device, write
+        """Creates the backlog of committed tokens; `write` stores their context."""
+        self._backlog_args = device, write
         self.backlog = ContextBacklog.on(device, write)
 
     def bind_cache(self, cache: DraftCache) -> None:
         super().bind_cache(cache)
-        # A new backlog: slots of another cache mean nothing in this one. Not by device: a CPU may
-        # interpret a device's kernels, which come with that device's cache.
+        # A new backlog, because slots of another cache mean nothing in this one. The cache decides
+        # about slots, not the device: a CPU may interpret a GPU's kernels, with the GPU's cache.
         knows_slots = getattr(cache, "knows_slots", False)
-        self.backlog = ContextBacklog.on(*self._backlog_of, knows_slots=knows_slots)
+        self.backlog = ContextBacklog.on(*self._backlog_args, knows_slots=knows_slots)
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
         if self.backlog.knows_slots:
@@ -48,7 +48,7 @@ class LateContextDrafter(Drafter):
         backlog = self.backlog
         return [
             math.inf if backlog.is_incomplete(req_id) else count * backlog.token_ms
-            for req_id, count in zip(req_ids, backlog.num_waiting(req_ids), strict=True)
+            for req_id, count in zip(req_ids, backlog.num_deferred(req_ids), strict=True)
         ]
 
     def materialize_context(self, requests: DraftRequests) -> None:
@@ -58,6 +58,6 @@ class LateContextDrafter(Drafter):
         self.backlog.flush()
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        gone = list(req_ids)
-        self.backlog.forget(gone)
-        super().forget(gone)
+        ended = list(req_ids)
+        self.backlog.forget(ended)
+        super().forget(ended)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting level by level: one forward of the head drafts a level of all trees."""
+"""The base class of drafters that draft one level of all trees per forward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_specplug.drafting.branch_drafter import BranchDrafter
 from vllm_specplug.drafting.device_levels import (
     DeviceExpand,
     draft_levels_on_device,
-    most_frontier_width,
+    max_frontier_width,
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
@@ -38,26 +38,26 @@ class LevelDrafter(BranchDrafter):
     target_ids: torch.Tensor | None
     draft_vocab_size: int
     drafts_on_device = False
-    """Whether the bound cache is a device's, so that drafting does not involve the host."""
+    """Whether the bound cache is on a device, so that drafting does not involve the host."""
     levels_run = 0
-    """Levels of the last draft, which may end before the deepest that was asked for."""
+    """Number of levels of the last draft, which may end before the requested depth."""
 
     @abstractmethod
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
-        """Computes what a draft of these requests reads of their contexts."""
+        """Computes the context that a draft for these requests reads."""
 
     @abstractmethod
     def host_expand(self, requests: DraftRequests) -> Expand:
-        """Returns what expands the levels of a draft on the host."""
+        """Returns the function that expands the levels of a draft on the host."""
 
     @abstractmethod
     def device_expand(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
     ) -> DeviceExpand:
-        """Returns what expands the levels of a draft on the device.
+        """Returns the function that expands the levels of a draft on the device.
 
         Args:
-            context_lens: [R] tokens before each anchor.
+            context_lens: [R] number of tokens before each anchor.
             width: maximum number of children of a node.
         """
 
@@ -71,10 +71,10 @@ class LevelDrafter(BranchDrafter):
         if chosen:
             for r, tree in zip(chosen, self.draft(drafted), strict=True):
                 trees[r] = tree
-        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
+        return trees if self.ngrams is None else self.ngrams.add_to(trees, requests)
 
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
-        """Trees of the head only, for at least one request."""
+        """Returns the trees of the head only, for at least one request."""
         self.prepare_context(requests)
         depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
         if not self.drafts_on_device:
@@ -92,16 +92,20 @@ class LevelDrafter(BranchDrafter):
         columns = (
             requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
         )  # fmt: skip
-        *given, widths = device_tensor(np.array(columns), self.embed_tokens.device)
+        *arguments, widths = device_tensor(np.array(columns), self.embed_tokens.device)
         # The option's width, not the requests' maximum: kernels have a variant per number of rows
-        # in a level, and start-up only compiles the variants of whole trees.
+        # in a level, and start-up compiles only the variants of full trees.
         trees = self._draft_on_device(
-            requests, *given, num_levels=max(depths), width=self.options.tree_width, widths=widths
+            requests,
+            *arguments,
+            num_levels=max(depths),
+            width=self.options.tree_width,
+            widths=widths,
         )
         return read_trees(trees)
 
     def _counted(self, expand: Expand) -> Expand:
-        """`expand`, which also counts `levels_run` from 0."""
+        """Returns `expand`, which also counts `levels_run` from 0."""
         self.levels_run = 0
 
         def count(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
@@ -113,8 +117,8 @@ class LevelDrafter(BranchDrafter):
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         self.prepare_context(requests)
         levels = self.options.tree_depth
-        if requests.deepest is not None:
-            levels = min(levels, requests.deepest)
+        if requests.max_depth is not None:
+            levels = min(levels, requests.max_depth)
         return self._draft_on_device(
             requests,
             requests.anchors,
@@ -149,15 +153,15 @@ class LevelDrafter(BranchDrafter):
             num_nodes=options.num_nodes,
             width=width,
             widths=widths,
-            frontier_width=min(self.frontier_width, most_frontier_width(options.tree_depth)),
+            frontier_width=min(self.frontier_width, max_frontier_width(options.tree_depth)),
         )
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, H] of any token ids [T]."""
+        """Returns the embeddings [T, H] of token ids [T], which may exceed the vocabulary."""
         # A prompt may hold token ids past the target's vocabulary. vLLM's padded table has rows for
-        # them, this one has not; a draft may use any row.
+        # them, this one does not; for a draft any row will do.
         return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Target token ids of draft token ids, of any shape."""
+        """Returns the target token ids of draft token ids, of any shape."""
         return draft_ids if self.target_ids is None else self.target_ids[draft_ids]

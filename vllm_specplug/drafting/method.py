@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a method declares before anything starts: its options, its needs, where its drafter is.
+"""The declaration of a method: its options, its needs, and the path of its drafter.
 
-Nothing in this file imports vLLM or torch, and importing a method's declaration may not either:
-the API server reads it before it knows a device.
+This module imports neither vLLM nor torch, and the declaration of a method must not either, because
+the API server reads it before a device is known.
 """
 
 from __future__ import annotations
@@ -22,41 +22,39 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.head_files import HeadFiles
 
 API_VERSION = 1
-"""Version of the contract between methods and this package. It grows when something that a method
-may rely on changes its meaning; additions leave it alone."""
+"""Version of the contract between methods and this package. It increases when something that a
+method may rely on changes its meaning, but not for additions."""
 
 
 class Capability(StrEnum):
-    """What a drafter may need of the runner it drafts for. An adapter satisfies each, or refuses
-    the method by naming it."""
+    """What a drafter may need from its runner; a runner that lacks one refuses the method."""
 
     HIDDEN_STATES = "hidden_states"
     """Outputs of chosen decoder layers for every committed token (`DraftPlan.hidden_layers`)."""
     OUTPUT_STATES = "output_states"
-    """What the target's forward returns for every committed token, from which its LM head's scores
-    are computed (`CommittedTokens.output_states`)."""
+    """The output of the target's forward for every committed token, from which its LM head computes
+    scores (`CommittedTokens.output_states`)."""
     NEXT_TOKENS = "next_tokens"
     """The token after every committed one (`CommittedTokens.next_token_ids`). The last block of a
-    prefix hit is computed again: another token may follow it than when it was cached."""
+    prefix hit is recomputed, because its next token may differ from the cached one's."""
     CONTEXT_CACHE = "context_cache"
     """Keys and values of draft layers in vLLM's pages (`Drafter.cache_specs`)."""
     CONTEXT_WINDOW = "context_window"
-    """Draft layers that only see the last tokens of that context (`DraftCacheSpec.window`)."""
+    """Draft layers that attend only the last tokens of that context (`DraftCacheSpec.window`)."""
     WINDOW = "window"
     """Keys and values of each request's last tokens, in memory of constant size
     (`Drafter.window_spec`)."""
     TARGET_CACHE = "target_cache"
-    """Attention over what the target's last layer has cached; comes with `WINDOW`."""
+    """Attention over the cache of the target's last layer; provided together with `WINDOW`."""
     TARGET_FORWARD = "target_forward"
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"
-    """Trees made on the host level by level, with a read of what each level scored; a device gives
-    level-by-level drafters `DeviceCache.tree_attention`, or the calls of `DeviceWindow` and
-    `DeviceTargetCache`, in its place."""
+    """Trees that are built on the host level by level, reading the scores of each level. A device
+    provides `DeviceCache.tree_attention`, or `DeviceWindow` and `DeviceTargetCache`, instead."""
 
 
 class SharedOptions(Protocol):
-    """The options that every method has; those of `options.TreeOptions`, and vLLM's own."""
+    """Options of all methods: those of `options.TreeOptions`, and vLLM's own."""
 
     model: str | None
     num_speculative_tokens: int
@@ -67,7 +65,7 @@ class SharedOptions(Protocol):
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What is known of the target before it is loaded."""
+    """What is known about the target before it is loaded."""
 
     text_config: Any
     """Its Hugging Face text config."""
@@ -78,20 +76,20 @@ class TargetInfo:
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What a method makes of its options and its head's config, before anything is loaded."""
+    """The resolved options and head config of a method, before anything is loaded."""
 
     depth: int
-    """Deepest node that the method drafts itself, lookups aside."""
+    """Maximum depth that the method drafts without lookups."""
     head_path: str | None = None
     """Folder of the draft checkpoint."""
     hidden_layers: tuple[int, ...] = ()
-    """Decoder layers of the target, from 0, whose outputs `Drafter.observe` is given."""
+    """Decoder layers of the target, from 0, whose outputs `Drafter.observe` receives."""
     target_forward_option: str | None = None
-    """The option and its value, for messages, where drafts take forwards of the target itself."""
+    """The option, with its value, that makes drafts run the target itself; used in messages."""
     needs: frozenset[Capability] = frozenset()
-    """What this head needs beside what its method does."""
+    """What this head needs in addition to its method's needs."""
     settings: Any = None
-    """The method's own options, resolved: `DrafterOptions.settings` of its drafter. Is pickled."""
+    """The method's own resolved options (`DrafterOptions.settings`). They are pickled."""
 
 
 class MethodOptions(BaseModel):
@@ -103,7 +101,7 @@ class MethodOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
-        """Checks all options together, and against the head and the target.
+        """Checks the options against each other, the head and the target.
 
         Args:
             method: the method's name, for messages.
@@ -117,7 +115,7 @@ class MethodOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Method:
-    """A method by name. Dotted paths ("package.module:Name") are imported when they are needed."""
+    """A method. Paths have the form "package.module:Name" and are imported when needed."""
 
     name: str
     summary: str
@@ -130,37 +128,37 @@ class Method:
     needs_head: bool = True
     """Whether `model` must name a draft checkpoint."""
     recognises: str | None = None
-    """Path of a function that takes `HeadFiles` and says whether the checkpoint is a head of this
-    method, for users who only name the head. It need not say whether the head can be served:
-    `resolve` does. None: a head is never taken for one of this method's."""
+    """Path of a function that takes `HeadFiles` and returns whether the checkpoint is a head of
+    this method, for users who name only the head. `resolve` checks whether it can be served. None
+    if no head belongs to this method."""
     train_commands: tuple[str, ...] = ()
-    """Modules with `register(train_app, data_app)`, which add commands to `specplug train` and
-    `specplug data`."""
+    """Modules with a function `register(train_app, data_app)` that adds commands to
+    `specplug train` and `specplug data`."""
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Options that `specplug config TARGET METHOD` prints, by target. Values "heads/NAME" are
-    shipped folders."""
+    """Options that `specplug config TARGET METHOD` prints, by target. A value "heads/NAME" is a
+    shipped folder."""
     is_default: bool = False
-    """Whether demo and benchmarks take it where no method was named."""
+    """Whether the demo and the benchmarks use it by default."""
     api_version: int = API_VERSION
 
     def load_options(self) -> type[MethodOptions]:
-        """Imports the class of its own options."""
+        """Imports the class of the method's own options."""
         return _load(self.options)
 
     def load_drafter(self) -> type[Drafter]:
-        """Imports the class of its drafter."""
+        """Imports the class of the drafter."""
         return _load(self.drafter)
 
     def recognises_head(self, head: HeadFiles) -> bool:
-        """Whether a checkpoint is a head of this method, judged by its files."""
+        """Whether a checkpoint is a head of this method, according to its files."""
         return self.recognises is not None and bool(_load(self.recognises)(head))
 
     def option_names(self) -> tuple[str, ...]:
-        """Names of its own options."""
+        """Returns the names of the method's own options."""
         return tuple(self.load_options().model_fields)
 
     def parse_options(self, values: Mapping[str, Any]) -> MethodOptions:
-        """Its own options from what the user gave for them.
+        """Returns the method's own options from the user's values.
 
         Raises:
             ValueError: for the first value of a wrong type or out of range.
@@ -172,7 +170,7 @@ class Method:
             if isinstance(value, bool) and is_number(kind.model_fields[name].annotation)
         ]
         try:
-            made = kind(**values)
+            options = kind(**values)
         except ValidationError as error:
             first = error.errors()[0]
             name = str(first["loc"][0]) if first["loc"] else self.name
@@ -181,11 +179,11 @@ class Method:
                     name,
                     first.get("input"),
                     first["msg"].removeprefix("Value error, "),
-                    f"`specplug options {self.name}` lists what is legal",
+                    f"`specplug options {self.name}` lists the legal values",
                 ) from None
             wrong.append(name)
         if not wrong:
-            return made
+            return options
         field = kind.model_fields[wrong[0]]
         raise value_error(
             wrong[0], values[wrong[0]], field.annotation, field.metadata, field.default

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting by looking up what followed the same few tokens earlier in the request.
+"""Drafts the tokens that followed the same n-gram earlier in the request.
 
-The idea of prompt lookup and of TokenSwift's token reuse, with branches merged into one tree
-instead of verified side by side, and with probabilities learned while serving: each proposed
-branch is later compared with what the target really produced, so that n-gram nodes and a head's
-nodes can compete for one budget. In a head's tree every node is looked up, not only the root, and
-head and text are mixed there as two predictors of the same token (`kernels.NgramIndex.graft`).
+The idea is that of prompt lookup and of TokenSwift's token reuse. Here branches are merged into one
+tree instead of being verified side by side, and their probabilities are learned while serving: each
+branch is later compared with the target's tokens, so n-gram nodes and a head's nodes can compete
+for one budget. In a head's tree every node is looked up, not only the root, and head and text are
+mixed as two predictors of the same token (`kernels.NgramIndex.graft`).
 """
 
 from __future__ import annotations
@@ -24,96 +24,102 @@ from vllm_specplug.tree import DraftTree, merge_trees
 if TYPE_CHECKING:
     from vllm_specplug.kernels import NgramIndex
 
-# Longest suffix that is looked up.
+# Maximum length of a suffix that is looked up.
 MAX_SUFFIX = 4
 
 
 class BranchStatistics:
-    """How often tokens of branches turned out right, by matched length and depth.
+    """Acceptance rates of branch tokens, by matched length and depth.
 
-    Counts start as a prior and decay, so that the estimate follows the traffic.
+    Counts start as a prior and decay, so the estimate follows the traffic.
     """
 
     _DECAY = 0.995
-    # Observations that the prior is worth.
-    _WEIGHT = 8.0
-    # Shares of right tokens in answers to chat, code and maths prompts, for suffixes of 1, 2, ...
-    # tokens; longer ones are taken to be like the last. Of a branch's first token:
+    # Weight of the prior, in observations.
+    _PRIOR_WEIGHT = 8.0
+    # Measured rates in answers to chat, code and maths prompts, for suffixes of 1, 2, ... tokens;
+    # longer suffixes use the last entry. Rate of the first token of the best branch:
     _FIRST = (0.24, 0.55, 0.6, 0.8)
-    # ... times this for each branch before it:
-    _LOWER_RANK = 0.85
-    # Of a token whose predecessors were right:
+    # ... multiplied by this for each better branch:
+    _RANK_FACTOR = 0.85
+    # Rate of a token whose predecessors were right:
     _LATER = (0.55, 0.65, 0.7, 0.87)
     _RANKS = 3
     _DEPTHS = 10
-    # A branch ends where its next node would be right too seldom for any budget.
+    # A branch ends before a node that is too improbable for any budget.
     _MIN_SCORE = math.log(1 / 256)
 
     def __init__(self) -> None:
-        # By suffix length: weights of the right ones and of all, and the logarithm of the share,
-        # [_RANKS + _DEPTHS - 1] each: of first tokens by rank among the branches, the last rank
-        # for all further ones, then of deeper tokens.
+        # By suffix length: decayed counts of right tokens and of all tokens, and the logarithm of
+        # the rate. Each list is [_RANKS + _DEPTHS - 1]: first tokens by rank of the branch, where
+        # the last rank stands for all further ones, then deeper tokens.
         self._counts: dict[int, tuple[list[float], list[float], list[float]]] = {}
-        # By suffix length, until its counts change: scores by rank and longest branch.
+        # By suffix length, until its counts change: scores by rank and maximum length.
         self._scores: dict[int, dict[tuple[int, int], np.ndarray]] = {}
-        self.observed = 0
-        """Branches that were compared."""
+        self.num_observed = 0
+        """Number of branches that were compared."""
 
     def _counts_of(self, size: int) -> tuple[list[float], list[float], list[float]]:
         counts = self._counts.get(size)
         if counts is None:
             index = min(size, len(self._FIRST)) - 1
-            shares = [self._FIRST[index] * self._LOWER_RANK**rank for rank in range(self._RANKS)]
-            shares += [self._LATER[index]] * (self._DEPTHS - 1)
+            rates = [self._FIRST[index] * self._RANK_FACTOR**rank for rank in range(self._RANKS)]
+            rates += [self._LATER[index]] * (self._DEPTHS - 1)
             counts = self._counts[size] = (
-                [share * self._WEIGHT for share in shares],
-                [self._WEIGHT] * len(shares),
-                [math.log(share) for share in shares],
+                [rate * self._PRIOR_WEIGHT for rate in rates],
+                [self._PRIOR_WEIGHT] * len(rates),
+                [math.log(rate) for rate in rates],
             )
         return counts
 
     def observe(self, size: int, rank: int, branch: Sequence[int], actual: Sequence[int]) -> None:
-        """Compares a branch with what followed; stops at its first wrong token."""
-        right, asked, logs = self._counts_of(size)
+        """Compares a branch with the actual tokens, up to its first wrong token."""
+        num_right, num_total, log_rates = self._counts_of(size)
         self._scores.pop(size, None)
-        self.observed += 1
+        self.num_observed += 1
         column = min(rank, self._RANKS - 1)
         for depth, (proposed, token) in enumerate(zip(branch, actual, strict=False), 1):
             if depth > 1:
                 column = self._RANKS - 2 + min(depth, self._DEPTHS)
-            right[column] = right[column] * self._DECAY + (proposed == token)
-            asked[column] = asked[column] * self._DECAY + 1.0
-            logs[column] = math.log(min(max(right[column] / asked[column], 1e-3), 0.999))
+            num_right[column] = num_right[column] * self._DECAY + (proposed == token)
+            num_total[column] = num_total[column] * self._DECAY + 1.0
+            rate = num_right[column] / num_total[column]
+            log_rates[column] = math.log(min(max(rate, 1e-3), 0.999))
             if proposed != token:
                 return
 
     def scores(self, size: int, rank: int, length: int) -> np.ndarray:
-        """Cumulative log-probabilities of a branch's nodes, float32 [at most length]: those that
-        are not too improbable for any budget, and the first one."""
+        """Returns the cumulative log-probabilities of a branch's nodes, float32 [length or less].
+
+        Nodes that are too improbable for any budget are left out, except the first.
+        """
         rank = min(rank, self._RANKS - 1)
-        by_rank = self._scores.setdefault(size, {})
-        known = by_rank.get((rank, length))
-        if known is None:
-            logs = self._counts_of(size)[2]
-            # Tokens deeper than is counted are like the deepest counted ones.
-            deeper = itertools.chain(logs[self._RANKS :], itertools.repeat(logs[-1]))
-            totals = itertools.accumulate(deeper, initial=logs[rank])
+        cache = self._scores.setdefault(size, {})
+        scores = cache.get((rank, length))
+        if scores is None:
+            log_rates = self._counts_of(size)[2]
+            # Tokens below the counted depths have the rate of the last one.
+            deeper = itertools.chain(log_rates[self._RANKS :], itertools.repeat(log_rates[-1]))
+            totals = itertools.accumulate(deeper, initial=log_rates[rank])
             likely = itertools.takewhile(lambda total: total >= self._MIN_SCORE, totals)
-            listed = list(itertools.islice(likely, length)) or logs[rank : rank + 1]
-            known = by_rank[rank, length] = np.array(listed, dtype=np.float32)
-        return known
+            listed = list(itertools.islice(likely, length)) or log_rates[rank : rank + 1]
+            scores = cache[rank, length] = np.array(listed, dtype=np.float32)
+        return scores
 
-    def shares(self, longest: int) -> np.ndarray:
-        """How often the first token after a suffix of 0, 1, .. `longest` tokens is right, float32
-        [longest + 1]; never certain, so that a head's nodes keep some probability."""
-        firsts = (math.exp(self._counts_of(size)[2][0]) for size in range(1, longest + 1))
-        return np.array([0.0, *(min(first, 0.999) for first in firsts)], np.float32)
+    def first_token_rates(self, max_suffix: int) -> np.ndarray:
+        """Returns the rate of the first token after a suffix of 0, 1, ..., `max_suffix` tokens,
+        float32 [max_suffix + 1].
 
-    def table(self, longest: int, length: int) -> np.ndarray:
-        """`scores` of every suffix length up to `longest` and of every rank that is told apart,
-        float32 [longest, ranks, length]; -inf past their ends."""
-        table = np.full((longest, self._RANKS, length), -np.inf, np.float32)
-        for size in range(1, longest + 1):
+        It is below 1, so that a head's nodes keep some probability.
+        """
+        rates = (math.exp(self._counts_of(size)[2][0]) for size in range(1, max_suffix + 1))
+        return np.array([0.0, *(min(rate, 0.999) for rate in rates)], np.float32)
+
+    def table(self, max_suffix: int, length: int) -> np.ndarray:
+        """Returns the `scores` of every suffix length and rank, float32 [max_suffix, ranks,
+        length]; -inf past their ends."""
+        table = np.full((max_suffix, self._RANKS, length), -np.inf, np.float32)
+        for size in range(1, max_suffix + 1):
             for rank in range(self._RANKS):
                 scores = self.scores(size, rank, length)
                 table[size - 1, rank, : len(scores)] = scores
@@ -132,15 +138,15 @@ class NgramBranches:
         self.max_length = max_length
         self.statistics = BranchStatistics()
         self._indices: dict[str, NgramIndex] = {}
-        # Branches proposed last, by request, with the position of their first token.
+        # By request: its last branches, with the position of their first token.
         self._pending: dict[str, tuple[int, list[tuple[int, list[int]]]]] = {}
-        # What `branches` last returned, by request, with the arguments it was for.
+        # By request: the last result of `branches`, with its arguments.
         self._latest: dict[str, tuple[tuple[int, int], list[DraftTree]]] = {}
 
     def branches(self, req_id: str, tokens: np.ndarray, depth: int) -> list[DraftTree]:
-        """Chains that may follow `tokens` [n], the request's committed tokens."""
-        asked = (len(tokens), depth)
-        if req_id in self._latest and self._latest[req_id][0] == asked:
+        """Returns chains that may follow `tokens` [n], the request's committed tokens."""
+        arguments = (len(tokens), depth)
+        if req_id in self._latest and self._latest[req_id][0] == arguments:
             return self._latest[req_id][1]
         index = self._indices.get(req_id)
         if index is None or index.num_tokens > len(tokens):
@@ -150,19 +156,19 @@ class NgramBranches:
             self._pending.pop(req_id, None)
             self._latest.pop(req_id, None)
         self._learn(req_id, tokens)
-        found = index.lookup(tokens, self.count, min(depth, self.max_length), self.vocab_size)
-        found = [(size, branch) for size, branch in found if branch]
-        self._pending[req_id] = (len(tokens), found)
+        matches = index.lookup(tokens, self.count, min(depth, self.max_length), self.vocab_size)
+        matches = [(size, branch) for size, branch in matches if branch]
+        self._pending[req_id] = (len(tokens), matches)
         chains = [
             DraftTree.chain(branch[: len(scores)], scores)
-            for rank, (size, branch) in enumerate(found)
+            for rank, (size, branch) in enumerate(matches)
             for scores in [self.statistics.scores(size, rank, len(branch))]
         ]
-        self._latest[req_id] = (asked, chains)
+        self._latest[req_id] = (arguments, chains)
         return chains
 
     def lookup(self, requests: DraftRequests) -> list[DraftTree]:
-        """One tree per request, of branches only; empty where only a chain is wanted."""
+        """Returns one tree of branches per request; empty for requests that want a chain."""
         trees = []
         for r, req_id in enumerate(requests.req_ids):
             branches = []
@@ -173,20 +179,22 @@ class NgramBranches:
             )
         return trees
 
-    def added_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
-        """The trees [R] with what followed their paths in the text, within budget; chains stay as
-        they are, and so do trees that are none, for `DraftTree.is_valid` to find."""
+    def add_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
+        """Returns the trees [R] with the n-gram continuations of their paths, within the budgets.
+
+        Chains stay unchanged, and so do malformed trees, which `DraftTree.is_valid` reports.
+        """
         merged = list(trees)
-        shares = self.statistics.shares(self.suffix)
+        rates = self.statistics.first_token_rates(self.suffix)
         for r, tree in enumerate(trees):
             if requests.widths[r] > 1:
                 req_id, tokens = requests.req_ids[r], requests.token_ids[r]
-                # Also takes in the tokens, and remembers the branches to learn from them.
+                # Also updates the index, and keeps the branches for `_learn`.
                 self.branches(req_id, tokens, requests.depths[r])
                 grafted = self._indices[req_id].graft(
                     tokens,
                     (tree.token_ids, tree.parent_indices, tree.depths, tree.scores),
-                    shares,
+                    rates,
                     self.count,
                     min(requests.depths[r], self.max_length),
                     requests.budgets[r],
@@ -204,14 +212,14 @@ class NgramBranches:
             self._latest.pop(req_id, None)
 
     def _learn(self, req_id: str, tokens: np.ndarray) -> None:
-        position, found = self._pending.pop(req_id, (0, []))
+        position, matches = self._pending.pop(req_id, (0, []))
         actual = tokens[position : position + self.max_length].tolist()
-        for rank, (size, branch) in enumerate(found):
+        for rank, (size, branch) in enumerate(matches):
             self.statistics.observe(size, rank, branch, actual)
 
 
 def ngram_branches(options: DrafterOptions) -> NgramBranches | None:
-    """The branches a drafter adds to its own trees; None where it adds none."""
+    """Returns the branches that a drafter adds to its trees; None if `ngram_topk` is 0."""
     if not options.ngram_topk:
         return None
     return NgramBranches(options.ngram_topk, options.max_depth, vocab_size=options.vocab_size)

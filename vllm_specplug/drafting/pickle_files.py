@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others release as pickles, read as untrusted input.
+"""Reads released pickles as untrusted input.
 
-A pickle is a program. torch's weights-only loader allows few calls, none of the file's own, but
-those can still ask for any amount of memory. Nothing here fills more memory than the file is long.
+A pickle is a program. torch's weights-only loader allows only a few calls, none of the file's own,
+but these can still allocate any amount of memory. The checks here limit it to the file's size.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import Any
 
 import torch
 
-# The only allowed call of a pickle that fills memory by itself; tensors have no need of it.
+# The only allowed call that fills memory by itself; tensors do not need it.
 _BYTEARRAY_GLOBAL = b"bytearray"
 
 
 def load_pickle(
     path: Path, what: str, safe: Sequence[type] = (), mapped: bool = False
 ) -> Mapping[str, Any]:
-    """The mapping in a file of torch.save, in weights-only mode.
+    """Returns the mapping in a file of torch.save, read in weights-only mode.
 
     Args:
         path: the file.
         what: the file, for the message.
         safe: classes without behaviour that may occur.
-        mapped: tensors are views of the file, which read what is used of them.
+        mapped: whether tensors are memory-mapped views of the file.
 
     Raises:
-        ValueError: for files that torch.save did not write, that are compressed, that hold other
-            than tensors and plain values, and that are not a mapping with names.
+        ValueError: for files that torch.save did not write, that are compressed, that hold values
+            other than tensors and plain ones, and that hold no mapping.
     """
     try:
         _check_archive(path)
@@ -55,8 +55,8 @@ def _check_archive(path: Path) -> None:
         packed = [e.filename for e in entries if e.compress_type != zipfile.ZIP_STORED]
         if packed:
             raise ValueError(
-                f"{packed[0]!r} in it is compressed, which torch.save never does: it may unpack to "
-                "any size"
+                f"its entry {packed[0]!r} is compressed, which torch.save never does: it may "
+                "unpack to any size"
             )
         # Overlapping entries would make a large tensor of a small file.
         total = sum(entry.file_size for entry in entries)
@@ -68,22 +68,22 @@ def _check_archive(path: Path) -> None:
 
 
 def check_plain(path: Path, what: str, tensors: Mapping[str, Any]) -> None:
-    """Refuses what is no dense tensor whose elements the file holds.
+    """Refuses values that are not dense tensors of at most the file's size.
 
     Raises:
-        ValueError: naming the first that is none; `what` says whose.
+        ValueError: naming the first one, in `what`.
     """
     size = path.stat().st_size
     for name, tensor in tensors.items():
-        plain = (
+        is_plain = (
             isinstance(name, str)
             and isinstance(tensor, torch.Tensor)
             and tensor.layout is torch.strided
             and tensor.device.type == "cpu"
             and not tensor.is_quantized
         )
-        # A view can repeat its elements, and an allowed call make a tensor of any size.
-        if not plain or tensor.numel() * tensor.element_size() > size:
+        # A view can repeat its elements, and an allowed call can make a tensor of any size.
+        if not is_plain or tensor.numel() * tensor.element_size() > size:
             shown = list(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)[:100]
             raise ValueError(
                 f"{what}: {repr(name)[:100]} is a {type(tensor).__name__} {shown}, legal: a dense "

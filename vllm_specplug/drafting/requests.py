@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def device_tensor(
     values: Sequence[Any] | np.ndarray[Any, Any], device: torch.device
 ) -> torch.Tensor:
-    """Integers of the host as int64 on `device`, without waiting for it."""
+    """Copies integers of the host to `device` as int64, without waiting for it."""
     from vllm_specplug.kernels import to_device
 
     return to_device(np.array(values, dtype=np.int64), device)
@@ -24,17 +24,18 @@ def device_tensor(
 
 @dataclass(frozen=True)
 class DraftPenalty:
-    """What the target's sampler will do to the logits of some tokens, for drafts to do the same."""
+    """The change that the target's sampler will make to the logits of some tokens, for drafts to
+    make as well."""
 
     # [n] int64, distinct
     token_ids: torch.Tensor
     apply: Callable[[torch.Tensor, torch.Tensor], None]
-    """Takes logits [..., V] and the indices int64 [n] of these tokens in them; works in place."""
+    """Changes logits [..., V] in place; takes the indices int64 [n] of the tokens in them."""
 
 
 @dataclass(frozen=True)
 class DraftRequests:
-    """The requests to draft for in this step; R of them."""
+    """The R requests to draft for in a step."""
 
     # [R]
     req_ids: list[str] = field(default_factory=list)
@@ -44,33 +45,32 @@ class DraftRequests:
     context_lens: list[int] = field(default_factory=list)
     # [R] row of each request in the block table
     req_indices: list[int] = field(default_factory=list)
-    # [R] most nodes of each tree
+    # [R] maximum nodes of each tree
     budgets: list[int] = field(default_factory=list)
-    # [R] most children of a node; 1 asks for a chain
+    # [R] maximum children per node; 1 requests a chain
     widths: list[int] = field(default_factory=list)
-    # [R] deepest node worth drafting
+    # [R] maximum depth of each tree
     depths: list[int] = field(default_factory=list)
-    # [R] deepest node worth a draft forward; 0 leaves the request to lookups that cost nothing.
-    # Empty: the same as `depths`
+    # [R] maximum depth of a draft forward; 0 for requests with lookups only. Empty for `depths`
     forward_depths: list[int] = field(default_factory=list)
-    # [R] the contextual penalty of each, None where it has none. Empty: no request has one
+    # [R] the contextual penalty of each request, None for none. Empty if no request has one
     penalties: list[DraftPenalty | None] = field(default_factory=list)
     min_node_prob: float = 0.0
-    """Drafts by levels made on the host: least probability, as the head has it, of a node that gets
-    children."""
+    """For level drafts on the host: minimum draft probability of a node that gets children."""
     min_level_prob: float = 0.0
-    """Likewise: least sum of these over a level, of all requests, for another level."""
+    """For level drafts on the host: minimum sum of these probabilities over a level of all requests
+    for another level to be drafted."""
 
     @property
     def anchors(self) -> list[int]:
-        """[R] the last committed token of each: root of its tree, not in the target's cache yet."""
+        """[R] the last committed tokens: roots of the trees, not in the target's cache yet."""
         return [int(tokens[-1]) for tokens in self.token_ids]
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     def for_forward(self) -> tuple[list[int], DraftRequests]:
-        """The requests that want a draft forward, and which of the R they are."""
+        """Returns the indices of the requests that want a draft forward, and these requests."""
         if not self.forward_depths:
             return list(range(len(self))), self
         chosen = [r for r, depth in enumerate(self.forward_depths) if depth > 0]

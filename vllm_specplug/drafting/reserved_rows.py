@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker tells a scheduler that works ahead: how many nodes each request's next trees get.
+"""The number of nodes that a worker wants reserved for the next trees of each request.
 
-Such a scheduler reserves rows before the trees that fill them are drafted. The worker's decision
-arrives with a step's output, after the step behind it was scheduled, and holds for the one after
+A scheduler that works ahead reserves rows before their trees are drafted. The worker's decision
+arrives with a step's output, when the next step is already scheduled, and applies to the step after
 that.
 """
 
@@ -17,25 +17,25 @@ RESERVED_ROWS_ATTRIBUTE = "specplug_reserved_rows"
 
 @dataclass(frozen=True)
 class ReservedRows:
-    """Nodes to reserve rows for, the root's row not included."""
+    """Numbers of nodes to reserve rows for, excluding the roots."""
 
     by_request: dict[str, int] = field(default_factory=dict)
     others: int = 0
-    """Of requests that were not drafted for yet: what the others get on average, or as many as
-    there may be where each request's budget is its own."""
+    """Nodes of requests that have not been drafted for: the average of the others, or the maximum
+    if budgets are set per request."""
 
     @classmethod
     def of(cls, by_request: dict[str, int]) -> ReservedRows:
-        """What these requests get, and others like them."""
+        """Returns the reservations of these requests; others get their average, rounded up."""
         count = len(by_request)
         return cls(by_request, -(-sum(by_request.values()) // count) if count else 0)
 
     def without(self, req_ids: Iterable[str]) -> ReservedRows:
-        """The same for all but these requests, which ended."""
-        gone = set(req_ids)
-        kept = {name: nodes for name, nodes in self.by_request.items() if name not in gone}
-        return ReservedRows(kept, self.others)
+        """Returns the reservations without these requests, which ended."""
+        ended = set(req_ids)
+        running = {name: nodes for name, nodes in self.by_request.items() if name not in ended}
+        return ReservedRows(running, self.others)
 
     def nodes(self, req_id: str) -> int:
-        """Nodes of a request's tree that have a row."""
+        """Returns the number of nodes of a request's tree that have a row."""
         return self.by_request.get(req_id, self.others)

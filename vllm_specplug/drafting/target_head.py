@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target's LM head, as draft heads that have none of their own use it."""
+"""The target's LM head for draft heads that have none of their own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from vllm_specplug.kernels.fp8_linear import Fp8Linear
 
 
 class TargetHead:
-    """Scores over a draft vocabulary, [T, H] -> [T, V'], by rows of the target's LM head.
+    """An LM head over a draft vocabulary, [T, H] -> [T, V'], from rows of the target's LM head.
 
     Args:
         lm_head: [V, H] of the target.
-        target_ids: int64 [V'], the target token of each draft id; None for the whole vocabulary.
-        device: of the scores, and `dtype`.
+        target_ids: int64 [V'], the target token of each draft id; None for the full vocabulary.
+        device: device of the scores.
+        dtype: dtype of the scores.
         make_linear: `TargetWeights.make_linear`.
     """
 
@@ -32,7 +33,7 @@ class TargetHead:
         self.make_linear = make_linear
         rows = self._rows(lm_head)
         self.product = make_linear(rows, None)
-        # Other products have a copy of their own, and the rows would be held for nothing.
+        # Packed products hold their own copy, so the rows need not be kept.
         is_packed = device.type == "cpu" or isinstance(self.product, Fp8Linear)
         self.weight = None if is_packed else rows
 
@@ -45,12 +46,12 @@ class TargetHead:
         return lm_head.to(device=self.device, dtype=self.dtype).contiguous()
 
     def follow_target(self, lm_head: torch.Tensor) -> None:
-        """Takes over an LM head whose numbers have changed."""
+        """Updates the head from an LM head [V, H] whose values have changed."""
         rows = self._rows(lm_head)
         if isinstance(self.product, Fp8Linear):
             self.product.refill(rows)
         elif self.weight is None:
             self.product = self.make_linear(rows, None)
         else:
-            # In place: CUDA graphs read the weight where it was when they were captured.
+            # In place, because CUDA graphs read the memory that the weight had at their capture.
             self.weight.copy_(rows)

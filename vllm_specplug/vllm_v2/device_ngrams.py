@@ -103,8 +103,8 @@ class DeviceNgrams:
 
     def table(self) -> torch.Tensor:
         """Returns the scores by suffix length, rank and depth, on the device."""
-        if self._known != self.statistics.observed:
-            self._known = self.statistics.observed
+        if self._known != self.statistics.num_observed:
+            self._known = self.statistics.num_observed
             self._table = to_device(self.statistics.table(self.longest, self.length), self.device)
         return self._table
 

@@ -364,7 +364,7 @@ class DeviceSpeculator(TreeSpeculator):
         chosen = np.flatnonzero(forward_depths)
         if not len(chosen):
             return None
-        requests = replace(requests, depths=depths, deepest=int(forward_depths.max()))
+        requests = replace(requests, depths=depths, max_depth=int(forward_depths.max()))
         return self._drafted(requests, None if len(chosen) == len(requests) else chosen)
 
     def _drafted(
@@ -381,8 +381,8 @@ class DeviceSpeculator(TreeSpeculator):
         if chosen is None:
             return drafter.propose_on_device(requests)
         rows = to_device(chosen, self.device)
-        trees = drafter.propose_on_device(requests.some(rows, chosen.tolist()))
-        return None if trees is None else trees.spread(rows, len(requests))
+        trees = drafter.propose_on_device(requests.select(rows, chosen.tolist()))
+        return None if trees is None else trees.scatter(rows, len(requests))
 
     def _history(
         self, input_batch: Any, budgets: np.ndarray, slots: torch.Tensor
@@ -398,8 +398,8 @@ class DeviceSpeculator(TreeSpeculator):
             [self.len_upper_bound[req_id] for req_id in req_ids],
             (budgets > 0).tolist(),
             # Contexts exclude the anchor. `bounds` does so already: the forward emits the anchor.
-            least=[self.len_lower_bound[req_id] - 1 for req_id in req_ids],
-            most=bounds.tolist(),
+            min_context_lens=[self.len_lower_bound[req_id] - 1 for req_id in req_ids],
+            max_context_lens=bounds.tolist(),
             penalties=device_penalties(
                 [self.penalties.get(req_id) for req_id in req_ids], self.req_states, slots
             ),

@@ -131,7 +131,7 @@ class DraftGraphs(CudaGraphManager):
             return None
         if chosen is None:
             chosen = np.arange(len(requests))
-        count, deepest = len(chosen), requests.deepest or self._deepest
+        count, deepest = len(chosen), requests.max_depth or self._deepest
         desc = self.dispatch(
             count, count, uniform_token_count=1, num_active_loras=0, max_query_len=deepest
         )
@@ -155,7 +155,7 @@ class DraftGraphs(CudaGraphManager):
                 width=self._width,
                 num_nodes=self._num_nodes,
                 max_context=self._max_context,
-                deepest=max(requests.depths),
+                max_depth=max(requests.depths),
             )
         )
         return drafted is not None
@@ -192,7 +192,7 @@ class DraftGraphs(CudaGraphManager):
             max_context=self._max_context,
             # Padding requests have no block table. Their rows are masked, so any one will do.
             rows=lines.clamp_max(self._padding - 1).int(),
-            deepest=depth,
+            max_depth=depth,
             states=self.states,
         )
         drafted = self._drafter.propose_on_device(requests)

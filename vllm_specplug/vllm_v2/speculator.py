@@ -102,7 +102,7 @@ class TreeSpeculator(BaseSpeculator):
     def commit_buffer(self) -> CommitBuffer:
         """Committed tokens that the drafter has not observed. A device's hidden states are not
         kept: the next replay of a graph overwrites them."""
-        return CommitBuffer(self.proposer.drafter, keeps=self.device.type == "cpu")
+        return CommitBuffer(self.proposer.drafter, keeps_states=self.device.type == "cpu")
 
     # -- requests that come and go -----------------------------------------------------------
 

@@ -59,7 +59,7 @@ class DevicePartialAttention(DraftAttention):
         tables, whole, drafted, regions, is_partial = device_tensor(plan, device).to(torch.int32)
         every = torch.arange(count, dtype=torch.int32, device=device)
         lens = contexts.lens.to(torch.int32) * drafted
-        most = [m for m, d in zip(contexts.most, contexts.is_drafted, strict=True) if d]
+        most = [m for m, d in zip(contexts.max_context_lens, contexts.is_drafted, strict=True) if d]
         # Metadata of all requests if each of them reads its partial cache; else None.
         self.whole: TreeAttnMetadata | None = None
         if len(self.partial) < count:
@@ -131,7 +131,9 @@ class DeviceSelfDraft:
             # time.
             most = self.state.max_model_len
             lens = [
-                min(n, most) for n, d in zip(history.most, history.is_drafted, strict=True) if d
+                min(n, most)
+                for n, d in zip(history.max_context_lens, history.is_drafted, strict=True)
+                if d
             ]
         else:
             lens = requests.context_lens

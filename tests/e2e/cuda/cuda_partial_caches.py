@@ -52,7 +52,7 @@ def watching() -> Iterator[Watched]:
             if not drafted:
                 continue
             length = int(self.contexts.lens[r])
-            assert self.contexts.least[r] <= length <= self.contexts.most[r]
+            assert self.contexts.min_context_lens[r] <= length <= self.contexts.max_context_lens[r]
             table = self.block_table[self.contexts.rows[r]]
             at = torch.arange(length, device=device)
             context = pages[table[at // pool.block_size].long(), at % pool.block_size]

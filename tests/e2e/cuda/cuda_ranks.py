@@ -62,7 +62,7 @@ def _note(folder: Path) -> None:
         history, pool = requests.history, self.target_forward.pool
         late = sum(
             least > pool.budget
-            for least, drafted in zip(history.least, history.is_drafted, strict=True)
+            for least, drafted in zip(history.min_context_lens, history.is_drafted, strict=True)
             if drafted
         )
         note = {

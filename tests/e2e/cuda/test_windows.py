@@ -109,7 +109,9 @@ def test_what_a_window_lacks_is_noticed() -> None:
         made = engines("longspec", ahead=True, ngram_topk=0, nodes=10)
 
     def too_few(self: Any, requests: Any) -> Any:
-        history = replace(requests.history, grown=[n // 8 for n in requests.history.grown])
+        history = replace(
+            requests.history, len_upper_bounds=[n // 8 for n in requests.history.len_upper_bounds]
+        )
         return missing(self, replace(requests, history=history))
 
     def others(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:

@@ -156,7 +156,7 @@ def compare_dropped_prefixes(method: str) -> None:
         assert waiting is not None
         ours.generate([PROMPTS[0]], greedy(max_tokens=2))
         # Room for one of the next two.
-        waiting._most_bytes = 150 * sum(buffer[0].nbytes for buffer in waiting._buffers)
+        waiting._max_bytes = 150 * sum(buffer[0].nbytes for buffer in waiting._buffers)
         if not checks:
             ours.backlog.is_incomplete = lambda req_id: False
         ours.generate([LONG], greedy(max_tokens=2, ignore_eos=True))

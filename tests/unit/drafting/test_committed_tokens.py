@@ -66,7 +66,7 @@ def _drafter(late: bool) -> Any:
 
 def test_a_drafter_that_may_sees_several_steps_at_once() -> None:
     drafter = _drafter(True)
-    steps = CommitBuffer(drafter, keeps=True)
+    steps = CommitBuffer(drafter, keeps_states=True)
     for number in range(3):
         steps.add(partial(_step, [0, 1], 2, ["a", "b"], number))
     assert not drafter.seen
@@ -81,7 +81,7 @@ def test_a_drafter_that_may_sees_several_steps_at_once() -> None:
 @pytest.mark.parametrize(("late", "keeps"), [(False, True), (True, False)])
 def test_others_see_every_step(late: bool, keeps: bool) -> None:
     drafter = _drafter(late)
-    steps = CommitBuffer(drafter, keeps=keeps)
+    steps = CommitBuffer(drafter, keeps_states=keeps)
     for number in range(3):
         steps.add(partial(_step, [0, 1], 2, ["a", "b"], number))
     assert len(drafter.seen) == 3

@@ -101,10 +101,10 @@ def test_what_was_put_off_is_written_for_those_that_are_drafted_for() -> None:
     backlog = _idle(cache)
     _step(backlog, ["a", "b"], [(0, 5), (20, 28)])
     _step(backlog, ["b", "a"], [(28, 29), (5, 6)])
-    assert backlog.num_waiting(["a", "b", "c"]) == [6, 9, 0] and not cache.writes
+    assert backlog.num_deferred(["a", "b", "c"]) == [6, 9, 0] and not cache.writes
     backlog.write(["b"])
     assert cache.values == {slot: float(slot) for slot in range(20, 29)}
-    assert backlog.num_waiting(["a", "b"]) == [6, 0]
+    assert backlog.num_deferred(["a", "b"]) == [6, 0]
     backlog.write(["b"])
     assert cache.writes == 1, "nothing is written twice"
 
@@ -139,7 +139,7 @@ def test_a_prefix_that_is_met_again_is_written_once_for_all() -> None:
     backlog.begin("a", _slots(0, 0))
     _step(backlog, ["a"], [(0, 8)])
     backlog.begin("b", _slots(0, 4))
-    assert sorted(cache.values) == [0, 1, 2, 3] and backlog.num_waiting(["a"]) == [4]
+    assert sorted(cache.values) == [0, 1, 2, 3] and backlog.num_deferred(["a"]) == [4]
     backlog.forget(["a"])
     # Of a request that ended, too.
     backlog.begin("c", _slots(0, 8))
@@ -195,7 +195,7 @@ def test_a_full_room_takes_nothing_from_running_requests() -> None:
     assert sorted(cache.values) == list(range(20, 26)), "no room: written as it comes"
     backlog.begin("c", _slots(20, 26))
     assert not backlog.is_incomplete("c")
-    assert backlog.num_waiting(["a", "b"]) == [8, 0]
+    assert backlog.num_deferred(["a", "b"]) == [8, 0]
     backlog.write(["a"])
     assert sorted(cache.values) == [*range(8), *range(20, 26)]
 

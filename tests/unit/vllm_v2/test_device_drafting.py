@@ -358,7 +358,7 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     assert found <= fixed.operations + more, (found, fixed)
     # A forward for those who get one, as deep as any of them.
     forward = [(sum(d > 0 for d in depths), 4)][: any(depths)]
-    assert [(len(r), r.deepest) for r in asked] == 2 * forward
+    assert [(len(r), r.max_depth) for r in asked] == 2 * forward
     # Two steps and what was drafted in them, of which nothing is known yet.
     assert len(made._late) == 4 and made.reserved is None
     assert budget.planned is None

@@ -61,12 +61,14 @@ def test_branches_arrive_beside_the_trees_they_make() -> None:
 
 def test_some_requests_are_drafted_for_and_their_trees_spread() -> None:
     ints = torch.arange(4, dtype=torch.int32)
-    requests = DeviceRequests(ints.long() + 10, ints + 20, ints + 1, ints + 5, 4, N, 30, deepest=3)
+    requests = DeviceRequests(
+        ints.long() + 10, ints + 20, ints + 1, ints + 5, 4, N, 30, max_depth=3
+    )
     rows = torch.tensor([1, 3])
-    some = requests.some(rows)
+    some = requests.select(rows)
     assert (some.anchors.tolist(), some.context_lens.tolist()) == ([11, 13], [21, 23])
     assert some.budgets.tolist() == [2, 4] and some.depths.tolist() == [6, 8]
-    assert some.rows is not None and some.rows.tolist() == [1, 3] and some.deepest == 3
-    whole = TreesCopy(on_device([TREES[0], TREES[2]]).spread(rows, 4), ints + 9)
+    assert some.rows is not None and some.rows.tolist() == [1, 3] and some.max_depth == 3
+    whole = TreesCopy(on_device([TREES[0], TREES[2]]).scatter(rows, 4), ints + 9)
     wanted = [DraftTree.empty(), TREES[0], DraftTree.empty(), TREES[2]]
     assert all(same(whole.merged[row], tree) for row, tree in enumerate(wanted))

@@ -105,7 +105,7 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
             depths = [min(depth, deepest) for depth in forward.depths]
             for r, tree in zip(chosen, self._build(forward, depths), strict=True):
                 trees[r] = tree
-        return trees if self.ngrams is None else self.ngrams.added_to(trees, requests)
+        return trees if self.ngrams is None else self.ngrams.add_to(trees, requests)
 
     @property
     def drafts_on_device(self) -> bool:
@@ -127,8 +127,8 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 
         width, depth = requests.width, self.forward_depth
-        if requests.deepest is not None:
-            depth = min(depth, requests.deepest)
+        if requests.max_depth is not None:
+            depth = min(depth, requests.max_depth)
         token_ids, log_probs = self.candidates(requests, depth, width)
         built = build_best_first_triton(
             token_ids, log_probs, requests.budgets, requests.depths, width, requests.num_nodes

@@ -46,8 +46,8 @@ class LocalHeadDrafter(BlockHeadDrafter):
         if local is None:
             return super()._build_on_device(requests)
         depth = self.forward_depth
-        if requests.deepest is not None:
-            depth = min(depth, requests.deepest)
+        if requests.max_depth is not None:
+            depth = min(depth, requests.max_depth)
         ids, log_probs, slots = self._scored(requests, local, depth)
         return local.build_on_device(
             ids,

@@ -27,7 +27,7 @@ import torch
 
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import MOST_LOGITS
+from vllm_specplug.drafting.device_levels import MAX_LOGITS
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
@@ -161,8 +161,8 @@ class TokenSwiftDrafter(Drafter):
             return None
         first = 0 if source == SELF else 1
         depth = min(self.settings.gamma - first, self.options.tree_depth)
-        if requests.deepest is not None:
-            depth = min(depth, requests.deepest)
+        if requests.max_depth is not None:
+            depth = min(depth, requests.max_depth)
         if depth < 1:
             return None
         states = self._states(source, requests)
@@ -308,7 +308,7 @@ class TokenSwiftDrafter(Drafter):
             widest = requests.width
         vocab_size = self.heads.config.draft_vocab_size
         # In pieces: the logits of all requests would be the largest tensor of a step.
-        piece_size = max(1, MOST_LOGITS // (vocab_size * len(states)))
+        piece_size = max(1, MAX_LOGITS // (vocab_size * len(states)))
         pieces = []
         for first in range(0, len(requests), piece_size):
             part = states[:, first : first + piece_size]

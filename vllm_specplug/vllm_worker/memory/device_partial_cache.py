@@ -43,8 +43,8 @@ class Contexts:
 
     req_ids: Sequence[str]
     # [R] bounds of the contexts
-    least: Sequence[int]
-    most: Sequence[int]
+    min_context_lens: Sequence[int]
+    max_context_lens: Sequence[int]
     # [R] whether a request gets a draft
     is_drafted: Sequence[bool]
     # [R] row of each in the block table
@@ -66,8 +66,8 @@ class Contexts:
         assert history is not None and requests.rows is None
         return cls(
             history.req_ids,
-            history.least,
-            history.most,
+            history.min_context_lens,
+            history.max_context_lens,
             history.is_drafted,
             range(len(requests)),
             requests.anchors,
@@ -170,7 +170,7 @@ class DevicePartialCache:
         region = self.regions.get(contexts.req_ids[r])
         if region is None or not region.chosen:
             return True
-        return contexts.most[r] - region.chosen > self.refresh
+        return contexts.max_context_lens[r] - region.chosen > self.refresh
 
     def advance(
         self,
@@ -192,12 +192,12 @@ class DevicePartialCache:
             region = self._region(contexts.req_ids[r])
             column = r, contexts.rows[r], region.index, int(is_due)
             if is_due:
-                region.chosen = contexts.least[r]
+                region.chosen = contexts.min_context_lens[r]
                 chosen.append(column)
-                most.append(contexts.most[r])
-            elif contexts.most[r] > region.covered:
+                most.append(contexts.max_context_lens[r])
+            elif contexts.max_context_lens[r] > region.covered:
                 grown.append(column)
-            region.covered = contexts.least[r]
+            region.covered = contexts.min_context_lens[r]
             regions.append(region)
             due.append(is_due)
         parts: list[tuple[torch.Tensor, int]] = []
@@ -281,7 +281,7 @@ def _parts(most: Sequence[int], heads: int) -> list[tuple[int, int]]:
 def partial_of(contexts: Contexts, budget: int) -> list[int]:
     """Requests that read partial caches: those that are drafted for whose contexts are certain not
     to fit in the budget."""
-    bounds = zip(contexts.least, contexts.is_drafted, strict=True)
+    bounds = zip(contexts.min_context_lens, contexts.is_drafted, strict=True)
     return [r for r, (least, drafted) in enumerate(bounds) if drafted and least > budget]
 
 

@@ -26,8 +26,8 @@ from vllm_specplug.vllm_worker.memory.window_cache import WINDOW_PAGE, Rings
 class DeviceWindowCache(CudaDraftRows, Rings):
     """`drafting.drafter.DeviceWindow` in memory of its own: one ring per running request.
 
-    Rings know `TokenHistory.grown` of their last draft, or the position after the last one stored
-    where drafts are made for requests that the host knows. No request is of both kinds.
+    A ring records `TokenHistory.len_upper_bounds` of its last draft or, for requests that the host
+    knows, the position after the last stored one. No request is of both kinds.
     """
 
     def __init__(
@@ -79,18 +79,18 @@ class DeviceWindowCache(CudaDraftRows, Rings):
         assert history is not None
         most = min(size, requests.max_context)
         rings, counts = [], []
-        for req_id, grown, is_drafted in zip(
-            history.req_ids, history.grown, history.is_drafted, strict=True
+        for req_id, length, is_drafted in zip(
+            history.req_ids, history.len_upper_bounds, history.is_drafted, strict=True
         ):
             if not is_drafted:
                 rings.append(0)
                 counts.append(0)
                 continue
             ring, known = self.ring_of(req_id)
-            self.rings[req_id] = (ring, grown)
+            self.rings[req_id] = (ring, length)
             rings.append(ring)
             # A request of fewer tokens than are known is another than was stored.
-            counts.append(min(most, grown - known) if grown >= known else most)
+            counts.append(min(most, length - known) if length >= known else most)
         count = sum(counts)
         owners = np.repeat(np.arange(len(counts)), counts)
         # How far before its anchor each token lies, from 1.

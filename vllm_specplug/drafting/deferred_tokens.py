@@ -24,11 +24,11 @@ class DeferredTokens:
     It also records which cache slots hold the draft context of their token.
 
     Args:
-        most_bytes: limit on the memory of all rows.
+        max_bytes: limit on the memory of all rows.
     """
 
-    def __init__(self, most_bytes: int) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
         # One buffer per column. The last column holds the slots.
         self._buffers: list[torch.Tensor] = []
         # [rows] number of the request that owns the row
@@ -73,7 +73,7 @@ class DeferredTokens:
     def lookup(self, slots: np.ndarray) -> tuple[np.ndarray, bool]:
         """Returns the rows of deferred tokens at these slots. Also returns whether the cache holds
         the context of all other slots."""
-        self._reach(slots)
+        self._grow_states(slots)
         states = self._states[slots]
         return states[states >= 0], not bool((states == _MISSING).any())
 
@@ -98,15 +98,15 @@ class DeferredTokens:
         for number in numbers:
             self._counts.pop(number, None)
 
-    def _reach(self, slots: np.ndarray) -> None:
-        most = int(slots.max(initial=-1)) + 1
-        if most > len(self._states):
-            more = max(most, 2 * len(self._states)) - len(self._states)
-            self._states = np.append(self._states, np.full(more, _MISSING))
+    def _grow_states(self, slots: np.ndarray) -> None:
+        num_slots = int(slots.max(initial=-1)) + 1
+        if num_slots > len(self._states):
+            added = max(num_slots, 2 * len(self._states)) - len(self._states)
+            self._states = np.append(self._states, np.full(added, _MISSING))
 
     def _release(self, slots: np.ndarray) -> None:
         """Drops the deferred tokens of these slots, which get new tokens."""
-        self._reach(slots)
+        self._grow_states(slots)
         if self.num_tokens:
             states = self._states[slots]
             self._drop(states[states >= 0])
@@ -122,16 +122,17 @@ class DeferredTokens:
 
     def _room_for(self, columns: Sequence[torch.Tensor], count: int) -> np.ndarray | None:
         row_bytes = sum(column[0].nbytes for column in columns)
-        most = self._most_bytes // row_bytes
+        max_rows = self._max_bytes // row_bytes
         ended = np.flatnonzero(self._owners == _ENDED)
-        if self.num_tokens - len(ended) + count > most:
+        if self.num_tokens - len(ended) + count > max_rows:
             return None
-        excess = self.num_tokens + count - most
+        excess = self.num_tokens + count - max_rows
         if excess > 0:
             # Rows are reused in any order, so the oldest ones are not known.
             self._drop(ended[:excess])
         if self.num_tokens + count > len(self._owners):
-            self._grow(columns, min(most, max(2 * len(self._owners), self.num_tokens + count)))
+            num_rows = max(2 * len(self._owners), self.num_tokens + count)
+            self._grow(columns, min(max_rows, num_rows))
         return np.flatnonzero(self._owners == _FREE)[:count]
 
     def _grow(self, columns: Sequence[torch.Tensor], num_rows: int) -> None:
@@ -141,5 +142,5 @@ class DeferredTokens:
             if old:
                 buffer[: len(old[i])] = old[i]
             self._buffers.append(buffer)
-        more = num_rows - len(self._owners)
-        self._owners = np.append(self._owners, np.full(more, _FREE))
+        added = num_rows - len(self._owners)
+        self._owners = np.append(self._owners, np.full(added, _FREE))
