@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The probability that a node is accepted, learnt while serving.
+"""Predicts the probability that a node is accepted, and learns it while serving.
 
 Drafters score a node with the log-probability of its path. A head overestimates deep nodes, and the
 quality of lookups differs between texts. Two corrections use the nodes that the target accepted:
@@ -16,10 +16,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
+from vllm_specplug.budget.arrays import Bools, Floats, Ints
 
-# Log-odds of the score at the columns of the table. They are dense in the range of most decisions.
+# Log-odds of the scores of the table's columns. They are dense in the range of most decisions.
 _LOG_ODDS = np.array([-6.0, -4.5, -3.5, -2.5, -1.75, -1.0, -0.35, 0.35, 1.0, 1.75, 2.75, 4.0, 6.0])
 _PRIOR = 1.0 / (1.0 + np.exp(-_LOG_ODDS))
 _KNOTS = np.log(_PRIOR)
@@ -40,7 +39,7 @@ _OFFSET_PRECISION = 4.0
 _OFFSET_DECAY = 0.98
 """Decay of a request's earlier evidence per step."""
 _OFFSET_LIMIT = 3.0
-_NESTED = 2.0
+_PATH_VARIANCE = 2.0
 """Variance of the accepted nodes of a path, relative to independent nodes. A rejected node also
 rejects its descendants."""
 
@@ -93,8 +92,10 @@ class AcceptanceModel:
         # [N] each node's request
         slots: npt.NDArray[np.integer],
     ) -> Floats:
-        """[N] probability that each node is accepted with its whole path. Except for rounding, a
-        child is never more probable than its parent."""
+        """Returns [N] the probability that each node is accepted with its path.
+
+        Except for rounding, a child is never more probable than its parent.
+        """
         base = self._population(*_position(scores, depths))
         odds = np.exp(self._offsets)[slots]
         return base * odds / (1.0 - base + base * odds)
@@ -105,7 +106,7 @@ class AcceptanceModel:
         depths: npt.NDArray[np.integer],
         slots: npt.NDArray[np.integer],
         # [N] whether the node's path was accepted
-        accepted: npt.NDArray[np.bool_],
+        accepted: Bools,
     ) -> Floats:
         """Learns from the nodes of a verified step. Returns the predicted probabilities [N]."""
         row, left, weight = _position(scores, depths)
@@ -133,8 +134,8 @@ class AcceptanceModel:
     ) -> None:
         size = len(self._offsets)
         seen = np.bincount(slots, minlength=size) > 0
-        residual = np.bincount(slots, residuals, size)[seen] / _NESTED
-        information = np.bincount(slots, variances, size)[seen] / _NESTED
+        residual = np.bincount(slots, residuals, size)[seen] / _PATH_VARIANCE
+        information = np.bincount(slots, variances, size)[seen] / _PATH_VARIANCE
         precision = _OFFSET_DECAY * self._precisions[seen] + (1 - _OFFSET_DECAY) * _OFFSET_PRECISION
         precision += information
         offset = _OFFSET_DECAY * self._offsets[seen] + residual / precision
@@ -147,9 +148,9 @@ class AcceptanceModel:
 
     def _refresh(self) -> None:
         table = (self._hits + _PRIOR_WEIGHT * _PRIOR) / (self._trials + _PRIOR_WEIGHT)
-        # The table must not fall with the score or rise with depth, so no child exceeds its parent.
-        # By score, the mean of both monotone envelopes avoids a bias. By depth the lower envelope
-        # is used, because deep entries may still be the prior.
+        # The table must not fall with the score or rise with the depth, so no child exceeds its
+        # parent. By score, the mean of both monotone envelopes avoids a bias. By depth the lower
+        # envelope is used, because deep entries may still be the prior.
         rising = np.maximum.accumulate(table, axis=1)
         rising += np.minimum.accumulate(table[:, ::-1], axis=1)[:, ::-1]
         self._table = np.minimum.accumulate(rising, axis=0) / 2.0
@@ -158,15 +159,16 @@ class AcceptanceModel:
 def _position(
     scores: npt.NDArray[np.floating], depths: npt.NDArray[np.integer]
 ) -> tuple[Ints, Ints, Floats]:
-    """Returns the place of nodes in the table: row, left column, weight of the right column."""
-    place = np.interp(scores, _KNOTS, np.arange(_COLUMNS))
-    left = np.minimum(place.astype(np.int64), _COLUMNS - 2)
+    """Returns the table entries of nodes: row, left column, weight of the right column."""
+    column = np.interp(scores, _KNOTS, np.arange(_COLUMNS))
+    left = np.minimum(column.astype(np.int64), _COLUMNS - 2)
     row = _ROW_OF_DEPTH[np.minimum(depths, len(_ROW_OF_DEPTH) - 1)]
-    return row, left, place - left
+    return row, left, column - left
 
 
-def chosen_nodes(paths: Sequence[Sequence[int]], counts: Sequence[int]) -> npt.NDArray[np.bool_]:
-    """[sum of counts] True for the nodes of `paths`, in trees of `counts` nodes each."""
+def accepted_nodes(paths: Sequence[Sequence[int]], counts: Sequence[int]) -> Bools:
+    """Returns [sum of counts] whether each node is on its tree's path, for trees of `counts`
+    nodes."""
     flags = np.zeros(sum(counts), np.bool_)
     first = 0
     for path, count in zip(paths, counts, strict=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget that follows the load, made of cost model, acceptance model, gate and allocation."""
+"""The budget that follows the load. It joins cost model, acceptance model, gate and allocation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
+from vllm_specplug.budget.acceptance import AcceptanceModel, accepted_nodes
 from vllm_specplug.budget.allocation import Allocation, allocate
-from vllm_specplug.budget.cost_curve import Floats
+from vllm_specplug.budget.arrays import Bools, Floats, Ints
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate, GateDecision
 from vllm_specplug.budget.fairness import FairnessWeights
 from vllm_specplug.budget.lookup_gate import LookupGate
@@ -21,20 +20,17 @@ from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.budget.trials import CostTrials
 from vllm_specplug.tree import DraftTree
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
 _REST_STEPS = 8
-"""Steps for which a decision against any draft holds while the batch stays the same."""
-_BEST_CHILD = 0.7
+"""Steps for which a decision against all drafts holds while the batch stays the same."""
+_CHILD_PROB = 0.7
 """Estimated probability of the best child of a node, before the child is drafted."""
-_FEW_NODES = 4
-"""Nodes of a request over which the cost of a row is averaged when a draft begins."""
+_AVERAGED_NODES = 4
+"""Nodes per request over which the cost of a row is averaged when a draft begins."""
 
 
 @dataclass(frozen=True)
 class NextStep:
-    """What is known of the step that will verify the drafts, before they are made."""
+    """What is known about the step that will verify the drafts, before they are made."""
 
     # [R] requests that may draft
     req_ids: Sequence[str]
@@ -42,12 +38,12 @@ class NextStep:
     context_lens: Sequence[int]
     # [R] maximum number of nodes of each tree
     caps: Sequence[int]
-    # [R] deepest node of a draft forward; 0 forbids one
+    # [R] maximum depth of a draft forward; 0 for no forward
     forward_limits: Sequence[int]
-    # [R] requests with a budget of their own: `caps` nodes are drafted and verified at any cost
+    # [R] whether a request set its own budget: `caps` nodes are drafted and verified at any cost
     fixed: Sequence[bool]
     num_roots: int
-    """Rows that yield a token without drafts: of these R requests and of all others."""
+    """Rows that yield a token without drafts, of these R requests and of all others."""
     root_context: int
     """Tokens attended by those rows."""
     other_rows: int = 0
@@ -59,37 +55,39 @@ class NextStep:
 
 @dataclass(frozen=True)
 class LevelThresholds:
-    """What another level of a draft must promise to be worth its time.
+    """Minimum probabilities for which another level of a draft pays.
 
     Probabilities are those of the head, before any correction.
     """
 
     node: float
-    """Least probability of a node whose children are drafted. A less probable node does not pay for
-    its row, and its children are less probable still."""
+    """Minimum probability of a node whose children are drafted. A less probable node does not pay
+    for its row, and its children are even less probable."""
     level: float
-    """Least sum of the probabilities of a level, over all requests, for the next level to be
+    """Minimum sum of the probabilities of a level, over all requests, for the next level to be
     drafted."""
 
 
 @dataclass
 class Plan:
-    """The decision before drafting. If trees are built on a device, the host gets them only after
-    it has planned later steps."""
+    """The decision before drafting.
+
+    If trees are built on a device, the host gets them only after it has planned later steps.
+    """
 
     step: NextStep
     # [R] slots of the acceptance model; -1 for a request that has ended
     slots: Ints
     # [R] depth of the draft forward; 0 for none
     depths: Ints
-    found: Nodes
+    lookup_nodes: Nodes
     is_plain_trial: bool = False
     is_trial: bool = False
-    """Whether the step only measures: a plain step, another size, or the nodes of a forward."""
+    """Whether the step only measures a plain step, another size, or the nodes of a forward."""
     ratio: float = 1.0
-    """Milliseconds of the step relative to a plain one, once its trees are chosen."""
+    """Milliseconds of the step with its chosen trees relative to a plain one."""
 
-    def leave_out(self, request: int) -> None:
+    def exclude(self, request: int) -> None:
         """Excludes a request that has ended. Another request may have its slot."""
         self.depths[request] = 0
         self.slots[request] = -1
@@ -101,14 +99,14 @@ class AdaptiveBudget:
     Args:
         costs: cost model of a step.
         row_budget: limit on the rows of trees.
-        deepest_forward: deepest node of a draft forward; 0 if the method has none.
+        max_forward_depth: maximum depth of a draft forward; 0 if the method has none.
     """
 
-    def __init__(self, costs: StepCostModel, row_budget: RowBudget, deepest_forward: int) -> None:
+    def __init__(self, costs: StepCostModel, row_budget: RowBudget, max_forward_depth: int) -> None:
         self.costs = costs
         self.row_budget = row_budget
         self.acceptance = AcceptanceModel()
-        self.gate = DraftGate(deepest_forward) if deepest_forward else None
+        self.gate = DraftGate(max_forward_depth) if max_forward_depth else None
         self.lookups = LookupGate()
         self.fairness = FairnessWeights()
         self.trials = CostTrials(costs.forward)
@@ -116,13 +114,13 @@ class AdaptiveBudget:
         """The last result of `plan`, until its trees are trimmed."""
         self.thresholds: LevelThresholds | None = None
         """Thresholds of the last planned draft; None if all of its levels are drafted."""
-        # Steps for which the decision against any draft still holds, and their requests.
+        # Number of steps for which the decision against all drafts still holds, and their requests.
         self._rest_steps = 0
         self._rest_ids: list[str] = []
-        # Steps of `rests_on` that are not noted yet, and the plan that they repeat.
-        self._rested = 0
-        self._resting: Plan | None = None
-        # Expected tokens per millisecond of the last step with drafts over those of a plain one.
+        # Number of steps of `rests_on` that are not counted yet, and the plan that they repeat.
+        self._uncounted_steps = 0
+        self._rest_plan: Plan | None = None
+        # Expected tokens per millisecond of the last step with drafts, relative to a plain one.
         self._gain = 1.0
         self.saved_ms: float | None = 0.0
         """Milliseconds of plain steps that the last trimmed trees are expected to save; None for a
@@ -130,15 +128,15 @@ class AdaptiveBudget:
 
     # -- before drafting -------------------------------------------------------------------
 
-    def plan(self, step: NextStep, found: Sequence[DraftTree]) -> list[int]:
-        """[R] depth of the draft forward for each request; 0 for none.
+    def plan(self, step: NextStep, lookups: Sequence[DraftTree]) -> list[int]:
+        """Returns [R] the depth of the draft forward for each request; 0 for none.
 
         Args:
-            found: trees from lookups, whose cost is negligible.
+            lookups: trees from lookups, whose cost is negligible.
         """
-        self._note_rest()
+        self._count_rest()
         slots = self._slots_of(step.req_ids)
-        nodes = self._nodes(found, slots)
+        nodes = self._nodes(lookups, slots)
         plan = self.planned = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
         self.trials.earn()
         self.thresholds = None
@@ -162,21 +160,21 @@ class AdaptiveBudget:
         limits = np.asarray(step.forward_limits, np.int64)
         plan.depths = np.where(fixed, limits, decision.depths)
         plan.is_trial = decision.is_probe
-        if not (decision.depths.any() or len(plan.found.scores) or forced):
+        if not (decision.depths.any() or len(plan.lookup_nodes.scores) or forced):
             self._rest_steps, self._rest_ids = _REST_STEPS - 1, list(step.req_ids)
-            self._resting = plan
+            self._rest_plan = plan
         # A probe measures all levels.
         if self.costs.by_level and not decision.is_probe and not fixed.any():
             self.thresholds = self._level_thresholds(plan, step_ms)
 
     def _decide(self, gate: DraftGate, plan: Plan, fixed: Bools, step_ms: Floats) -> GateDecision:
-        step, found = plan.step, plan.found
-        free = ~fixed[found.owners]
+        step, lookups = plan.step, plan.lookup_nodes
+        free = ~fixed[lookups.owners]
         return gate.decide(
             plan.slots,
             np.where(fixed, 0, np.asarray(step.forward_limits, np.int64)),
-            found.probabilities[free],
-            found.owners[free],
+            lookups.probabilities[free],
+            lookups.owners[free],
             step.num_roots,
             self.costs.draft_ms,
             step_ms,
@@ -185,27 +183,29 @@ class AdaptiveBudget:
         )
 
     def _level_thresholds(self, plan: Plan, step_ms: Floats) -> LevelThresholds | None:
-        """Thresholds for a draft with the gain of the last one.
+        """Returns the thresholds for a draft with the gain of the last one.
 
         Args:
             step_ms: milliseconds of the step by number of nodes.
         """
         drafted = int(np.count_nonzero(plan.depths))
         possible = int(np.count_nonzero(step_ms < IMPOSSIBLE_MS)) - 1
-        nodes = min(_FEW_NODES * drafted, possible)
+        nodes = min(_AVERAGED_NODES * drafted, possible)
         if nodes < 1:
             return None
         rate = self._gain * plan.step.num_roots / float(step_ms[0])
         row_ms = (float(step_ms[nodes]) - float(step_ms[0])) / nodes
         first, second = self.costs.draft_ms(drafted, np.array([1, 2]))
-        return LevelThresholds(rate * row_ms, rate * float(second - first) / _BEST_CHILD)
+        return LevelThresholds(rate * row_ms, rate * float(second - first) / _CHILD_PROB)
 
     # -- while nothing is drafted ----------------------------------------------------------
 
-    def _rests(self, step: NextStep, found: Nodes) -> bool:
-        """Returns whether the last decision against any draft still holds. A new decision would
-        take longer than everything else in a step without drafts."""
-        if self._rest_steps and not len(found.scores) and step.req_ids == self._rest_ids:
+    def _rests(self, step: NextStep, lookups: Nodes) -> bool:
+        """Returns whether the last decision against all drafts still holds.
+
+        A new decision would take longer than everything else in a step without drafts.
+        """
+        if self._rest_steps and not len(lookups.scores) and step.req_ids == self._rest_ids:
             assert self.gate is not None
             self._rest_steps -= 1
             self.gate.rest(1)
@@ -215,25 +215,25 @@ class AdaptiveBudget:
 
     @property
     def is_resting(self) -> bool:
-        """Whether a decision against any draft holds for the next step."""
+        """Whether a decision against all drafts holds for the next step."""
         return self._rest_steps > 0
 
     def rests_on(self) -> bool:
-        """Returns whether the last decision against any draft holds for one more step of the same
-        requests, without lookups. If so, `plan` and `trim` are not called for that step."""
+        """Returns whether the last decision against all drafts holds for one more step of the same
+        requests, without lookups. If so, do not call `plan` and `trim` for that step."""
         if not self._rest_steps:
             return False
         self._rest_steps -= 1
-        self._rested += 1
+        self._uncounted_steps += 1
         return True
 
-    def _note_rest(self) -> None:
-        """Notes all steps of `rests_on` at once. Noting each would cost the time that it saves."""
-        steps, plan = self._rested, self._resting
+    def _count_rest(self) -> None:
+        """Counts all steps of `rests_on` at once; counting each would cost the time saved."""
+        steps, plan = self._uncounted_steps, self._rest_plan
         if not steps:
             return
         assert self.gate is not None and plan is not None
-        self._rested = 0
+        self._uncounted_steps = 0
         self.gate.rest(steps)
         self.lookups.advance(steps)
         self.fairness.step(plan.slots, plan.step.num_roots, 1.0, steps)
@@ -241,7 +241,7 @@ class AdaptiveBudget:
 
     @property
     def expects_drafts(self) -> bool:
-        """Whether drafts pay at present, for some requests at least."""
+        """Whether drafts pay at present for at least some requests."""
         return self.gate is None or self.gate.is_on
 
     # -- after drafting --------------------------------------------------------------------
@@ -258,25 +258,25 @@ class AdaptiveBudget:
         return nodes.subtrees(trees, self._paying(plan, nodes))
 
     def trim_late(
-        self, plan: Plan, trees: Sequence[DraftTree], found: Sequence[DraftTree]
+        self, plan: Plan, trees: Sequence[DraftTree], lookups: Sequence[DraftTree]
     ) -> list[int]:
-        """Returns how many nodes of each tree `trim` would keep, for an earlier plan that was made
-        before its lookups were known.
+        """Returns the number of nodes of each tree that `trim` would keep.
 
         Args:
-            found: trees from lookups only, as for `plan`.
+            plan: an earlier plan, made before its lookups were known.
+            lookups: trees from lookups, as for `plan`.
         """
-        plan.found = self._nodes(found, plan.slots)
+        plan.lookup_nodes = self._nodes(lookups, plan.slots)
         nodes = self._nodes(trees, plan.slots)
         counts: list[int] = nodes.counts_of(self._paying(plan, nodes))
         return counts
 
     def repeat(self, plan: Plan) -> None:
-        """Notes a step that follows an earlier plan without a new decision."""
+        """Counts a step that follows an earlier plan without a new decision."""
         self.fairness.step(plan.slots, plan.step.num_roots, plan.ratio)
 
     def _paying(self, plan: Plan, nodes: Nodes) -> Bools:
-        """[N] the nodes that pay for their rows."""
+        """Returns [N] whether each node pays for its row."""
         step = plan.step
         assert len(nodes.counts) == len(step.req_ids)
         drafted = np.flatnonzero(plan.depths)
@@ -285,7 +285,7 @@ class AdaptiveBudget:
                 plan.slots[drafted],
                 plan.depths[drafted],
                 nodes.of_requests(drafted),
-                plan.found.of_requests(drafted),
+                plan.lookup_nodes.of_requests(drafted),
             )
         self.saved_ms = None if plan.is_plain_trial else 0.0
         kept = np.zeros(len(nodes.probabilities), np.bool_)
@@ -297,8 +297,8 @@ class AdaptiveBudget:
         return kept
 
     def _allocate(self, plan: Plan, nodes: Nodes, plain_ms: float) -> tuple[Bools, Allocation]:
-        """Returns the nodes to verify [N], and the allocation of those that no budget of a request
-        forces."""
+        """Returns [N] the nodes to verify, and the allocation of the nodes of requests without a
+        budget of their own."""
         step = plan.step
         weights = self.fairness.weights(plan.slots, step.num_roots)
         probabilities = nodes.capped(np.asarray(step.caps)) * weights[nodes.owners]
@@ -323,7 +323,7 @@ class AdaptiveBudget:
         kept[free] = allocation.kept
         return kept, allocation
 
-    # -- what a step taught ----------------------------------------------------------------
+    # -- learning from a step --------------------------------------------------------------
 
     def observe(
         self,
@@ -341,24 +341,27 @@ class AdaptiveBudget:
             nodes.scores,
             nodes.depths,
             slots[nodes.owners],
-            chosen_nodes(paths, nodes.counts.tolist()),
+            accepted_nodes(paths, nodes.counts.tolist()),
         )
         return float(expected.sum())
 
     def note_accepted(self, req_ids: Sequence[str], paths: Sequence[Sequence[int]]) -> Ints:
-        """Counts the accepted nodes of a step without learning from it. Returns the slots of the
-        requests, int64 [R]."""
+        """Counts the accepted nodes of a step without learning from it.
+
+        Returns:
+            int64 [R] slots of the requests.
+        """
         slots = self._slots_of(req_ids)
         self.fairness.accepted(slots, np.array([len(path) for path in paths], np.int64))
         return slots
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that ended."""
-        self._note_rest()
-        gone = set(req_ids)
-        self.acceptance.forget(gone)
-        if not gone.isdisjoint(self._rest_ids):
-            self._rest_steps, self._rest_ids, self._resting = 0, [], None
+        self._count_rest()
+        ended = set(req_ids)
+        self.acceptance.forget(ended)
+        if not ended.isdisjoint(self._rest_ids):
+            self._rest_steps, self._rest_ids, self._rest_plan = 0, [], None
 
     # -- costs and probabilities -----------------------------------------------------------
 
@@ -381,24 +384,24 @@ class AdaptiveBudget:
         return nodes
 
     def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
-        """[num_nodes + 1] ms of the step with `forced` nodes and 0, 1, ... more, without the
-        attention of these nodes."""
+        """Returns [num_nodes + 1] ms of the step with `forced` nodes and 0, 1, ... more, without
+        the attention of these nodes."""
         rows = step.num_roots + forced
         ms = self.costs.decode_ms(
             step.num_roots, forced, step.other_rows, num_nodes, step.root_context,
             step.other_context,
         )  # fmt: skip
-        most = self.row_budget.rows(step.num_roots)
-        ms[1 + max(0, most - rows - step.other_rows) :] = IMPOSSIBLE_MS
+        max_rows = self.row_budget.rows(step.num_roots)
+        ms[1 + max(0, max_rows - rows - step.other_rows) :] = IMPOSSIBLE_MS
         return ms
 
     def _mean_node_ms(self, step: NextStep) -> Floats:
-        """[sum of caps + 1] ms of the attention of that many nodes at the mean context."""
+        """Returns [sum of caps + 1] ms of the attention of 0, 1, ... nodes at the mean context."""
         context = sum(step.context_lens) / len(step.context_lens)
         nodes: Floats = np.arange(sum(step.caps) + 1, dtype=np.float64)
         return nodes * (self.costs.attention_ms * context)
 
     def _draft_ms(self, plan: Plan) -> float:
-        """Milliseconds of the plan's draft forward."""
+        """Returns the milliseconds of the plan's draft forward."""
         depths = plan.depths[plan.depths > 0]
         return float(self.costs.draft_ms(len(depths), depths.mean())) if len(depths) else 0.0

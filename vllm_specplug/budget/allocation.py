@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses the nodes with the most expected tokens per millisecond, exactly.
+"""Finds the exact set of nodes with the most expected tokens per millisecond.
 
 A step that verifies a set S of nodes yields R + sum of p_i over S tokens on average: one token of
 the target per request, and each node with its probability of acceptance. The step takes
@@ -18,9 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from vllm_specplug.budget.arrays import Bools, Floats
 
 _MAX_ROUNDS = 8
 
@@ -29,7 +28,7 @@ _MAX_ROUNDS = 8
 class Allocation:
     """The nodes that a step should verify."""
 
-    kept: npt.NDArray[np.bool_]
+    kept: Bools
     """[N] True for the nodes to verify."""
     tokens: float
     """Expected tokens of the step."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Milliseconds as a function of rows, measured at start and corrected while serving."""
+"""A curve of milliseconds by rows, measured at start and corrected while serving."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float64]
+from vllm_specplug.budget.arrays import Floats
 
 # Corrections are a Gaussian process over the knots, in log time. The unit of all variances is the
 # variance of a single step's time.
@@ -21,15 +21,15 @@ _CORRELATION_LENGTH = 2.0
 _TREE_VARIANCE = 0.3
 """Variance of the factor between steps with and without draft trees."""
 TREE_FADING = 0.002
-"""Decay of the additional cost of trees in every step without trees. If trees seem too expensive to
-be verified, nothing else would show that they no longer are."""
+"""Decay of the additional cost of trees in every step without trees. If trees seem too expensive,
+none are verified, and nothing else would show that they have become cheaper."""
 _FORGETTING_RATE = 0.04
 """Share of the prior variance that every step restores, so that older observations count less."""
 _MAX_RESIDUAL = 0.1
 """Limit on the residual of one observation, in log time. An interrupted step moves the curve by
 2 %. The curve still follows a lasting change within some tens of steps."""
 _MIN_WEIGHT = 0.25
-"""Least interpolation weight of a knot for a step to count as a measurement of that knot."""
+"""Minimum interpolation weight of a knot for a step to count as a measurement of that knot."""
 _MAX_REPEATS = 8
 """Number of consecutive large residuals of one sign after which their weight stays constant."""
 
@@ -39,9 +39,9 @@ class CostCurve:
 
     The correction has one logarithm per knot and one for all steps with draft trees, which take
     longer than plain steps of as many rows. Every step corrects the knots next to its size, and the
-    other knots through the shared variance. So a slowdown of the whole machine is learnt for all
-    sizes at once. A size that did not occur for long follows its neighbours, and is corrected
-    quickly when it occurs.
+    other knots through the shared variance, so a slowdown of the machine is learnt for all sizes at
+    once. A size that has not occurred for long follows its neighbours, and is corrected quickly
+    when it occurs.
     """
 
     def __init__(self, rows: Sequence[float], milliseconds: Sequence[float]) -> None:
@@ -51,10 +51,10 @@ class CostCurve:
         assert len(self.rows) == len(measured) > 0 and (measured > 0).all()
         assert (np.diff(self.rows) > 0).all()
         if len(self.rows) == 1:
-            # A single time does not show the slope. Every row is assumed to cost its share.
+            # A single time does not show the slope, so the time is assumed to be proportional.
             self.rows = np.array([self.rows[0], 2 * self.rows[0]])
             measured = np.array([measured[0], 2 * measured[0]])
-        # More rows cannot take less time, and noise only adds time. So a size costs at most the
+        # More rows cannot take less time, and noise only adds time, so a size costs at most the
         # time of a larger one.
         self.measured: Floats = np.minimum.accumulate(measured[::-1])[::-1]
         # [knots + 1] corrections; the last one is that of trees
@@ -74,8 +74,10 @@ class CostCurve:
         self._values = self.measured
 
     def __call__(self, rows: npt.ArrayLike) -> Floats:
-        """Returns the milliseconds of `rows`. The last slope continues beyond the last knot. Below
-        the first knot, the value is that of the first knot."""
+        """Returns the milliseconds of `rows`.
+
+        The last slope continues beyond the last knot; the curve is constant below the first knot.
+        """
         rows = np.asarray(rows, np.float64)
         knots, values = self.rows, self._values
         slope = (values[-1] - values[-2]) / (knots[-1] - knots[-2])
@@ -117,7 +119,7 @@ class CostCurve:
                 self._last_seen[knot] = self._steps
                 if not has_trees:
                     self._last_seen_plain[knot] = self._steps
-        # One large residual is an interruption. Several in a row show a change.
+        # One large residual is an interruption; several in a row are a change.
         sign = int(np.sign(error)) if abs(error) > _MAX_RESIDUAL else 0
         before = self._surprises[nearest]
         self._surprises[nearest] = before + sign if before * sign >= 0 and sign else sign
@@ -135,17 +137,17 @@ class CostCurve:
         self._values = np.maximum.accumulate(self.measured * np.exp(self._logs[:-1]))
 
     def age(self, rows: float, *, plain: bool = False) -> int:
-        """Returns the number of steps since a size like `rows` occurred, in a `plain` step if set.
-        Before that, it is the number of all steps."""
+        """Returns the number of steps since a size near `rows` occurred (with `plain`, in a plain
+        step), or of all steps if it has not."""
         seen = self._last_seen_plain if plain else self._last_seen
         return self._steps - int(seen[self._nearest(rows)])
 
     def is_surprising(self, rows: float) -> bool:
-        """Returns whether the last step of a size like `rows` had a large residual."""
+        """Whether the last step of a size near `rows` had a large residual."""
         return bool(self._surprises[self._nearest(rows)])
 
     def sizes_near(self, rows: float) -> list[float]:
-        """Returns the two knots above `rows` and the one below, as far as they exist."""
+        """Returns up to two knots above `rows` and up to one below."""
         above = self.rows[self.rows > rows][:2].tolist()
         return above + self.rows[self.rows < rows][-1:].tolist()
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides before a draft forward which requests it pays for, and how deep it goes.
+"""Decides before a draft forward for which requests it pays, and how deep it goes.
 
-The candidates of a forward are unknown until it has run. A histogram of earlier forwards stands in
-for them. It counts the nodes that a forward of depth D added to those of lookups, by probability of
+The candidates of a forward are unknown until it has run. A histogram of earlier forwards replaces
+them. It counts the nodes that a forward of depth D added to those of lookups, by probability of
 acceptance. It is averaged over all requests and scaled by a factor per request. Whether these nodes
-pay is then the same question as for real ones.
+pay is then decided in the same way as for real nodes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.cost_curve import Floats
+from vllm_specplug.budget.arrays import Bools, Floats, Ints
 
-Ints = npt.NDArray[np.int64]
 DraftCost = Callable[[npt.ArrayLike, npt.ArrayLike], Floats]
 """Milliseconds of drafting by number of requests and depth."""
 
@@ -32,18 +31,18 @@ _PRIOR_FIRST, _PRIOR_DEEPER = 0.65, 0.7
 
 _REQUEST_DECAY = 0.9
 _REQUEST_PRIOR = 2.0
-"""Weight, in expected tokens, of the prior that a request is like the others."""
+"""Weight, in expected tokens, of the prior that a request is average."""
 
 IMPOSSIBLE_MS = 1e9
 """Time of a step with more rows than it may have."""
 
 TURN_ON, STAY_ON = 1.04, 1.02
-"""How much better than plain decoding drafting must look to start, and to go on. The best of many
+"""Minimum gain over plain decoding for drafting to start, and to continue. The best of many
 estimates tends to be too high, so a choice that looks equal is a loss."""
 PROBE_SHARE = 0.005
-"""Share of the time for forwards that only measure whether drafting, or drafting deeper, pays."""
+"""Share of the time for forwards that only measure whether drafting, or deeper drafting, pays."""
 PAYBACK_STEPS = 32
-"""Number of steps over which a pending cost is spread at least."""
+"""Minimum number of steps over which a pending cost is spread."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,13 @@ class GateDecision:
     """The requests that get a draft forward."""
 
     depths: Ints
-    """[R] deepest node to draft; 0 for no forward."""
-    gain: float
-    """Expected tokens per millisecond, relative to a step without any forward."""
+    """[R] depth of the forward; 0 for no forward."""
     is_probe: bool = False
 
 
 @dataclass(frozen=True)
 class _Choices:
-    """The estimates of all choices: the first `sizes[i]` requests draft to depth option j."""
+    """Estimates of all choices, in which the first `sizes[i]` requests draft to depth option j."""
 
     # [sizes] numbers of requests
     sizes: Ints
@@ -70,7 +67,7 @@ class _Choices:
     """Tokens per millisecond of a step without any forward."""
 
     def best(self, pending_ms: Floats) -> tuple[int, int, float]:
-        """Returns the index of the best size, that of the best depth, and their gain.
+        """Returns the indices of the best size and the best depth, and their gain.
 
         Args:
             pending_ms: [sizes] additional milliseconds.
@@ -85,27 +82,27 @@ class DraftGate:
     """Decides on draft forwards.
 
     Args:
-        deepest: deepest node that a forward can draft.
+        max_depth: maximum depth that a forward can draft.
     """
 
-    def __init__(self, deepest: int) -> None:
-        assert deepest >= 1
-        self.deepest = deepest
-        options = {1, 2, 3, 5, 8, 12, 16, 32, deepest}
-        self._depth_options = np.array(sorted(d for d in options if d <= deepest))
-        # [deepest, bins] nodes that forwards added: number, and sum of probabilities
-        self._counts = np.zeros((deepest, _BINS))
-        self._sums = np.zeros((deepest, _BINS))
-        # [deepest] number of drafts that reached each depth
-        self._drafts = np.full(deepest, _PRIOR_DRAFTS)
+    def __init__(self, max_depth: int) -> None:
+        assert max_depth >= 1
+        self.max_depth = max_depth
+        options = {1, 2, 3, 5, 8, 12, 16, 32, max_depth}
+        self._depth_options = np.array(sorted(d for d in options if d <= max_depth))
+        # [max_depth, bins] number of nodes that forwards added, and sum of their probabilities
+        self._counts = np.zeros((max_depth, _BINS))
+        self._sums = np.zeros((max_depth, _BINS))
+        # [max_depth] number of drafts that reached each depth
+        self._drafts = np.full(max_depth, _PRIOR_DRAFTS)
         probability = _PRIOR_FIRST
-        for depth in range(deepest):
-            place = np.searchsorted(_EDGES, probability)
-            self._counts[depth, place] = _PRIOR_DRAFTS
-            self._sums[depth, place] = _PRIOR_DRAFTS * probability
+        for depth in range(max_depth):
+            column = np.searchsorted(_EDGES, probability)
+            self._counts[depth, column] = _PRIOR_DRAFTS
+            self._sums[depth, column] = _PRIOR_DRAFTS * probability
             probability *= _PRIOR_DEEPER
-        # By slot: tokens that forwards added, and tokens that the histogram expected.
-        self._found = np.full(64, _REQUEST_PRIOR)
+        # By slot: expected tokens that forwards added, and that the histogram predicted.
+        self._added = np.full(64, _REQUEST_PRIOR)
         self._expected = np.full(64, _REQUEST_PRIOR)
         # The result of `_make_averages`, until the next observation.
         self._averages: tuple[Floats, Floats] | None = None
@@ -116,17 +113,17 @@ class DraftGate:
         self._is_pending = False
         self._steps_since_forward = 0
         self._probes = 0
-        # Milliseconds that a forward of full depth may additionally take.
+        # Milliseconds saved up for the additional time of a forward of full depth.
         self._depth_credit = 0.0
 
     def decide(
         self,
         # [R] slots of the requests that may draft
         slots: Ints,
-        # [R] deepest node that each may draft
+        # [R] maximum depth of each request
         limits: Ints,
         # [N] probabilities of the nodes from lookups, and their requests (0..R-1)
-        found: Floats,
+        lookup_probs: Floats,
         owners: Ints,
         base_tokens: float,
         draft_ms: DraftCost,
@@ -140,27 +137,27 @@ class DraftGate:
         """Chooses the requests that draft, and their depth.
 
         A pending cost is paid once, but the number of drafts that follow is unknown. It is spread
-        over `PAYBACK_STEPS` steps, and over as many more as drafts would have paid off without it.
-        So it is paid, at the latest, when waiting has lost as much.
+        over `PAYBACK_STEPS` steps plus the number of steps in which drafts would have paid off
+        without it. So it is paid, at the latest, when waiting has lost as much.
         """
         num_reqs = len(slots)
         depths = np.zeros(num_reqs, np.int64)
         allowed = limits > 0
         if not allowed.any():
-            return GateDecision(depths, 1.0)
+            return GateDecision(depths)
         self._grow(int(slots.max()))
         weights = np.ones(num_reqs) if weights is None else weights
         pending_ms = np.zeros(num_reqs) if pending_ms is None else pending_ms
-        scale = self._found[slots] / self._expected[slots]
+        scale = self._added[slots] / self._expected[slots]
         # Of equal requests, those with the smallest pending cost come first.
         order = np.lexsort((pending_ms, np.where(allowed, -scale * weights, np.inf)))
         order = order[: int(allowed.sum())]
-        bins = _BINS - 1 - np.searchsorted(_EDGES, found)
+        bins = _BINS - 1 - np.searchsorted(_EDGES, lookup_probs)
         choices = self._choices(
             scale[order],
             weights[order],
             np.bincount(bins, minlength=_BINS),
-            base_tokens + np.bincount(bins, found * weights[owners], _BINS).cumsum(),
+            base_tokens + np.bincount(bins, lookup_probs * weights[owners], _BINS).cumsum(),
             base_tokens,
             draft_ms,
             step_ms,
@@ -168,28 +165,28 @@ class DraftGate:
         size, depth, gain = self._best(choices, pending_ms[order])
         self.is_on = gain >= (STAY_ON if self.is_on else TURN_ON)
         if not self.is_on:
-            probe_ms = float(draft_ms(1, self.deepest))
-            probed = self._probe(allowed, pending_ms, probe_ms, float(step_ms[0]))
-            if probed is None:
-                return GateDecision(depths, 1.0)
-            depths[probed] = limits[probed]
-            return GateDecision(depths, gain, is_probe=True)
+            probe_ms = float(draft_ms(1, self.max_depth))
+            request = self._probe(allowed, pending_ms, probe_ms, float(step_ms[0]))
+            if request is None:
+                return GateDecision(depths)
+            depths[request] = limits[request]
+            return GateDecision(depths, is_probe=True)
         self._steps_since_forward = self._steps_pending = 0
         chosen = order[: choices.sizes[size]]
         depths[chosen] = np.minimum(limits[chosen], self._depth_options[depth])
         is_probe = self._probes_depth(limits[chosen], depths[chosen], draft_ms, float(step_ms[0]))
         if is_probe:
             depths[chosen] = limits[chosen]
-        return GateDecision(depths, gain, is_probe)
+        return GateDecision(depths, is_probe)
 
     def _choices(
         self,
-        # [R'] of the requests that may draft, the best ones first
+        # [R'] of the requests that may draft, best first
         scale: Floats,
         weights: Floats,
-        # [bins] nodes from lookups, and expected tokens with those of the best bins
-        found: Ints,
-        found_tokens: Floats,
+        # [bins] number of nodes from lookups, and expected tokens with the nodes of the best bins
+        lookup_counts: Ints,
+        lookup_tokens: Floats,
         base_tokens: float,
         draft_ms: DraftCost,
         step_ms: Floats,
@@ -197,24 +194,24 @@ class DraftGate:
         if self._averages is None:
             self._averages = self._make_averages()
         counts, sums = self._averages
-        most = len(scale)
-        sizes = np.array(sorted({-(-most // 4), -(-most // 2), most}))
-        # [sizes, 1, 1] number of average forwards that the forwards for these requests amount to
+        num_allowed = len(scale)
+        sizes = np.array(sorted({-(-num_allowed // 4), -(-num_allowed // 2), num_allowed}))
+        # [sizes, 1, 1] forwards for these requests, as a number of average forwards
         forwards = scale.cumsum()[sizes - 1, None, None]
         weighted = (scale * weights).cumsum()[sizes - 1, None, None]
-        nodes = np.maximum(found.cumsum() + forwards * counts, 0.0)
+        nodes = np.maximum(lookup_counts.cumsum() + forwards * counts, 0.0)
         drafting = draft_ms(sizes[:, None], self._depth_options)
         numbers = np.arange(len(step_ms))
-        found_ms = np.interp(found.cumsum(), numbers, step_ms, right=IMPOSSIBLE_MS)
+        lookup_ms = np.interp(lookup_counts.cumsum(), numbers, step_ms, right=IMPOSSIBLE_MS)
         return _Choices(
             sizes,
-            found_tokens + weighted * sums,
+            lookup_tokens + weighted * sums,
             np.interp(nodes, numbers, step_ms, right=IMPOSSIBLE_MS) + drafting[:, :, None],
-            max(base_tokens / float(step_ms[0]), float((found_tokens / found_ms).max())),
+            max(base_tokens / float(step_ms[0]), float((lookup_tokens / lookup_ms).max())),
         )
 
     def _best(self, choices: _Choices, pending_ms: Floats) -> tuple[int, int, float]:
-        """Returns what `_Choices.best` does, with the pending costs [R'] spread over steps."""
+        """Returns `_Choices.best` with the pending costs [R'] spread over steps."""
         pending = pending_ms.cumsum()[choices.sizes - 1]
         size, depth, gain = choices.best(np.zeros(len(pending)))
         pays = gain >= (STAY_ON if self.is_on else TURN_ON)
@@ -225,7 +222,7 @@ class DraftGate:
         return choices.best(pending / (PAYBACK_STEPS + self._steps_pending))
 
     def _probe(
-        self, allowed: npt.NDArray[np.bool_], pending_ms: Floats, probe_ms: float, plain_ms: float
+        self, allowed: Bools, pending_ms: Floats, probe_ms: float, plain_ms: float
     ) -> int | None:
         """Returns the index of a request to draft for although drafts do not pay, or None.
 
@@ -233,8 +230,8 @@ class DraftGate:
         pending cost above `probe_ms` is skipped, unless all of them have one.
         """
         self._steps_since_forward += 1
-        most_pending = max(probe_ms, float(pending_ms[allowed].min()))
-        candidates = np.flatnonzero(allowed & (pending_ms <= most_pending))
+        max_pending_ms = max(probe_ms, float(pending_ms[allowed].min()))
+        candidates = np.flatnonzero(allowed & (pending_ms <= max_pending_ms))
         chosen = int(candidates[self._probes % len(candidates)])
         price = probe_ms + float(pending_ms[chosen])
         if self._steps_since_forward * PROBE_SHARE * plain_ms < price:
@@ -245,14 +242,14 @@ class DraftGate:
 
     def _probes_depth(
         self,
-        # [R'] of the requests to draft for: deepest node allowed, and chosen
+        # [R'] of the requests to draft for: maximum and chosen depth
         limits: Ints,
         chosen: Ints,
         draft_ms: DraftCost,
         plain_ms: float,
     ) -> bool:
-        """Returns whether this forward goes as deep as allowed, to measure the depths below the
-        chosen one. Otherwise these would keep their prior."""
+        """Returns whether this forward should have the maximum depth, to measure the depths below
+        the chosen one. Otherwise these would keep their prior."""
         if (limits == chosen).all():
             return False
         deep, shallow = draft_ms(len(limits), np.array([limits.mean(), chosen.mean()]))
@@ -263,7 +260,7 @@ class DraftGate:
         return True
 
     def rest(self, steps: int) -> None:
-        """Counts plain steps for which no decision was made."""
+        """Counts plain steps without a decision."""
         self._steps_since_forward += steps
         self._steps_pending += steps * self._is_pending
 
@@ -274,8 +271,8 @@ class DraftGate:
         reached: Ints,
         # [N] probability, depth and request (0..R-1) of all nodes
         nodes: tuple[Floats, Ints, Ints],
-        # [M] the same of the nodes from lookups
-        found: tuple[Floats, Ints, Ints],
+        # [M] the same for the nodes from lookups
+        lookup_nodes: tuple[Floats, Ints, Ints],
     ) -> None:
         """Learns from the nodes that forwards added."""
         num_reqs = len(slots)
@@ -284,32 +281,32 @@ class DraftGate:
         self._grow(int(slots.max()))
         new_counts = np.zeros(self._counts.size)
         new_sums = np.zeros(self._counts.size)
-        for sign, (probabilities, depths, owners) in ((1.0, nodes), (-1.0, found)):
-            inside = depths <= np.minimum(reached, self.deepest)[owners]
-            p = probabilities[inside]
-            cells = (depths[inside] - 1) * _BINS + np.searchsorted(_EDGES, p)
+        for sign, (probabilities, depths, owners) in ((1.0, nodes), (-1.0, lookup_nodes)):
+            is_reached = depths <= np.minimum(reached, self.max_depth)[owners]
+            p = probabilities[is_reached]
+            cells = (depths[is_reached] - 1) * _BINS + np.searchsorted(_EDGES, p)
             new_counts += sign * np.bincount(cells, minlength=new_counts.size)
             new_sums += sign * np.bincount(cells, p, new_sums.size)
-        # [deepest] drafts that reached each depth
-        per_depth = (reached[:, None] > np.arange(self.deepest)).sum(axis=0)
+        # [max_depth] drafts that reached each depth
+        per_depth = (reached[:, None] > np.arange(self.max_depth)).sum(axis=0)
         averages = (self._sums / self._drafts[:, None]).sum(axis=1)
-        expected = np.cumsum(averages)[np.minimum(reached, self.deepest) - 1]
+        expected = np.cumsum(averages)[np.minimum(reached, self.max_depth) - 1]
         keep = _DECAY**per_depth
         self._drafts = self._drafts * keep + per_depth
         self._counts = self._counts * keep[:, None] + new_counts.reshape(self._counts.shape)
         self._sums = self._sums * keep[:, None] + new_sums.reshape(self._sums.shape)
         self._averages = None
         added = np.bincount(nodes[2], nodes[0], num_reqs)
-        added -= np.bincount(found[2], found[0], num_reqs)
+        added -= np.bincount(lookup_nodes[2], lookup_nodes[0], num_reqs)
         prior = (1 - _REQUEST_DECAY) * _REQUEST_PRIOR
-        self._found[slots] = _REQUEST_DECAY * self._found[slots] + prior + np.maximum(added, 0.0)
+        self._added[slots] = _REQUEST_DECAY * self._added[slots] + prior + np.maximum(added, 0.0)
         self._expected[slots] = (
             _REQUEST_DECAY * self._expected[slots] + prior + np.maximum(expected, 1e-3)
         )
 
     def _make_averages(self) -> tuple[Floats, Floats]:
-        """[depth options, bins] nodes that one forward adds in the best bins, and the sum of their
-        probabilities."""
+        """Returns [depth options, bins] the number of nodes that one forward adds in the best bins,
+        and the sum of their probabilities."""
         weights = self._drafts[:, None]
         options = self._depth_options - 1
         counts = np.cumsum(self._counts / weights, axis=0)[options, ::-1]
@@ -319,10 +316,10 @@ class DraftGate:
     def reset(self, slot: int) -> None:
         """Gives this slot to a new request."""
         self._grow(slot)
-        self._found[slot] = self._expected[slot] = _REQUEST_PRIOR
+        self._added[slot] = self._expected[slot] = _REQUEST_PRIOR
 
     def _grow(self, slot: int) -> None:
-        while slot >= len(self._found):
-            prior = np.full(len(self._found), _REQUEST_PRIOR)
-            self._found = np.concatenate([self._found, prior])
+        while slot >= len(self._added):
+            prior = np.full(len(self._added), _REQUEST_PRIOR)
+            self._added = np.concatenate([self._added, prior])
             self._expected = np.concatenate([self._expected, prior])

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights for requests that drafts have slowed down.
+"""Computes weights for requests that drafts have slowed down.
 
-All requests of a step wait for all of its rows. So a request whose drafts are rarely accepted gets
-its tokens later than with plain decoding. While it is behind, its tokens have a higher weight, and
-the nodes of other requests need a higher probability to be chosen.
+All requests of a step wait for all of its rows, so a request whose drafts are rarely accepted gets
+its tokens later than with plain decoding. While it lags behind plain decoding, its tokens have a
+higher weight, and the nodes of other requests need a higher probability to be chosen.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-from vllm_specplug.budget.cost_curve import Floats
-
-Ints = npt.NDArray[np.int64]
+from vllm_specplug.budget.arrays import Floats, Ints
 
 GAIN = 20.0
-"""Increase of the weight by the share of tokens that a request is behind: 5 % doubles it."""
+"""Increase of the weight per lag, a share of the request's tokens: a lag of 5 % doubles it."""
 MAX_WEIGHT = 4.0
-"""Largest weight. With more, one hopeless request could forbid drafts to all others."""
+"""Maximum weight. With a higher one, a single request could prevent the drafts of all others."""
 _PRIOR_TOKENS = 8.0
 """Tokens that every request is assumed to have got in time, so one expensive step counts little."""
 
@@ -67,11 +64,12 @@ class FairnessWeights:
         self._emitted[slots] += counts
 
     def weights(self, slots: Ints, num_roots: int) -> Floats:
-        """[R] weight of a token of each request. The mean over all `num_roots` requests is 1."""
+        """Returns [R] the weight of a token of each request, with a mean of 1 over all `num_roots`
+        requests."""
         slots = np.append(slots, -1)
         due, emitted = self._due[slots], self._emitted[slots]
-        behind = (due - emitted) / (emitted + _PRIOR_TOKENS)
-        weights = np.clip(1.0 + GAIN * behind, 1.0, MAX_WEIGHT)
+        lag = (due - emitted) / (emitted + _PRIOR_TOKENS)
+        weights = np.clip(1.0 + GAIN * lag, 1.0, MAX_WEIGHT)
         own, others = weights[:-1], max(0, num_roots - len(slots) + 1) * weights[-1]
         result: Floats = own * (num_roots / (own.sum() + others))
         return result

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Skips lookups that do not pay. With many requests they take more than a millisecond per step, and
-most of the nodes that they find do not pay for their rows."""
+"""Skips lookups that do not pay.
+
+With many requests lookups take more than a millisecond per step, and most of their nodes do not pay
+for their rows.
+"""
 
 from __future__ import annotations
 
-_REST_STEPS = 8
-"""Number of steps without lookups, before they are tried again."""
-_FIRST_STEPS = 16
-"""Number of steps with lookups, before they may rest."""
+_SKIPPED_STEPS = 8
+"""Number of steps without lookups before they are tried again."""
+_MIN_STEPS = 16
+"""Number of steps with lookups before they may be skipped."""
 _LEARNING_RATE = 0.03
 _SPIKE_WEIGHT = 0.5
-"""Share of a single step's saving that counts at once. So a text that begins to repeat itself is
-looked up in the next step."""
+"""Weight of a single step's saving, which counts at once. With it, a text that begins to repeat
+itself is looked up in the next step."""
 
 
 class LookupGate:
-    """Lets lookups rest while they save less time than they take."""
+    """Skips lookups while they save less time than they take."""
 
     def __init__(self) -> None:
         self.is_on = True
@@ -23,26 +26,26 @@ class LookupGate:
         # Steps, saving and cost by load: the number of requests, rounded to powers of two.
         self._averages: dict[int, tuple[int, float, float]] = {}
         self._load = 0
-        self._rest_steps = 0
+        self._steps_to_skip = 0
 
-    def rests(self, num_requests: int) -> bool:
-        """Returns whether this step goes without lookups. Call it once per step."""
+    def should_skip(self, num_requests: int) -> bool:
+        """Returns whether to skip the lookups of this step. Call it once per step."""
         load = num_requests.bit_length()
         if load != self._load:
-            self._load, self._rest_steps = load, 0
-        if not self._rest_steps:
+            self._load, self._steps_to_skip = load, 0
+        if not self._steps_to_skip:
             return False
-        self._rest_steps -= 1
+        self._steps_to_skip -= 1
         return True
 
     @property
-    def is_resting(self) -> bool:
-        """Whether the next step goes without lookups."""
-        return self._rest_steps > 0
+    def is_skipping(self) -> bool:
+        """Whether the next step skips lookups."""
+        return self._steps_to_skip > 0
 
     def advance(self, steps: int) -> None:
-        """Counts steps in which `rests` was not called."""
-        self._rest_steps = max(0, self._rest_steps - steps)
+        """Counts steps for which `should_skip` was not called."""
+        self._steps_to_skip = max(0, self._steps_to_skip - steps)
 
     def observe(self, saved_ms: float, cost_ms: float) -> None:
         """Learns from a step without a draft forward.
@@ -58,5 +61,5 @@ class LookupGate:
         saved += rate * (saved_ms - saved)
         cost += rate * (cost_ms - cost)
         self._averages[self._load] = seen + 1, saved, cost
-        if seen + 1 >= _FIRST_STEPS and max(saved, _SPIKE_WEIGHT * saved_ms) < cost:
-            self._rest_steps = _REST_STEPS
+        if seen + 1 >= _MIN_STEPS and max(saved, _SPIKE_WEIGHT * saved_ms) < cost:
+            self._steps_to_skip = _SKIPPED_STEPS

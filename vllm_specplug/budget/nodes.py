@@ -9,11 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.cost_curve import Floats
+from vllm_specplug.budget.arrays import Bools, Floats, Ints
 from vllm_specplug.tree import ROOT, DraftTree
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 _EMPTY = DraftTree.empty()
 _NO_INTS = np.empty(0, np.int64)
@@ -21,7 +18,7 @@ _NO_INTS = np.empty(0, np.int64)
 
 @dataclass
 class Nodes:
-    """All nodes of the trees of R requests, one tree after another."""
+    """All nodes of the trees of R requests, ordered by tree."""
 
     # [R] number of nodes of each tree
     counts: Ints
@@ -29,7 +26,7 @@ class Nodes:
     owners: Ints
     scores: npt.NDArray[np.float32]
     depths: Ints
-    # [N] probability that the node is accepted with its whole path
+    # [N] probability that the node is accepted with its path
     probabilities: Floats = field(default_factory=lambda: np.empty(0))
 
     @classmethod
@@ -45,13 +42,13 @@ class Nodes:
             np.concatenate([tree.depths for tree in trees]).astype(np.int64),
         )
 
-    def counts_of(self, some: Bools) -> list[int]:
-        """[R] number of nodes of each tree among `some` [N]."""
-        counts: list[int] = np.bincount(self.owners[some], minlength=len(self.counts)).tolist()
+    def counts_of(self, selected: Bools) -> list[int]:
+        """Returns [R] the number of selected nodes [N] of each tree."""
+        counts: list[int] = np.bincount(self.owners[selected], minlength=len(self.counts)).tolist()
         return counts
 
     def capped(self, caps: Ints) -> Floats:
-        """[N] the probabilities, with zeros for all but the best `caps` nodes of each tree."""
+        """Returns [N] the probabilities, 0 for all but the best `caps` nodes of each tree."""
         if not (self.counts > caps).any():
             return self.probabilities
         probabilities = self.probabilities.copy()
@@ -62,16 +59,16 @@ class Nodes:
         return probabilities
 
     def of_requests(self, requests: Ints) -> tuple[Floats, Ints, Ints]:
-        """Returns probability, depth and request of the nodes of some requests. Requests are
-        numbered by their place in `requests`."""
-        place = np.full(len(self.counts), -1)
-        place[requests] = np.arange(len(requests))
-        owners = place[self.owners]
-        inside = owners >= 0
-        return self.probabilities[inside], self.depths[inside], owners[inside]
+        """Returns probability, depth and request of the nodes of some requests, as indices in
+        `requests`."""
+        index_of = np.full(len(self.counts), -1)
+        index_of[requests] = np.arange(len(requests))
+        owners = index_of[self.owners]
+        is_included = owners >= 0
+        return self.probabilities[is_included], self.depths[is_included], owners[is_included]
 
     def subtrees(self, trees: Sequence[DraftTree], kept: Bools) -> list[DraftTree]:
-        """Returns the kept nodes [N] of each tree in their old order."""
+        """Returns the trees of the kept nodes [N], in their old order."""
         result = []
         first = 0
         sizes, counts = self.counts_of(kept), self.counts.tolist()
@@ -92,11 +89,4 @@ def _subtree(tree: DraftTree, kept: Bools) -> DraftTree:
     # Rounding may rank a child before its parent. Such a child is dropped.
     while (orphans := kept & (parents != ROOT) & ~kept[parents]).any():
         kept = kept & ~orphans
-    place = np.cumsum(kept) - 1
-    parents = parents[kept]
-    return DraftTree(
-        token_ids=tree.token_ids[kept],
-        parent_indices=np.where(parents == ROOT, ROOT, place[parents]).astype(np.int32),
-        depths=tree.depths[kept],
-        scores=tree.scores[kept],
-    )
+    return tree.subset(np.flatnonzero(kept))

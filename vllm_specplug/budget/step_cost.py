@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The cost model of a step: verification by rows and context, drafting by rows, and the rest."""
+"""The cost model of a step: verification by rows and context, drafting by rows, other work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.cost_curve import TREE_FADING, CostCurve, Floats
+from vllm_specplug.budget.arrays import Floats
+from vllm_specplug.budget.cost_curve import TREE_FADING, CostCurve
 
 _REST_LEARNING_RATE = 0.05
 _FIRST_REST_MS = 1.0
@@ -24,8 +25,8 @@ def draft_rows(requests: npt.ArrayLike, depth: npt.ArrayLike, by_level: bool) ->
 
     Args:
         requests: number of requests that draft.
-        depth: deepest node, averaged over these requests.
-        by_level: whether each level is a separate pass. Otherwise one pass has depth + 1 rows per
+        depth: depth of the draft, averaged over these requests.
+        by_level: whether each level is a separate pass. If not, one pass has depth + 1 rows per
             request.
     """
     requests, depth = np.asarray(requests, np.float64), np.asarray(depth, np.float64)
@@ -46,7 +47,7 @@ class Calibration:
     context_ms: float
     """Cost of one more token of context for the first row of a request, over all layers."""
     attention_ms: float
-    """The same for every further row of the request. Kernels of devices read a context once for all
+    """The same for every further row of the request. Kernels of GPUs read a context once for all
     rows of a tree."""
     draft_rows: tuple[float, ...]
     draft_ms: tuple[float, ...]
@@ -115,7 +116,7 @@ class StepCostModel:
         *,
         has_trees: bool = False,
     ) -> Floats:
-        """Returns the milliseconds of target forward and tree walk.
+        """Returns the milliseconds of the target forward and the tree walk.
 
         Args:
             rows: rows of the forward.
@@ -137,11 +138,11 @@ class StepCostModel:
         context: float,
         other_context: float = 0.0,
     ) -> Floats:
-        """[num_nodes + 1] ms of a step with 0, 1, ... additional nodes, without drafting.
+        """Returns [num_nodes + 1] ms of a step with 0, 1, ... additional nodes, without drafting.
 
         Args:
-            roots: rows that are sampled even without drafts.
-            nodes: nodes that are verified in any case.
+            roots: rows that are sampled without drafts.
+            nodes: nodes that are always verified.
             other_rows: rows that are not sampled.
             context: tokens attended by the roots.
             other_context: tokens attended by the other rows.
@@ -184,6 +185,6 @@ class StepCostModel:
             self.rest_ms += error
             self.tree_rest_ms *= 1.0 - TREE_FADING
             return
-        # Plain steps may be long ago, so half of the error may concern them too.
+        # The last plain step may be long ago, so half of the error may concern plain steps.
         self.rest_ms = max(0.0, self.rest_ms + 0.5 * error)
         self.tree_rest_ms = max(0.0, self.tree_rest_ms + 0.5 * error)

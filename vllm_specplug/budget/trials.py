@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Occasional steps that only measure what a step of another size costs.
+"""Schedules occasional steps that only measure the cost of a step of another size.
 
-A size that was once measured as too expensive would never be chosen again. And while drafts pay, no
-step is plain, so nothing shows that plain decoding has become cheaper.
+Without them, a size that was once measured as too expensive would never be chosen again, and while
+drafts pay no step is plain, so nothing would show that plain decoding has become cheaper.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Callable
 import numpy as np
 
 from vllm_specplug.budget.allocation import Allocation
-from vllm_specplug.budget.cost_curve import CostCurve, Floats
+from vllm_specplug.budget.arrays import Floats
+from vllm_specplug.budget.cost_curve import CostCurve
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS
 
 _STALE_STEPS, _STALE_STEPS_IF_CHANGED = 100, 4
-"""Steps after which a size that did not occur is measured again, and after which one is whose last
-step took unexpectedly long or short: its cost has changed, or that step was interrupted."""
+"""Steps after which a size that did not occur is measured again. The second value is for a size
+whose last step was unexpectedly long or short: its cost has changed, or it was interrupted."""
 _PLAIN_SHARE, _SIZE_SHARE = 0.002, 0.001
-"""Shares of the tokens that trials of plain steps, and of other sizes, may lose."""
+"""Shares of the tokens that trials of plain steps, and of other sizes, may cost."""
 _ADVANCE = 1.5
-"""Credit that trials of a size whose cost has changed may use in advance."""
+"""Credit in advance for trials of a size whose cost has changed."""
 
 
 class CostTrials:
     """Decides which steps are trials.
 
-    Every step adds to a credit, in tokens relative to those of a step. A trial takes its expected
-    loss from the credit.
+    Every step adds to a credit, measured in steps' worth of tokens. A trial pays its expected loss
+    from the credit.
     """
 
     def __init__(self, curve: CostCurve) -> None:
@@ -36,7 +37,7 @@ class CostTrials:
         self.plain_credit = self.size_credit = 0.0
 
     def earn(self, steps: int = 1) -> None:
-        """Adds the credit of some steps."""
+        """Adds the credit of `steps` steps."""
         self.plain_credit = min(self.plain_credit + steps * _PLAIN_SHARE, 1.0)
         self.size_credit = min(self.size_credit + steps * _SIZE_SHARE, 1.0)
 
@@ -45,7 +46,7 @@ class CostTrials:
 
         Args:
             rows: rows of a plain step.
-            gain: expected tokens per millisecond with drafts over those of a plain step.
+            gain: expected tokens per millisecond with drafts, relative to a plain step.
         """
         loss = 1.0 - 1.0 / gain
         limit = self.plain_credit + self._advance(rows)
@@ -61,11 +62,11 @@ class CostTrials:
         allocate_at: Callable[[Floats], Allocation],
         step_ms: Floats,
     ) -> Allocation:
-        """Returns the next smaller or larger size if it is due for a trial, else `best`.
+        """Returns the allocation of a neighbouring size if it is due for a trial, else `best`.
 
         Args:
             rows: rows of a plain step.
-            allocate_at: chooses the best nodes under given costs of a step.
+            allocate_at: returns the best allocation for given costs of a step.
             step_ms: costs of a step by number of nodes.
         """
         chosen = int(best.kept.sum())

@@ -116,7 +116,7 @@ class DraftTree:
             scores=self.scores[:num_nodes],
         )
 
-    def subset(self, nodes: Sequence[int]) -> DraftTree:
+    def subset(self, nodes: Sequence[int] | npt.NDArray[np.integer]) -> DraftTree:
         """Returns the tree of `nodes`, ascending indices that include all ancestors."""
         index = np.asarray(nodes, dtype=np.int64)
         numbers = np.full(self.num_nodes + 1, -2, dtype=np.int32)

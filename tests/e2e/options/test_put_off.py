@@ -53,12 +53,12 @@ class ScriptedGate(DraftGate):
         place, self.steps = self.steps, self.steps + 1
         self.is_on = place >= self.shut
         if self.is_on:
-            return GateDecision(np.array(limits), 2.0)
+            return GateDecision(np.array(limits))
         depths = np.zeros_like(limits)
         allowed = np.flatnonzero(limits)
         if self.probes and place % 2 and len(allowed):
             depths[allowed[0]] = limits[allowed[0]]
-        return GateDecision(depths, 1.0, is_probe=True)
+        return GateDecision(depths, is_probe=True)
 
 
 class Watched:
@@ -79,7 +79,7 @@ class Watched:
         draft = getattr(self.drafter, name)
 
         def noted(requests: Any, *args: Any) -> Any:
-            waiting = self.backlog._waiting.num_tokens
+            waiting = self.backlog._deferred.num_tokens
             self.most_waiting = max(self.most_waiting, waiting)
             trees = draft(requests, *args)
             for tokens, tree in zip(requests.token_ids, trees, strict=True):
@@ -152,7 +152,7 @@ def compare_dropped_prefixes(method: str) -> None:
     for checks in (True, False):
         ours = _engine(method, 1000)
         ours.restart(1000, probes=False)
-        waiting = ours.backlog._waiting
+        waiting = ours.backlog._deferred
         assert waiting is not None
         ours.generate([PROMPTS[0]], greedy(max_tokens=2))
         # Room for one of the next two.
@@ -197,7 +197,7 @@ def compare_requests_that_ask(method: str) -> None:
     assert always.generate(PROMPTS) == ours.generate(PROMPTS)
     assert always.generate([LONG]) == ours.generate([LONG])
     assert always.seen and not ours.seen
-    assert ours.backlog._waiting.num_tokens > 200, ours.backlog._waiting.num_tokens
+    assert ours.backlog._deferred.num_tokens > 200, ours.backlog._deferred.num_tokens
     hits = watch_prefix_hits(ours.llm)
     asks = greedy(max_tokens=40, ignore_eos=True, extra_args={"specplug_tree_budget": 4})
     verified = Pair(None, ours.llm)

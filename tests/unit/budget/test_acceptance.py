@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.budget.acceptance import AcceptanceModel, chosen_nodes
+from vllm_specplug.budget.acceptance import AcceptanceModel, accepted_nodes
 
 RNG = np.random.default_rng(0)
 
@@ -131,5 +131,5 @@ def test_no_path_gets_more_probable_by_going_on(
 
 
 def test_marks_the_nodes_of_paths() -> None:
-    flags = chosen_nodes([[0, 2], [], [1]], [3, 2, 2])
+    flags = accepted_nodes([[0, 2], [], [1]], [3, 2, 2])
     assert flags.tolist() == [True, False, True, False, False, False, True]

@@ -10,7 +10,7 @@ def _looked_up(gate: LookupGate, steps: int, saved_ms: float, cost_ms: float = 1
     """In how many of these steps was looked up."""
     count = 0
     for _ in range(steps):
-        if not gate.rests(8):
+        if not gate.should_skip(8):
             count += 1
             gate.observe(saved_ms, cost_ms)
     return count
@@ -31,7 +31,7 @@ def test_rare_finds_pay_together() -> None:
     gate = LookupGate()
     looked = 0
     for step in range(800):
-        if not gate.rests(8):
+        if not gate.should_skip(8):
             looked += 1
             gate.observe(10.0 if step % 8 == 0 else 0.0, 1.0)
     assert looked > 300
@@ -40,7 +40,7 @@ def test_rare_finds_pay_together() -> None:
 def test_a_text_that_begins_to_repeat_itself_is_looked_up_at_once() -> None:
     gate = LookupGate()
     _looked_up(gate, 300, saved_ms=0.0)
-    while gate.rests(8):
+    while gate.should_skip(8):
         pass
     gate.observe(2.5, 1.0)
     assert _looked_up(gate, 100, saved_ms=2.5) == 100
@@ -49,23 +49,23 @@ def test_a_text_that_begins_to_repeat_itself_is_looked_up_at_once() -> None:
 def test_steps_that_nobody_asked_about_count() -> None:
     gate = LookupGate()
     _looked_up(gate, 16, saved_ms=0.0)
-    assert gate.is_resting and gate.rests(8)
+    assert gate.is_skipping and gate.should_skip(8)
     gate.advance(6)
-    assert gate.is_resting and gate.rests(8)
-    assert not gate.is_resting and not gate.rests(8)
+    assert gate.is_skipping and gate.should_skip(8)
+    assert not gate.is_skipping and not gate.should_skip(8)
     gate.advance(3)
-    assert not gate.rests(8)
+    assert not gate.should_skip(8)
 
 
 def test_another_load_has_averages_of_its_own() -> None:
     gate = LookupGate()
     _looked_up(gate, 16, saved_ms=0.0)
-    assert gate.is_resting and not gate.rests(1)
+    assert gate.is_skipping and not gate.should_skip(1)
     gate.observe(4.0, 0.5)
-    assert not gate.rests(1)
-    assert not gate.rests(8)
+    assert not gate.should_skip(1)
+    assert not gate.should_skip(8)
     gate.observe(0.0, 1.0)
-    assert gate.rests(8)
+    assert gate.should_skip(8)
 
 
 def test_ranks_that_draft_together_never_rest() -> None:

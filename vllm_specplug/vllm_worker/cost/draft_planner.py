@@ -257,7 +257,7 @@ class DraftPlanner:
             self.clock.measure(start, self.clock.mark(), drafted)
             largest = max(tree.num_nodes for tree in trees)
             self.stats.tree_budget = max(requests.budgets) if budget is None else largest
-            has_lookup = drafter.has_lookup and not (budget and budget.lookups.is_resting)
+            has_lookup = drafter.has_lookup and not (budget and budget.lookups.is_skipping)
             if batch.req_ids and budget is not None and budget.is_resting and not has_lookup:
                 self._resting = list(batch.req_ids)
                 self._plain = {
@@ -318,7 +318,7 @@ class DraftPlanner:
         began = time.perf_counter()
         # What drafts without a forward is as cheap, and as uncertain, as a lookup.
         may_rest = (drafter.has_lookup or not deepest) and not any(fixed)
-        rests = may_rest and budget.lookups.rests(len(requests))
+        rests = may_rest and budget.lookups.should_skip(len(requests))
         found = [DraftTree.empty()] * len(requests)
         if not rests:
             found = self._valid(drafter.lookup(requests))

@@ -85,7 +85,7 @@ class LateBudget:
             if is_running:
                 self._found[step.req_ids[r]] = found[r]
             else:
-                plan.leave_out(r)
+                plan.exclude(r)
         trees, found = (
             [tree if is_running else _EMPTY for tree, is_running in zip(some, running, strict=True)]
             for some in (trees, found)

@@ -369,7 +369,7 @@ def test_another_batch_ends_the_rest(change: str) -> None:
         # With lookups every step may find something, until they rest themselves.
         planner = planner_of(draft_ms=60.0)
         _at_rest(planner, _LookingDrafter())
-        assert planner.adaptive is not None and planner.adaptive.lookups.is_resting
+        assert planner.adaptive is not None and planner.adaptive.lookups.is_skipping
         return
     assert planner.rests(ids)
     if change == "ended":

@@ -77,11 +77,11 @@ def test_requests_that_ended_teach_nothing_and_get_nothing() -> None:
 def test_lookups_of_an_earlier_step_are_what_a_forward_must_beat() -> None:
     late = late_budget(None)
     made = plan(late, 1)
-    assert not len(made.found.scores)
+    assert not len(made.lookup_nodes.scores)
     late.wanted(made, [SURE], [SURE], [NODES])
-    assert plan(late, 1).found.counts.tolist() == [6]
+    assert plan(late, 1).lookup_nodes.counts.tolist() == [6]
     late.forget(["0"])
-    assert not len(plan(late, 1).found.scores)
+    assert not len(plan(late, 1).lookup_nodes.scores)
 
 
 def test_empty_trees_are_counted_with_their_reason() -> None:

@@ -1,0 +1,11 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Array types of the budget."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
