@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything the author of a drafting method imports. `docs/adding_a_method.md` is the guide.
+"""The public API for authors of drafting methods; `docs/adding_a_method.md` is the guide.
 
-What stands here keeps its meaning while `API_VERSION` stays the same; everything else in this
-package may change with any release.
+These names keep their meaning while `API_VERSION` stays the same. Everything else in this package
+may change with any release.
 """
 
 from vllm_specplug.drafting.caches import (

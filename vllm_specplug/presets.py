@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shipped heads and settings for the targets that `specplug target` prepares."""
+"""Shipped heads and settings of the targets that `specplug target` prepares."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ _HEADS = "heads/"
 
 
 def speculative_config(target: str, method: str, **overrides: Any) -> dict[str, Any]:
-    """The --speculative-config that serves `target` with its shipped head and settings.
+    """Returns the --speculative-config of `method` on `target` with the shipped head and settings.
 
     Raises:
-        ValueError: for an unknown target or method, and if nothing is shipped for the two.
+        ValueError: for an unknown target or method, and if nothing is shipped for them.
     """
     return {"method": method, **_preset(target, method), **overrides}
 
 
 def default_head(target: str) -> str:
-    """Folder of the head that the default method ships for `target`."""
+    """Returns the folder of the head that the default method ships for `target`."""
     return str(_preset(target, default_method().name)["model"])
 
 
 def _preset(target: str, method: str) -> Mapping[str, Any]:
-    get_target(target)  # an unknown target is an error before an unknown head
+    get_target(target)  # reports an unknown target before an unknown head
     declared = default_method() if method == BY_HEAD else get_method(method)
     preset = declared.presets.get(target)
     if preset is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The methods by name: the folders of `methods/`, other packages' entry points, `register`."""
+"""The registry of methods: folders of `methods/`, entry points of other packages, `register`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.head_files import HeadFiles
 
 BY_HEAD = "tree"
-"""Value of "method" that selects the method by its head."""
+"""Value of "method" that selects the method that a head is made for."""
 ENTRY_POINT_GROUP = "vllm_specplug.methods"
 _logger = logging.getLogger("vllm.specplug")
 _registered: dict[str, Method] = {}
@@ -36,7 +36,7 @@ def register(method: Method) -> None:
         ValueError: for another contract version, a name that is taken, or an option that every
             method has.
     """
-    check_declaration(method, {**_found(), **_registered})
+    check_declaration(method, {**_discovered(), **_registered})
     _registered[method.name] = method
 
 
@@ -49,7 +49,7 @@ def check_declaration(method: Method, known: dict[str, Method]) -> None:
         )
     if method.name == BY_HEAD:
         raise ValueError(
-            f"method name {BY_HEAD!r} stands for the method that a head needs. Choose another name."
+            f"method name {BY_HEAD!r} is reserved for the method of a head. Choose another name."
         )
     if known.get(method.name, method) != method:
         raise ValueError(
@@ -65,17 +65,17 @@ def check_declaration(method: Method, known: dict[str, Method]) -> None:
 
 
 def methods() -> dict[str, Method]:
-    """All methods of this process by name; this package's methods come first."""
-    return {**_found(), **_registered}
+    """Returns all methods of this process by name, this package's methods first."""
+    return {**_discovered(), **_registered}
 
 
 def method_names() -> tuple[str, ...]:
-    """Names of all methods of this process."""
+    """Returns the names of all methods of this process."""
     return tuple(methods())
 
 
 def get_method(name: str) -> Method:
-    """The method called `name`.
+    """Returns the method called `name`.
 
     Raises:
         ValueError: for an unknown name, listing the known ones.
@@ -92,12 +92,12 @@ def get_method(name: str) -> Method:
 
 
 def legal_method_names() -> tuple[str, ...]:
-    """Legal values of "method": `BY_HEAD` and the methods of this process."""
+    """Returns the legal values of "method": `BY_HEAD` and the methods of this process."""
     return (BY_HEAD, *method_names())
 
 
 def find_method(name: object, model: str | None) -> Method | None:
-    """The method that "method" and "model" select; None for vLLM's own methods.
+    """Returns the method that "method" and "model" select; None for vLLM's own methods.
 
     Raises:
         ValueError: for `BY_HEAD` and a head that no method or several methods recognise, and for a
@@ -112,7 +112,7 @@ def find_method(name: object, model: str | None) -> Method | None:
 
 
 def recognise_head(path: Path) -> Method:
-    """The method that drafts with the head in folder `path`, by its config and tensor names.
+    """Returns the method of the head in folder `path`, found by its config and tensor names.
 
     Raises:
         ValueError: if no method or several methods recognise it, and for unreadable files.
@@ -141,7 +141,7 @@ def recognise_head(path: Path) -> Method:
 
 
 def head_owners(head: HeadFiles) -> list[Method]:
-    """The methods that recognise a head as theirs."""
+    """Returns the methods that recognise a head as theirs."""
     owners = []
     for method in methods().values():
         # A broken third-party package must not affect other methods.
@@ -150,7 +150,7 @@ def head_owners(head: HeadFiles) -> list[Method]:
                 owners.append(method)
         except Exception as error:
             _logger.warning(
-                "Method %r could not look at the head %s: %s: %s",
+                "Method %r failed to check the head %s: %s: %s",
                 method.name,
                 head.path,
                 type(error).__name__,
@@ -160,7 +160,7 @@ def head_owners(head: HeadFiles) -> list[Method]:
 
 
 def misfit(method: Method, head: HeadFiles) -> Method | None:
-    """The method that a head is made for; None if `method` can draft with it."""
+    """Returns the method that a head is made for; None if `method` can draft with it."""
     owners = head_owners(head)
     # A method whose options extend another method's also drafts with that method's heads.
     own = method.load_options()
@@ -170,36 +170,36 @@ def misfit(method: Method, head: HeadFiles) -> Method | None:
 
 
 def default_method() -> Method:
-    """The method that demo and benchmarks use by default."""
+    """Returns the method that the demo and the benchmarks use by default."""
     return next(method for method in methods().values() if method.is_default)
 
 
 def headless_methods() -> list[str]:
-    """Names of the methods that read neither a draft head nor the target's states."""
+    """Returns the names of the methods that read neither a draft head nor the target's states."""
     return [n for n, method in methods().items() if not method.needs_head and not method.needs]
 
 
 def owners_of(option: str) -> list[str]:
-    """Names of the methods that have `option` as an option of their own."""
+    """Returns the names of the methods that declare `option`."""
     return [name for name, method in methods().items() if option in method.option_names()]
 
 
 @cache
-def _found() -> dict[str, Method]:
-    """Methods of this package and of installed ones, read once per process."""
-    found: dict[str, Method] = {}
+def _discovered() -> dict[str, Method]:
+    """Returns the methods of this package and of installed packages, read once per process."""
+    discovered: dict[str, Method] = {}
     package = importlib.import_module("vllm_specplug.methods")
     for module in pkgutil.iter_modules(package.__path__):
         if module.ispkg:
             declared = importlib.import_module(f"{package.__name__}.{module.name}")
             method = getattr(declared, "METHOD", None)
             if method is not None:
-                found[method.name] = method
+                discovered[method.name] = method
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         # A broken third-party package must not affect other methods.
         try:
             method = entry.load()
-            check_declaration(method, found)
+            check_declaration(method, discovered)
         except Exception as error:
             _logger.warning(
                 "Speculative method %r of %s cannot be used: %s: %s",
@@ -209,5 +209,5 @@ def _found() -> dict[str, Method]:
                 error,
             )
             continue
-        found[method.name] = method
-    return found
+        discovered[method.name] = method
+    return discovered

