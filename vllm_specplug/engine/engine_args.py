@@ -123,7 +123,7 @@ def check_engine_config(vllm_config: Any) -> None:
             "Replicas run every forward together, but each replica drafts by itself: use another "
             "setting of that option, or data_parallel_size=1",
         )
-    _check_token_budget(method, spec, vllm_config.scheduler_config)
+    _check_token_budget(spec, vllm_config.scheduler_config)
 
 
 def _check_row_features(method: str, vllm_config: Any) -> None:
@@ -289,9 +289,7 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
         _refuse(method, f"{cache}: {drafts} read the target's cache", remedy)
 
 
-def _check_token_budget(
-    method: str, spec: SpecPlugSpeculativeConfig, scheduler_config: Any
-) -> None:
+def _check_token_budget(spec: SpecPlugSpeculativeConfig, scheduler_config: Any) -> None:
     rows = spec.num_speculative_tokens + 1
     for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
         limit = getattr(scheduler_config, name)

@@ -22,6 +22,17 @@ _WHY_BLOCKS = (
 _MODEL_STATE = "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState"
 _HAS_PARENTS = f"vLLM passes the parents of drafts to layers with a state ({TREE})"
 
+
+def _block_size(platform: str) -> Wrap:
+    return Wrap(
+        "state_layers",
+        f"{platform}.update_block_size_for_backend",
+        _WHY_STATES,
+        _HAS_PARENTS,
+        make="vllm_specplug.vllm_worker.target.state_layers:without_draft_states",
+    )
+
+
 # On every device.
 STATE_SEAMS = SeamSet(
     (
@@ -119,13 +130,7 @@ CPU_STATE_SEAMS = SeamSet(
             _HAS_PARENTS,
             make="vllm_specplug.vllm_attention.state_rows:with_trees",
         ),
-        Wrap(
-            "state_layers",
-            "vllm.platforms.cpu:CpuPlatform.update_block_size_for_backend",
-            _WHY_STATES,
-            _HAS_PARENTS,
-            make="vllm_specplug.vllm_worker.target.state_layers:without_draft_states",
-        ),
+        _block_size("vllm.platforms.cpu:CpuPlatform"),
         *uses(
             "state_rows",
             _WHY_STATES,
@@ -139,13 +144,7 @@ CPU_STATE_SEAMS = SeamSet(
 # On CUDA.
 DEVICE_STATE_SEAMS = SeamSet(
     (
-        Wrap(
-            "state_layers",
-            "vllm.platforms.interface:Platform.update_block_size_for_backend",
-            _WHY_STATES,
-            _HAS_PARENTS,
-            make="vllm_specplug.vllm_worker.target.state_layers:without_draft_states",
-        ),
+        _block_size("vllm.platforms.interface:Platform"),
         *uses(
             "state_rows",
             _WHY_STATES,
