@@ -12,7 +12,7 @@ import json
 import types
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -279,7 +279,7 @@ def is_number(hint: Any) -> bool:
     return bool not in parts and bool({int, float} & set(parts))
 
 
-def is_integer(value: object) -> bool:
+def is_integer(value: object) -> TypeGuard[int]:
     """Whether a value is an integer; booleans are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -388,7 +388,7 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> Req
 def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> None:
     """Raises ValueError unless `tree_budget` is "auto" or fits into num_speculative_tokens."""
     if tree_budget == "auto" or (
-        is_integer(tree_budget) and 0 <= int(tree_budget) <= num_speculative_tokens
+        is_integer(tree_budget) and 0 <= tree_budget <= num_speculative_tokens
     ):
         return
     raise option_error(

@@ -14,11 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
+from vllm_specplug.options import is_integer
 
 # A config has some kilobytes, an index of shards some hundred.
 MAX_JSON_BYTES = 16 << 20
@@ -33,9 +35,9 @@ _INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
-def is_size(value: object) -> bool:
+def is_size(value: object) -> TypeGuard[int]:
     """Whether a config's value is an integer from 1 to `MAX_SIZE`."""
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_SIZE
+    return is_integer(value) and 1 <= value <= MAX_SIZE
 
 
 def is_positive(value: object) -> bool:

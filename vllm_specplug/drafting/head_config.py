@@ -31,8 +31,8 @@ def require(condition: bool, name: str, value: object, legal: str) -> None:
 
 def require_size(name: str, value: object, max_value: int = MAX_SIZE) -> None:
     """Raises ValueError unless a value is an integer from 1 to `max_value`."""
-    legal = is_size(value) and isinstance(value, int) and value <= max_value
-    require(legal, name, value, f"an integer from 1 to {max_value}")
+    is_legal = is_size(value) and value <= max_value
+    require(is_legal, name, value, f"an integer from 1 to {max_value}")
 
 
 def check_layer_shape(config: Any) -> None:

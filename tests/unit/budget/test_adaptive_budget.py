@@ -330,7 +330,7 @@ def test_a_rest_that_is_not_asked_for_step_by_step_is_the_same_rest() -> None:
         assert decisions[0] == decisions[1]
         probes.append(any(decisions[0]))
     assert told_steps > 300 and 0 < sum(probes[300:]) < 30
-    told._note_rest()
+    told._count_rest()
     for name in ("_due", "_emitted"):
         np.testing.assert_allclose(getattr(asked.fairness, name), getattr(told.fairness, name))
     assert asked.trials.plain_credit == pytest.approx(told.trials.plain_credit)
