@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.drafter import build_best_first, top_candidates
 from vllm_specplug.methods.dels.checkpoint import load_local_head
@@ -49,7 +50,7 @@ def main() -> None:
     head, extras = load_block_head(
         HEADS / "smollm2-135m-jetspec", weights.config, dtype=torch.bfloat16
     )
-    ids = extras.target_ids(head.config.draft_vocab_size)
+    ids = target_ids_or_all(extras.target_ids, head.config.vocab_size)
     random = torch.Generator().manual_seed(0)
     for requests in (1, 4):
         rows = DEPTH * requests

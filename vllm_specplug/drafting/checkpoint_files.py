@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -33,6 +33,7 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 _INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def is_size(value: object) -> TypeGuard[int]:
@@ -295,11 +296,20 @@ def module_shapes(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, .
         return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
 
 
-def tensors_to_save(
-    tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Returns contiguous CPU tensors in `dtype` for `write_checkpoint`."""
-    return {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in tensors.items()}
+def load_module(
+    make: Callable[[], Module],
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> Module:
+    """Returns the module that `make` builds, for inference, with parameters from `tensors`.
+
+    Parameters keep their own dtype if `dtype` is None.
+    """
+    with torch.device("meta"):
+        module = make()
+    state = {name: tensors[name].to(dtype or tensors[name].dtype) for name in module.state_dict()}
+    module.load_state_dict(state, assign=True)
+    return module.requires_grad_(False).eval()
 
 
 def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -321,6 +331,48 @@ def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
             "target ids, since siblings of a tree never repeat a token"
         )
     return ids
+
+
+def target_ids_or_all(target_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Returns `target_ids`, or the whole vocabulary for None."""
+    return torch.arange(vocab_size) if target_ids is None else target_ids
+
+
+def draft_map(target_ids: torch.Tensor) -> torch.Tensor:
+    """Returns `d2t` int64 [V'] of the target tokens [V'] of all draft ids."""
+    return target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
+
+
+def save_head(
+    directory: str | Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    *,
+    target_ids: torch.Tensor | None,
+    dtype: torch.dtype,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Writes `config.json` and `model.safetensors`, each replaced atomically.
+
+    Args:
+        tensors: floating-point ones are stored in `dtype`.
+        config: with the target's `vocab_size`.
+        target_ids: [V'] target token of each draft id, stored as `d2t`.
+
+    Returns:
+        The path of the weights.
+    """
+    directory = Path(directory)
+    stored = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+    if target_ids is not None:
+        stored["d2t"] = draft_map(target_ids)
+        draft_token_ids(stored["d2t"], config["vocab_size"])
+    return write_checkpoint(
+        directory / WEIGHTS_NAME, directory / "config.json", stored, config, metadata
+    )
 
 
 def write_checkpoint(
@@ -347,7 +399,8 @@ def write_safetensors(
     """Writes one file atomically, creating its folder; returns `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
-    save_file(dict(tensors), partial, metadata={"format": "pt", **(metadata or {})})
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(contiguous, partial, metadata={"format": "pt", **(metadata or {})})
     partial.chmod(0o644)  # safetensors writes files that only their owner can read
     partial.replace(path)
     return path

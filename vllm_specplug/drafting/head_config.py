@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_size
@@ -64,6 +64,32 @@ def check_layer_shape(config: Any) -> None:
         if hasattr(config, name):
             value = getattr(config, name)
             require(is_positive(value), name, value, "a positive number")
+
+
+OTHER_TARGET = "this head was trained for another target; use the head made for this model"
+
+
+def check_target(config: Any, target: Any, remedy: str = OTHER_TARGET) -> None:
+    """Raises ValueError unless a head's config has the target's hidden size and vocabulary."""
+    hidden = "target_hidden_size" if hasattr(config, "target_hidden_size") else "hidden_size"
+    for name, field in ((hidden, "hidden_size"), ("vocab_size", "vocab_size")):
+        value, legal = getattr(config, name), int(config_field(target, field))
+        if value != legal:
+            raise ValueError(
+                f"draft head config: {name} = {value}, legal: {legal} (the target's {field}); "
+                f"{remedy}"
+            )
+
+
+def check_target_layers(layer_ids: Sequence[int], target: Any, remedy: str = OTHER_TARGET) -> None:
+    """Raises ValueError unless the target has all zero-based layers that a head reads."""
+    last = int(config_field(target, "num_hidden_layers")) - 1
+    outside = [i for i in layer_ids if not 0 <= i <= last]
+    if outside:
+        raise ValueError(
+            f"draft head config: target_layer_ids = {list(layer_ids)}, {outside} outside the "
+            f"legal 0..{last} (zero-based layers of the target); {remedy}"
+        )
 
 
 def config_field(config: Any, name: str) -> Any:

@@ -51,9 +51,9 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         if self.masks_are_embedded:
             head.mask_embedding.copy_(self.embed_tokens[self.config.mask_token_id])
         # [V'] target id of each draft id, where the draft vocabulary is reduced
-        self.target_ids: torch.Tensor | None = None
-        if extras.d2t is not None:
-            self.target_ids = extras.target_ids(self.config.draft_vocab_size).to(target.device)
+        self.target_ids = extras.target_ids
+        if self.target_ids is not None:
+            self.target_ids = self.target_ids.to(target.device)
         self.lm_head = target.make_lm_head(self.target_ids, extras.lm_head)
         # V'
         self.vocab_size = len(self.embed_tokens if self.target_ids is None else self.target_ids)

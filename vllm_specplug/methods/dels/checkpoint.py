@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing local heads: a folder written here, or a file released with DeLS-Spec.
+"""Reads and writes local heads: folders of this project and files released with DeLS-Spec.
 
-It holds `config.json` beside `model.safetensors`. A released `.pt` file is a pickle: it is read in
-weights-only mode, checked, and written once as `<name>.safetensors` and
-`<name>.json` beside itself where that folder can be written to.
+A folder holds `config.json` and `model.safetensors`. A released `.pt` file is a pickle. The reader
+loads it in weights-only mode, checks it, and stores it once as `<name>.safetensors` and
+`<name>.json` in the same folder, if that is writable.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from vllm_specplug.drafting.checkpoint_files import (
     check_finite,
     check_tensors,
     draft_token_ids,
+    load_module,
     module_shapes,
     read_json_object,
     read_safetensors,
-    tensors_to_save,
+    save_head,
     write_checkpoint,
 )
 from vllm_specplug.drafting.head_config import config_field
@@ -78,16 +79,10 @@ def load_local_head(
             files that cannot be read safely.
     """
     config, tensors = _read(path, target_config, headers_only=False)
-    d2t = tensors.pop("d2t", None)
-    with torch.device("meta"):
-        head = LocalHead(config)
-    state = {name: t if dtype is None else t.to(dtype) for name, t in tensors.items()}
-    head.load_state_dict(state, assign=True)
-    head.requires_grad_(False)
     target_ids = None
-    if d2t is not None:
-        target_ids = draft_token_ids(d2t, config.vocab_size)
-    return head.eval(), target_ids
+    if "d2t" in tensors:
+        target_ids = draft_token_ids(tensors["d2t"], config.vocab_size)
+    return load_module(lambda: LocalHead(config), tensors, dtype), target_ids
 
 
 def inspect_local_head(path: str | Path, target_config: Any) -> LocalHeadConfig:
@@ -102,23 +97,23 @@ def save_local_head(
     directory: str | Path,
     head: LocalHead,
     *,
-    d2t: torch.Tensor | None = None,
+    target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes config.json and model.safetensors; `load_local_head` reads them back.
+    """Writes a head, which `load_local_head` reads back; see `save_head`.
 
-    `d2t` int64 [V'] must be given when the head scores a part of the vocabulary: the target id of
-    row i is i + d2t[i].
+    `target_ids` int64 [V'] is required if the head scores a part of the vocabulary.
     """
     config = head.config
-    assert (d2t is not None) == (config.draft_vocab_size < config.vocab_size)
-    directory = Path(directory)
-    tensors = tensors_to_save(head.state_dict(), dtype)
-    if d2t is not None:
-        tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
-    return _write(
-        directory / WEIGHTS_NAME, directory / CONFIG_NAME, config, tensors, dict(metadata or {})
+    assert (target_ids is not None) == (config.draft_vocab_size < config.vocab_size)
+    return save_head(
+        directory,
+        head.state_dict(),
+        {"format": FORMAT, **asdict(config)},
+        target_ids=target_ids,
+        dtype=dtype,
+        metadata=metadata,
     )
 
 
@@ -188,18 +183,6 @@ def _read_config(file: Path) -> LocalHeadConfig:
     return LocalHeadConfig(**{name: raw[name] for name in names if name in raw})
 
 
-def _write(
-    weights: Path,
-    config_file: Path,
-    config: LocalHeadConfig,
-    tensors: dict[str, torch.Tensor],
-    metadata: dict[str, str],
-    source: dict[str, Any] | None = None,
-) -> Path:
-    raw = {"format": FORMAT, **asdict(config), **({"source": source} if source else {})}
-    return write_checkpoint(weights, config_file, tensors, raw, metadata)
-
-
 def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
     """A released pickle, from its converted copy where there is one that is not older."""
     stat = file.stat()
@@ -223,7 +206,8 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
         logger.info("%s is kept: it is not a converted copy; %s stays in memory", weights, file)
         return config, tensors
     try:
-        _write(weights, config_file, config, tensors, {}, source)
+        described = {"format": FORMAT, **asdict(config), "source": source}
+        write_checkpoint(weights, config_file, tensors, described)
         logger.info("Converted %s to %s", file, weights.name)
     except OSError as error:
         logger.info("Converted %s in memory; no copy could be written (%s)", file, error)
@@ -314,11 +298,6 @@ def _check_matrices(file: Path, stated: Mapping[str, Any]) -> None:
 def _check(
     file: Path, config: LocalHeadConfig, tensors: Mapping[str, torch.Tensor], target: Any
 ) -> None:
-    _check_target(file, config, target)
-    _check_tensors(file, config, tensors)
-
-
-def _check_target(file: Path, config: LocalHeadConfig, target: Any) -> None:
     remedy = "this local head was trained for another target; use one made for this model"
     vocab, hidden = (int(config_field(target, name)) for name in ("vocab_size", "hidden_size"))
     if config.vocab_size != vocab:
@@ -334,11 +313,6 @@ def _check_target(file: Path, config: LocalHeadConfig, target: Any) -> None:
             f"local head {str(file)!r}: target_hidden_size = {config.target_hidden_size}, legal: "
             f"{hidden} (the size of the target's embeddings, which it reads); {remedy}"
         )
-
-
-def _check_tensors(
-    file: Path, config: LocalHeadConfig, tensors: Mapping[str, torch.Tensor]
-) -> None:
     expected = module_shapes(lambda: LocalHead(config))
     if config.draft_vocab_size < config.vocab_size:
         expected["d2t"] = (config.draft_vocab_size,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing DSpark heads (safetensors only), with the block head's strict checks."""
+"""Reads and writes DSpark heads (safetensors only), with the block head's strict checks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.checkpoint_files import (
-    WEIGHTS_NAME,
-    draft_token_ids,
-    tensors_to_save,
-    write_checkpoint,
-)
+from vllm_specplug.drafting.checkpoint_files import load_module, save_head
 from vllm_specplug.drafting.head_config import config_field
 from vllm_specplug.methods.block.checkpoint import (
     BlockHeadExtras,
@@ -37,21 +32,21 @@ from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 def inspect_dspark_head(
     directory: str | Path, target_config: Any, *, causal: bool | None = None
 ) -> DSparkConfig:
-    """Checks a head against its target from its config and tensor headers, reading no weights.
+    """Checks a head against its target from its config and tensor headers, without the weights.
 
-    Takes the arguments and raises the errors of `load_block_head`.
+    Arguments and errors are those of `load_block_head`.
     """
     config = _read_config(directory, target_config, causal)
     inspect_block_head(
-        directory, target_config, config=config.block, beside=config.tensors, renamed=FLAT_NAMES
+        directory, target_config, config=config.block, extra=config.tensors, renamed=FLAT_NAMES
     )
     return config
 
 
 @dataclass(frozen=True)
 class ConfidenceHead:
-    """How likely a slot's draft is accepted, given that the token before it was:
-    sigmoid(of_slots(state) + of_token[token before])."""
+    """Estimates how likely a slot's draft is accepted, given that the previous token was:
+    sigmoid(of_slots(state) + of_token[previous token])."""
 
     # [H] and [] float32
     weight: torch.Tensor
@@ -60,11 +55,11 @@ class ConfidenceHead:
     of_token: torch.Tensor
 
     def of_slots(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits float32 [...] of final normed states [..., H]."""
+        """Returns the logits float32 [...] of final normed states [..., H]."""
         return hidden.float() @ self.weight + self.bias
 
     def to(self, device: torch.device) -> ConfidenceHead:
-        """The head on another device."""
+        """Returns the head on another device."""
         parts = (self.weight, self.bias, self.of_token)
         return ConfidenceHead(*(part.to(device) for part in parts))
 
@@ -74,25 +69,25 @@ def load_dspark_head(
 ) -> tuple[BlockHead, BlockHeadExtras, LocalHead | None, ConfidenceHead | None]:
     """Reads a head of any of its trainers and checks it against its target.
 
-    Takes the arguments and raises the errors of `load_block_head`.
+    Arguments and errors are those of `load_block_head`.
 
     Returns:
-        The block head, what it ships beside its layers, the Markov head and the confidence head;
-        None without one.
+        The block head, its extras, the Markov head and the confidence head; None for a head that
+        the checkpoint has not.
     """
     config = _read_config(directory, target_config, causal)
     head, extras = load_block_head(
-        directory, target_config, config=config.block, beside=config.tensors, renamed=FLAT_NAMES
+        directory, target_config, config=config.block, extra=config.tensors, renamed=FLAT_NAMES
     )
-    beside = extras.beside
+    extra = extras.extra
     markov = confidence = None
     if config.markov_rank:
-        markov = markov_head(beside[MARKOV_INPUT], beside[MARKOV_OUTPUT])
+        markov = markov_head(extra[MARKOV_INPUT], extra[MARKOV_OUTPUT])
     if config.confidence_size:
         confidence = confidence_head(
-            beside[CONFIDENCE_WEIGHT],
-            beside[CONFIDENCE_BIAS],
-            beside.get(MARKOV_INPUT),
+            extra[CONFIDENCE_WEIGHT],
+            extra[CONFIDENCE_BIAS],
+            extra.get(MARKOV_INPUT),
             vocab_size=config.block.vocab_size,
             hidden_size=config.block.hidden_size,
         )
@@ -107,7 +102,8 @@ def confidence_head(
     vocab_size: int,
     hidden_size: int,
 ) -> ConfidenceHead:
-    """The head of a weight [1, H] or [1, H + r] and a bias [1]; w1 [V, r] is the Markov head's."""
+    """Returns the head with weight [1, H] or [1, H + r] and bias [1]; w1 [V, r] is the Markov
+    head's."""
     of_state, of_rank = weight[0].float().split((hidden_size, weight.shape[1] - hidden_size))
     of_token = torch.zeros(vocab_size)
     if len(of_rank):
@@ -117,28 +113,24 @@ def confidence_head(
 
 
 def markov_head(w1: torch.Tensor, w2: torch.Tensor) -> LocalHead:
-    """The local head that adds W_2 W_1[y] to the scores after token y.
+    """Returns the local head that adds W_2 W_1[y] to the scores after token y.
 
     Args:
         w1: [V, r] by target token.
         w2: [V', r] by draft id.
     """
-    with torch.device("meta"):
-        local = LocalHead(
-            LocalHeadConfig(
-                kind="markov",
-                vocab_size=w1.shape[0],
-                # Of no meaning here: neither the target's embedding nor its LM head is read.
-                target_hidden_size=w1.shape[1],
-                rank=w1.shape[1],
-                draft_vocab_size=w2.shape[0],
-                parameterization="direct_vocab",
-                anchor_input=True,
-            )
-        )
-    state = {"embed_tokens.weight": w1, "low_rank_lm_head.weight": w2}
-    local.load_state_dict(state, assign=True)
-    return local.requires_grad_(False).eval()
+    config = LocalHeadConfig(
+        kind="markov",
+        vocab_size=w1.shape[0],
+        # Unused: the head reads neither the target's embedding nor its LM head.
+        target_hidden_size=w1.shape[1],
+        rank=w1.shape[1],
+        draft_vocab_size=w2.shape[0],
+        parameterization="direct_vocab",
+        anchor_input=True,
+    )
+    tensors = {"embed_tokens.weight": w1, "low_rank_lm_head.weight": w2}
+    return load_module(lambda: LocalHead(config), tensors)
 
 
 def save_dspark_head(
@@ -148,25 +140,21 @@ def save_dspark_head(
     w2: torch.Tensor,
     *,
     confidence: tuple[torch.Tensor, torch.Tensor] | None = None,
-    d2t: torch.Tensor | None = None,
+    target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Writes config.json and model.safetensors under DeepSpec's names, without the target's tables.
-
-    Both files are replaced atomically. Returns the weights' path.
+    """Writes a head with DeepSpec's names, without the target's tables; see `save_head`.
 
     Args:
         confidence: weight [1, H + r] and bias [1] of the confidence head, which reads the state and
-            W_1 of the token before; without W_1 the weight is [1, H].
-        d2t: int64 [V'] of a reduced draft vocabulary: id i stands for token i + d2t[i].
+            W_1 of the previous token; without W_1 the weight is [1, H].
     """
-    directory = Path(directory)
     state = {**head.state_dict(), MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
     if confidence is not None:
         state[CONFIDENCE_WEIGHT], state[CONFIDENCE_BIAS] = confidence
     block = head.config.to_dict()
-    # Where nothing is said, a head with a Markov head samples from the anchor's slot.
+    # Readers of a config without this field take a Markov head to sample from the anchor's slot.
     block["dflash_config"]["sample_from_anchor"] = head.config.sample_from_anchor
     config = {
         **block,
@@ -177,12 +165,8 @@ def save_dspark_head(
     }
     if confidence is not None:
         config["confidence_head_with_markov"] = confidence[0].shape[1] > head.config.hidden_size
-    tensors = tensors_to_save(state, dtype)
-    if d2t is not None:
-        draft_token_ids(d2t.cpu(), head.config.vocab_size)
-        tensors["d2t"] = d2t.to("cpu", torch.int64).contiguous()
-    return write_checkpoint(
-        directory / WEIGHTS_NAME, directory / "config.json", tensors, config, metadata
+    return save_head(
+        directory, state, config, target_ids=target_ids, dtype=dtype, metadata=metadata
     )
 
 

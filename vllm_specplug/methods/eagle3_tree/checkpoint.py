@@ -12,14 +12,18 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
-    WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
+    load_module,
     module_shapes,
-    tensors_to_save,
-    write_checkpoint,
+    save_head,
 )
-from vllm_specplug.drafting.head_config import config_field
+from vllm_specplug.drafting.head_config import (
+    OTHER_TARGET,
+    check_target,
+    check_target_layers,
+    config_field,
+)
 from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.eagle3_tree.config import (
     AUX_LAYERS_KEY,
@@ -79,14 +83,10 @@ def load_eagle3_head(
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in tensors.items()
         }
-    with torch.device("meta"):
-        head = Eagle3Head(config)
     if config.attention_bias and _OUTPUT_BIAS not in tensors:
         tensors[_OUTPUT_BIAS] = torch.zeros_like(tensors["norm.weight"])
-    head.load_state_dict({name: tensors[name] for name in head.state_dict()}, assign=True)
-    head.requires_grad_(False)
     d2t = tensors.get("d2t")
-    return head.eval(), Eagle3Extras(
+    return load_module(lambda: Eagle3Head(config), tensors), Eagle3Extras(
         target_ids=None if d2t is None else draft_token_ids(d2t, config.vocab_size),
         lm_head=tensors.get("lm_head.weight"),
         embed_tokens=tensors.get("embed_tokens.weight"),
@@ -99,11 +99,6 @@ def inspect_eagle3_head(
     """Checks a head from its config and the names and shapes of its tensors; takes the arguments
     and raises the errors of `load_eagle3_head`. A pickle that passes is converted here, once."""
     directory = Path(directory)
-    if not directory.is_dir():
-        raise ValueError(
-            f"draft head {str(directory)!r} is not a folder; give the path of a folder with "
-            "config.json and model.safetensors"
-        )
     config = Eagle3Config.from_pretrained(
         directory,
         num_target_layers=int(config_field(target_config, "num_hidden_layers")),
@@ -117,7 +112,12 @@ def inspect_eagle3_head(
         qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
     )
-    config.check_target(target_config)
+    check_target(config, target_config)
+    check_target_layers(
+        config.target_layer_ids,
+        target_config,
+        f"{OTHER_TARGET}, or name the layers with option aux_layers",
+    )
     _check_columns(directory, config, tensors, is_named=target_layers is not None)
     _check_tensors(directory, config, tensors)
     if is_pickled(directory):
@@ -135,27 +135,20 @@ def save_eagle3_head(
     embed_tokens: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Writes config.json and model.safetensors as the public trainers name them, each replaced
-    atomically; returns the latter.
+    """Writes a head with the names of the public trainers; see `save_head`.
 
-    With `lm_head` [V', H] the checkpoint is whole, and vLLM's own method reads it too.
+    With `lm_head` [V', H], vLLM's own method can read it too.
     """
-    directory, config = Path(directory), head.config
+    config = head.config
     tensors = {_published_name(name): tensor for name, tensor in head.state_dict().items()}
     if lm_head is not None:
         tensors["lm_head.weight"] = lm_head
     if embed_tokens is not None:
         tensors["embed_tokens.weight"] = embed_tokens
-    tensors = tensors_to_save(tensors, dtype)
     if target_ids is not None:
-        d2t = target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
-        draft_token_ids(d2t, config.vocab_size)
-        tensors["d2t"] = d2t
         tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
         tensors["t2d"][target_ids.cpu()] = True
-    return write_checkpoint(
-        directory / WEIGHTS_NAME, directory / "config.json", tensors, config.to_dict()
-    )
+    return save_head(directory, tensors, config.to_dict(), target_ids=target_ids, dtype=dtype)
 
 
 def _plain_name(name: str) -> str:

@@ -13,12 +13,7 @@ from vllm_specplug.drafting.checkpoint_files import (
     MAX_SIZE,
     open_config,
 )
-from vllm_specplug.drafting.head_config import (
-    check_layer_shape,
-    config_field,
-    require,
-    require_size,
-)
+from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
 from vllm_specplug.methods.block.config import default_head_dim
 from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
@@ -118,11 +113,6 @@ class Eagle3Config:
             f"1 to {_MOST_AUX_LAYERS} different layers in ascending order, as the target gives "
             "their outputs",
         )
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor on q.k before the softmax."""
-        return float(self.head_dim**-0.5)
 
     @property
     def rotary(self) -> Rotary:
@@ -240,28 +230,6 @@ class Eagle3Config:
             "num_aux_hidden_states": len(self.target_layer_ids),
             AUX_LAYERS_KEY: [i + 1 for i in self.target_layer_ids],
         }
-
-    def check_target(self, target: Any) -> None:
-        """Raises ValueError unless the head reads this target's states and tokens."""
-        remedy = "this head was trained for another target; use the head made for this model"
-        expected = {
-            "target_hidden_size": int(config_field(target, "hidden_size")),
-            "vocab_size": int(config_field(target, "vocab_size")),
-        }
-        for name, legal in expected.items():
-            if getattr(self, name) != legal:
-                raise ValueError(
-                    f"draft head config: {name} = {getattr(self, name)}, legal: {legal} (the "
-                    f"target's); {remedy}"
-                )
-        layers = int(config_field(target, "num_hidden_layers"))
-        outside = [i for i in self.target_layer_ids if not 0 <= i < layers]
-        if outside:
-            raise ValueError(
-                f"draft head config: the head reads the target's layers "
-                f"{list(self.target_layer_ids)} (zero-based), {outside} outside the legal "
-                f"0..{layers - 1}; {remedy}, or name the layers with option aux_layers"
-            )
 
 
 def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, ...]:

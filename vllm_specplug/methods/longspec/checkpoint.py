@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing LongSpec draft layers (safetensors only), with strict checks."""
+"""Reads and writes LongSpec draft layers (safetensors only), with strict checks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
-    WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
+    load_module,
     module_shapes,
-    tensors_to_save,
-    write_checkpoint,
+    save_head,
 )
 from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
 
-# The published code creates these and never uses them.
+# The published code creates these tensors and never uses them.
 _UNUSED = (
     "cross_attn.k_proj.weight",
     "cross_attn.k_proj.bias",
@@ -31,41 +30,25 @@ _UNUSED = (
 )
 
 
-@dataclass(frozen=True)
-class LongSpecExtras:
-    """`target_ids` int64 [draft_vocab]: target token of each draft id; None for the whole
-    vocabulary."""
-
-    target_ids: torch.Tensor | None = None
-
-
 def load_longspec_head(
     directory: str | Path, target_config: Any, *, dtype: torch.dtype | None = None
-) -> tuple[LongSpecHead, LongSpecExtras]:
+) -> tuple[LongSpecHead, torch.Tensor | None]:
     """Reads a draft layer and checks it against its target.
 
-    Published layouts and this project's own are read: the tensors of one layer, with or without a
-    `model.`, `layers.0.` or `model.layers.0.` prefix; `norm.weight` and `d2t` are optional.
+    It reads published layouts and this project's own: the tensors of one layer, with or without a
+    prefix `model.`, `layers.0.` or `model.layers.0.`; `norm.weight` and `d2t` are optional.
+
+    Returns:
+        The layer, and the target token of each draft id int64 [V']; None for the full vocabulary.
 
     Raises:
-        ValueError: for a head that is not this target's, tensors that are missing, unexpected or
-            misshapen (all in one message), pickled weights, missing files.
+        ValueError: for another target's head, missing, unexpected or misshapen tensors (all in one
+            message), pickled weights, missing files.
     """
     config, tensors = _inspect(Path(directory), target_config, headers_only=False)
-    with torch.device("meta"):
-        head = LongSpecHead(config)
-    head.load_state_dict(
-        {
-            name: tensors[name] if dtype is None else tensors[name].to(dtype)
-            for name in head.state_dict()
-        },
-        assign=True,
-    )
-    head.requires_grad_(False)
+    head = load_module(lambda: LongSpecHead(config), tensors, dtype)
     d2t = tensors.get("d2t")
-    if d2t is None:
-        return head.eval(), LongSpecExtras()
-    return head.eval(), LongSpecExtras(draft_token_ids(d2t, config.vocab_size))
+    return head, None if d2t is None else draft_token_ids(d2t, config.vocab_size)
 
 
 def inspect_longspec_head(directory: str | Path, target_config: Any) -> LongSpecConfig:
@@ -80,32 +63,21 @@ def save_longspec_head(
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Writes config.json and model.safetensors, each replaced atomically; returns the latter."""
-    directory = Path(directory)
-    tensors = tensors_to_save(head.state_dict(), dtype)
-    if target_ids is not None:
-        d2t = target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
-        draft_token_ids(d2t, head.config.vocab_size)
-        tensors["d2t"] = d2t
-    return write_checkpoint(
-        directory / WEIGHTS_NAME, directory / "config.json", tensors, head.config.to_dict()
+    """Writes a draft layer; see `save_head`."""
+    return save_head(
+        directory, head.state_dict(), head.config.to_dict(), target_ids=target_ids, dtype=dtype
     )
 
 
 def _inspect(
     directory: Path, target_config: Any, headers_only: bool
 ) -> tuple[LongSpecConfig, dict[str, torch.Tensor]]:
-    if not directory.is_dir():
-        raise ValueError(
-            f"draft head {str(directory)!r} is not a folder; give the path of a folder with "
-            "config.json and model.safetensors"
-        )
     config = LongSpecConfig.from_pretrained(directory)
     tensors = {
         name.removeprefix("layers.0."): tensor
         for name, tensor in read_tensors(directory, headers_only=headers_only).items()
     }
-    # What the checkpoint holds decides where a config can only guess.
+    # The tensors decide what a config may leave out.
     config = replace(
         config,
         final_norm="norm.weight" in tensors,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import open_config
-from vllm_specplug.drafting.head_config import check_layer_shape, require
+from vllm_specplug.drafting.head_config import OTHER_TARGET, check_layer_shape, require
 
 DEFAULT_WINDOW = 512
 MAX_WINDOW = 65536
@@ -43,11 +43,6 @@ class LongSpecConfig:
     def __post_init__(self) -> None:
         check_layer_shape(self)
         check_window("draft head config: window_size", self.window_size)
-
-    @property
-    def attention_scale(self) -> float:
-        """Factor on q.k before the softmax."""
-        return float(self.head_dim**-0.5)
 
     @classmethod
     def for_target(
@@ -111,7 +106,6 @@ class LongSpecConfig:
 
     def check_target(self, target: Any) -> None:
         """Raises ValueError unless the layer can read this target's last layer."""
-        remedy = "this head was trained for another target; use the head made for this model"
         hidden, heads = int(_get(target, "hidden_size")), int(_get(target, "num_attention_heads"))
         kv_heads = int(_get(target, "num_key_value_heads", None) or heads)
         theta, scaling = rotary_of(target)
@@ -129,7 +123,7 @@ class LongSpecConfig:
             if value != legal:
                 raise ValueError(
                     f"draft head config: {name} = {value!r}, legal: {legal!r} (the target's, whose "
-                    f"last layer's keys the head reads); {remedy}"
+                    f"last layer's keys the head reads); {OTHER_TARGET}"
                 )
         check_last_layer(target)
 

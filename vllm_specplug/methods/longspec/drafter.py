@@ -134,12 +134,11 @@ class LongSpecDrafter(LevelDrafter):
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
-        head, extras = load_longspec_head(self.options.head_path, target.text_config)
+        head, self.target_ids = load_longspec_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config
         self.draft_vocab_size = head.config.draft_vocab_size
         self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
-        self.target_ids = extras.target_ids
         if self.target_ids is not None:
             self.target_ids = self.target_ids.to(target.device)
         self.lm_head = target.make_lm_head(self.target_ids)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.checkpoint_files import check_tensors, module_shapes
+from vllm_specplug.drafting.checkpoint_files import check_tensors, load_module, module_shapes
+from vllm_specplug.drafting.head_config import check_target
 from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
 from vllm_specplug.methods.mtp_tree.head import MtpModule
@@ -33,7 +34,11 @@ def inspect_mtp_module(directory: str | Path, target_config: Any) -> MtpConfig:
     """Checks a module against its target from config and tensor headers, reading no weights; takes
     the arguments and raises the errors of `load_mtp_module`."""
     config = MtpConfig.from_pretrained(directory)
-    config.check_target(target_config)
+    check_target(
+        config,
+        target_config,
+        "this module belongs to another target; leave model out to use the target's own",
+    )
     _check(Path(directory), config, _read(Path(directory), headers_only=True))
     return config
 
@@ -47,10 +52,7 @@ def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
     """
     config = inspect_mtp_module(directory, target_config)
     tensors = _as_module(config, _read(Path(directory), headers_only=False))
-    with torch.device("meta"):
-        module = MtpModule(config)
-    module.load_state_dict(tensors, assign=True)
-    return module.requires_grad_(False).eval()
+    return load_module(lambda: MtpModule(config), tensors)
 
 
 def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import open_config
-from vllm_specplug.drafting.head_config import check_layer_shape, config_field, require
+from vllm_specplug.drafting.head_config import check_layer_shape, require
 from vllm_specplug.methods.block.layer_config import read_rotary, turned_size
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.methods.mtp_tree.recognise import layer_config, module_count
@@ -119,14 +119,3 @@ class MtpConfig:
             is_qwen=is_qwen,
             gated=is_qwen and raw.get("attn_output_gate", True) is not False,
         )
-
-    def check_target(self, target: Any) -> None:
-        """Raises ValueError unless the module reads this target's states and tokens."""
-        for name in ("hidden_size", "vocab_size"):
-            legal = int(config_field(target, name))
-            if getattr(self, name) != legal:
-                raise ValueError(
-                    f"draft head config: {name} = {getattr(self, name)}, legal: {legal} (the "
-                    "target's); this module belongs to another target: leave model out to use "
-                    "the target's own"
-                )

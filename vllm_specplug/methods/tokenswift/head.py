@@ -13,7 +13,6 @@ Published checkpoints hold the whole target; only `model.medusa_layers.*` is rea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_specplug.drafting.checkpoint_files import (
-    MAX_SIZE,
-    WEIGHTS_NAME,
     check_tensors,
     draft_token_ids,
     is_positive,
-    is_size,
+    load_module,
     module_shapes,
-    read_json_object,
-    tensors_to_save,
-    write_checkpoint,
+    open_config,
+    save_head,
 )
-from vllm_specplug.drafting.head_config import config_field
+from vllm_specplug.drafting.head_config import check_target, require, require_size
 from vllm_specplug.methods.block.checkpoint import read_tensors
 
 _MAP = "d2t"
@@ -55,47 +51,31 @@ class TokenSwiftConfig:
     medusa_heads: int = 3
     rms_norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        require_size("hidden_size", self.hidden_size)
+        require_size("vocab_size", self.vocab_size)
+        require_size("draft_vocab_size", self.draft_vocab_size, self.vocab_size)
+        require_size("medusa_heads", self.medusa_heads, 16)
+        require(
+            is_positive(self.rms_norm_eps), "rms_norm_eps", self.rms_norm_eps, "a positive number"
+        )
+
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> TokenSwiftConfig:
         """Reads config.json.
 
         Raises:
-            ValueError: when the file or one of its fields is missing or out of range.
+            ValueError: if the file or one of its fields is missing or out of range.
         """
-        path = Path(directory) / "config.json"
-        if not path.is_file():
-            raise ValueError(
-                f"draft head {str(directory)!r} has no config.json; give the folder of a "
-                "TokenSwift checkpoint"
+        with open_config(directory) as raw:
+            vocab_size = raw.get("vocab_size")
+            return cls(
+                hidden_size=raw.get("hidden_size"),  # type: ignore[arg-type]  # checked
+                vocab_size=vocab_size,  # type: ignore[arg-type]
+                draft_vocab_size=raw.get("draft_vocab_size") or vocab_size,  # type: ignore[arg-type]
+                medusa_heads=raw.get("medusa_heads"),  # type: ignore[arg-type]
+                rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             )
-        data = read_json_object(path, "a config")
-        missing = [n for n in ("hidden_size", "vocab_size", "medusa_heads") if n not in data]
-        if missing:
-            raise ValueError(
-                f"{path} has no {', '.join(missing)}; legal: the config of a TokenSwift "
-                'checkpoint, which has "medusa_heads". Use heads made for method tokenswift'
-            )
-        config = cls(
-            hidden_size=data["hidden_size"],
-            vocab_size=data["vocab_size"],
-            draft_vocab_size=data.get("draft_vocab_size") or data["vocab_size"],
-            medusa_heads=data["medusa_heads"],
-            rms_norm_eps=data.get("rms_norm_eps", 1e-6),
-        )
-        sizes = f"an integer from 1 to {MAX_SIZE}"
-        for name, test, legal in (
-            ("hidden_size", is_size, sizes),
-            ("vocab_size", is_size, sizes),
-            ("draft_vocab_size", lambda n: is_size(n) and n <= config.vocab_size, "1..vocab_size"),
-            ("medusa_heads", lambda n: is_size(n) and n <= 16, "1..16"),
-            ("rms_norm_eps", is_positive, "a number > 0"),
-        ):
-            value = getattr(config, name)
-            if not test(value):
-                raise ValueError(
-                    f"{path}: {name} = {repr(value)[:200]}, legal: {legal}; use another checkpoint"
-                )
-        return config
 
     def to_dict(self) -> dict[str, Any]:
         """config.json of a checkpoint that only has heads."""
@@ -138,12 +118,7 @@ def inspect_heads(directory: str | Path, target_config: Any) -> TokenSwiftConfig
     Raises:
         ValueError: for heads of another target, missing or misshapen tensors, pickled weights.
     """
-    config = TokenSwiftConfig.from_pretrained(directory)
-    _check_target(config, target_config)
-    _check_tensors(
-        Path(directory), config, read_tensors(Path(directory), headers_only=True, prefixes=_READ)
-    )
-    return config
+    return _read(Path(directory), target_config, headers_only=True)[0]
 
 
 def load_heads(
@@ -163,19 +138,11 @@ def load_heads(
     Raises:
         ValueError: see `inspect_heads`.
     """
-    directory = Path(directory)
-    config = TokenSwiftConfig.from_pretrained(directory)
-    _check_target(config, target_config)
-    tensors = read_tensors(directory, prefixes=_READ)
-    _check_tensors(directory, config, tensors)
+    config, tensors = _read(Path(directory), target_config, headers_only=False)
     target_ids = None
     if _MAP in tensors:
-        target_ids = draft_token_ids(tensors.pop(_MAP), config.vocab_size)
-    with torch.device("meta"):
-        heads = TokenSwiftHeads(config)
-    heads.load_state_dict(tensors, assign=True)
-    heads.requires_grad_(False)
-    return heads.eval(), target_ids
+        target_ids = draft_token_ids(tensors[_MAP], config.vocab_size)
+    return load_module(lambda: TokenSwiftHeads(config), tensors), target_ids
 
 
 def save_heads(
@@ -185,38 +152,24 @@ def save_heads(
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Writes config.json and model.safetensors with the published tensor names.
-
-    Both files are replaced atomically. Returns the weights' path.
-    """
-    directory = Path(directory)
+    """Writes heads with the published tensor names; see `save_head`."""
     published = {f"model.{name}": tensor for name, tensor in heads.state_dict().items()}
-    tensors = tensors_to_save(published, dtype)
-    if target_ids is not None:
-        assert len(target_ids) == heads.config.draft_vocab_size
-        tensors[_MAP] = target_ids.cpu().long() - torch.arange(len(target_ids))
-    return write_checkpoint(
-        directory / WEIGHTS_NAME, directory / "config.json", tensors, heads.config.to_dict()
+    return save_head(
+        directory, published, heads.config.to_dict(), target_ids=target_ids, dtype=dtype
     )
 
 
-def _check_target(config: TokenSwiftConfig, target: Any) -> None:
-    for name in ("hidden_size", "vocab_size"):
-        legal = int(config_field(target, name))
-        if getattr(config, name) != legal:
-            raise ValueError(
-                f"draft head config: {name} = {getattr(config, name)}, legal: {legal} (the "
-                "target's); these heads were trained for another target, use those made for it"
-            )
-
-
-def _check_tensors(
-    directory: Path, config: TokenSwiftConfig, tensors: Mapping[str, torch.Tensor]
-) -> None:
+def _read(
+    directory: Path, target_config: Any, headers_only: bool
+) -> tuple[TokenSwiftConfig, dict[str, torch.Tensor]]:
+    config = TokenSwiftConfig.from_pretrained(directory)
+    check_target(config, target_config)
+    tensors = read_tensors(directory, headers_only=headers_only, prefixes=_READ)
     expected = module_shapes(lambda: TokenSwiftHeads(config))
     if config.draft_vocab_size < config.vocab_size:
         expected[_MAP] = (config.draft_vocab_size,)
     check_tensors(f"draft head {str(directory)!r}", expected, tensors)
+    return config, tensors
 
 
 def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

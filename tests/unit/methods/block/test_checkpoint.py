@@ -52,9 +52,8 @@ def test_zlab_head_loads_with_its_names(tmp_path, tensors):
     assert head.config.target_layer_ids == (1, 3)
     assert head.config.causal is False
     assert extras.mask_from_embedding
-    assert extras.d2t is None
+    assert extras.target_ids is None
     assert extras.lm_head is None
-    assert torch.equal(extras.target_ids(5), torch.arange(5))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +132,7 @@ def test_speculators_head_with_draft_vocabulary_and_own_tables(tmp_path, tensors
     head, extras = load_block_head(folder, TARGET, dtype=torch.bfloat16)
     assert head.config.target_layer_ids == (1, 3)  # that format counts the embedding as 0
     assert head.config.causal is False
-    assert torch.equal(extras.target_ids(20), torch.arange(20) + d2t)
+    assert torch.equal(extras.target_ids, torch.arange(20) + d2t)
     assert extras.lm_head.dtype == torch.bfloat16
     assert not extras.mask_from_embedding
     expected = shipped["embed_tokens.weight"][29].bfloat16()
@@ -144,11 +143,11 @@ def test_saved_head_reads_back_unchanged(tmp_path):
     torch.manual_seed(1)
     config = replace(BlockHeadConfig.from_dict(zlab_config()), draft_vocab_size=10, causal=True)
     head = BlockHead(config)
-    d2t = torch.tensor([0, 0, 3, 3, 3, 7, 7, 10, 10, 20])
-    save_block_head(tmp_path / "out", head, d2t=d2t)
+    target_ids = torch.tensor([0, 1, 5, 6, 7, 12, 13, 17, 18, 29])
+    save_block_head(tmp_path / "out", head, target_ids=target_ids)
     again, extras = load_block_head(tmp_path / "out", TARGET)
     assert again.config == config
-    assert torch.equal(extras.d2t, d2t)
+    assert torch.equal(extras.target_ids, target_ids)
     assert not extras.mask_from_embedding
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor.detach().bfloat16()), name

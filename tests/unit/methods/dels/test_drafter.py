@@ -73,6 +73,6 @@ def test_a_local_head_of_too_few_tokens_is_refused(folder: Path) -> None:
             draft_vocab_size=VOCAB - 3,
         )
     )
-    save_local_head(folder / "local", head, d2t=torch.zeros(VOCAB - 3).long())
+    save_local_head(folder / "local", head, target_ids=torch.arange(VOCAB - 3))
     with pytest.raises(ValueError, match=f"scores {VOCAB - 3} tokens, and 3 of the {VOCAB}"):
         load_drafter(DelsDrafter, folder, (0.0, 0.3, 0.3, 0.3))

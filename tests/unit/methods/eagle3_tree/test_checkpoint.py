@@ -262,7 +262,7 @@ def test_a_pickle_holds_each_tensor_once(tmp_path: Path) -> None:
 
 
 def test_missing_files(tmp_path: Path) -> None:
-    assert "not a folder" in _refused(tmp_path / "absent")
+    assert "no config.json" in _refused(tmp_path / "absent")
     write_head(tmp_path, "specforge")
     (tmp_path / "model.safetensors").unlink()
     assert "safetensors" in _refused(tmp_path)

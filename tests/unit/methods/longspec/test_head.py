@@ -42,9 +42,9 @@ def test_round_trip_keeps_every_tensor(tmp_path: Path) -> None:
     head = make_head(draft_vocab_size=20)
     ids = torch.arange(0, 40, 2)
     save_longspec_head(tmp_path, head, target_ids=ids, dtype=torch.float32)
-    loaded, extras = load_longspec_head(tmp_path, TARGET)
+    loaded, target_ids = load_longspec_head(tmp_path, TARGET)
     assert loaded.config == head.config
-    assert extras.target_ids is not None and torch.equal(extras.target_ids, ids)
+    assert target_ids is not None and torch.equal(target_ids, ids)
     for name, tensor in head.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
 
@@ -59,8 +59,8 @@ def test_published_layout_is_read(tmp_path: Path, prefix: str) -> None:
         tensors[f"{prefix}cross_attn.{name}.bias"] = torch.zeros(16)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps({**TARGET, "num_hidden_layers": 1}))
-    loaded, extras = load_longspec_head(tmp_path, TARGET)
-    assert extras.target_ids is None
+    loaded, target_ids = load_longspec_head(tmp_path, TARGET)
+    assert target_ids is None
     assert loaded.config.attention_bias and not loaded.config.final_norm
     assert loaded.config.window_size == 512
     assert torch.equal(loaded.self_attn.q_proj.bias, head.self_attn.q_proj.bias)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.train.evaluate import (
     add_policies,
@@ -65,7 +66,7 @@ class Evaluation:
             )
         if extras.mask_from_embedding:
             module.mask_embedding.copy_(tables.embed_tokens[module.config.mask_token_id])
-        ids = extras.target_ids(module.config.draft_vocab_size)
+        ids = target_ids_or_all(extras.target_ids, module.config.vocab_size)
         rows = tables.lm_head[ids] if extras.lm_head is None else extras.lm_head
         embed = tables.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
         self.draft = DraftTables(tables.embed_tokens, rows, ids).to(torch.bfloat16)

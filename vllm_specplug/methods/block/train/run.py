@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
@@ -85,7 +86,7 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
         data=data_facts(store, ids),
         origin=origin,
         evaluate=lambda head, tables: evaluate_head(head, training.held, tables),
-        save=lambda folder, head: save_block_head(folder, head, d2t=ids - torch.arange(len(ids))),
+        save=lambda folder, head: save_block_head(folder, head, target_ids=ids),
     )
 
 
@@ -116,7 +117,7 @@ def load_initial(
     if extras.mask_from_embedding:
         row = training.tables.embed_tokens[head.config.mask_token_id]
         head.mask_embedding.copy_(row.float())
-    return head, extras.target_ids(head.config.draft_vocab_size)
+    return head, target_ids_or_all(extras.target_ids, training.vocab_size)
 
 
 def wanted_config(

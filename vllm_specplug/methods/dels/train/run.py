@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.train.evaluate_run import Evaluation
 from vllm_specplug.methods.dels.checkpoint import save_local_head
@@ -62,7 +63,7 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     evaluation = None
     if run.backbone:
         backbone, extras = load_block_head(run.backbone, target)
-        ids = extras.target_ids(backbone.config.draft_vocab_size)
+        ids = target_ids_or_all(extras.target_ids, vocab_size)
         block_size = block_size or backbone.config.block_size
         if heldout.has_teacher:
             evaluation = Evaluation(run.target, run.backbone, run.heldout, run.eval_sequences)
@@ -77,7 +78,7 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     # A small head: its embeddings stay as exact as its parameters.
     embed_tokens = training.tables.embed_tokens.float()
     tables = DraftTables(embed_tokens, training.draft_tables(ids).lm_head, ids)
-    d2t = ids - torch.arange(len(ids)) if config.draft_vocab_size < vocab_size else None
+    target_ids = ids if config.draft_vocab_size < vocab_size else None
     torch.manual_seed(recipe.seed)
     return HeadInTraining(
         training=training,
@@ -99,7 +100,7 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
             evaluation,
             (run.eval_alpha, run.eval_beta),
         ),
-        save=lambda folder, head: save_local_head(folder, head, d2t=d2t),
+        save=lambda folder, head: save_local_head(folder, head, target_ids=target_ids),
     )
 
 

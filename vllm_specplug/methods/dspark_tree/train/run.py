@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.objective import compile_head
@@ -59,7 +60,7 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
             model.markov_head.markov_w1.weight,
             model.markov_head.markov_w2.weight,
             confidence=None if confidence is None else (confidence.weight, confidence.bias),
-            d2t=ids - torch.arange(len(ids)) if len(ids) < config.block.vocab_size else None,
+            target_ids=ids if len(ids) < config.block.vocab_size else None,
         )
 
     return HeadInTraining(
@@ -142,4 +143,4 @@ def _continued(
         with torch.no_grad():
             model.markov_head.markov_w1.weight.copy_(markov.embed_tokens.weight)
             model.markov_head.markov_w2.weight.copy_(markov.low_rank_lm_head.weight)
-    return model, extras.target_ids(block.draft_vocab_size)
+    return model, target_ids_or_all(extras.target_ids, block.vocab_size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
@@ -72,7 +73,7 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
                 f"--init-from {run.init_from!r} reads layers {head.config.target_layer_ids}, the "
                 f"features hold {layers}; make features with its layers"
             )
-        ids = torch.arange(training.vocab_size) if extras.target_ids is None else extras.target_ids
+        ids = target_ids_or_all(extras.target_ids, training.vocab_size)
         lm_head = extras.lm_head
     else:
         width = training.new_width(run.intermediate_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head, save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig, check_window
 from vllm_specplug.methods.longspec.head import LongSpecHead
@@ -31,8 +32,8 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
     training = open_features(run, recipe, KVFeatureStore)
     config, vocab_size = training.weights.config, training.vocab_size
     if run.init_from:
-        head, extras = load_longspec_head(run.init_from, config, dtype=torch.float32)
-        ids = torch.arange(vocab_size) if extras.target_ids is None else extras.target_ids
+        head, target_ids = load_longspec_head(run.init_from, config, dtype=torch.float32)
+        ids = target_ids_or_all(target_ids, vocab_size)
     else:
         width = training.new_width(run.intermediate_size)
         ids = draft_ids(training, run.draft_vocab_size, run.vocab_from)
@@ -44,7 +45,7 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
         )
         head = LongSpecHead(shape)
         init_longspec_from_target(head, training.weights)
-    # A draft vocabulary that is the whole one needs no map.
+    # The whole vocabulary needs no map.
     target_ids = None if len(ids) == vocab_size else ids
     return HeadInTraining(
         training=training,

@@ -22,7 +22,7 @@ def test_a_new_head_has_the_end_of_turn_token_and_trees_that_grow(make_job, targ
     head, extras = load_block_head(job.head, config)
     assert (head.config.target_layer_ids, head.config.causal) == ((0, 2), True)
     assert head.config.block_size == 4
-    ids = extras.target_ids(48)
+    ids = extras.target_ids
     assert 2 in ids  # the end-of-turn id is always drafted
     assert torch.equal(ids, ids.sort().values)
     lengths = facts["heldout"]["mean_acceptance_length"]
@@ -44,7 +44,7 @@ def test_a_bidirectional_run_starts_from_a_causal_head(make_job, target_folder, 
     assert second.config.block_size == 4
     for name, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
-    assert torch.equal(extras.d2t, second_extras.d2t)
+    assert torch.equal(extras.target_ids, second_extras.target_ids)
     # A resumed run still knows where it began, and its shape.
     _, facts = dflash.changed(resume=True, init_from="", total_steps=2).train()
     assert facts["init_from"]["name"] == "head"
@@ -64,15 +64,15 @@ def test_a_run_may_add_to_the_vocabulary_of_a_head_from_before(make_job, target_
     (few.head / "config.json").write_text(json.dumps(config))
     target = json.loads((target_folder / "config.json").read_text())
 
-    def tokens(head: Path, size: int) -> set[int]:
-        return set(load_block_head(head, target)[1].target_ids(size).tolist())
+    def tokens(head: Path) -> set[int]:
+        return set(load_block_head(head, target)[1].target_ids.tolist())
 
     for size, drafted in ((40, 40), (0, 20)):
         more = make_job(
             "jetspec", f"{size}", init_from=str(few.head), draft_vocab_size=size, total_steps=1
         )
         more.train()
-        known, grown = tokens(few.head, 20), tokens(more.head, drafted)
+        known, grown = tokens(few.head), tokens(more.head)
         assert len(known) == 20 and len(grown) == drafted and known <= grown
 
 

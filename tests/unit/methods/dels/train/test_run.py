@@ -52,7 +52,7 @@ def test_run_with_a_backbone_leaves_a_loadable_head(make_job, target_folder, sha
     assert head.config.hidden_size == 12
     block, extras = load_block_head(backbone.head, config)
     if shape:
-        assert torch.equal(ids, extras.target_ids(48))
+        assert torch.equal(ids, extras.target_ids)
     else:
         assert ids is None  # the target's LM head scores every token
     assert facts["shape"]["block_size"] == block.config.block_size == 4
