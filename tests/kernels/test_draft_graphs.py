@@ -43,8 +43,8 @@ pytest.importorskip("vllm")
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.block.options import BlockSettings
-from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
@@ -52,7 +52,6 @@ from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
-from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -70,11 +69,11 @@ Made = tuple[type[Any], Path, Any]
 
 
 def causal_head(folder: Path) -> Made:
-    return JetSpecDrafter, make_head(folder, VOCAB), BlockSettings(None)
+    return BlockHeadDrafter, make_head(folder, VOCAB), BlockSettings(None)
 
 
 def bidirectional_head(folder: Path) -> Made:
-    return DDTreeDrafter, make_head(folder, VOCAB, causal=False), BlockSettings(None)
+    return BlockHeadDrafter, make_head(folder, VOCAB, causal=False), BlockSettings(None)
 
 
 def markov_head(folder: Path) -> Made:

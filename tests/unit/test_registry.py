@@ -64,7 +64,7 @@ def test_a_registered_method_is_known() -> None:
     ("changes", "message"),
     [
         ({"api_version": 99}, "version 99 of the contract"),
-        ({"name": "jetspec"}, "'jetspec' is taken by .*jetspec.drafter"),
+        ({"name": "jetspec"}, "'jetspec' is taken by .*block.drafter"),
         ({"name": "tree"}, "'tree' is reserved for the method of a head"),
     ],
 )

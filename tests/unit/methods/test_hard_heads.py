@@ -11,11 +11,11 @@ from tests.e2e.hard_heads import KINDS, change_head
 from tests.e2e.tiny import make_head, make_local_head
 from tests.unit.methods.block.block_requests import VOCAB, draft_requests
 from tests.unit.methods.dels.dels_drafters import load_drafter
-from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 
 
-@pytest.mark.parametrize("drafter_class", [DDTreeDrafter, DelsDrafter])
+@pytest.mark.parametrize("drafter_class", [BlockHeadDrafter, DelsDrafter])
 @pytest.mark.parametrize("kind", KINDS)
 def test_trees_are_valid_or_empty(drafter_class: type, kind: str, tmp_path: Path) -> None:
     make_head(tmp_path / "head", VOCAB, causal=False)

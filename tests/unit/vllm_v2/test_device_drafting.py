@@ -35,6 +35,7 @@ from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree_merge_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block import drafter as block_head
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
@@ -43,7 +44,6 @@ from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
-from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.metrics import StepStats
@@ -80,7 +80,7 @@ def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
+def drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BlockHeadDrafter:
     return with_causal_head(tmp_path, monkeypatch)
 
 
@@ -265,9 +265,9 @@ def plans_made(
     return plans
 
 
-def with_causal_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> JetSpecDrafter:
+def with_causal_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BlockHeadDrafter:
     head = make_head(folder / "head", VOCAB)
-    return on_the_device(JetSpecDrafter, head, BlockSettings(None), monkeypatch)
+    return on_the_device(BlockHeadDrafter, head, BlockSettings(None), monkeypatch)
 
 
 def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
@@ -327,7 +327,7 @@ def test_a_draft_reads_nothing_and_keeps_to_its_launches(
     assert len(made._late) == 2
 
 
-def defaults(made: DeviceSpeculator, drafter: JetSpecDrafter) -> AdaptiveBudget:
+def defaults(made: DeviceSpeculator, drafter: BlockHeadDrafter) -> AdaptiveBudget:
     """A budget that follows the load, and three n-gram branches."""
     drafter.ngrams = NgramBranches(3, N)
     planner = made.planner
@@ -341,7 +341,7 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     step: Step,
     made: DeviceSpeculator,
     depths: list[int],
-    drafter: JetSpecDrafter,
+    drafter: BlockHeadDrafter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Recorder() as fixed:
@@ -433,7 +433,7 @@ def test_the_defaults_from_graphs(
 
 
 def test_what_the_host_decides_reads_a_step_once(
-    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: BlockHeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: trees of the host, for which it waits."""
     defaults(made, drafter)
@@ -450,7 +450,7 @@ def test_what_the_host_decides_reads_a_step_once(
 
 
 def test_reserved_rows_hold_for_the_trees_that_fill_them(
-    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter
+    step: Step, made: DeviceSpeculator, drafter: BlockHeadDrafter
 ) -> None:
     defaults(made, drafter)
     made._asked = ReservedRows({"a": 5, "b": 0}, others=3)
@@ -463,7 +463,7 @@ def test_reserved_rows_hold_for_the_trees_that_fill_them(
 
 
 def test_a_decision_holds_while_the_batch_stays_the_same(
-    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: BlockHeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = defaults(made, drafter)
     monkeypatch.setattr(device_speculator, "HELD_STEPS", 3)
@@ -486,7 +486,7 @@ def test_a_decision_holds_while_the_batch_stays_the_same(
 
 
 def test_requests_are_drafted_for_up_to_their_end(
-    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: BlockHeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host does not take drafts for accepted, of which it has not heard."""
     defaults(made, drafter)
@@ -497,7 +497,7 @@ def test_requests_are_drafted_for_up_to_their_end(
 
 
 def test_schedulers_of_all_ranks_are_asked_for_what_the_first_rank_wants(
-    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: BlockHeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In every step, whether or not this rank has decided anything since the last one."""
     made.extra_args |= dict.fromkeys("abc")
@@ -540,7 +540,7 @@ def test_fixed_budgets_reserve_their_own_rows(step: Step, made: DeviceSpeculator
 
 
 def test_requests_without_a_budget_are_not_drafted_for(
-    step: Step, made: DeviceSpeculator, drafter: JetSpecDrafter, monkeypatch: pytest.MonkeyPatch
+    step: Step, made: DeviceSpeculator, drafter: BlockHeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[DeviceRequests] = []
     drafts = drafter.propose_on_device

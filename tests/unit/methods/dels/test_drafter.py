@@ -11,7 +11,7 @@ import torch
 from tests.e2e.tiny import HIDDEN, make_head, make_local_head
 from tests.unit.methods.block.block_requests import VOCAB, draft_requests
 from tests.unit.methods.dels.dels_drafters import load_drafter
-from vllm_specplug.methods.ddtree.drafter import DDTreeDrafter
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.checkpoint import save_local_head
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
@@ -47,7 +47,7 @@ def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> 
 
 def test_weights_of_zero_are_ddtree_exactly(folder: Path) -> None:
     without = load_drafter(DelsDrafter, folder, (0.0,) * 4).propose(draft_requests())
-    ddtree = load_drafter(DDTreeDrafter, folder, (0.0,) * 4).propose(draft_requests())
+    ddtree = load_drafter(BlockHeadDrafter, folder, (0.0,) * 4).propose(draft_requests())
     for ours, theirs in zip(without, ddtree, strict=True):
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.parent_indices.tolist() == theirs.parent_indices.tolist()
@@ -57,7 +57,7 @@ def test_weights_of_zero_are_ddtree_exactly(folder: Path) -> None:
 def test_the_anchor_changes_depth_one_only_when_it_is_read(folder: Path) -> None:
     weights = (2.0, 0.4, 0.4, 0.4)
     read = load_drafter(DelsDrafter, folder, weights, anchor_input=True).propose(draft_requests())
-    block = load_drafter(DDTreeDrafter, folder, weights).propose(draft_requests())
+    block = load_drafter(BlockHeadDrafter, folder, weights).propose(draft_requests())
     assert read[0].scores[0] != block[0].scores[0]
     unread = load_drafter(DelsDrafter, folder, (0.0, *weights[1:])).propose(draft_requests())
     assert unread[0].scores[0] == pytest.approx(float(block[0].scores[0]))
