@@ -46,25 +46,29 @@ class ImposedDrafts:
         import torch
 
         from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-        from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
+        from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 
         of_block = BlockHeadDrafter.candidates
-        of_level, of_host_level = DeviceLevels.expand, StateDrafter.host_expand
+        of_level, of_host_level = StateDrafter.device_expand, StateDrafter.host_expand
 
         def candidates(drafter: Any, requests: Any, depth: int, width: int) -> Any:
             log_probs = of_block(drafter, requests, depth, width)[1]
             return self.block(torch.as_tensor(requests.anchors, device=log_probs.device), log_probs)
 
-        def expand(levels: Any, frontier: Any) -> Any:
-            log_probs = of_level(levels, frontier)[1]
-            self.prepare(log_probs.device)
-            if not frontier.depth:
-                levels.lines = self.lines(len(log_probs))
-            # Descendants of a wrong token are not accepted, so their tokens do not matter.
-            right = self.successors[frontier.token_ids][..., :1]
-            return self.placed(
-                right, self.ranks[levels.lines, frontier.depth, None, None], log_probs
-            )
+        def device_expand(drafter: Any, requests: Any, *args: Any) -> Any:
+            inner, lines = of_level(drafter, requests, *args), None
+
+            def expand(frontier: Any) -> Any:
+                nonlocal lines
+                log_probs = inner(frontier)[1]
+                self.prepare(log_probs.device)
+                if lines is None:
+                    lines = self.lines(len(log_probs))
+                # No descendant of a wrong token is accepted, so any token will do there.
+                right = self.successors[frontier.token_ids][..., :1]
+                return self.placed(right, self.ranks[lines, frontier.depth, None, None], log_probs)
+
+            return expand
 
         def host_expand(drafter: Any, requests: Any) -> Any:
             inner, lines = of_host_level(drafter, requests), None
@@ -82,7 +86,7 @@ class ImposedDrafts:
             return expand_on_host
 
         BlockHeadDrafter.candidates = candidates  # type: ignore[method-assign]
-        DeviceLevels.expand = expand  # type: ignore[method-assign]
+        StateDrafter.device_expand = device_expand  # type: ignore[method-assign]
         StateDrafter.host_expand = host_expand  # type: ignore[method-assign]
 
     def install_in_chains(self) -> None:

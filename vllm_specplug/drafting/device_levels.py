@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceTrees
-from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import FRONTIER_WIDTH
@@ -96,28 +95,8 @@ class LevelRows:
         return mixed[:, -self.width :].flatten(0, 1)
 
 
-def level_candidates(
-    # [T, H]
-    hidden: torch.Tensor,
-    lm_head: Callable[[torch.Tensor], torch.Tensor],
-    vocab_size: int,
-    width: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the `width` likeliest tokens int64 [T, width] and their log-probabilities float32.
-
-    It works in chunks, because the logits of all requests would be the largest tensor of a step.
-    """
-    chunk_size = max(1, MAX_LOGITS // vocab_size)
-    chunks = [
-        top_candidates(lm_head(hidden[first : first + chunk_size]), width)
-        for first in range(0, len(hidden), chunk_size)
-    ]
-    ids, log_probs = (torch.cat(part) for part in zip(*chunks, strict=True))
-    return ids, log_probs
-
-
-# Like `tree.beam.Expand`: frontier -> candidate token ids int64 [R, F, K], best first, and their
-# log-probabilities given the branch, float32 [R, F, K]
+# frontier -> candidate token ids int64 [R, F, K], best first, and their log-probabilities given
+# the branch float32 [R, F, K]; as `tree.beam.Expand`
 DeviceExpand = Callable[[DeviceFrontier], tuple[torch.Tensor, torch.Tensor]]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -11,13 +12,16 @@ import torch
 
 from vllm_specplug.drafting.branch_drafter import BranchDrafter
 from vllm_specplug.drafting.device_levels import (
+    MAX_LOGITS,
     DeviceExpand,
+    DeviceFrontier,
     draft_levels_on_device,
     max_frontier_width,
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.kernels import top_candidates
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import FRONTIER_WIDTH, Expand, Frontier, draft_level_by_level
 
@@ -37,6 +41,8 @@ class LevelDrafter(BranchDrafter):
     # [V'] target id of each draft id; None if the head drafts the whole vocabulary
     target_ids: torch.Tensor | None
     draft_vocab_size: int
+    # [T, H] -> [T, V']
+    lm_head: Callable[[torch.Tensor], torch.Tensor]
     drafts_on_device = False
     """Whether the bound cache is on a device, so that drafting does not involve the host."""
     levels_run = 0
@@ -155,6 +161,31 @@ class LevelDrafter(BranchDrafter):
             widths=widths,
             frontier_width=min(self.frontier_width, max_frontier_width(options.tree_depth)),
         )
+
+    def level_positions(self, starts: torch.Tensor, frontier: DeviceFrontier) -> torch.Tensor:
+        """Returns the positions int64 [R * F] of a frontier, given those of the roots [R]."""
+        last = self.options.max_model_len - 1
+        positions = (starts + frontier.depth).clamp_max(last).long()
+        return positions.repeat_interleave(frontier.token_ids.shape[1])
+
+    def level_candidates(
+        self,
+        # [R * F, H]
+        hidden: torch.Tensor,
+        frontier: DeviceFrontier,
+        width: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `width` likeliest children of a frontier's nodes, see `DeviceExpand`."""
+        width = min(width, self.draft_vocab_size)
+        # In pieces: the logits of all requests would be the largest tensor of a step.
+        most = max(1, MAX_LOGITS // self.draft_vocab_size)
+        found = [
+            top_candidates(self.lm_head(hidden[first : first + most]), width)
+            for first in range(0, len(hidden), most)
+        ]
+        ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
+        shape = (*frontier.token_ids.shape, width)
+        return self.to_target_ids(ids).view(shape), log_probs.view(shape)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [T, H] of token ids [T], which may exceed the vocabulary."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from tests.e2e.oracle import OracleDrafter
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels, StateDrafter
+from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import draft_level_by_level
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
@@ -65,25 +66,26 @@ HostTrees = Callable[[Any, DeviceRequests, list[int]], list[DraftTree]]
 
 
 @contextmanager
-def knowing(levels: Any, drafter: Any, host_trees: HostTrees) -> Iterator[LevelDrafts]:
+def knowing(drafter: Any, host_trees: HostTrees) -> Iterator[LevelDrafts]:
     """Every draft on the device is made twice: as the head has it, to be compared, and with the
     candidates that follow in any of the oracle's sequences.
 
     Args:
-        levels: class of a draft on the device, with `expand`.
-        drafter: class with `propose_on_device`.
+        drafter: class with `device_expand` and `propose_on_device`.
     """
-    expand, propose = levels.expand, drafter.propose_on_device
+    device_expand, propose = drafter.device_expand, drafter.propose_on_device
     asked: list[DeviceRequests] = []
     seen = LevelDrafts()
 
-    def knowing(self: Any, frontier: Any) -> Any:
-        ids, log_probs = expand(self, frontier)
-        if not asked:
-            return ids, log_probs
+    def knowing(self: Any, *args: Any) -> Any:
+        expand = device_expand(self, *args)
+        return partial(known, expand) if asked else expand
+
+    def known(expand: Any, frontier: Any) -> Any:
+        ids, log_probs = expand(frontier)
         depth = frontier.depth
-        for r, known in enumerate(known_tokens(asked[0])):
-            told = [s[depth] for s in known if len(s) > depth]
+        for r, sequences in enumerate(known_tokens(asked[0])):
+            told = [s[depth] for s in sequences if len(s) > depth]
             for place in range(ids.shape[1]):
                 tokens = list(dict.fromkeys([*told, *ids[r, place].tolist()]))[: ids.shape[2]]
                 if depth % 2 == 0:
@@ -110,7 +112,7 @@ def knowing(levels: Any, drafter: Any, host_trees: HostTrees) -> Iterator[LevelD
             asked.clear()
 
     with (
-        patch.object(levels, "expand", knowing),
+        patch.object(drafter, "device_expand", knowing),
         patch.object(drafter, "propose_on_device", proposed),
     ):
         yield seen
@@ -127,7 +129,7 @@ def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> lis
     )  # fmt: skip
     return draft_level_by_level(
         given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
-        given.widths, self._expander(given),
+        given.widths, self.host_expand(given),
         frontier_width=self.frontier_width,
     )  # fmt: skip
 
@@ -145,7 +147,7 @@ def knowing_levels() -> Iterator[LevelDrafts]:
         return self.attention_of(metadata)
 
     with (
-        knowing(DeviceLevels, StateDrafter, _layer_trees) as seen,
+        knowing(StateDrafter, _layer_trees) as seen,
         patch.object(CudaDraftCache, "branch_attention", branches, create=True),
     ):
         yield seen

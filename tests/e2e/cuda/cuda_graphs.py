@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,7 @@ from tests.e2e.pair import Pair
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.eagle3_tree.drafter import DeviceLevels
+from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 
@@ -58,7 +59,7 @@ def known_on_the_device(
     nothing: what follows an anchor in the first of the oracle's sequences that has it at its
     position is the best and the second best in turns."""
     block, level, drafted = (
-        BlockHeadDrafter.candidates, DeviceLevels.expand, DeviceSpeculator._drafted,
+        BlockHeadDrafter.candidates, StateDrafter.device_expand, DeviceSpeculator._drafted,
     )  # fmt: skip
     # [K, L], -1 past a sequence's end
     table = torch.full((8, 128), -1, device=device)
@@ -78,11 +79,13 @@ def known_on_the_device(
             ids[:, d, place] = torch.where(tokens >= 0, tokens, ids[:, d, place])
         return ids, _falling(log_probs)
 
-    def expand(self: Any, frontier: Any) -> Any:
-        ids, log_probs = level(self, frontier)
-        if not isinstance(self.requests, DeviceRequests):
-            return ids, log_probs
-        tokens = told(self.requests, frontier.depth + 1)[:, -1:]
+    def device_expand(self: Any, requests: Any, *args: Any) -> Any:
+        expand = level(self, requests, *args)
+        return partial(known, expand, requests) if isinstance(requests, DeviceRequests) else expand
+
+    def known(expand: Any, requests: DeviceRequests, frontier: Any) -> Any:
+        ids, log_probs = expand(frontier)
+        tokens = told(requests, frontier.depth + 1)[:, -1:]
         place = (frontier.depth + 1) % 2
         ids[:, :, place] = torch.where(tokens >= 0, tokens, ids[:, :, place])
         return ids, _falling(log_probs)
@@ -96,7 +99,7 @@ def known_on_the_device(
 
     with (
         patch.object(BlockHeadDrafter, "candidates", candidates),
-        patch.object(DeviceLevels, "expand", expand),
+        patch.object(StateDrafter, "device_expand", device_expand),
         patch.object(DeviceSpeculator, "_drafted", with_table),
     ):
         yield

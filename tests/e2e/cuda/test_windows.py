@@ -29,7 +29,7 @@ from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
-from vllm_specplug.methods.longspec.drafter import DeviceLevels, LongSpecDrafter
+from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.train.vocabulary import DraftTables
@@ -77,7 +77,7 @@ def knowing_windows() -> Iterator[LevelDrafts]:
 
     with (
         patch.object(LongSpecDrafter, "load", loaded),
-        knowing(DeviceLevels, LongSpecDrafter, _trees_of_the_module) as seen,
+        knowing(LongSpecDrafter, _trees_of_the_module) as seen,
     ):
         yield seen
 

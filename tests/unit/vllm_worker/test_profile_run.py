@@ -26,8 +26,8 @@ from tests.unit.drafters import load_drafter
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
+from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.block.options import BlockSettings
-from vllm_specplug.methods.jetspec.drafter import JetSpecDrafter
 from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
@@ -95,7 +95,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
     weights = torch.zeros(VOCAB, HIDDEN)
     drafter = load_drafter(
-        JetSpecDrafter, make_head(tmp_path / "head", VOCAB), BlockSettings(None), weights,
+        BlockHeadDrafter, make_head(tmp_path / "head", VOCAB), BlockSettings(None), weights,
         num_nodes=NODES, max_depth=NODES,
     )  # fmt: skip
     made = object.__new__(TreeGPUModelRunner)
@@ -195,7 +195,7 @@ def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.Monkey
     peaks, found = [], []
     with torch.inference_mode():
         for most in (1 << 25, 6 * VOCAB):
-            monkeypatch.setattr(block_head, "_MOST_LOGITS", most)
+            monkeypatch.setattr(block_head, "MAX_LOGITS", most)
             with LiveBytes() as live:
                 found.append(drafter.candidates(requests, DEPTH, 4))
             peaks.append(live.most)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting with a block head: one forward drafts every depth of every tree.
+"""Drafts with a block head: one forward drafts every depth of every tree.
 
 The head sees the target's hidden states of all committed tokens (its context, cached in the
 target's pages) and one block per request: the anchor token's embedding and mask embeddings.
 Slot j gives the distribution of the token j positions after the anchor (j + 1 in heads that sample
-from the anchor's slot), shared by all branches of that depth; the builder turns these marginals
-into a tree. JetSpec (causal in the block) and DFlash with a tree (bidirectional) both draft so.
+from the anchor's slot), shared by all branches of that depth. The builder turns these marginals
+into a tree by best-first expansion, which is DDTree's rule; JetSpec trees are built in the same
+way. A `tree_width` of 1 gives DFlash's own chain.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from vllm_specplug.drafting.branch_drafter import BranchDrafter
 from vllm_specplug.drafting.caches import DeviceCache, DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.device_levels import MAX_LOGITS
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.late_context import LateContextDrafter
@@ -30,10 +32,9 @@ from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.tree import DraftTree, build_tree
 
-# Maximum number of draft logits in memory: 128 MiB in float32. If nothing copies them, 512 MiB in
-# bfloat16, so that one product reads the LM head's weights once.
-_MOST_LOGITS = 1 << 25
-_MOST_LOGITS_IN_PLACE = 1 << 28
+# Maximum number of draft logits at once if nothing copies them: 512 MiB in bfloat16. One product
+# then reads the LM head's weights once.
+_MAX_LOGITS_IN_PLACE = 1 << 28
 
 
 class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
@@ -98,11 +99,10 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         return min(self.config.num_draft_tokens, self.options.tree_depth)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        deepest = self.forward_depth
         trees = [DraftTree.empty()] * len(requests)
         chosen, forward = requests.for_forward()
         if chosen:
-            depths = [min(depth, deepest) for depth in forward.depths]
+            depths = [min(depth, self.forward_depth) for depth in forward.depths]
             for r, tree in zip(chosen, self._build(forward, depths), strict=True):
                 trees[r] = tree
         return trees if self.ngrams is None else self.ngrams.add_to(trees, requests)
@@ -136,7 +136,7 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         return DeviceTrees(*built)
 
     def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
-        """The head's own trees."""
+        """Returns the head's own trees."""
         widths, budgets = requests.widths, requests.budgets
         token_ids, log_probs = self.candidates(requests, max(depths), max(widths))
         compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
@@ -162,7 +162,7 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     def candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `width` likeliest tokens of each depth.
+        """Returns the `width` likeliest tokens of each depth.
 
         Returns:
             Target token ids int64 [R, depth, width], best first, and their natural
@@ -174,14 +174,15 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     def draft_candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`candidates` by their ids in the draft vocabulary, and the final normed states of the
+        """Returns `candidates` with ids of the draft vocabulary, and the final normed states of the
         slots that drafted them [R, depth, H]."""
         if isinstance(requests, DeviceRequests):
             self.backlog.flush()
         else:
             self.backlog.write(requests.req_ids)
         num_reqs = len(requests)
-        # A bidirectional block was trained whole; a causal one may stop at the last depth read.
+        # A bidirectional block needs all slots that it was trained with; a causal one may stop at
+        # the last depth that is read.
         first = self.config.first_slot
         causal = self.config.layer_causal
         rows = depth + first if all(causal) else self.config.block_size
@@ -190,20 +191,19 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
             anchors, starts = requests.anchors, requests.context_lens
         else:
             anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
-        # Slots past the model's last position are never used: depths are capped before.
+        # Depths are capped, so that no slot past the model's last position is used.
         block, positions = block_inputs(
             self.embed_tokens, self.head.mask_embedding, anchors, starts, rows,
             self.options.max_model_len - 1,
         )  # fmt: skip
 
-        # Requests are on the device where the cache is.
         attend = cast(DeviceCache, self.cache).block_attention(
             requests, rows, causal[0] if len(set(causal)) == 1 else causal
         )
         hidden = self.head(block, positions, attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, first : first + depth]
         # In pieces: the logits of all requests would be the largest tensor of a step.
-        max_logits = _MOST_LOGITS_IN_PLACE if copies_no_logits(device, width) else _MOST_LOGITS
+        max_logits = _MAX_LOGITS_IN_PLACE if copies_no_logits(device, width) else MAX_LOGITS
         pieces = hidden.flatten(0, 1).split(max(1, max_logits // self.vocab_size))
         parts = [top_candidates(self.lm_head(piece), width) for piece in pieces]
         ids, log_probs = (

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A block head arranged for serving: the same sums in fewer, larger matrix products.
+"""A block head for serving: the same sums in fewer, larger matrix products.
 
-Drafting one block is bound by launches and weight bytes, not by arithmetic. Projections that
-read the same input are joined (q, k, v; gate, up; the context keys and values of all layers),
-and rotary tables are computed once. What lies between two products is `kernels.row_ops`, or, where
-they are packed int8 ones, joins them (`kernels.draft_rows`). `methods.block.head.BlockHead` is the
-readable version and the oracle.
+Launches and weight bytes bound the drafting of one block, not arithmetic. Projections that read the
+same input are joined (q, k, v; gate, up; the context keys and values of all layers), and rotary
+tables are computed once. `kernels.row_ops` computes norms, rotations and activations between two
+products; `kernels.draft_rows` joins them with packed int8 products. `methods.block.head.BlockHead`
+is the readable version and the oracle.
 """
 
 from __future__ import annotations
@@ -25,13 +25,29 @@ from vllm_specplug.kernels.draft_rows import (
 )
 from vllm_specplug.kernels.row_ops import add_rms_norm, gated_silu, norm_rotate_heads, rms_norm
 from vllm_specplug.methods.block.head import Attend, BlockHead, BlockLayer, rotary_cos_sin
+from vllm_specplug.methods.block.rotary import Rotary
 
 
 def plain_linear(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """torch's own linear layer."""
+    """Returns torch's own linear layer."""
     return lambda x: F.linear(x, weight, bias)
+
+
+def joined_weights(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns weight and bias of one linear layer that computes the outputs of all `linears`."""
+    weight = torch.cat([linear.weight for linear in linears])
+    if linears[0].bias is None:
+        return weight, None
+    return weight, torch.cat([linear.bias for linear in linears])
+
+
+def rotary_tables(rotary: Rotary, max_positions: int, like: torch.Tensor) -> RotaryTables:
+    """Returns the tables for positions below `max_positions`, with device and dtype of `like`."""
+    cos, sin = rotary_cos_sin(torch.arange(max_positions), rotary)
+    # Both halves: a rotation is two products and a sum.
+    return RotaryTables(torch.cat((cos, cos), -1).to(like), torch.cat((-sin, sin), -1).to(like))
 
 
 class _FusedLayer:
@@ -39,13 +55,12 @@ class _FusedLayer:
 
     def __init__(self, layer: BlockLayer, make_linear: LinearFactory) -> None:
         attn, mlp = layer.self_attn, layer.mlp
-        projections = (attn.q_proj, attn.k_proj, attn.v_proj)
-        self.qkv = make_linear(*_joined(projections))
+        self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
-        self.gate_up = make_linear(*_joined((mlp.gate_proj, mlp.up_proj)))
+        self.gate_up = make_linear(*joined_weights(mlp.gate_proj, mlp.up_proj))
         self.down = make_linear(mlp.down_proj.weight, None)
         self.products = (self.qkv, self.output, self.gate_up, self.down)
-        # [Hq + Hkv, Dh]: queries and keys are normed and rotated in one go
+        # [Hq + Hkv, Dh]: one call norms and rotates queries and keys
         self.qk_norm = torch.cat(
             (
                 attn.q_norm.weight.expand(attn.num_heads, -1),
@@ -62,8 +77,8 @@ class FusedBlockHead:
     Args:
         head: the loaded head, on its device and in its dtype.
         max_positions: positions the rotary tables cover.
-        make_linear: how a matrix product is made; the runtime passes one that packs weights
-            for the device.
+        make_linear: makes a linear layer from a weight and a bias; the runtime passes one that
+            packs weights for the device.
     """
 
     def __init__(
@@ -79,29 +94,25 @@ class FusedBlockHead:
         attentions = [layer.self_attn for layer in head.layers]
         # [num_layers * Hkv * Dh] keys of all layers, then as many values
         self.context = make_linear(
-            *_joined([a.k_proj for a in attentions] + [a.v_proj for a in attentions])
+            *joined_weights(*(a.k_proj for a in attentions), *(a.v_proj for a in attentions))
         )
         # [num_layers, Dh], and [num_layers * Hkv, Dh]
         self.key_norms = torch.stack([a.k_norm.weight for a in attentions])
         self.context_key_norm = self.key_norms.repeat_interleave(self.num_kv_heads, 0)
         self.layers = [_FusedLayer(layer, make_linear) for layer in head.layers]
-        # What follows each layer's sum
+        # The norm after each layer
         self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
-        cos, sin = rotary_cos_sin(torch.arange(max_positions), config.rotary)
-        dtype, device = head.norm.weight.dtype, head.norm.weight.device
-        # [max_positions, rotated]: both halves, so that rotating is two products and a sum
-        self.rotary = RotaryTables(
-            torch.cat((cos, cos), -1).to(device, dtype),
-            torch.cat((-sin, sin), -1).to(device, dtype),
-        )
+        self.rotary = rotary_tables(config.rotary, max_positions, self.norm)
         products = [self.fc, self.context, *(p for layer in self.layers for p in layer.products)]
-        self.joins_rows = can_join_rows(products, self.head_dim, config.rotary.rotated, dtype)
-        """Whether norms, rotations and sums are one with the products next to them."""
+        self.joins_rows = can_join_rows(
+            products, self.head_dim, config.rotary.rotated, self.norm.dtype
+        )
+        """Whether `kernels.draft_rows` joins norms, rotations and sums with the products."""
 
     def context_heads(
         self, aux: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`context_kv` of the `context_features` of aux [T, L*Ht]."""
+        """Returns `context_kv` of the `context_features` of aux [T, L*Ht]."""
         if not self.joins_rows:
             return self.context_kv(self.context_features(aux), positions)
         return context_heads(
@@ -154,7 +165,7 @@ class FusedBlockHead:
     def _forward_joined(
         self, input_embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """`forward`, for `kernels.draft_rows`."""
+        """`forward` on `kernels.draft_rows`."""
         x = input_embeds.clone()
         num_qk = self.num_heads + self.num_kv_heads
         qkv = x.new_empty(len(x), num_qk + self.num_kv_heads, self.head_dim)
@@ -169,12 +180,3 @@ class FusedBlockHead:
                 self.config.intermediate_size, self.eps,
             )  # fmt: skip
         return rms_norm(x, self.norm, self.eps)
-
-
-def _joined(
-    linears: list[torch.nn.Linear] | tuple[torch.nn.Linear, ...],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight = torch.cat([linear.weight for linear in linears])
-    if linears[0].bias is None:
-        return weight, None
-    return weight, torch.cat([linear.bias for linear in linears])

@@ -19,12 +19,7 @@ import torch
 
 from vllm_specplug.drafting.caches import BranchCache, DeviceCache, DraftCache, DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import (
-    DeviceExpand,
-    DeviceFrontier,
-    LevelRows,
-    level_candidates,
-)
+from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.host_levels import HostLevelRows
@@ -35,20 +30,16 @@ from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head
-from vllm_specplug.tree.beam import (
-    Expand,
-    Frontier,
-)
+from vllm_specplug.tree.beam import Expand, Frontier
 
 
 class StateDrafter(LateContextDrafter, LevelDrafter):
-    """Drafter whose layer reads a token's embedding and the state of the position before it.
+    """Drafter whose layer reads a token's embedding and the state of the previous position.
 
     Subclasses set the attributes below in `load` and call `begin_context` at its end.
     """
 
     head: FusedDraftLayer
-    lm_head: Callable[[torch.Tensor], torch.Tensor]
     # [B, H] states of each request's last committed position, in batch order
     _roots: torch.Tensor
     # [B] rows of those positions in the backlog, counted from its end; None if `_roots` is current
@@ -64,10 +55,10 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
 
     @abstractmethod
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
-        """Target outputs at committed positions, a copy [M, C]."""
+        """Returns a copy of the target's outputs at committed positions [M, C]."""
 
     def target_states(self, outputs: torch.Tensor) -> torch.Tensor:
-        """States [M, H] of `target_outputs` [M, C]."""
+        """Returns the states [M, H] of `target_outputs` [M, C]."""
         return outputs
 
     def cache_specs(self) -> list[DraftCacheSpec]:
@@ -139,14 +130,37 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
     def device_expand(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
     ) -> DeviceExpand:
-        return DeviceLevels(self, requests, context_lens, width).expand
+        cache = cast(DeviceCache, self.cache)
+        # The root has the position before the anchor, because its state belongs to that position.
+        starts = (context_lens - 1).clamp_min(0)
+        states = self.root_states(requests)
+        rows = LevelRows()
+
+        def attention(parents: torch.Tensor) -> Callable[..., torch.Tensor]:
+            return partial(cache.tree_attention(requests, starts, parents), 0)
+
+        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal states
+            if frontier.depth:
+                # Below the roots, the states are outputs of the previous level.
+                states = states[frontier.rows_in(rows.width)]
+            rows.add(frontier)
+            hidden, states = self._run(
+                frontier.token_ids.flatten(),
+                states,
+                self.level_positions(starts, frontier),
+                partial(rows.attend, attention),
+            )
+            return self.level_candidates(hidden, frontier, width)
+
+        return expand
 
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, H] of the tokens after `positions`."""
+        """Returns the embeddings [T, H] of the tokens after `positions`."""
         return self.embed(token_ids)
 
     def root_states(self, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
-        """States of the roots [R, H]; zeros if no step came before the draft."""
+        """Returns the states of the roots [R, H]; zeros if no step came before the draft."""
         roots = self.request_states
         if isinstance(requests, DeviceRequests):
             if requests.states is not None:
@@ -202,53 +216,6 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.head(self._embed(token_ids, positions), states, positions, attend)
-
-
-class DeviceLevels:
-    """State of a draft on the device: rows and states of the nodes expanded so far.
-
-    Rows are grouped by request: its root, then the entries of every frontier.
-    """
-
-    def __init__(
-        self,
-        drafter: StateDrafter,
-        requests: DraftRequests | DeviceRequests,
-        # [R]
-        context_lens: torch.Tensor,
-        width: int,
-    ) -> None:
-        self.drafter, self.requests = drafter, requests
-        self.states = drafter.root_states(requests)
-        # The root has the position before the anchor, because its state belongs to that position.
-        self.starts = (context_lens - 1).clamp_min(0)
-        self.width = min(width, drafter.draft_vocab_size)
-        self.rows = LevelRows()
-
-    def expand(self, frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DeviceExpand`."""
-        drafter, depth, shape = self.drafter, frontier.depth, frontier.token_ids.shape
-        states = self.states
-        if depth:
-            # Below the roots, the states are outputs of the previous level.
-            states = states[frontier.rows_in(self.rows.width)]
-        self.rows.add(frontier)
-        last = drafter.options.max_model_len - 1
-        positions = (self.starts + depth).clamp_max(last).long().repeat_interleave(shape[1])
-        tokens = frontier.token_ids.flatten()
-        hidden, self.states = drafter._run(tokens, states, positions, self._attend)
-        ids, log_probs = level_candidates(
-            hidden, drafter.lm_head, drafter.draft_vocab_size, self.width
-        )
-        return drafter.to_target_ids(ids).unflatten(0, shape), log_probs.unflatten(0, shape)
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        cache = cast(DeviceCache, self.drafter.cache)
-
-        def attention(parents: torch.Tensor) -> Callable[..., torch.Tensor]:
-            return partial(cache.tree_attention(self.requests, self.starts, parents), 0)
-
-        return self.rows.attend(attention, query, key, value)
 
 
 class Eagle3Drafter(StateDrafter):

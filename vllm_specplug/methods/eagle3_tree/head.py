@@ -1,29 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE-3 head: one decoder layer over a token's embedding and the state before it.
+"""The EAGLE-3 head: one decoder layer over a token's embedding and the previous state.
 
 Shapes: T tokens or tree nodes, L target layers, Ht target hidden size, H hidden size of the head,
 Hq/Hkv query/key heads, Dh head size.
 
 Row i takes the token at position i + 1 and a state of position i, and predicts the token at
-i + 2 (arXiv 2503.01840). The state of a committed position is made of the target's outputs at L
-layers; that of a drafted token is the head's own output for it. So the keys and values of position
-i depend on the token after it.
+i + 2 (arXiv 2503.01840). The state of a committed position is computed from the target's outputs at
+L layers, the state of a drafted token is the head's own output for it. So the keys and values of
+position i depend on the token after it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels import add_rms_norm, gated_silu, rms_norm, rotate_heads
-from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary
-from vllm_specplug.methods.block.rotary import Rotary
+from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
+from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary, rotary_cos_sin
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 # (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
@@ -60,7 +59,7 @@ class Eagle3Layer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """Everything but token embeddings and LM head, which stay outside."""
+    """The head without token embeddings and LM head."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -76,16 +75,13 @@ class Eagle3Head(nn.Module):
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.layers: Any = nn.ModuleList([Eagle3Layer(config)])
         self.norm = RMSNorm(config.hidden_size, eps)
-        # No buffer: a head made on the meta device still has it.
-        self.frequencies, self.rotary_factor = config.rotary.frequencies()
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, Dh/2] of positions [T], float32; fewer columns where a part is turned."""
-        angles = positions.float().unsqueeze(-1) * self.frequencies.to(positions.device)
-        return angles.cos() * self.rotary_factor, angles.sin() * self.rotary_factor
+        """Returns `rotary_cos_sin` of positions [T]."""
+        return rotary_cos_sin(positions, self.config.rotary)
 
     def features(self, aux: torch.Tensor) -> torch.Tensor:
-        """Target states of committed positions, joined [T, L*Ht] -> states [T, H]."""
+        """Joined target states of committed positions [T, L*Ht] -> states [T, H]."""
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:
@@ -96,7 +92,7 @@ class Eagle3Head(nn.Module):
     def _inputs(
         self, embeds: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the attention reads [T, 2H], and the residual [T, H]."""
+        """Returns the attention's input [T, 2H] and the residual [T, H]."""
         layer = self.layers[0]
         normed = layer.hidden_norm(states)
         joined = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
@@ -113,11 +109,12 @@ class Eagle3Head(nn.Module):
     def context_kv(
         self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys (rotated) and values of rows.
+        """Returns the keys (rotated) and values of rows.
 
         Args:
             embeds: [T, H], of the token after each position.
-            states: [T, H]; positions: [T].
+            states: [T, H].
+            positions: [T].
 
         Returns:
             Two tensors [T, Hkv, Dh].
@@ -127,10 +124,10 @@ class Eagle3Head(nn.Module):
     def forward(
         self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs rows; arguments as in `context_kv`, and attention over context and branch.
+        """Runs rows, with the arguments of `context_kv` and attention over context and branch.
 
         Returns:
-            [T, H] for the LM head, and [T, H] the states of the tokens, for their children.
+            Inputs of the LM head [T, H], and the tokens' states [T, H] for their children.
         """
         layer, rotary = self.layers[0], self.rotary(positions)
         attn = layer.self_attn
@@ -145,47 +142,22 @@ class Eagle3Head(nn.Module):
         return normed, normed if self.config.norm_output else x
 
 
-class LayerShape(Protocol):
-    """What the serving form of a draft layer reads of its config."""
-
-    @property
-    def num_attention_heads(self) -> int: ...
-
-    @property
-    def num_key_value_heads(self) -> int: ...
-
-    @property
-    def head_dim(self) -> int: ...
-
-    @property
-    def rms_norm_eps(self) -> float: ...
-
-    @property
-    def qk_norm(self) -> bool: ...
-
-    @property
-    def norm_output(self) -> bool: ...
-
-    @property
-    def rotary(self) -> Rotary: ...
-
-
 class FusedDraftLayer(ABC):
-    """Serving form of one decoder layer over a token's embedding and the state before it: the same
-    sums in fewer, larger matrix products. See `Eagle3Head` for shapes and meaning.
+    """One decoder layer over a token's embedding and the previous state, for serving: the same sums
+    in fewer, larger matrix products. See `Eagle3Head` for shapes and meaning.
 
     Args:
-        layer: its `self_attn`, `mlp` and `post_attention_layernorm`, on their device and in their
-            dtype. With `gate_proj` in `self_attn`, what is attended is multiplied with the sigmoid
-            of it.
+        config: sizes of the layer, `rotary`, and whether it has `qk_norm` and `norm_output`.
+        layer: `self_attn`, `mlp` and `post_attention_layernorm`, on their device and in their
+            dtype. If `self_attn` has a `gate_proj`, its sigmoid scales the attention's output.
         norm: the norm before the LM head.
-        max_positions: positions the rotary tables cover.
-        make_linear: how a matrix product is made.
+        max_positions: positions that the rotary tables cover.
+        make_linear: makes a linear layer from a weight and a bias.
     """
 
     def __init__(
         self,
-        config: LayerShape,
+        config: Any,
         layer: Any,
         norm: RMSNorm,
         max_positions: int,
@@ -193,12 +165,12 @@ class FusedDraftLayer(ABC):
     ) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         self.shape, self.eps = config, config.rms_norm_eps
-        self.key_value = make_linear(*_joined(attn.k_proj, attn.v_proj))
+        self.key_value = make_linear(*joined_weights(attn.k_proj, attn.v_proj))
         gates = (attn.gate_proj,) if hasattr(attn, "gate_proj") else ()
         self.is_gated = bool(gates)
-        self.qkv = make_linear(*_joined(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
+        self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
-        self.gate_up = make_linear(torch.cat((mlp.gate_proj.weight, mlp.up_proj.weight)), None)
+        self.gate_up = make_linear(*joined_weights(mlp.gate_proj, mlp.up_proj))
         self.down = make_linear(mlp.down_proj.weight, None)
         self.mlp_norm, self.norm = layer.post_attention_layernorm.weight, norm.weight
         # [(Hq + Hkv) * Dh], or None
@@ -210,18 +182,13 @@ class FusedDraftLayer(ABC):
                     attn.k_norm.weight.expand(config.num_key_value_heads, -1),
                 )
             ).flatten()
-        frequencies, factor = config.rotary.frequencies()
-        angles = torch.arange(max_positions).float().unsqueeze(-1) * frequencies
-        cos, sin = angles.cos() * factor, angles.sin() * factor
-        # [max_positions, rotated]: both halves, so that rotating is two products and a sum
-        self.cos = torch.cat((cos, cos), -1).to(norm.weight.device, norm.weight.dtype)
-        self.sin = torch.cat((-sin, sin), -1).to(norm.weight.device, norm.weight.dtype)
+        self.rotary = rotary_tables(config.rotary, max_positions, norm.weight)
 
     @abstractmethod
     def _inputs(
         self, embeds: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the projections read, and the residual [T, H], of embeddings and states [T, H]."""
+        """Returns the projections' input and the residual [T, H]; both arguments are [T, H]."""
 
     def context_kv(
         self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
@@ -264,13 +231,12 @@ class FusedDraftLayer(ABC):
         return rms_norm(x.flatten(-2), weight, self.eps, x.shape[-1]).view(x.shape)
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the two halves of what is turned of x [T, heads, Dh], by the angles of positions
-        [T]."""
-        turned = self.cos.shape[-1]
-        if turned == x.shape[-1]:
-            return rotate_heads(x, self.cos, self.sin, positions)
-        rotated = rotate_heads(x[..., :turned].contiguous(), self.cos, self.sin, positions)
-        return torch.cat((rotated, x[..., turned:]), dim=-1)
+        """Rotates the leading dimensions of x [T, heads, Dh] by the angles of positions [T]."""
+        rotated = self.rotary.cos.shape[-1]
+        if rotated == x.shape[-1]:
+            return rotate_heads(x, *self.rotary, positions)
+        turned = rotate_heads(x[..., :rotated].contiguous(), *self.rotary, positions)
+        return torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
 class FusedEagle3Head(FusedDraftLayer):
@@ -303,10 +269,3 @@ class FusedEagle3Head(FusedDraftLayer):
         normed = self.rms_norm(states, self.hidden_norm)
         joined = torch.cat((self.rms_norm(embeds, self.embed_norm), normed), dim=-1)
         return joined, normed if self.config.norm_before_residual else states
-
-
-def _joined(*linears: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight = torch.cat([linear.weight for linear in linears])
-    if linears[0].bias is None:
-        return weight, None
-    return weight, torch.cat([linear.bias for linear in linears])

@@ -10,6 +10,7 @@ from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.head_config import OTHER_TARGET, check_layer_shape, require
+from vllm_specplug.methods.block.rotary import Rotary
 
 DEFAULT_WINDOW = 512
 MAX_WINDOW = 65536
@@ -43,6 +44,13 @@ class LongSpecConfig:
     def __post_init__(self) -> None:
         check_layer_shape(self)
         check_window("draft head config: window_size", self.window_size)
+
+    @property
+    def rotary(self) -> Rotary:
+        """The target's rotary embedding."""
+        scaling = dict(self.rope_scaling or {})
+        kind = scaling.pop("rope_type", "default")
+        return Rotary(self.rope_theta, self.head_dim, self.head_dim, kind, scaling or None)
 
     @classmethod
     def for_target(

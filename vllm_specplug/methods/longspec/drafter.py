@@ -25,12 +25,7 @@ from vllm_specplug.drafting.caches import (
     WindowSpec,
 )
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import (
-    DeviceExpand,
-    DeviceFrontier,
-    LevelRows,
-    level_candidates,
-)
+from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
 from vllm_specplug.drafting.host_levels import HostLevelRows
@@ -38,20 +33,17 @@ from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend
-from vllm_specplug.tree.beam import (
-    Expand,
-    Frontier,
-)
+from vllm_specplug.tree.beam import Expand, Frontier
 
-# Maximum number of window tokens whose keys and values are computed at once.
+# Window tokens whose keys and values are computed at once.
 MAX_WINDOW_TOKENS = 4096
 
 
 class FusedLongSpecHead:
-    """A `LongSpecHead` with fused matrices for serving; its methods have the same contracts.
+    """A `LongSpecHead` for serving: the same sums in fewer, larger matrix products.
 
     Args:
         head: the loaded head, on its device and in its dtype.
@@ -66,24 +58,18 @@ class FusedLongSpecHead:
         self.config = config
         self.eps = config.rms_norm_eps
         own, cross = head.self_attn, head.cross_attn
-        self.key_value = make_linear(*_joined(own.k_proj, own.v_proj))
-        self.qkv = make_linear(*_joined(own.q_proj, own.k_proj, own.v_proj))
+        self.key_value = make_linear(*joined_weights(own.k_proj, own.v_proj))
+        self.qkv = make_linear(*joined_weights(own.q_proj, own.k_proj, own.v_proj))
         self.self_output = make_linear(own.o_proj.weight, None)
         self.cross_query = make_linear(cross.q_proj.weight, cross.q_proj.bias)
         self.cross_output = make_linear(cross.o_proj.weight, None)
-        self.gate_up = make_linear(
-            torch.cat((head.mlp.gate_proj.weight, head.mlp.up_proj.weight)), None
-        )
+        self.gate_up = make_linear(*joined_weights(head.mlp.gate_proj, head.mlp.up_proj))
         self.down = make_linear(head.mlp.down_proj.weight, None)
         self.input_norm = head.input_layernorm.weight
         self.cross_norm = head.post_self_attention_layernorm.weight
         self.mlp_norm = head.post_cross_attention_layernorm.weight
         self.norm = head.norm.weight if config.final_norm else None
-        cos, sin = head.rotary(torch.arange(max_positions))
-        weight = head.input_layernorm.weight
-        # [max_positions, 1, Dh]: both halves, so that a rotation is two products and a sum
-        self.cos = torch.cat((cos, cos), -1)[:, None].to(weight.device, weight.dtype)
-        self.sin = torch.cat((-sin, sin), -1)[:, None].to(weight.device, weight.dtype)
+        self.rotary = rotary_tables(config.rotary, max_positions, self.input_norm)
 
     def window_kv(
         self, embeds: torch.Tensor, positions: torch.Tensor
@@ -122,8 +108,8 @@ class FusedLongSpecHead:
 
     def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
-        swapped = x.roll(self.config.head_dim // 2, dims=-1)
-        return x * self.cos[positions] + swapped * self.sin[positions]
+        cos, sin = (table[positions, None] for table in self.rotary)
+        return x * cos + x.roll(self.config.head_dim // 2, dims=-1) * sin
 
 
 class LongSpecDrafter(LevelDrafter):
@@ -166,7 +152,24 @@ class LongSpecDrafter(LevelDrafter):
     def device_expand(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
     ) -> DeviceExpand:
-        return DeviceLevels(self, requests, context_lens, width).expand
+        window = cast(DeviceWindow, self.window)
+        # Positions of the anchors.
+        starts = context_lens.clamp_min(0)
+        cross = cast(DeviceTargetCache, self.target_cache).level_attention(requests, starts)
+        rows = LevelRows()
+        attention = partial(window.tree_attention, requests, starts)
+
+        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+            rows.add(frontier)
+            hidden = self.head(
+                self.embed(frontier.token_ids.flatten()),
+                self.level_positions(starts, frontier),
+                partial(rows.attend, attention),
+                cross,
+            )
+            return self.level_candidates(hidden, frontier, width)
+
+        return expand
 
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
         missing = self.window.missing(requests)  # type: ignore[arg-type]  # of the window's kind
@@ -211,54 +214,3 @@ class LongSpecDrafter(LevelDrafter):
             return self.to_target_ids(ids).numpy(), log_probs.numpy()
 
         return expand
-
-
-class DeviceLevels:
-    """State of a draft on the device: rows of the nodes expanded so far."""
-
-    def __init__(
-        self,
-        drafter: LongSpecDrafter,
-        requests: DraftRequests | DeviceRequests,
-        # [R]
-        context_lens: torch.Tensor,
-        width: int,
-    ) -> None:
-        self.drafter, self.requests = drafter, requests
-        # Positions of the anchors.
-        self.starts = context_lens.clamp_min(0)
-        self.width = min(width, drafter.draft_vocab_size)
-        self.rows = LevelRows()
-        target = cast(DeviceTargetCache, drafter.target_cache)
-        self.cross_attend = target.level_attention(requests, self.starts)
-
-    def expand(self, frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DeviceExpand`."""
-        drafter, shape = self.drafter, frontier.token_ids.shape
-        self.rows.add(frontier)
-        last = drafter.options.max_model_len - 1
-        positions = (self.starts + frontier.depth).clamp_max(last).long()
-        hidden = drafter.head(
-            drafter.embed(frontier.token_ids.flatten()),
-            positions.repeat_interleave(shape[1]),
-            self._self_attend,
-            self.cross_attend,
-        )
-        ids, log_probs = level_candidates(
-            hidden, drafter.lm_head, drafter.draft_vocab_size, self.width
-        )
-        return drafter.to_target_ids(ids).unflatten(0, shape), log_probs.unflatten(0, shape)
-
-    def _self_attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        window = cast(DeviceWindow, self.drafter.window)
-        attention = partial(window.tree_attention, self.requests, self.starts)
-        return self.rows.attend(attention, query, key, value)
-
-
-def _joined(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight = torch.cat([linear.weight for linear in linears])
-    if linears[0].bias is None:
-        return weight, None
-    return weight, torch.cat([linear.bias for linear in linears])

@@ -18,36 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary
+from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary, rotary_cos_sin
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 
 # (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
 SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # q [T, Hq, Dh] -> [T, Hq, Dh]
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
-
-
-def inverse_frequencies(config: LongSpecConfig) -> torch.Tensor:
-    """Angles per position of each rotary pair, float32 [Dh / 2]: the target's own."""
-    if config.rope_scaling is None:
-        pairs = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu")
-        exponents = pairs / config.head_dim
-        return config.rope_theta**-exponents
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = config.rope_scaling["rope_type"]
-    source = LlamaConfig(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        rope_parameters={**config.rope_scaling, "rope_theta": config.rope_theta},
-    )
-    # Heads are made on the meta device first, which some of these functions would follow.
-    with torch.device("cpu"):
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](source, torch.device("cpu"))
-    assert factor == 1.0, (kind, factor)
-    return frequencies.float()
 
 
 class _SelfAttention(nn.Module):
@@ -84,14 +61,10 @@ class LongSpecHead(nn.Module):
         self.post_cross_attention_layernorm = RMSNorm(*norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.norm: Any = RMSNorm(*norm) if config.final_norm else nn.Identity()
-        # Not a buffer: it must have values in a head made on the meta device.
-        self.inverse_frequencies = inverse_frequencies(config)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, Dh/2] of absolute positions [T], float32."""
-        frequencies = self.inverse_frequencies.to(positions.device)
-        angles = positions.float().unsqueeze(-1) * frequencies
-        return angles.cos(), angles.sin()
+        """Returns `rotary_cos_sin` of positions [T]."""
+        return rotary_cos_sin(positions, self.config.rotary)
 
     def window_kv(
         self, embeds: torch.Tensor, positions: torch.Tensor

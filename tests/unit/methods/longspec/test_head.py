@@ -18,7 +18,7 @@ from vllm_specplug.methods.longspec.checkpoint import (
     save_longspec_head,
 )
 from vllm_specplug.methods.longspec.config import LongSpecConfig, check_window
-from vllm_specplug.methods.longspec.head import LongSpecHead, inverse_frequencies
+from vllm_specplug.methods.longspec.head import LongSpecHead
 
 TARGET: dict[str, Any] = {
     "hidden_size": 32,
@@ -135,8 +135,9 @@ def test_rotary_angles_are_the_targets() -> None:
         names = ("hidden_size", "num_attention_heads", "head_dim")
         hf = LlamaConfig(**{k: TARGET[k] for k in names}, rope_parameters=parameters)
         expected = LlamaRotaryEmbedding(hf).inv_freq
-        actual = inverse_frequencies(LongSpecConfig.for_target(raw))
+        actual, factor = LongSpecConfig.for_target(raw).rotary.frequencies()
         torch.testing.assert_close(actual, expected)
+        assert factor == 1.0
 
 
 def test_window_keys_are_those_of_the_forward() -> None:
@@ -154,7 +155,6 @@ def test_window_keys_are_those_of_the_forward() -> None:
 
 
 def test_a_head_for_a_target_with_scaled_angles_loads(tmp_path: Path) -> None:
-    """Its angles are made while the head is on the meta device."""
     rope = {
         "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
         "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
@@ -163,4 +163,4 @@ def test_a_head_for_a_target_with_scaled_angles_loads(tmp_path: Path) -> None:
     config = LongSpecConfig.for_target(target, window_size=16)
     save_longspec_head(tmp_path, LongSpecHead(config), dtype=torch.float32)
     head, _ = load_longspec_head(tmp_path, target)
-    assert torch.equal(head.inverse_frequencies, inverse_frequencies(config))
+    assert head.config == config
