@@ -322,14 +322,14 @@ class DeviceSpeculator(TreeSpeculator):
         for row, req_id in enumerate(input_batch.req_ids):
             self.copies[req_id] = copy, row
         if late is None:
-            self.planner.drafted_on_device(start, (0, 0.0))
+            self.planner.measure_draft(start, (0, 0.0))
             self.stats.tree_budget = int(budgets.max(initial=0))
             if self.schedules_ahead:
                 self.reserved = self._fixed_rows(self._decoding_nodes(input_batch, budgets))
         else:
             asked = forward[forward > 0]
             depth = float(asked.mean()) if len(asked) else 0.0
-            self.planner.drafted_on_device(start, (len(asked), depth))
+            self.planner.measure_draft(start, (len(asked), depth))
             if late.rows:
                 if not late.is_held:
                     self._late.append(replace(late, _copy=copy))

@@ -197,13 +197,13 @@ class TreeSpeculator(BaseSpeculator):
             batch = host_requests(self.req_states, input_batch, num_sampled)
         self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states, batch)
         # Tensor parallel ranks wait for the first one's trees, so none of them may skip a draft.
-        may_rest = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
-        may_rest = may_rest and bool((num_sampled > 0).all())
-        if may_rest and self.planner.rests(req_ids):
+        may_skip = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
+        may_skip = may_skip and bool((num_sampled > 0).all())
+        if may_skip and self.planner.should_skip(req_ids):
             return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
         if batch is None:
             batch = host_requests(self.req_states, input_batch, num_sampled)
-        return self._draft(input_batch, batch, most, req_ids if may_rest else ())
+        return self._draft(input_batch, batch, most, req_ids if may_skip else ())
 
     def _observe(
         self,
@@ -282,17 +282,17 @@ class TreeSpeculator(BaseSpeculator):
         input_batch: Any,
         batch: list[HostRequest],
         most: int,
-        may_rest: Sequence[str] = (),
+        may_skip: Sequence[str] = (),
     ) -> torch.Tensor:
         """Drafts for a batch on the host, keeps the trees of up to `most` nodes and returns their
         token ids int64 [R, N].
 
         Args:
-            may_rest: the batch's requests if the planner may skip later drafts too; else empty.
+            may_skip: the batch's requests if the planner may skip later drafts too; else empty.
         """
         drafter = self.proposer.drafter
         requests, others = self._draft_requests(batch, most)
-        others.req_ids = may_rest
+        others.req_ids = may_skip
         drafted = self.planner.draft(
             drafter, requests, others, self._room(requests), self.commit_buffer.flush
         )

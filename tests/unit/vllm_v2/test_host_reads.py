@@ -113,7 +113,7 @@ def _runner(step: Step) -> Any:
     runner.tree_backend = PretendedBackend()
     runner.num_speculative_steps = N
     runner.speculator = SimpleNamespace(store=step.store, trees={})
-    runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None), is_resting=False)
+    runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None), is_skipping=False)
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
     runner.step = StepContext()
     sampler = SimpleNamespace(

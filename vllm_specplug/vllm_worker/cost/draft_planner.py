@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which requests draft in a step, how much, and what is verified: the budget applied to a batch."""
+"""Applies the tree budget to a batch: which requests draft, how much, and what is verified."""
 
 from __future__ import annotations
 
@@ -33,59 +33,65 @@ _logger = logging.getLogger("vllm.specplug")
 
 logger = init_logger("vllm.specplug.planner")
 
-# An engine's first steps touch memory for the first time; their times mean nothing.
+# An engine's first steps touch memory for the first time, so their times do not count.
 _WARM_UP_STEPS = 3
 
 
 @dataclass
 class Batch:
-    """The rows that the next step has, whatever is drafted."""
+    """The rows of the next step other than drafts."""
 
     num_roots: int = 0
     """Requests that yield a token in it."""
     root_context: int = 0
-    """Tokens these rows attend."""
+    """Tokens that these rows attend."""
     other_rows: int = 0
-    """Prompt rows that yield none."""
+    """Prompt rows, which yield no token."""
     other_context: int = 0
     req_ids: Sequence[str] = ()
-    """All requests of the batch, where each of them yields a token; else empty."""
+    """All requests of the batch if later drafts of the same batch may be skipped; else empty."""
+
+    def add_prompt(self, num_computed: int, num_left: int, max_num_tokens: int) -> None:
+        """Adds the prompt rows of a request, as many as fit a step of `max_num_tokens`."""
+        rows = max(0, min(num_left, max_num_tokens - self.num_roots))
+        self.other_rows += rows
+        self.other_context += rows * (num_computed + rows // 2)
 
 
 @dataclass
 class _Step:
-    """One step's times in milliseconds, as far as they are known, and what took them."""
+    """Times of one step in milliseconds, as far as they are known, and what it computed."""
 
     began: Any
     """A mark of the clock."""
     verify_ms: float | None = None
     draft_ms: float = 0.0
-    """Of the draft forward and what followed from it; lookups belong to the rest."""
-    whole_ms: float | None = None
+    """The draft forward and the work that follows from it, without lookups."""
+    total_ms: float | None = None
     req_ids: set[str] = field(default_factory=set)
-    # Rows, the tokens that roots attended, and those that nodes did; None where there were others.
+    # Rows, tokens that the roots attended, tokens that the nodes attended; None with prompt rows.
     shape: tuple[int, int, int] | None = None
     has_trees: bool = False
     is_warm: bool = False
-    """Whether its times mean something."""
-    goes_on: bool = False
-    """Whether the next step has requests of this one; else the engine may have been idle."""
-    is_learnt: bool = False
-    """Whether its rest has been used."""
+    """Whether its times count."""
+    has_successor: bool = False
+    """Whether the next step shares requests with it. If not, the engine may have been idle."""
+    has_rest: bool = False
+    """Whether its time outside verification and draft was observed."""
 
 
 class DraftPlanner:
     """Applies the tree budget, fixed or adaptive, to one batch after the other.
 
-    Args:
-        options: our speculative config.
-        row_budget: the rows of one step, and the nodes of a fixed budget.
-        stats: where decisions are counted.
-        vocab_size: of the target; a tree with any other token is dropped.
-        clock: of what computes the steps.
+    It decides by its own clock, so tensor parallel ranks may decide differently. `ranks` broadcasts
+    from the first rank what all must have in common.
 
-    It decides by its own clock. Ranks of a tensor parallel group may decide
-    differently: what they must have in common comes from the first one (`ranks`).
+    Args:
+        options: the plugin's speculative config.
+        row_budget: the rows of one step, and the nodes of a fixed budget.
+        stats: counts the decisions.
+        vocab_size: the target's; a tree with any other token is dropped.
+        clock: the clock of the device that computes the steps.
     """
 
     def __init__(
@@ -104,30 +110,29 @@ class DraftPlanner:
         self.row_budget = row_budget
         self.adaptive: AdaptiveBudget | None = None
         self._vocab_size = vocab_size
-        # Requests of this step of which a tree was dropped, and whether a warning was logged.
+        # Requests of this step whose tree was dropped, and whether a warning was logged.
         self._dropped: set[int] = set()
         self._has_warned = False
         self._by_request: dict[str, RequestBudget] = {}
         self.wanted: list[int] = []
-        """Nodes that were worth their cost when `draft` last decided under an adaptive budget, by
-        request; of requests that fixed their budget, all of it."""
+        """Nodes of each request that were worth their cost in the last `draft` under an adaptive
+        budget; the whole budget of requests that fixed it."""
         self._steps = self._begun = 0
         # Whether the last step that could draft ran a draft forward.
         self._has_forward = False
         self._now: _Step | None = None
         self._before: _Step | None = None
-        # The batch for which nothing was drafted, why not, and the steps since for which `rests`
-        # was true.
-        self._resting: list[str] = []
+        # The batch whose drafts may be skipped, why it has none, and the number of skipped drafts.
+        self._skippable: list[str] = []
         self._plain: dict[str, int] = {}
         self._plain_before: dict[str, int] = {}
-        self._rested = 0
+        self._num_skipped = 0
 
     @classmethod
     def for_engine(
         cls, vllm_config: Any, stats: StepStats, clock: StepClock | None = None
     ) -> DraftPlanner:
-        """The planner of an engine's runner."""
+        """Returns the planner of an engine's runner."""
         options = vllm_config.speculative_config
         # Beyond the scheduler's own limit the last requests of a batch would starve.
         max_rows = max_scheduled_rows(vllm_config.scheduler_config)
@@ -150,7 +155,8 @@ class DraftPlanner:
     def nodes_for(
         self, req_id: str, extra_args: dict[str, Any] | None, context_len: int, num_requests: int
     ) -> tuple[int, str]:
-        """Most nodes of a request's tree when `num_requests` may draft; when that is 0, why."""
+        """Returns the maximum nodes of a request's tree if `num_requests` may draft, and the reason
+        if that is 0."""
         asked = self._by_request.get(req_id)
         if asked is None:
             asked = self._by_request[req_id] = self._requested(extra_args)
@@ -167,16 +173,16 @@ class DraftPlanner:
         try:
             return parse_request_budget(extra_args, self.options)
         except ValueError:
-            # Front ends refuse it; one that does not must not end the worker.
-            logger.warning_once("Requests came in with budgets that are none: ignored")
+            # The front end refuses it. A front end that does not must not end the worker.
+            logger.warning_once("Ignored an invalid budget of a request")
             return parse_request_budget(None, self.options)
 
     def knows(self, req_id: str) -> bool:
-        """Whether `nodes_for` was asked for a request that has not ended."""
+        """Returns whether `nodes_for` was called for a request that has not ended."""
         return req_id in self._by_request
 
     def has_own_budget(self, req_id: str) -> bool:
-        """Whether a request that is known fixed its budget."""
+        """Returns whether a known request fixed its budget."""
         return self._by_request[req_id].nodes is not None
 
     def forget(self, req_ids: Sequence[str]) -> None:
@@ -186,37 +192,38 @@ class DraftPlanner:
         for step in (self._before, self._now):
             if step is not None:
                 step.req_ids.difference_update(req_ids)
-        self._end_rest()
+        self._end_skipping()
         if self.adaptive is not None:
             self.adaptive.forget(req_ids)
 
     # -- drafting --------------------------------------------------------------------------
 
-    def rests(self, req_ids: Sequence[str]) -> bool:
-        """Whether nothing is drafted for the next step either, of the same batch: then `draft` is
-        not called for it, and unless it verifies earlier trees, neither is `observe`.
+    def should_skip(self, req_ids: Sequence[str]) -> bool:
+        """Returns whether to draft nothing for the next step of the same batch.
 
-        Between two forwards the caches hold weights and no code: what a step does beside its
-        forward takes ten times as long as it does by itself.
+        If so, do not call `draft` for it; do not call `observe` either unless it verifies earlier
+        trees. Between two forwards the caches hold weights and no code, so work beside a forward
+        takes ten times as long as it does by itself.
         """
-        if self._resting and self._resting == req_ids:
+        if self._skippable and self._skippable == req_ids:
             assert self.adaptive is not None
             if self.adaptive.rests_on():
-                self._rested += 1
+                self._num_skipped += 1
                 return True
-        self._end_rest()
+        self._end_skipping()
         self._plain_before = dict(self.stats.plain_steps)
         return False
 
     @property
-    def is_resting(self) -> bool:
-        """Whether `rests` was true of the last step."""
-        return self._rested > 0
+    def is_skipping(self) -> bool:
+        """Whether the last step's draft was skipped."""
+        return self._num_skipped > 0
 
-    def _end_rest(self) -> None:
-        for reason, count in self._plain.items() if self._rested else ():
-            self.stats.observe_plain(reason, count * self._rested)
-        self._resting, self._plain, self._rested = [], {}, 0
+    def _end_skipping(self) -> None:
+        if self._num_skipped:
+            for reason, count in self._plain.items():
+                self.stats.observe_plain(reason, count * self._num_skipped)
+        self._skippable, self._plain, self._num_skipped = [], {}, 0
 
     def draft(
         self,
@@ -226,66 +233,71 @@ class DraftPlanner:
         room: Sequence[int] | None = None,
         show_committed: Callable[[], None] = lambda: None,
     ) -> list[DraftTree]:
-        """One valid tree per request, of the nodes that should be verified.
+        """Returns one valid tree per request, of the nodes to verify.
 
         Args:
-            room: where the next step was scheduled ahead, the nodes of each request that it has
-                rows for. They are filled, for they cost what they cost; `wanted` says what would
-                have paid, for a step that is not scheduled yet.
-            show_committed: called before a draft forward, for the drafter to have seen what it is
-                to draft from.
+            room: nodes of each request for which the next step has rows, if it was scheduled ahead.
+                These rows are filled, because they cost the same without a node. `wanted` holds the
+                nodes that were worth their cost, for the step that is scheduled next.
+            show_committed: shows the drafter the committed tokens; called before a draft forward.
         """
         start = self.clock.mark()
         self._dropped.clear()
-        budget = self.adaptive
         forward = (0, 0.0)
-        if budget is None or not len(requests):
+        if self.adaptive is None or not len(requests):
             trees = self._draft_fixed(drafter, requests, show_committed)
             self.wanted = []
             if room is not None:
                 trees = [best_nodes(tree, most) for tree, most in zip(trees, room, strict=True)]
         else:
             trees, forward, start = self._draft_adaptively(
-                budget, drafter, requests, batch, room, start, show_committed
+                self.adaptive, drafter, requests, batch, room, start, show_committed
             )
-        # vLLM has room for the budgets, in masks and statistics, and for no node more.
+        # vLLM's masks and statistics have room for the budgets and no more.
         trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
         dropped = sum(1 for r in self._dropped if not trees[r].num_nodes)
         self.stats.observe_plain("invalid_tree", dropped)
         if len(requests):
-            drafted = partial(self._learn_draft, self._now, forward)
-            self.clock.measure(start, self.clock.mark(), drafted)
-            largest = max(tree.num_nodes for tree in trees)
-            self.stats.tree_budget = max(requests.budgets) if budget is None else largest
-            has_lookup = drafter.has_lookup and not (budget and budget.lookups.is_skipping)
-            if batch.req_ids and budget is not None and budget.is_resting and not has_lookup:
-                self._resting = list(batch.req_ids)
-                self._plain = {
-                    reason: count - self._plain_before.get(reason, 0)
-                    for reason, count in self.stats.plain_steps.items()
-                }
+            self.measure_draft(start, forward)
+            self._finish_draft(drafter, requests, batch, trees)
         return trees
 
-    def drafted_on_device(self, start: Any, forward: tuple[int, float]) -> None:
-        """Call instead of `draft` where a drafter drafted by itself since the mark `start`, with a
-        forward of `forward` (requests, mean depth); trees that break a rule were dropped on
-        the device."""
-        drafted = partial(self._learn_draft, self._now, forward)
-        self.clock.measure(start, self.clock.mark(), drafted)
+    def _finish_draft(
+        self, drafter: Drafter, requests: DraftRequests, batch: Batch, trees: list[DraftTree]
+    ) -> None:
+        """Counts the budget and decides whether later drafts of the batch may be skipped."""
+        budget = self.adaptive
+        if budget is None:
+            self.stats.tree_budget = max(requests.budgets)
+            return
+        self.stats.tree_budget = max(tree.num_nodes for tree in trees)
+        has_lookup = drafter.has_lookup and not budget.lookups.is_skipping
+        if batch.req_ids and budget.is_resting and not has_lookup:
+            self._skippable = list(batch.req_ids)
+            self._plain = {
+                reason: count - self._plain_before.get(reason, 0)
+                for reason, count in self.stats.plain_steps.items()
+            }
+
+    def measure_draft(self, start: Any, forward: tuple[int, float]) -> None:
+        """Measures a draft since the mark `start`, with a forward of `forward` (number of requests,
+        mean depth). Call it after a draft that the device made without `draft`."""
+        use = partial(self._observe_draft_ms, self._now, forward)
+        self.clock.measure(start, self.clock.mark(), use)
 
     def _draft_fixed(
         self, drafter: Drafter, requests: DraftRequests, show_committed: Callable[[], None]
     ) -> list[DraftTree]:
-        """The trees of fixed budgets; there may be no requests."""
+        """Returns the trees of fixed budgets; there may be no requests."""
         if self.options.tree_budget == 0:
-            # Only who asks is drafted for, and pays for its context then.
+            # Only requests with their own budget draft, and pay for their context then.
             drafter.set_deferred(True)
             if not len(requests):
                 return []
         show_committed()
         if not len(requests):
             return []
-        has_context = [debt < math.inf for debt in drafter.pending_context_ms(requests.req_ids)]
+        has_context = [ms < math.inf for ms in drafter.pending_context_ms(requests.req_ids)]
         if all(has_context):
             return self._valid(drafter.propose(requests))
         requests.forward_depths[:] = [
@@ -311,66 +323,47 @@ class DraftPlanner:
         start: Any,
         show_committed: Callable[[], None],
     ) -> tuple[list[DraftTree], tuple[int, float], Any]:
-        """The trees, the requests and the mean depth of the draft forward that they needed, and the
-        mark since which it ran; `start` where there was none."""
-        deepest = drafter.forward_depth
+        """Returns the trees, the draft forward (number of requests, mean depth) and the mark since
+        which it ran; `start` without a forward."""
+        can_forward = drafter.forward_depth > 0
         fixed = [self.has_own_budget(req_id) for req_id in requests.req_ids]
         began = time.perf_counter()
-        # What drafts without a forward is as cheap, and as uncertain, as a lookup.
-        may_rest = (drafter.has_lookup or not deepest) and not any(fixed)
-        rests = may_rest and budget.lookups.should_skip(len(requests))
-        found = [DraftTree.empty()] * len(requests)
-        if not rests:
-            found = self._valid(drafter.lookup(requests))
-        debts = drafter.pending_context_ms(requests.req_ids)
-        depths = budget.plan(
-            NextStep(
-                req_ids=requests.req_ids,
-                context_lens=requests.context_lens,
-                caps=requests.budgets,
-                fixed=fixed,
-                forward_limits=[
-                    min(depth, deepest) if debt < math.inf else 0
-                    for depth, debt in zip(requests.depths, debts, strict=True)
-                ],
-                num_roots=batch.num_roots,
-                root_context=batch.root_context,
-                other_rows=batch.other_rows,
-                other_context=batch.other_context,
-                pending_ms=[0.0 if debt == math.inf else debt for debt in debts],
-            ),
-            found,
-        )
+        # A draft without a forward is as cheap, and as uncertain, as a lookup.
+        is_optional = (drafter.has_lookup or not can_forward) and not any(fixed)
+        skips_lookup = is_optional and budget.lookups.should_skip(len(requests))
+        looked_up = [DraftTree.empty()] * len(requests)
+        if not skips_lookup:
+            looked_up = self._valid(drafter.lookup(requests))
+        pending_ms = drafter.pending_context_ms(requests.req_ids)
+        depths = budget.plan(_next_step(drafter, requests, batch, fixed, pending_ms), looked_up)
         drafter.set_deferred(not budget.expects_drafts)
-        drafted = found
-        count = sum(1 for depth in depths if depth)
-        if count:
+        has_forward = any(depths)
+        if has_forward:
             requests.forward_depths[:] = depths
             if budget.thresholds is not None:
-                thresholds = budget.thresholds
-                # Rows that are reserved cost what they cost: they are filled.
-                min_node_prob = thresholds.node if room is None else 0.0
+                # Reserved rows cost the same without a node: they are filled.
+                min_node_prob = budget.thresholds.node if room is None else 0.0
                 requests = replace(
-                    requests, min_node_prob=min_node_prob, min_level_prob=thresholds.level
+                    requests,
+                    min_node_prob=min_node_prob,
+                    min_level_prob=budget.thresholds.level,
                 )
             show_committed()
-            owes = any(debt and depth for debt, depth in zip(debts, depths, strict=True))
-            if owes or not self._has_forward:
-                # Work of the steps without drafts; as a part of this one's time it would make
-                # drafting look dear where it is rare.
+            is_pending = any(ms and depth for ms, depth in zip(pending_ms, depths, strict=True))
+            if is_pending or not self._has_forward:
+                # Work of steps without drafts. In this draft's time, it would make rare drafts look
+                # expensive.
                 drafter.flush_context()
                 drafter.materialize_context(requests)
                 start = self.clock.mark()
-        elif not deepest:
+        elif not can_forward:
             show_committed()
-        self._has_forward = count > 0
-        if count or not (deepest or rests):
+        self._has_forward = has_forward
+        drafted = looked_up
+        if has_forward or not (can_forward or skips_lookup):
             drafted = self._valid(drafter.propose(requests))
-        depth = sum(depths) / max(count, 1)
-        if count and drafter.levels_run is not None:
-            depth = float(drafter.levels_run)
         trees = budget.trim(drafted)
-        if may_rest and not (rests or count) and budget.saved_ms is not None:
+        if is_optional and not (skips_lookup or has_forward) and budget.saved_ms is not None:
             budget.lookups.observe(budget.saved_ms, (time.perf_counter() - began) * 1e3)
         self.wanted = [
             most if is_fixed else min(tree.num_nodes, most)
@@ -378,18 +371,18 @@ class DraftPlanner:
         ]
         if room is not None:
             trees = [best_nodes(tree, most) for tree, most in zip(drafted, room, strict=True)]
-        for r, (had, tree) in enumerate(zip(drafted, trees, strict=True)):
-            if not tree.num_nodes and r not in self._dropped:
-                reason = "budget" if had.num_nodes or deepest or rests else "no_draft"
-                self.stats.observe_plain("no_context" if debts[r] == math.inf else reason)
-        return trees, (count, depth), start
+        for r, (tree, kept) in enumerate(zip(drafted, trees, strict=True)):
+            if not kept.num_nodes and r not in self._dropped:
+                had_choice = tree.num_nodes or can_forward or skips_lookup
+                reason = "budget" if had_choice else "no_draft"
+                self.stats.observe_plain("no_context" if pending_ms[r] == math.inf else reason)
+        return trees, _forward_size(drafter, depths), start
 
     def _valid(self, trees: list[DraftTree]) -> list[DraftTree]:
-        """The trees, empty ones in place of those that break a rule of trees.
+        """Returns the trees, with an empty tree in place of each invalid one.
 
-        All trees pass here before anything relies on their rules: cutting them to the budget, the
-        attention mask, the walk. One that breaks them would stop the engine or, worse, be verified
-        at wrong positions.
+        All trees pass this check before they are cut to the budget, masked or walked. An invalid
+        tree would stop the engine or, worse, be verified at wrong positions.
         """
         checked = list(trees)
         for r, tree in enumerate(trees):
@@ -403,28 +396,29 @@ class DraftPlanner:
                     tree.validate(self._vocab_size)
                 except ValueError as error:
                     _logger.warning(
-                        "A draft was dropped and its request decoded plainly for a step: %s. This "
-                        "costs speed, never tokens; please report it with the draft head's name. "
-                        "Further ones are counted only, as plain steps of reason invalid_tree.",
+                        "Dropped an invalid draft; its request decodes without drafts for a step: "
+                        "%s. This costs speed, never tokens; please report it with the draft "
+                        "head's name. Later ones are only counted, as plain steps of reason "
+                        "invalid_tree.",
                         error,
                     )
         return checked
 
-    # -- what a step taught ----------------------------------------------------------------
+    # -- observing steps -------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """Call when a step starts."""
         began = self.clock.begin_step()
         if self._now is not None:
-            self.clock.measure(self._now.began, began, partial(self._learn_whole, self._now))
+            self.clock.measure(self._now.began, began, partial(self._observe_total_ms, self._now))
         self._begun += 1
-        # A draft on a device may be over before the host looks at its step.
+        # A draft on a device may end before the host reads its step.
         self._before, self._now = self._now, _Step(began, is_warm=self._begun > _WARM_UP_STEPS)
         self.clock.poll()
 
     @property
     def running(self) -> tuple[_Step | None, _Step | None]:
-        """The step that runs and the one before it, for an `observe` that comes later."""
+        """The running step and the previous one, for a later call of `observe`."""
         return self._now, self._before
 
     def observe(
@@ -434,12 +428,13 @@ class DraftPlanner:
         walked: Any,
         running: tuple[_Step | None, _Step | None] | None = None,
     ) -> None:
-        """Call once a step's trees are walked.
+        """Learns from a step whose trees were walked.
 
         Args:
-            walked: a mark of the clock; None for a step that was not timed. Nothing is learnt of
-                how probable its nodes were either: as many requests take the host a millisecond.
-            running: as it was in that step, where it is over.
+            walked: a mark of the clock; None for a step that was not timed. Such a step does not
+                update node probabilities either, which would take the host a millisecond for many
+                requests.
+            running: `running` of that step if it is over.
         """
         now, before = self.running if running is None else running
         assert now is not None
@@ -455,16 +450,16 @@ class DraftPlanner:
                 sum((count - 1) * length for count, length in rows),
             )
         if before is not None:
-            before.goes_on = now.is_warm and not before.req_ids.isdisjoint(req_ids)
-            self._learn_rest(before)
-        self.clock.measure(now.began, walked, partial(self._learn_verify, now))
+            before.has_successor = now.is_warm and not before.req_ids.isdisjoint(req_ids)
+            self._observe_rest(before)
+        self.clock.measure(now.began, walked, partial(self._observe_verify_ms, now))
         budget = self.adaptive
         if budget is None:
             return
         verified = [
             (req_id, r.tree, r.accepted_path)
             for req_id, r in zip(req_ids, step.requests, strict=True)
-            # Of a step that is over a request may have ended, and is not to come back.
+            # Requests of a step that is over may have ended; the budget must not store them again.
             if r.tree is not None and r.tree.num_nodes and (running is None or self.knows(req_id))
         ]
         if verified:
@@ -475,24 +470,24 @@ class DraftPlanner:
             expected = budget.observe(ids, trees, paths)
             self.stats.observe_prediction(expected, sum(len(path) for path in paths))
 
-    # Times arrive in the order of the clock: a step's verification, its drafting, the whole step.
-    # Only of a step that the host looks at late comes the verification last.
+    # The clock calls these in the order verification, draft, total. For a step that the host reads
+    # late, verification comes last.
 
-    def _learn_verify(self, step: _Step, milliseconds: float) -> None:
+    def _observe_verify_ms(self, step: _Step, milliseconds: float) -> None:
         step.verify_ms = milliseconds
         if step.has_trees:
             self.stats.observe_ms("verify", milliseconds)
         if self.adaptive is not None and step.is_warm and step.shape is not None:
-            rows, context, more_context = step.shape
+            rows, context, node_context = step.shape
             self.adaptive.costs.observe_verify(
-                rows, rows, context, milliseconds, more_context, has_trees=step.has_trees
+                rows, rows, context, milliseconds, node_context, has_trees=step.has_trees
             )
-        self._learn_rest(step)
+        self._observe_rest(step)
 
-    def _learn_draft(
+    def _observe_draft_ms(
         self,
         step: _Step | None,
-        # requests and mean depth
+        # number of requests and mean depth
         forward: tuple[int, float],
         milliseconds: float,
     ) -> None:
@@ -503,32 +498,68 @@ class DraftPlanner:
         if self.adaptive is not None and step.is_warm:
             self.adaptive.costs.observe_draft(*forward, milliseconds)
 
-    def _learn_whole(self, step: _Step, milliseconds: float) -> None:
-        step.whole_ms = milliseconds
-        self._learn_rest(step)
+    def _observe_total_ms(self, step: _Step, milliseconds: float) -> None:
+        step.total_ms = milliseconds
+        self._observe_rest(step)
 
-    def _learn_rest(self, step: _Step) -> None:
-        """Once it is known how long the step and its verification took and whether another one
-        followed at once."""
-        whole, verify = step.whole_ms, step.verify_ms
-        if self.adaptive is None or whole is None or verify is None:
+    def _observe_rest(self, step: _Step) -> None:
+        """Observes the time outside verification and draft, once all of it is known and the next
+        step has followed at once."""
+        total, verify = step.total_ms, step.verify_ms
+        if self.adaptive is None or total is None or verify is None:
             return
-        if step.goes_on and not step.is_learnt:
-            step.is_learnt = True
-            rest = whole - verify - step.draft_ms
+        if step.has_successor and not step.has_rest:
+            step.has_rest = True
+            rest = total - verify - step.draft_ms
             self.adaptive.costs.observe_rest(rest, has_trees=step.has_trees)
 
 
+def _next_step(
+    drafter: Drafter,
+    requests: DraftRequests,
+    batch: Batch,
+    fixed: list[bool],
+    pending_ms: list[float],
+) -> NextStep:
+    """Returns the batch as the budget plans it, before any draft forward."""
+    deepest = drafter.forward_depth
+    return NextStep(
+        req_ids=requests.req_ids,
+        context_lens=requests.context_lens,
+        caps=requests.budgets,
+        fixed=fixed,
+        forward_limits=[
+            min(depth, deepest) if ms < math.inf else 0
+            for depth, ms in zip(requests.depths, pending_ms, strict=True)
+        ],
+        num_roots=batch.num_roots,
+        root_context=batch.root_context,
+        other_rows=batch.other_rows,
+        other_context=batch.other_context,
+        pending_ms=[0.0 if ms == math.inf else ms for ms in pending_ms],
+    )
+
+
+def _forward_size(drafter: Drafter, depths: Sequence[int]) -> tuple[int, float]:
+    """Returns the number of requests and the mean depth of the draft forward that ran last."""
+    count = sum(1 for depth in depths if depth)
+    if count and drafter.levels_run is not None:
+        return count, float(drafter.levels_run)
+    return count, sum(depths) / max(count, 1)
+
+
 def best_nodes(tree: DraftTree, most: int) -> DraftTree:
-    """The `most` nodes of highest score, in their old order: no node scores more than its parent,
-    and of equals the first are taken."""
+    """Returns the tree of the `most` nodes with the highest scores, in their old order.
+
+    No node scores more than its parent, and the first of equal nodes are kept.
+    """
     if tree.num_nodes <= most:
         return tree
     return tree.subset(np.sort(np.argsort(-tree.scores, kind="stable")[:most]).tolist())
 
 
 def step_metrics(options: Any) -> SpecPlugMetrics:
-    """The metrics of a runner with this speculative config; the first rank reports."""
+    """Returns the metrics of a runner with this speculative config; the first rank reports."""
     return SpecPlugMetrics(
         head=options.head_path or str(options.plugin_method),
         log_interval_s=envs.VLLM_LOG_STATS_INTERVAL,

@@ -336,10 +336,10 @@ def _at_rest(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
     for _ in range(60):
         requests, batch = requests_of(planner, [None] * count)
         batch.req_ids = list(requests.req_ids)
-        assert not planner.rests(batch.req_ids)
+        assert not planner.should_skip(batch.req_ids)
         planner.begin_step()
         planner.draft(drafter, requests, batch)
-        if planner._resting:
+        if planner._skippable:
             return list(batch.req_ids)
         planner.stats.drain()
     raise AssertionError("never at rest")
@@ -353,10 +353,10 @@ def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> 
     planner.stats.drain()
     asked = len(drafter.asked)
     rested = 0
-    while planner.rests(ids):
+    while planner.should_skip(ids):
         rested += 1
-        assert planner.is_resting
-    assert rested == 7 and not planner.is_resting and len(drafter.asked) == asked
+        assert planner.is_skipping
+    assert rested == 7 and not planner.is_skipping and len(drafter.asked) == asked
     assert planner.stats.plain_steps == {"budget": 3 * 7}
 
 
@@ -371,12 +371,12 @@ def test_another_batch_ends_the_rest(change: str) -> None:
         _at_rest(planner, _LookingDrafter())
         assert planner.adaptive is not None and planner.adaptive.lookups.is_skipping
         return
-    assert planner.rests(ids)
+    assert planner.should_skip(ids)
     if change == "ended":
         planner.forget(["r1"])
-        assert not planner.rests(ids)
+        assert not planner.should_skip(ids)
     else:
-        assert not planner.rests([*ids, "r9"] if change == "joined" else ids[:-1])
+        assert not planner.should_skip([*ids, "r9"] if change == "joined" else ids[:-1])
     assert planner.stats.plain_steps["budget"] == 3 + 3
 
 
