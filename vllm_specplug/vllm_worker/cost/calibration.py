@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times of target and draft forwards on this machine, taken once and kept on disk.
+"""Measures target and draft forwards on this machine once and stores their times on disk.
 
 Dummy forwards of the loaded model give the shape of the curves: where rows are nearly free and
-where they start to cost. Their level need not be exact, real steps correct it while serving.
-Where workers split the target, among tensor parallel ranks or replicas of a mixture-of-experts
-target, every forward is a collective and all must run the same ones: the first worker's clock and
-its cached file decide how many, and its times are what all use.
+where they start to cost. Their level need not be exact, because real steps correct it.
+
+If workers split the target, as tensor parallel ranks or as replicas of a mixture-of-experts target,
+every forward is a collective that all of them must run. The first worker's clock and cached file
+decide how many forwards run, and all workers use its times.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -47,39 +49,56 @@ TIME_LIMIT_S = 5.0
 _PASSES = 5
 _MAX_NOISE = 1.3
 _MAX_FALL = 1.05
-# In the order they are first measured, for when time runs out: with the first two, sizes between
-# them look a little too expensive rather than too cheap.
+# In the order of measurement, as time may run out. With only the first two, sizes between them look
+# a little too expensive rather than too cheap.
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
-# Of a device, where more rows are still worth their time.
+# On a device, more rows are still worth their time.
 _DEVICE_ROWS = (*_ROWS, 512, 1024, 384, 192, 768)
-# Calls that are timed together on a device, behind one that hides the host's part of them, as in
-# steps that are scheduled ahead.
+# Calls that are timed together on a device. An untimed call before them hides the host's work, as
+# in steps that are scheduled ahead.
 _DEVICE_CALLS = 3
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
-# Whether rows are timed as those of trees, whose context is read once.
+# Whether rows are timed as rows of trees, whose context is read once.
 _TREES_ATTEND = True
-_MIN_ATTENTION_SPAN = 256
+_LONG_CONTEXT = 2048
+_MIN_CONTEXT_SPAN = 256
 
 
 class CalibrationError(RuntimeError):
-    """Step costs could not be measured on some worker; raised on all of them."""
+    """Step costs could not be measured on some worker. Every worker raises it."""
 
 
 class TargetForwardError(RuntimeError):
-    """A forward of the target failed on some worker; raised on all of them."""
+    """A forward of the target failed on some worker. Every worker raises it."""
+
+
+@dataclass(frozen=True)
+class _ContextProbe:
+    """Forwards of equal rows over a near and a far context, which differ by the context's cost."""
+
+    # rows, or trees
+    count: int
+    # tokens of context
+    near: int
+    far: int
+
+    @property
+    def extra_tokens(self) -> int:
+        """Tokens that the far forward attends beyond the near one."""
+        return self.count * (self.far - self.near)
 
 
 class Calibrator:
     """Measures one runner's forwards.
 
-    All of them once, then all of them again, a few times, the best time of each counting: a machine
-    that is busy for a second then spoils one time of each and not all times of one.
+    It measures all of them several times in turn and takes the best time of each. A machine that is
+    busy for a second then spoils one time of each forward, not all times of one forward.
 
     Args:
-        state: of a tree runner, ready to serve, with no requests.
-        share: replaces values by those of the first worker.
-        any_failed: whether something failed on any worker, given what failed here.
+        state: view of a tree runner that is ready to serve, with no requests.
+        share: replaces values by the first worker's.
+        any_failed: returns whether any worker failed, given this worker's exception.
     """
 
     def __init__(
@@ -94,7 +113,7 @@ class Calibrator:
         self.any_failed = any_failed
         self.time_limit_s = time_limit_s
         self.start = time.perf_counter()
-        # By what was timed, milliseconds of each pass.
+        # (part, size) of a forward -> milliseconds of each pass
         self._times: dict[tuple[str, float], list[float]] = {}
         self._calls = 1 if state.is_host else _DEVICE_CALLS
 
@@ -106,75 +125,80 @@ class Calibrator:
         return median(median(times) / max(min(times), 1e-4) for times in later) > _MAX_NOISE
 
     def measure(self) -> Calibration:
-        """Times by rows, by context, and of the draft forward.
+        """Returns times by rows, by context, and of the draft forward.
 
         Raises:
-            CalibrationError: on every worker, when a draft failed on any.
-            TargetForwardError: likewise, when a forward of the target did.
+            CalibrationError: on every worker, if a draft failed on any.
+            TargetForwardError: on every worker, if a forward of the target failed on any.
         """
-        longest = self.state.max_model_len
-        context = max(1, min(_SHORT_CONTEXT, longest - 1))
-        # The first forward of a process allocates; it is not counted.
-        self._together_on_target(lambda: self.state.dummy_forward(1, context))
+        context = max(1, min(_SHORT_CONTEXT, self.state.max_model_len - 1))
+        # The first forward of a process allocates memory, so its time does not count.
+        self._run_target(lambda: self.state.dummy_forward(1, context))
         sizes: list[int] = []
         for rows in filter(self._fits, self._sizes()):
-            # Early enough for at least two more passes.
+            # Stop early enough for at least two more passes.
             if len(sizes) >= 2 and self._has_passed(0.25):
                 break
-            self._time_forward("rows", rows, min(max(context, rows), longest))
+            self._time_rows(rows, context)
             sizes.append(rows)
-        warmups = self._warmups()
-        most = min(longest, 2048)
-        span = most - context if most - context >= _MIN_ATTENTION_SPAN else 0
-        probe_rows = min(_CONTEXT_ROWS, self.state.max_rows)
-        tree_rows = self.state.drafter_options.num_nodes + 1
-        trees = min(_CONTEXT_ROWS, self.state.max_requests, self.state.max_rows // tree_rows)
-        # Their rows attend each other.
-        short = max(context, tree_rows)
-        tree_span = max(0, most - short)
-        # Layers with a state take rows of trees only beside their states.
-        if self.state.is_host or self.state.state_layers.names or tree_span < _MIN_ATTENTION_SPAN:
-            trees = 0
+        drafts = self._draft_sizes()
+        row_probe, tree_probe = self._row_probe(context), self._tree_probe(context)
         passes = 0
-        # Never a single one: it may have been interrupted.
+        # At least two: one alone may have been interrupted.
         while passes < 2 or (passes < _PASSES and not self._has_passed(1.0)):
             if passes:
                 for rows in sizes:
-                    self._time_forward("rows", rows, min(max(context, rows), longest))
-            for count, reach in warmups:
-                self._time_draft(count, reach)
-            if span:
-                self._time_forward("near", probe_rows, context)
-                self._time_forward("far", probe_rows, most)
-            if trees:
-                self._time_trees("near trees", trees, short)
-                self._time_trees("far trees", trees, most)
+                    self._time_rows(rows, context)
+            for num_requests, depth in drafts:
+                self._time_draft(num_requests, depth)
+            if row_probe is not None:
+                self._time_forward("near", row_probe.count, row_probe.near)
+                self._time_forward("far", row_probe.count, row_probe.far)
+            if tree_probe is not None:
+                self._time_trees("near trees", tree_probe.count, tree_probe.near)
+                self._time_trees("far trees", tree_probe.count, tree_probe.far)
             passes += 1
-        return self._calibration(probe_rows * span, trees * tree_span)
+        return self._calibration(row_probe, tree_probe)
+
+    def _row_probe(self, context: int) -> _ContextProbe | None:
+        """Returns the probe for rows; None if the model's length has no room for one."""
+        far = min(self.state.max_model_len, _LONG_CONTEXT)
+        if far - context < _MIN_CONTEXT_SPAN:
+            return None
+        return _ContextProbe(min(_CONTEXT_ROWS, self.state.max_rows), context, far)
+
+    def _tree_probe(self, context: int) -> _ContextProbe | None:
+        """Returns the probe for trees; None on a host, for layers with a recurrent state, which
+        take rows of trees only with their states, and if there is no room for one."""
+        far = min(self.state.max_model_len, _LONG_CONTEXT)
+        tree_rows = self.state.drafter_options.num_nodes + 1
+        # Rows of a tree attend each other.
+        near = max(context, tree_rows)
+        trees = min(_CONTEXT_ROWS, self.state.max_requests, self.state.max_rows // tree_rows)
+        if self.state.is_host or self.state.state_layers.names or far - near < _MIN_CONTEXT_SPAN:
+            return None
+        return _ContextProbe(trees, near, far) if trees else None
 
     def _sizes(self) -> tuple[int, ...]:
-        """Rows to time, the most telling first."""
+        """Returns the numbers of rows to time, the most informative first."""
         if self.state.is_host:
             return _ROWS
-        # vLLM's memory profile had the logits of no larger step.
+        # vLLM's memory profile included the logits of no larger step.
         most = self.state.max_requests * (self.state.drafter_options.num_nodes + 1)
         limit = self.state.vllm_config.speculative_config.max_step_rows or most
         return tuple(rows for rows in _DEVICE_ROWS if rows <= min(most, limit))
 
     def _fits(self, rows: int) -> bool:
-        """Whether vLLM's dummy batch of that many rows fits the block tables, which have room for
-        the model's length: kernels would read past their end."""
+        """Returns whether vLLM's dummy batch of `rows` fits the block tables, which have room for
+        the model's length. Kernels would read past their end."""
         requests = min(rows, self.state.max_requests)
         longest = rows // requests + rows % requests
         return rows <= self.state.max_rows and longest <= self.state.max_model_len
 
-    def _calibration(self, attended: int, attended_by_trees: int) -> Calibration:
-        """Values broadcast from the first worker.
-
-        Args:
-            attended: tokens that the rows of "far" forwards attend more than those of "near" ones.
-            attended_by_trees: the same of trees, each counted once.
-        """
+    def _calibration(
+        self, row_probe: _ContextProbe | None, tree_probe: _ContextProbe | None
+    ) -> Calibration:
+        """Returns the best times, broadcast from the first worker."""
         keys = list(self._times)
         best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
         by_part: dict[str, dict[float, float]] = {}
@@ -184,14 +208,14 @@ class Calibrator:
         draft = by_part.get("draft", {1.0: 0.05})
         draft_rows = tuple(sorted(draft))
 
-        def longer_ms(near: str, far: str) -> float:
-            (short,), (long,) = by_part[near].values(), by_part[far].values()
-            return max(0.0, long - short)
+        def token_ms(near: str, far: str, probe: _ContextProbe) -> float:
+            (near_ms,), (far_ms,) = by_part[near].values(), by_part[far].values()
+            return max(0.0, far_ms - near_ms) / probe.extra_tokens
 
-        context_ms = longer_ms("near", "far") / attended if attended else 0.0
+        context_ms = 0.0 if row_probe is None else token_ms("near", "far", row_probe)
         attention_ms = context_ms
-        if "far trees" in by_part:
-            tree_ms = longer_ms("near trees", "far trees") / attended_by_trees
+        if tree_probe is not None:
+            tree_ms = token_ms("near trees", "far trees", tree_probe)
             nodes = self.state.drafter_options.num_nodes
             attention_ms = max(0.0, tree_ms - context_ms) / nodes
         return Calibration(
@@ -211,12 +235,14 @@ class Calibrator:
     def _note(self, part: str, rows: float, elapsed_ms: float) -> None:
         self._times.setdefault((part, rows), []).append(elapsed_ms)
 
-    def together(self, call: Callable[[], object], calls: int = 1) -> float:
-        """Milliseconds that a `call` took here; the workers part only once it succeeded on all.
+    def run(self, call: Callable[[], object], calls: int = 1) -> float:
+        """Returns the milliseconds of a `call` on this worker, once it succeeded on all.
 
         Args:
-            calls: to time one after the other, behind one more that is not timed where there are
-                several.
+            calls: number of calls to time in a row; more than one follow an untimed call.
+
+        Raises:
+            CalibrationError: on every worker, if it failed on any.
         """
         elapsed_ms = 0.0
         failure: Exception | None = None
@@ -232,7 +258,7 @@ class Calibrator:
         return elapsed_ms
 
     def _timed(self, call: Callable[[], object], calls: int) -> float:
-        """Milliseconds of a call, on average over some in a row."""
+        """Returns the mean milliseconds of `calls` calls in a row."""
         if calls > 1:
             call()
         clock = self.state.clock
@@ -243,121 +269,139 @@ class Calibrator:
         self.state.wait_for_device()
         return clock.between(start, end) / calls
 
-    def _together_on_target(self, call: Callable[[], object]) -> float:
-        """`together`, of what the engine cannot serve without."""
+    def _run_target(self, call: Callable[[], object]) -> float:
+        """`run` for a forward of the target, without which the engine cannot serve."""
         try:
-            return self.together(call, self._calls)
+            return self.run(call, self._calls)
         except CalibrationError as error:
             raise TargetForwardError(
                 f"A forward of the target failed while step costs were measured ({error}); it "
                 "would fail while serving"
             ) from error.__cause__
 
-    def _time_forward(self, part: str, rows: int, context: int) -> None:
-        """One forward of the target, and the logits of its rows."""
+    def _time_rows(self, rows: int, context: int) -> None:
+        """Times a forward of `rows` and the logits of all of them."""
+        context = min(max(context, rows), self.state.max_model_len)
+        hidden = self._time_forward("rows", rows, context)
+        logits = partial(self.state.logits, hidden[:rows])
+        self._note("rows logits", float(rows), self._run_target(logits))
+
+    def _time_forward(self, part: str, rows: int, context: int) -> torch.Tensor:
+        """Times a forward of the target and returns its hidden states."""
         hidden: list[torch.Tensor] = []
 
         def forward() -> None:
             hidden[:] = [self.state.tree_forward(rows, context)]
 
-        def logits() -> None:
-            self.state.logits(hidden[0][:rows])
-
-        self._note(part, float(rows), self._together_on_target(forward))
-        if part == "rows":
-            self._note("rows logits", float(rows), self._together_on_target(logits))
+        self._note(part, float(rows), self._run_target(forward))
+        return hidden[0]
 
     def _time_trees(self, part: str, trees: int, context: int) -> None:
         forward = partial(self.state.trees_forward, trees, context)
-        self._note(part, float(trees), self._together_on_target(forward))
+        self._note(part, float(trees), self._run_target(forward))
 
-    def _warmups(self) -> list[tuple[int, int]]:
-        """Requests and depth of the draft forwards to time; empty when the method has none."""
+    def _draft_sizes(self) -> list[tuple[int, int]]:
+        """Returns number of requests and depth of each draft forward to time; none if the method
+        has no draft forward."""
         depth = self.state.drafter.forward_depth
         if not depth:
             return []
         most = self.state.max_requests
         counts = sorted({1, min(4, most), min(16, most)})
-        found = [(count, depth) for count in counts]
-        if depth == 1:
-            return found
-        # By level a shallow draft for many costs less than a deep one for few.
-        shallow = counts if self.state.drafter.drafts_by_level else [1]
-        return [*found, *((count, 1) for count in shallow)]
+        sizes = [(count, depth) for count in counts]
+        if depth > 1:
+            # By level, a shallow draft for many requests costs less than a deep one for few.
+            shallow = counts if self.state.drafter.drafts_by_level else [1]
+            sizes += [(count, 1) for count in shallow]
+        return sizes
 
-    def _time_draft(self, count: int, reach: int) -> None:
-        """One draft forward of `count` dummy requests."""
+    def _time_draft(self, num_requests: int, depth: int) -> None:
+        """Times a draft forward of dummy requests."""
         drafter = self.state.drafter
-        # Heads that draft by levels expand a few nodes in each where the budget is adaptive.
-        nodes = 2 * reach if drafter.drafts_by_level else None
-        rows = float(draft_rows(count, reach, drafter.drafts_by_level))
-        with dummy_requests(self.state, count, reach, nodes=nodes) as requests:
-            draft_ms = self.together(lambda: self.state.draft(requests), self._calls)
+        # Under an adaptive budget, heads that draft by level expand a few nodes in each.
+        nodes = 2 * depth if drafter.drafts_by_level else None
+        rows = float(draft_rows(num_requests, depth, drafter.drafts_by_level))
+        with dummy_requests(self.state, num_requests, depth, nodes=nodes) as requests:
+            draft_ms = self.run(lambda: self.state.draft(requests), self._calls)
             self._note("draft", rows, draft_ms)
 
 
 def calibrate(
     state: RunnerView, share: Share, is_first_rank: bool, any_failed: Agree = bool
 ) -> Calibration:
-    """The calibration of this runner: the cached one, or a new one that is then cached.
+    """Returns the calibration of this runner: the cached one, or a new one, which it caches.
 
     Raises:
-        CalibrationError: on every worker, when a draft failed on any, or dummy adapters did.
-        TargetForwardError: likewise, when a forward of the target did.
+        CalibrationError: on every worker, if a draft failed on any, or the creation of dummy
+            adapters.
+        TargetForwardError: on every worker, if a forward of the target failed on any.
     """
     try:
         path = cache_dir() / "calibration" / f"{_digest(state)}.json"
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # a user without a home directory
         path = None
     cached = _read(path) if is_first_rank and path is not None else None
     if cached is not None and _falls(cached):
         cached = None
-    values = [0.0] if cached is None else [1.0, *_flat(cached)]
-    # All take the first worker's file; theirs may be another machine's or missing.
-    size = int(share([float(len(values))])[0])
-    shared = share((values + [0.0] * size)[:size])
-    if shared[0]:
-        calibration = _unflat(shared[1:])
+    shared = _share_calibration(cached, share)
+    if shared is not None:
         logger.info("Tree budget: step costs from an earlier calibration (%s)", path)
-        return calibration
+        return shared
     start = time.perf_counter()
     calibrator = Calibrator(state, share, any_failed)
     with ExitStack() as stack:
-        # Making them takes memory, which one worker may lack.
-        calibrator.together(lambda: stack.enter_context(state.dummy_adapters()))
+        # Adapters take memory, which one worker may lack.
+        calibrator.run(lambda: stack.enter_context(state.dummy_adapters()))
         calibration = calibrator.measure()
     if is_first_rank:
-        stored = "not stored"
-        if calibrator.is_noisy:
-            stored += ", the machine was busy"
-        elif _falls(calibration):
-            stored += ", fewer rows took longer than more"
-        elif path is not None:
-            _write(path, calibration)
-            stored = f"stored in {path}"
-        times = ", ".join(
-            f"{a + b:.1f} ms at {int(r)}"
-            for r, a, b in zip(
-                calibration.rows, calibration.forward_ms, calibration.logits_ms, strict=True
-            )
-        )
-        logger.info(
-            "Tree budget: measured step costs in %.1f s (rows: %s); %s",
-            time.perf_counter() - start,
-            times,
-            stored,
-        )
+        elapsed_s = time.perf_counter() - start
+        stored = _store(path, calibration, calibrator.is_noisy)
+        _log(calibration, elapsed_s, stored)
     return calibration
 
 
-def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
-    """Measures step costs for an adaptive budget; nothing where it is fixed. Call once the model is
-    ready to serve.
+def _share_calibration(cached: Calibration | None, share: Share) -> Calibration | None:
+    """Returns the first worker's cached calibration on all workers; None if it has none. The file
+    of another worker may be missing or another machine's."""
+    text = b"" if cached is None else json.dumps(cached.to_json()).encode()
+    size = int(share([float(len(text))])[0])
+    if not size:
+        return None
+    # `share` takes numbers: the bytes of the text.
+    shared = share([float(byte) for byte in text.ljust(size)[:size]])
+    return Calibration.from_json(json.loads(bytes(int(byte) for byte in shared)))
 
-    Where they cannot be measured on some worker, the budget is fixed on all.
+
+def _store(path: Path | None, calibration: Calibration, is_noisy: bool) -> str:
+    """Stores a calibration that is worth keeping and returns, for the log, where or why not."""
+    if is_noisy:
+        return "not stored, the machine was busy"
+    if _falls(calibration):
+        return "not stored, fewer rows took longer than more"
+    if path is None:
+        return "not stored"
+    _write(path, calibration)
+    return f"stored in {path}"
+
+
+def _log(calibration: Calibration, elapsed_s: float, stored: str) -> None:
+    rows, forward_ms, logits_ms = calibration.rows, calibration.forward_ms, calibration.logits_ms
+    times = ", ".join(
+        f"{forward + logits:.1f} ms at {int(count)}"
+        for count, forward, logits in zip(rows, forward_ms, logits_ms, strict=True)
+    )
+    logger.info(
+        "Tree budget: measured step costs in %.1f s (rows: %s); %s", elapsed_s, times, stored
+    )
+
+
+def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
+    """Measures step costs for an adaptive budget. Call it once the model is ready to serve.
+
+    If any worker cannot measure them, the budget is fixed on all.
 
     Raises:
-        TargetForwardError: on every worker, when a forward of the target failed on any.
+        TargetForwardError: on every worker, if a forward of the target failed on any.
     """
     if not planner.is_adaptive:
         return
@@ -380,18 +424,18 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
 
 
 def _falls(calibration: Calibration) -> bool:
-    """Whether some rows took clearly longer than more of them, as on a machine that is busy."""
-    c = calibration
-    times = [a + b for a, b in zip(c.forward_ms, c.logits_ms, strict=True)]
+    """Returns whether some rows took clearly longer than more rows, as on a busy machine."""
+    pairs = zip(calibration.forward_ms, calibration.logits_ms, strict=True)
+    times = [forward + logits for forward, logits in pairs]
     return any(ms > _MAX_FALL * min(times[i:]) for i, ms in enumerate(times))
 
 
 def _digest(state: RunnerView) -> str:
-    """Everything that changes the times, as a file name."""
+    """Returns a file name that depends on everything that changes the times."""
     config = state.vllm_config
     spec = config.speculative_config
     factors = [
-        # How it is measured.
+        # The way of measuring.
         _DEVICE_ROWS,
         _DEVICE_CALLS,
         _PASSES,
@@ -459,43 +503,9 @@ def _read(path: Path) -> Calibration | None:
 def _write(path: Path, calibration: Calibration) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place, so that an engine that starts meanwhile never reads half a file.
+        # Renamed into place, so that another engine never reads half a file.
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
             json.dump(calibration.to_json(), stream, indent=1)
         os.replace(stream.name, path)
     except OSError as error:
         logger.warning("Tree budget: step costs could not be stored: %s", error)
-
-
-def _flat(calibration: Calibration) -> list[float]:
-    """The calibration as a list of numbers, for a broadcast."""
-    c = calibration
-    counts = (float(len(c.rows)), float(len(c.draft_rows)))
-    return [
-        *counts,
-        c.context_ms,
-        c.attention_ms,
-        *c.rows,
-        *c.forward_ms,
-        *c.logits_ms,
-        *c.draft_rows,
-        *c.draft_ms,
-    ]
-
-
-def _unflat(values: list[float]) -> Calibration:
-    num_rows, num_draft = int(values[0]), int(values[1])
-    rest = iter(values[4:])
-
-    def take(count: int) -> tuple[float, ...]:
-        return tuple(next(rest) for _ in range(count))
-
-    return Calibration(
-        rows=take(num_rows),
-        forward_ms=take(num_rows),
-        logits_ms=take(num_rows),
-        context_ms=values[2],
-        attention_ms=values[3],
-        draft_rows=take(num_draft),
-        draft_ms=take(num_draft),
-    )
