@@ -441,10 +441,8 @@ class DeviceSpeculator(TreeSpeculator):
         least = [self.len_lower_bound[req_id] for req_id in req_ids]
         tokens = np.where(is_decoding, least, ends)
         batch = Batch(int(is_decoding.sum()), int(tokens[is_decoding].sum()))
-        for start, prompt in zip(ends[~is_decoding], prompts[~is_decoding], strict=True):
-            rows = max(0, min(int(prompt - start), self.max_num_tokens - batch.num_roots))
-            batch.other_rows += rows
-            batch.other_context += rows * (int(start) + rows // 2)
+        for end, prompt in zip(ends[~is_decoding], prompts[~is_decoding], strict=True):
+            batch.add_prompt(int(end), int(prompt - end), self.max_num_tokens)
         rows = np.flatnonzero(budgets).tolist()
         plan = None
         if rows:
@@ -471,14 +469,7 @@ class DeviceSpeculator(TreeSpeculator):
         for i, req_id in enumerate(input_batch.req_ids):
             if not is_decoding[i]:
                 continue
-            if req_id in self.plain:
-                self.stats.observe_plain(self.plain[req_id])
-                continue
-            nodes, reason = self.planner.nodes_for(
-                req_id, self.extra_args.get(req_id), int(ends[i]), running
-            )
-            if nodes > most:
-                nodes, reason = most, "batch"
+            nodes, reason = self._max_nodes(req_id, int(ends[i]), running, most)
             if nodes < 1:
                 self.stats.observe_plain(reason)
             budgets[i] = max(nodes, 0)

@@ -364,29 +364,31 @@ class TreeSpeculator(BaseSpeculator):
         tensors = (to_device(array, self.device) for array in arrays)
         return self.store.put(input_batch.idx_mapping, *tensors)
 
+    def _max_nodes(
+        self, req_id: str, num_tokens: int, num_running: int, most: int
+    ) -> tuple[int, str]:
+        """Returns the maximum nodes of a request's tree, at most `most`, and the reason if that is
+        0."""
+        if req_id in self.plain:
+            return 0, self.plain[req_id]
+        nodes, reason = self.planner.nodes_for(
+            req_id, self.extra_args.get(req_id), num_tokens, num_running
+        )
+        return (most, "batch") if nodes > most else (nodes, reason)
+
     def _draft_requests(self, batch: list[HostRequest], most: int) -> tuple[DraftRequests, Batch]:
         """Returns the requests to draft for, each with its limits (at most `most` nodes), and the
         rest of the next step."""
-        requests, others = DraftRequests(), Batch()
-        running = sum(1 for request in batch if request.is_decoding)
+        requests = DraftRequests()
+        others = Batch(num_roots=sum(1 for request in batch if request.is_decoding))
         for request in batch:
             num_tokens = len(request.token_ids)
             if not request.is_decoding:
                 done = request.num_computed
-                rows = max(0, min(num_tokens - done, self.max_num_tokens - running))
-                others.other_rows += rows
-                others.other_context += rows * (done + rows // 2)
+                others.add_prompt(done, num_tokens - done, self.max_num_tokens)
                 continue
-            others.num_roots += 1
             others.root_context += num_tokens
-            if request.req_id in self.plain:
-                self.stats.observe_plain(self.plain[request.req_id])
-                continue
-            nodes, reason = self.planner.nodes_for(
-                request.req_id, self.extra_args.get(request.req_id), num_tokens, running
-            )
-            if nodes > most:
-                nodes, reason = most, "batch"
+            nodes, reason = self._max_nodes(request.req_id, num_tokens, others.num_roots, most)
             # The next step always emits one token besides the accepted drafts.
             longest = min(self.max_model_len, request.max_len)
             depth = min(longest - num_tokens - 1, nodes)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptive budget where a host learns of trees after it has launched the step behind them.
+"""The adaptive budget for a host that reads trees after it has launched their verification.
 
-What it decides before a draft forward rests on the lookups of an earlier step; what it decides on
-trees, once copies of them have come, is the reservation of a step that is not scheduled yet. In
-between, trees fill the rows that were reserved for them (`drafting.reserved_rows`).
+Before a draft forward it decides from the lookups of an earlier step. Once copies of the trees have
+arrived, it decides the reservation of a step that is not scheduled yet. Until then, trees fill the
+rows that were reserved for them (`drafting.reserved_rows`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _EMPTY = DraftTree.empty()
 
 
 class LateBudget:
-    """Applies a planner's adaptive budget to trees that come later.
+    """Applies a planner's adaptive budget to trees that the host reads later.
 
     Args:
-        deepest: deepest node of a draft forward; 0 when the method has none.
+        deepest: maximum depth of a draft forward; 0 if the method has none.
     """
 
     def __init__(self, planner: DraftPlanner, deepest: int) -> None:
         self.planner = planner
         self.deepest = deepest
-        # The latest trees of lookups that the host has seen, by running request.
-        self._found: dict[str, DraftTree] = {}
+        # The latest lookup trees that the host has read, by running request.
+        self._lookups: dict[str, DraftTree] = {}
 
     @property
     def budget(self) -> AdaptiveBudget:
@@ -42,15 +42,15 @@ class LateBudget:
         self,
         # [R] requests that may draft
         req_ids: Sequence[str],
-        # [R] about how many tokens each has
+        # [R] approximate number of tokens
         context_lens: Sequence[int],
-        # [R] most nodes of each tree
+        # [R] maximum nodes of each tree
         caps: Sequence[int],
-        # [R] deepest node worth drafting
+        # [R] maximum useful depth
         depths: Sequence[int],
         batch: Batch,
     ) -> Plan:
-        """How deep a draft forward goes for each request, `Plan.depths`."""
+        """Returns the plan with the depth of the draft forward for each request, `Plan.depths`."""
         step = NextStep(
             req_ids=req_ids,
             context_lens=context_lens,
@@ -63,7 +63,7 @@ class LateBudget:
             other_context=batch.other_context,
         )
         budget = self.budget
-        budget.plan(step, [self._found.get(req_id, _EMPTY) for req_id in req_ids])
+        budget.plan(step, [self._lookups.get(req_id, _EMPTY) for req_id in req_ids])
         plan, budget.planned = budget.planned, None
         assert plan is not None
         return plan
@@ -71,26 +71,26 @@ class LateBudget:
     def wanted(
         self,
         plan: Plan,
-        # [R] whole, as if there was room for all
+        # [R] as drafted, not cut to the reserved rows
         trees: Sequence[DraftTree],
         # [R] trees of lookups only
-        found: Sequence[DraftTree],
+        lookups: Sequence[DraftTree],
         # [R] nodes of each that had a row
         room: Sequence[int],
     ) -> dict[str, int]:
-        """Nodes that were worth their cost, by request; of requests that ended meanwhile none."""
+        """Returns the nodes that were worth their cost, by running request."""
         step, stats = plan.step, self.planner.stats
         running = [self.planner.knows(req_id) for req_id in step.req_ids]
         for r, is_running in enumerate(running):
             if is_running:
-                self._found[step.req_ids[r]] = found[r]
+                self._lookups[step.req_ids[r]] = lookups[r]
             else:
                 plan.exclude(r)
-        trees, found = (
+        trees, lookups = (
             [tree if is_running else _EMPTY for tree, is_running in zip(some, running, strict=True)]
-            for some in (trees, found)
+            for some in (trees, lookups)
         )
-        kept = self.budget.trim_late(plan, trees, found)
+        kept = self.budget.trim_late(plan, trees, lookups)
         wanted: dict[str, int] = {}
         for r, req_id in enumerate(step.req_ids):
             if not running[r]:
@@ -107,6 +107,6 @@ class LateBudget:
         return wanted
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Drops requests that are not running any more."""
+        """Drops requests that no longer run."""
         for req_id in req_ids:
-            self._found.pop(req_id, None)
+            self._lookups.pop(req_id, None)

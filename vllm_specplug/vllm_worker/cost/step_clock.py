@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the phases of a step took, without ever waiting for the device.
+"""Clocks that time the phases of a step without waiting for the device.
 
-A mark is a moment on the clock of whatever computes. The host reads its own at once. On a device it
-is an event among the kernels of its stream: the time between two of them is known when the device
-has passed both, as a rule one step later, and is asked for only then.
+A mark is a moment on the clock of the device that computes. A host reads its own clock at once. On
+a GPU a mark is an event among the kernels of a stream. The time between two events is known once
+the device has passed both, usually one step later, and the clock reads it only then.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 Use = Callable[[float], None]
 
-# A device this many spans behind gets no more of them timed until it has caught up.
-_MOST_PENDING = 64
-# After these steps of a device only every so many-th is timed: its five events and what is learnt
-# from them take the host a quarter of a millisecond.
+# Maximum number of measurements that wait for the device. More are dropped.
+_MAX_PENDING = 64
+# On a device, all of the first steps are timed and then one in `_TIMED_EVERY`. The five events of a
+# step and their evaluation take the host a quarter of a millisecond.
 _FIRST_TIMED, _TIMED_EVERY = 64, 4
 
 
@@ -28,28 +28,28 @@ class StepClock(ABC):
 
     @abstractmethod
     def mark(self) -> Any:
-        """This moment; None in a step that is not timed."""
+        """Returns this moment; None in a step that is not timed."""
 
     def begin_step(self) -> Any:
-        """The moment at which a step begins and the one before it ends."""
+        """Returns the moment at which a step begins and the previous one ends."""
         return self.mark()
 
     @abstractmethod
     def between(self, start: Any, end: Any) -> float:
-        """Milliseconds between two marks that have been passed."""
+        """Returns the milliseconds between two marks that the device has passed."""
 
     @abstractmethod
     def measure(self, start: Any, end: Any, use: Use) -> None:
-        """Calls `use` with the milliseconds between two marks as soon as they are known: here, or
-        in a later `poll`; in the order of the calls. Never where a mark is None."""
+        """Calls `use` with the milliseconds between two marks once they are known: here or in a
+        later `poll`, in the order of the calls. It never calls `use` if a mark is None."""
 
     @abstractmethod
     def poll(self) -> None:
-        """Hands out what has become known since. Call once per step."""
+        """Calls `use` for measurements that are known by now. Call it once per step."""
 
 
 class HostClock(StepClock):
-    """For computation that the host waits for by itself."""
+    """The clock of a host that computes the steps itself."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -65,23 +65,20 @@ class HostClock(StepClock):
 
 
 class Event(Protocol):
-    """What is needed of `torch.cuda.Event(enable_timing=True)`."""
+    """The part of `torch.cuda.Event(enable_timing=True)` that `DeviceClock` uses."""
 
-    def record(self) -> None:
-        """Puts the event behind what was launched so far."""
+    def record(self) -> None: ...
 
-    def query(self) -> bool:
-        """Whether the device has passed it; does not wait."""
+    def query(self) -> bool: ...
 
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds to a later event; both must have been passed."""
+    def elapsed_time(self, end: Any) -> float: ...
 
 
 class DeviceClock(StepClock):
-    """For a device that the host runs ahead of.
+    """The clock of a device that runs behind the host.
 
     Args:
-        make_event: an event on the stream of the runner.
+        make_event: returns a new event on the runner's stream.
     """
 
     def __init__(self, make_event: Callable[[], Event]) -> None:
@@ -109,11 +106,11 @@ class DeviceClock(StepClock):
         return start.elapsed_time(end)
 
     def measure(self, start: Event | None, end: Event | None, use: Use) -> None:
-        if start is not None and end is not None and len(self._pending) < _MOST_PENDING:
+        if start is not None and end is not None and len(self._pending) < _MAX_PENDING:
             self._pending.append((start, end, use))
 
     def poll(self) -> None:
-        # In order of the stream: where one was not passed, no later one was.
+        # Events are passed in their order.
         while self._pending and self._pending[0][1].query():
             start, end, use = self._pending.popleft()
             use(self.between(start, end))

@@ -68,7 +68,7 @@ def test_requests_that_ended_teach_nothing_and_get_nothing() -> None:
     late.planner.forget(["0"])
     wanted = late.wanted(made, [SURE, SURE], [SURE, SURE], [NODES, NODES])
     assert list(wanted) == ["1"] and made.depths[0] == 0
-    assert list(late._found) == ["1"]
+    assert list(late._lookups) == ["1"]
     # None of them comes back by being asked about.
     acceptance = late.budget.acceptance
     assert list(acceptance._slots) == ["1"]
