@@ -219,7 +219,7 @@ LENS = [[60, 61], [62, 61], [62, 64], [99, 70], [101, 103], [103, 104, 80]]
 def test_a_pool_holds_what_the_readable_one_holds(
     most_scores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_partial_cache, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(device_partial_cache, "_MAX_SCORES", most_scores)
     # Without ties: what is chosen of equal scores is up to the top-k.
     made = Pages([110, 111, 112], layers=2, integers=False)
     found = drafts(made, LENS)
@@ -305,7 +305,7 @@ def test_launches_do_not_grow_with_requests(requests: int, layers: int) -> None:
 
 def test_parts_are_as_large_as_they_may_be() -> None:
     most = [100, 10, 10, 10, 500, 10]
-    with patch.object(device_partial_cache, "_MOST_SCORES", 400):
+    with patch.object(device_partial_cache, "_MAX_SCORES", 400):
         parts = device_partial_cache._parts(most, 2)
     assert parts == [(0, 2), (2, 4), (4, 5), (5, 6)]
     assert np.concatenate([np.arange(*part) for part in parts]).tolist() == list(range(6))

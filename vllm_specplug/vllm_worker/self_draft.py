@@ -52,7 +52,7 @@ class PartialAttention(DraftAttention):
         for r in self.partial:
             row = block_table[requests.req_indices[r]]
             context, due = pool.advance(requests.req_ids[r], requests.context_lens[r], row)
-            regions.append(context.region)
+            regions.append(context.index)
             if due:
                 self.due.append((r, context, row))
         self.whole_metadata = _one_row_each(

@@ -86,7 +86,7 @@ def test_drafts_of_the_target_itself() -> None:
         assert set(drafter.steps_from) == {"self"} and choose.call_count >= 4, drafter.steps_from
         # The next step drops what ended.
         generate(made.tree, PROMPTS[:1], greedy(max_tokens=2))
-        assert len(pool._free) == pool.max_requests and not pool._contexts
+        assert len(pool.free) == pool.max_requests and not pool.regions
     made = engines("tokenswift", num_gpu_blocks_override=9)
     preempted = watch_preemptions(made.tree)
     made.compare(LONG[:3], greedy(max_tokens=70))

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's KV cache groups: layers that share a block table.
 
-A target whose layers do not all keep the same tokens has several groups. Blocks of a group with a
-sliding window are freed once they left it; their table entries then name vLLM's null block, and
-the blocks themselves may be another request's.
+A target whose layers keep different tokens has several groups. vLLM frees the blocks of a group
+with a sliding window once they left the window. Their table entries then name vLLM's null block,
+and the blocks may belong to another request.
 """
 
 from __future__ import annotations
@@ -29,42 +29,41 @@ from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 
 logger = init_logger("vllm.specplug")
 
-# Draft layers' caches are the drafter's; a state is no keys and values (`state_layers`).
+# Layers without keys and values of the target: draft layers, and layers with a recurrent state.
 _NO_TARGET_CACHE = (DraftKVLayer, MambaBase)
 
 
 @dataclass(frozen=True)
 class CacheGroup:
-    """The target's layers of one KV cache group, or those of one kind of cache where it has
-    several."""
+    """The target's layers of one KV cache group that have one kind of cache."""
 
     index: int
-    """Of its block table among those of the engine."""
-    # by layer, each [num_blocks, Hkv, block_size, 2 * Dh]; a layer may read another's
+    """Index of the group's block table."""
+    # by layer, each [num_blocks, Hkv, block_size, 2 * Dh]; layers may share a cache
     caches: dict[str, torch.Tensor]
     key_dtype: torch.dtype | None = None
-    """Of the keys and values that are written; None where the caches hold them as they are."""
+    """Dtype of the keys and values that are written; None if the caches have the same dtype."""
     cache_dtype: str = "auto"
-    """vLLM's name for the numbers of the caches."""
-    # by layer; those that are not there are plain
+    """vLLM's name for the dtype of the caches."""
+    # by layer; a missing layer has plain attention
     features: dict[str, AttnFeatures] = field(default_factory=dict)
     num_heads: int | None = None
-    """Of queries in these layers, on this rank; None for the model's."""
+    """Query heads of these layers on this rank; None for the model's."""
 
     readers: frozenset[str] = frozenset()
-    """Of these layers, those that read another's cache."""
+    """The layers that read another layer's cache."""
 
     @property
     def own_caches(self) -> list[torch.Tensor]:
-        """Each cache once, however many layers read it: a path moved twice would be lost."""
+        """Each cache once, even if several layers read it: a path moved twice would be lost."""
         return [cache for name, cache in self.caches.items() if name not in self.readers]
 
 
 def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[CacheGroup]:
-    """The groups with attention layers of the target, in vLLM's order.
+    """Returns the groups with attention layers of the target, in vLLM's order.
 
-    vLLM may put caches of different numbers (`kv_cache_dtype_skip_layers`) or head counts and sizes
-    into one group; here they are two, of one index.
+    vLLM may put caches of different dtypes (`kv_cache_dtype_skip_layers`), head counts or sizes
+    into one group. Here these are separate groups with the same index.
 
     Args:
         layers: vLLM's static forward context.
@@ -105,7 +104,7 @@ def _reads_another(layer: Any) -> bool:
 
 
 def target_layouts(groups: list[CacheGroup]) -> dict[LayoutKey, CpuKvLayout]:
-    """The measured layouts of the groups' caches on a CPU, by `layout_key`."""
+    """Returns the measured layouts of the groups' caches on a CPU, by `layout_key`."""
     layouts = {}
     for group in groups:
         cache = next(iter(group.caches.values()))
@@ -114,10 +113,10 @@ def target_layouts(groups: list[CacheGroup]) -> dict[LayoutKey, CpuKvLayout]:
 
 
 def draft_group(kv_cache_config: Any, layers: Mapping[str, Any], method: str) -> int:
-    """Index of the group that holds the drafter's layers; 0 where it has none.
+    """Returns the index of the group that holds the drafter's layers; 0 if it has none.
 
     Raises:
-        ValueError: when vLLM spread them over several.
+        ValueError: if vLLM put them into several groups.
     """
     found = [
         index
@@ -136,8 +135,8 @@ def draft_group(kv_cache_config: Any, layers: Mapping[str, Any], method: str) ->
 
 
 def _warn_of_small_groups(groups: Any, layers: Mapping[str, Any], own: int, method: str) -> None:
-    """vLLM's groups are as small as the fewest layers of one kind, which may be the drafter's; each
-    group has block tables and metadata of its own in every step."""
+    """Warns if draft layers make vLLM's groups small. All groups have the size of the smallest kind
+    of layer, and each needs its own block tables and metadata in every step."""
     count, names = len(groups), groups[own].layer_names
     if count <= 2 or not all(isinstance(layers[name], DraftKVLayer) for name in names):
         return
@@ -158,10 +157,10 @@ def _warn_of_small_groups(groups: Any, layers: Mapping[str, Any], own: int, meth
 
 
 def last_layer(groups: list[CacheGroup], layers: Mapping[str, Any], method: str) -> tuple[int, str]:
-    """Group and name of the target's last attention layer, for drafters that read its cache.
+    """Returns group and name of the target's last attention layer, whose cache drafters may read.
 
     Raises:
-        ValueError: when that layer does not keep the whole context.
+        ValueError: if that layer does not keep the whole context.
     """
     name = max((n for group in groups for n in group.caches), key=extract_layer_index)
     impl = layers[name].impl
@@ -176,7 +175,7 @@ def last_layer(groups: list[CacheGroup], layers: Mapping[str, Any], method: str)
 
 
 def check_plain_attention(layers: Mapping[str, Any], method: str, what: str, remedy: str) -> None:
-    """Refuses targets with more than plain full attention, as `what` serves nothing else.
+    """Refuses targets with more than plain full attention, which `what` does not support.
 
     Raises:
         ValueError: naming the first layer that has more.

@@ -19,7 +19,7 @@ from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLaye
 
 
 def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:
-    """int32 [R]: each request's row of the batch's block table."""
+    """Returns int32 [R]: each request's row of the batch's block table."""
     if not isinstance(requests, DeviceRequests):
         return device_tensor(requests.req_indices, device).to(torch.int32)
     if requests.rows is not None:
@@ -28,7 +28,8 @@ def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -
 
 
 class CudaDraftRows:
-    """Attention of drafted rows over caches on the device; their own keys and values are in none.
+    """Attention of drafted rows over caches on the device, which do not hold the rows' own keys and
+    values.
 
     Args:
         kv_caches: [num_blocks, Hkv, block_size, 2 * Dh] of each layer.
@@ -52,9 +53,8 @@ class CudaDraftRows:
     def attention_of(
         self, metadata: TreeAttnMetadata
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention of rows whose own keys and values are not in the cache."""
-        # A draft is made for any requests of the batch, which leaves gaps: no kernel is to have a
-        # variant for each.
+        """Returns the attention of rows whose own keys and values are not in the cache."""
+        # A draft may skip requests of the batch. Without starts, kernels need no variant for gaps.
         metadata.query_starts = None
         needs_words = metadata.mask_kind == "tree"
 
@@ -65,7 +65,7 @@ class CudaDraftRows:
             output = torch.empty_like(query, memory_format=torch.contiguous_format)
             kernel = self.kernel_for(query, key)
             if needs_words:
-                # Here, as the kernel may be another one than the target's.
+                # Here, because the kernel may differ from the target's.
                 self.backend.fill_words(metadata, kernel)
                 needs_words = False
             kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
@@ -83,7 +83,8 @@ class CudaDraftRows:
         # [R] int32 of the block table; None for those of the batch
         tables: torch.Tensor | None = None,
     ) -> TreeAttnMetadata:
-        """Metadata of as many rows for each request, of none where it gets no draft."""
+        """Returns the metadata of equally many rows per request, and of none for requests without a
+        draft."""
         device, (count, rows) = self.backend.device, parent_rows.shape
         starts = torch.arange(0, count * rows, rows, dtype=torch.int32, device=device)
         counts = torch.full_like(starts, rows)
@@ -105,7 +106,7 @@ class CudaDraftRows:
         )
 
     def kernel_for(self, query: torch.Tensor, key: torch.Tensor) -> ChosenKernel:
-        """The head may have other heads than the target, so its kernel is chosen for it."""
+        """Returns the kernel for the draft head, whose head counts may differ from the target's."""
         if self.kernel is None:
             block_size = self.views[0][0].shape[1]
             shape = (query.shape[1], key.shape[1], query.shape[2], block_size)
@@ -145,8 +146,8 @@ class CudaDraftCache(CudaDraftRows):
     def block_attention(
         self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention of `rows` block rows per request over its paged context and the block."""
-        # Masks differ only beside sliding windows, which this device's adapter does not give.
+        """Returns the attention of `rows` block rows per request over its context and the block."""
+        # Masks differ between layers only with sliding windows, which this cache does not support.
         assert isinstance(causal, bool), causal
         if isinstance(requests, DeviceRequests):
             chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
@@ -173,5 +174,5 @@ class CudaDraftCache(CudaDraftRows):
         # [R, rows] int32
         parent_rows: torch.Tensor,
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        """Returns the attention of tree rows over their context and branch; see the protocol."""
         return self.attention_of(self.metadata_of(requests, context_lens, parent_rows))

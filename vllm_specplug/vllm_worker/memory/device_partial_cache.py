@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`partial_cache` on a device: regions of a pool, chosen and filled without a read on the host.
 
-What the host decides it decides from bounds of the contexts: whether a request reads all of its
-context (for as long as it may fit the budget), and when its partial cache is chosen again (as soon
-as more tokens may have come than it takes in). What is chosen, and which tokens came since, is
-decided where they lie.
+The host decides from bounds of the contexts. A request reads all of its context as long as that may
+fit the budget. Its partial cache is chosen again as soon as more tokens may have been committed
+than it can replace. The device chooses the positions and counts the committed tokens.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,25 +19,25 @@ from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import TreeAttnMetadata, to_device
 from vllm_specplug.vllm_worker.memory.partial_cache import RECENT
+from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
-# Scores that exist at once, unless one request has more: in float32, 32 MiB.
-_MOST_SCORES = 1 << 23
+# Maximum scores at once, unless one request has more: 32 MiB in float32.
+_MAX_SCORES = 1 << 23
 
 
 @dataclass
-class Region:
-    """One request's part of the pool, and bounds of what it has taken in."""
+class PartialRegion(Region):
+    """One request's part of the pool, with lower bounds of its tokens."""
 
-    index: int
     chosen: int = 0
-    """Context tokens at the last choice, at least; 0 before the first one."""
+    """Minimum context tokens at the last choice; 0 before the first one."""
     covered: int = 0
-    """Context tokens taken in, at least."""
+    """Minimum context tokens that were chosen among or stored since."""
 
 
 @dataclass(frozen=True)
 class Contexts:
-    """R requests that a draft forward is made for."""
+    """The R requests of a draft forward."""
 
     req_ids: Sequence[str]
     # [R] bounds of the contexts
@@ -77,18 +75,18 @@ class Contexts:
 
 @dataclass(frozen=True)
 class Moves:
-    """What partial caches take in before a draft forward, and in its layers."""
+    """Updates of partial caches before a draft forward, and in its layers."""
 
-    # [n] of the requests with a partial cache
-    regions: list[Region]
-    # [n] whether each is chosen for, layer by layer
+    # [n] regions of the requests with a partial cache
+    regions: list[PartialRegion]
+    # [n] whether positions are chosen for each, layer by layer
     due: list[bool]
-    # int32 [4, C] of those that are, in parts that are scored at once, and the bound of the
-    # contexts of each part
+    # int32 [4, C] columns of the requests to choose for, in parts that are scored at once, each
+    # with the maximum context of the part
     chosen: list[tuple[torch.Tensor, int]]
 
 
-class DevicePartialCache:
+class DevicePartialCache(RegionPool[PartialRegion]):
     """`partial_cache.PartialCache` on a device.
 
     Args:
@@ -102,6 +100,7 @@ class DevicePartialCache:
     ) -> None:  # fmt: skip
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
+        super().__init__(max_requests, PartialRegion)
         self.budget, self.sink, self.refresh = budget, sink, refresh
         self.max_requests = max_requests
         # [num_blocks, block_size, Hkv, 2 * Dh]
@@ -109,11 +108,11 @@ class DevicePartialCache:
         self.block_size = self.target_pages[0].shape[1]
         # Pages of a region.
         self.blocks = -(-budget // self.block_size)
-        # Even for no request, as there is no kernel for a cache without pages.
+        # One more page: no kernel takes a cache without pages.
         shape = max_requests * self.blocks + 1
         self.pages = [pages.new_zeros((shape, *pages.shape[1:])) for pages in self.target_pages]
         self.caches = [pages.transpose(1, 2) for pages in self.pages]
-        # Of one shape and stride, which one launch takes.
+        # One launch takes caches of one shape and stride.
         alike: dict[Any, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for pages, pool in zip(self.target_pages, self.pages, strict=True):
             kind = pages.shape, pages.stride(), pages.dtype
@@ -124,21 +123,18 @@ class DevicePartialCache:
         self.block_table = torch.arange(
             max_requests * self.blocks, dtype=torch.int32, device=device
         ).view(max_requests, self.blocks)
-        # [max_requests] int64: context tokens that a region has taken in, and the entry that the
-        # next one replaces
+        # [max_requests] int64: `covered` of each region, and the entry that its next token replaces
         self.covered = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self.tails = torch.zeros_like(self.covered)
-        # Least recently used first.
-        self.regions: OrderedDict[str, Region] = OrderedDict()
-        self.free = list(range(max_requests - 1, -1, -1))
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pool; it never grows."""
+        """Bytes of the pool, which never grows."""
         return sum(pages.numel() * pages.element_size() for pages in self.pages)
 
     def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
-        """Compiles what drafts launch. Call before there are requests: writes the first region.
+        """Compiles the kernels of drafts. Call it before there are requests, because it writes the
+        first region.
 
         Args:
             num_heads: query heads of the target on this rank.
@@ -146,7 +142,7 @@ class DevicePartialCache:
         if not self.max_requests:
             return
         device = self.covered.device
-        # Kernels have no variant for a number of requests, nor for a place in memory.
+        # Kernels have no variants by the number of requests or by the address.
         columns = torch.zeros((4, 1), dtype=torch.int32, device=device)
         lens = torch.zeros(1, dtype=torch.int64, device=device)
         table = torch.zeros((1, 1), dtype=torch.int32, device=device)
@@ -158,15 +154,8 @@ class DevicePartialCache:
             query = torch.zeros(shape, dtype=dtype, device=device)
             self.choose(layer, moves, query, lens + 1, table)
 
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Frees the regions of requests that ended or were preempted."""
-        for req_id in req_ids:
-            region = self.regions.pop(req_id, None)
-            if region is not None:
-                self.free.append(region.index)
-
     def is_due(self, contexts: Contexts, r: int) -> bool:
-        """Whether a request's partial cache is to be chosen before its next draft."""
+        """Returns whether positions must be chosen for a request before its next draft."""
         region = self.regions.get(contexts.req_ids[r])
         if region is None or not region.chosen:
             return True
@@ -175,21 +164,21 @@ class DevicePartialCache:
     def advance(
         self,
         contexts: Contexts,
-        # requests of these that read partial caches
+        # indices of the requests that read partial caches
         partial: Sequence[int],
         # int32 [B, max_blocks]
         block_table: torch.Tensor,
     ) -> Moves:
-        """Takes in what was committed since the last draft. Where a choice is due, its tokens are
-        counted alone: `choose` makes it, layer by layer."""
+        """Stores the tokens that were committed since the last draft. If a choice is due, it only
+        counts them, and `choose` chooses positions layer by layer."""
         regions, due = [], []
-        # Columns of `partial_cache`, and the bound of the context of each that is chosen for.
+        # Columns for `kernels.partial_cache`, and the maximum context of each in `chosen`.
         chosen: list[tuple[int, ...]] = []
         grown: list[tuple[int, ...]] = []
         most: list[int] = []
         for r in partial:
             is_due = self.is_due(contexts, r)
-            region = self._region(contexts.req_ids[r])
+            region = self.region_of(contexts.req_ids[r])
             column = r, contexts.rows[r], region.index, int(is_due)
             if is_due:
                 region.chosen = contexts.min_context_lens[r]
@@ -212,15 +201,6 @@ class DevicePartialCache:
                 for first, last in _parts(most, self.target_pages[0].shape[2])
             ]
         return Moves(regions, due, parts)
-
-    def _region(self, req_id: str) -> Region:
-        region = self.regions.pop(req_id, None)
-        if region is None:
-            if not self.free:
-                self.free.append(self.regions.popitem(last=False)[1].index)
-            region = Region(self.free.pop())
-        self.regions[req_id] = region
-        return region
 
     def _take_in(
         self, columns: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
@@ -248,8 +228,8 @@ class DevicePartialCache:
         # int32 [B, max_blocks]
         block_table: torch.Tensor,
     ) -> None:
-        """Fills one layer's entries of the requests that are due with the sink and then with the
-        most important positions, by falling importance."""
+        """Fills one layer's entries of the due requests with the sink and then the most important
+        positions, in order of decreasing importance."""
         from vllm_specplug.kernels.partial_cache_triton import (
             gather_chosen_triton,
             score_keys_triton,
@@ -268,30 +248,31 @@ class DevicePartialCache:
 
 
 def _parts(most: Sequence[int], heads: int) -> list[tuple[int, int]]:
-    """First and last of requests, of contexts up to `most` [C], that are scored at once."""
+    """Returns the first and last index of the requests that are scored at once, given their maximum
+    contexts `most` [C]."""
     parts, first = [], 0
     for last in range(1, len(most) + 1):
         longest = max(most[first : last + 1])
-        if last == len(most) or (last + 1 - first) * heads * longest > _MOST_SCORES:
+        if last == len(most) or (last + 1 - first) * heads * longest > _MAX_SCORES:
             parts.append((first, last))
             first = last
     return parts
 
 
 def partial_of(contexts: Contexts, budget: int) -> list[int]:
-    """Requests that read partial caches: those that are drafted for whose contexts are certain not
-    to fit in the budget."""
+    """Returns the indices of the requests that read partial caches: requests with a draft whose
+    context certainly exceeds the budget."""
     bounds = zip(contexts.min_context_lens, contexts.is_drafted, strict=True)
     return [r for r, (least, drafted) in enumerate(bounds) if drafted and least > budget]
 
 
 def single_rows(
-    # of `TreeAttnMetadata.plan`, int32 [R] each
+    # of `TreeAttnMetadata.plan`, each int32 [R]
     columns: Sequence[torch.Tensor],
     block_table: torch.Tensor,
     max_context: int,
 ) -> TreeAttnMetadata:
-    """Metadata of single query rows, each followed by nothing but itself."""
+    """Returns the metadata of single query rows, which also attend themselves."""
     ones = torch.ones((len(columns[0]), 1), dtype=torch.int64, device=columns[0].device)
     return TreeAttnMetadata(
         torch.stack(tuple(columns)),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`window_cache` on a device: what a window lacks and what it holds is never asked of the device.
+"""`window_cache` on a device: the host never reads the device to know what a window holds.
 
-Windows are rings as on a CPU. The host knows how many tokens a request can have got since its last
-draft, and so many before its anchor are stored, some of them for a second time.
+Windows are rings as on a CPU. The host knows the maximum tokens that a request can have got since
+its last draft. It stores that many tokens before the anchor, some of them for a second time.
 """
 
 from __future__ import annotations
@@ -24,29 +24,22 @@ from vllm_specplug.vllm_worker.memory.window_cache import WINDOW_PAGE, Rings
 
 
 class DeviceWindowCache(CudaDraftRows, Rings):
-    """`drafting.drafter.DeviceWindow` in memory of its own: one ring per running request.
-
-    A ring records `TokenHistory.len_upper_bounds` of its last draft or, for requests that the host
-    knows, the position after the last stored one. No request is of both kinds.
-    """
+    """`drafting.drafter.DeviceWindow` in its own memory: one ring per running request."""
 
     def __init__(
         self, backend: CudaKernels, spec: WindowSpec, num_requests: int, dtype: torch.dtype
     ) -> None:
-        self.spec = spec
+        Rings.__init__(self, spec, num_requests)
         device = backend.device
-        blocks = -(-spec.size // WINDOW_PAGE)
-        self.stride = blocks * WINDOW_PAGE
+        blocks = num_requests * self.blocks_per_request
         pages = torch.zeros(
-            (num_requests * blocks, WINDOW_PAGE, spec.num_kv_heads, 2 * spec.head_dim),
-            dtype=dtype, device=device,
-        )  # fmt: skip
+            (blocks, WINDOW_PAGE, spec.num_kv_heads, 2 * spec.head_dim), dtype=dtype, device=device
+        )
         # [num_requests, blocks]: the pages of each ring
         table = torch.arange(len(pages), dtype=torch.int32, device=device).view(num_requests, -1)
         CudaDraftRows.__init__(
             self, backend, [pages.transpose(1, 2)], lambda: table, spec.head_dim**-0.5
         )
-        Rings.__init__(self, num_requests)
         self.write_layer = backend.cache_writer()
         # [R] int32 of the last requests
         self._tables = table[:0, 0]
@@ -55,24 +48,11 @@ class DeviceWindowCache(CudaDraftRows, Rings):
         """See the protocol."""
         if isinstance(requests, DeviceRequests):
             return self._before_anchors(requests)
-        device, size = self.backend.device, self.spec.size
-        rings, tokens, positions, slots = [], [], [], []
-        for req_id, token_ids, end in zip(
-            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
-        ):
-            ring, stored = self.ring_of(req_id)
-            self.rings[req_id] = (ring, end)
-            at = np.arange(max(stored, end - size), end)
-            rings.append(ring)
-            tokens.append(token_ids[at])
-            positions.append(at)
-            slots.append(ring * self.stride + at % size)
-        columns = [np.concatenate(parts) for parts in (tokens, positions, slots)]
-        count = len(columns[0])
+        rings, columns = self.take_missing(requests)
         # One copy.
-        whole = device_tensor(np.concatenate([rings, *columns]), device)
-        self._tables = whole[: len(rings)].to(torch.int32)
-        return WindowTokens(*whole[len(rings) :].split(count or 1)[:3]) if count else _none(device)
+        joined = device_tensor(np.concatenate([rings, *columns]), self.backend.device)
+        self._tables = joined[: len(rings)].to(torch.int32)
+        return WindowTokens(*joined[len(rings) :].view(3, len(columns[0])))
 
     def _before_anchors(self, requests: DeviceRequests) -> WindowTokens:
         history, size = requests.history, self.spec.size
@@ -86,27 +66,28 @@ class DeviceWindowCache(CudaDraftRows, Rings):
                 rings.append(0)
                 counts.append(0)
                 continue
-            ring, known = self.ring_of(req_id)
-            self.rings[req_id] = (ring, length)
-            rings.append(ring)
-            # A request of fewer tokens than are known is another than was stored.
-            counts.append(min(most, length - known) if length >= known else most)
+            ring = self.region_of(req_id)
+            rings.append(ring.index)
+            # A request with fewer tokens than before is another request.
+            new = length - ring.stored
+            counts.append(min(most, new) if new >= 0 else most)
+            ring.stored = length
         count = sum(counts)
         owners = np.repeat(np.arange(len(counts)), counts)
-        # How far before its anchor each token lies, from 1.
+        # Distance of each token before its anchor, from 1.
         back = 1 + np.arange(count) - np.repeat(np.cumsum([0, *counts[:-1]]), counts)
         # One copy.
-        whole = device_tensor(np.concatenate([rings, owners, back]), self.backend.device)
-        tables, owner, behind = whole.split([len(rings), count, count])
+        joined = device_tensor(np.concatenate([rings, owners, back]), self.backend.device)
+        tables, owner, behind = joined.split([len(rings), count, count])
         self._tables = tables.to(torch.int32)
         positions = requests.context_lens[owner].long() - behind
-        is_there = positions >= 0
+        exists = positions >= 0
         positions = positions.clamp_min(0)
         slots = tables[owner] * self.stride + positions % size
         return WindowTokens(
             history.token_ids[history.lines[owner], positions].long(),
             positions,
-            torch.where(is_there, slots, -1),
+            torch.where(exists, slots, -1),
         )
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
@@ -122,7 +103,7 @@ class DeviceWindowCache(CudaDraftRows, Rings):
         # [R, rows] int32
         parent_rows: torch.Tensor,
     ) -> RowAttention:
-        """Attention over the window and a branch; see the protocol."""
+        """Returns the attention over the window and a branch; see the protocol."""
         held = context_lens.clamp_max(self.spec.size)
         metadata = self.metadata_of(requests, held, parent_rows, self._tables)
         metadata.max_context = min(metadata.max_context, self.spec.size)
@@ -132,8 +113,8 @@ class DeviceWindowCache(CudaDraftRows, Rings):
 class PagedDeviceTargetCache(CudaDraftRows):
     """`drafting.drafter.DeviceTargetCache` over the target's last attention layer.
 
-    Kernels of trees let every row attend itself. Here the context is read but for its last token,
-    whose keys and values stand for those of each row: so a row attends the context and no more.
+    Tree kernels let every row attend itself. Here they read the context except its last token, and
+    each row gets the keys and values of that token as its own. So a row attends only the context.
     """
 
     def __init__(
@@ -151,7 +132,8 @@ class PagedDeviceTargetCache(CudaDraftRows):
         # [R]
         context_lens: torch.Tensor,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Attention over the first `context_lens` positions of requests; see the protocol."""
+        """Returns the attention over the first `context_lens` positions of requests; see the
+        protocol."""
         device = self.backend.device
         before = (context_lens - 1).clamp_min(0)
         tables = table_rows(requests, device)
@@ -176,16 +158,11 @@ class PagedDeviceTargetCache(CudaDraftRows):
     def _at(
         self, tables: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [R, Hkv, Dh] of one position of each request."""
+        """Returns the keys and values [R, Hkv, Dh] of one position of each request."""
         key_cache, value_cache = self.views[0]
         num_blocks, size = key_cache.shape[:2]
         blocks = self.block_table()[tables.long(), positions // size]
-        # A request that gets no draft may have no such page.
+        # A request without a draft may have no such page.
         blocks = blocks.clamp(0, num_blocks - 1).long()
         offsets = positions % size
         return key_cache[blocks, offsets], value_cache[blocks, offsets]
-
-
-def _none(device: torch.device) -> WindowTokens:
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    return WindowTokens(empty, empty, empty)

@@ -31,7 +31,7 @@ from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_attention.cpu import DraftCPUAttentionBackend, cpu_kv_layout
 from vllm_specplug.vllm_worker.memory.windowed_blocks import WindowedBlocks
 
-# int32 [>= B, max_blocks] of the batch, as it is when asked.
+# Returns the current batch's block table, int32 [>= B, max_blocks].
 BlockTable = Callable[[], torch.Tensor]
 
 
@@ -40,8 +40,6 @@ class DraftKVLayer(AttentionLayerBase):
 
     Seam: draft_kv_layer.
     """
-
-    is_draft_layer = True
 
     def __init__(self, vllm_config: Any, name: str, spec: DraftCacheSpec) -> None:
         context = vllm_config.compilation_config.static_forward_context
@@ -105,7 +103,7 @@ class PagedDraftCache:
             )
 
     def slots(self, req_index: int, num_tokens: int) -> np.ndarray:
-        """int64 [num_tokens], the slots of a request's first tokens."""
+        """Returns the slots int64 [num_tokens] of a request's first tokens."""
         size = self.layout.block_size
         blocks = self.block_table()[req_index, : -(-num_tokens // size)].numpy().astype(np.int64)
         return (blocks[:, None] * size + np.arange(size)).reshape(-1)[:num_tokens]
@@ -113,7 +111,7 @@ class PagedDraftCache:
     def block_attention(
         self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
     ) -> BlockAttention:
-        """Attention of `rows` block rows per request over its paged context and the block."""
+        """Returns the attention of `rows` block rows per request over its context and the block."""
         block_table = self.block_table()
         masks = [causal] * len(self.caches) if isinstance(causal, bool) else list(causal)
         metadata = {
@@ -151,7 +149,7 @@ class PagedDraftCache:
     def branch_attention(
         self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
     ) -> BlockAttention:
-        """Attention of tree rows over their paged context and their branch; see the protocol."""
+        """Returns the attention of tree rows over their context and branch; see the protocol."""
         starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
         metadata = tree_metadata(
             requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
@@ -159,7 +157,7 @@ class PagedDraftCache:
         return self._attention(metadata)
 
     def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
-        """Rows whose own keys and values come as a dense tail."""
+        """Returns the attention of rows whose own keys and values are a dense tail."""
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a drafter keeps beside vLLM's pages: taken out of the memory for caches, then bound."""
+"""The drafter's memory outside of vLLM's pages: subtracted from the cache memory, then bound."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 from vllm_specplug.options import option_error
 from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, last_layer
-from vllm_specplug.vllm_worker.memory.window_cache import window_bytes, without_windows
+from vllm_specplug.vllm_worker.memory.window_cache import window_bytes
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import partial_cache_bytes
 
 
 def memory_for_caches(state: RunnerView, available: int) -> int:
-    """Bytes that are left of `available` for vLLM's caches.
+    """Returns the bytes of `available` that remain for vLLM's caches.
 
     Raises:
-        ValueError: when nothing would be left.
+        ValueError: if none remain.
     """
     drafter = state.drafter
     available = _without_tree_states(state, available)
@@ -35,16 +35,14 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
             f"{partial_bytes / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
             f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
         )
-    spec = drafter.window_spec()
-    return without_windows(spec, state.max_requests, state.dtype, available) - partial_bytes
+    return _without_windows(state, available) - partial_bytes
 
 
 def drafter_memory(state: RunnerView) -> torch.Tensor:
-    """As many bytes on the device as a drafter keeps beside vLLM's pages, for vLLM's memory
-    profile.
+    """Allocates the drafter's memory outside of vLLM's pages, for vLLM's memory profile.
 
     Raises:
-        ValueError: when there are not so many.
+        ValueError: if the device has less free memory.
     """
     window, kept = state.drafter.window_spec(), state.drafter.partial_cache_spec()
     size = partial_cache_bytes(state)
@@ -69,13 +67,14 @@ def drafter_memory(state: RunnerView) -> torch.Tensor:
 
 
 def most_tree_rows(state: RunnerView) -> int:
-    """Rows of trees in the largest step."""
+    """Returns the number of tree rows in the largest step."""
     most = state.vllm_config.speculative_config.max_step_rows or state.max_rows
     return min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
 
 
 def _without_tree_states(state: RunnerView, available: int) -> int:
-    """Less what the rows of trees keep in layers with a state until the walk."""
+    """Returns `available` without what tree rows keep in layers with a recurrent state until the
+    walk."""
     rows = most_tree_rows(state)
     kept = rows * state.state_layers.row_bytes
     if kept >= available:
@@ -87,11 +86,26 @@ def _without_tree_states(state: RunnerView, available: int) -> int:
     return available - kept
 
 
+def _without_windows(state: RunnerView, available: int) -> int:
+    """Returns `available` without the drafter's windows."""
+    spec = state.drafter.window_spec()
+    if spec is None:
+        return available
+    windows = window_bytes(spec, state.max_requests, state.dtype)
+    if windows >= available:
+        raise ValueError(
+            f"The draft head's windows of {spec.size} tokens for {state.max_requests} requests "
+            f"take {windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches. "
+            "Lower --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE."
+        )
+    return available - windows
+
+
 def bind_drafter_memory(state: RunnerView, method: str) -> None:
-    """Gives the drafter its windows and its partial caches. Call once vLLM's caches exist.
+    """Gives the drafter its windows and its partial caches. Call it once vLLM's caches exist.
 
     Raises:
-        ValueError: when the target's layers cannot serve them.
+        ValueError: if the target's layers do not support them.
     """
     drafter = state.drafter
     window = drafter.window_spec()

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft memory that does not grow with the context, and the target's last layer to read beside it.
+"""Windows of a draft layer over recent tokens, and the cache of the target's last layer.
 
-A request's window is a ring: the keys and values of position p lie at slot p % size of its pages.
-Attention does not care for the order of keys (their positions are rotated into them), so a full
-ring is read as it lies. Everything in a window is a function of the request's tokens; one that was
-dropped is simply computed again from the last `size` tokens.
+A request's window is a ring: slot p % size of its pages holds the keys and values of position p.
+Attention does not depend on the order of keys, which contain their rotary positions, so it reads a
+full ring in memory order. A window depends only on the request's tokens; a dropped one is computed
+again from the last `size` tokens.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,67 +25,54 @@ from vllm_specplug.kernels import (
 )
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
-# Tokens of a page of a ring, on every device. Not those of the attention's caches: how many these
-# have is only known once vLLM has shared out the memory, and windows count before.
+# Tokens per page of a ring, on every device. vLLM sets its own page size only after it has divided
+# the memory, and windows are subtracted before.
 WINDOW_PAGE = 32
 
 
 def window_bytes(spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> int:
-    """Bytes of the windows of `num_requests` requests: the same whatever their contexts."""
+    """Returns the bytes of the windows of `num_requests` requests."""
     pages = -(-spec.size // WINDOW_PAGE)
     per_slot = 2 * spec.num_kv_heads * spec.head_dim * dtype.itemsize
     return num_requests * pages * WINDOW_PAGE * per_slot
 
 
-def without_windows(
-    spec: WindowSpec | None, num_requests: int, dtype: torch.dtype, available: int
-) -> int:
-    """Bytes that are left of `available` once a drafter has its windows.
+@dataclass
+class Ring(Region):
+    """One request's window."""
 
-    Raises:
-        ValueError: when nothing would be left.
-    """
-    if spec is None:
-        return available
-    windows = window_bytes(spec, num_requests, dtype)
-    if windows >= available:
-        raise ValueError(
-            f"The draft head's windows of {spec.size} tokens for {num_requests} requests take "
-            f"{windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches. Lower "
-            "--max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE."
-        )
-    return available - windows
+    stored: int = 0
+    """Position after the last stored token, or `TokenHistory.grown` of the last draft if the device
+    knows the request. No request is of both kinds."""
 
 
-class Rings:
-    """Whose ring is which: one per running request.
+class Rings(RegionPool[Ring]):
+    """The windows of running requests."""
 
-    Args:
-        num_requests: rings kept at once; the least recently used one is evicted for a new
-            request.
-    """
+    def __init__(self, spec: WindowSpec, num_requests: int) -> None:
+        super().__init__(num_requests, Ring)
+        self.spec = spec
+        self.blocks_per_request = -(-spec.size // WINDOW_PAGE)
+        self.stride = self.blocks_per_request * WINDOW_PAGE
 
-    def __init__(self, num_requests: int) -> None:
-        # request id -> (ring, what was stored, as the owner counts it), least recently used first
-        self.rings: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        self.free = list(range(num_requests - 1, -1, -1))
-
-    def ring_of(self, req_id: str) -> tuple[int, int]:
-        known = self.rings.pop(req_id, None)
-        if known is not None:
-            return known
-        if not self.free:
-            _, (ring, _) = self.rings.popitem(last=False)
-            self.free.append(ring)
-        return self.free.pop(), 0
-
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Frees the windows of requests that ended."""
-        for req_id in req_ids:
-            ring = self.rings.pop(req_id, None)
-            if ring is not None:
-                self.free.append(ring[0])
+    def take_missing(self, requests: DraftRequests) -> tuple[list[int], list[np.ndarray]]:
+        """Returns each request's ring, and the tokens, positions and slots int64 [M] that the
+        windows do not hold yet. They count as stored."""
+        rings, tokens, positions, slots = [], [], [], []
+        for req_id, token_ids, end in zip(
+            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
+        ):
+            ring = self.region_of(req_id)
+            at = np.arange(max(ring.stored, end - self.spec.size), end)
+            ring.stored = end
+            rings.append(ring.index)
+            tokens.append(token_ids[at])
+            positions.append(at)
+            slots.append(ring.index * self.stride + at % self.spec.size)
+        columns = [np.concatenate(parts) for parts in (tokens, positions, slots)]
+        return rings, [column.astype(np.int64, copy=False) for column in columns]
 
 
 class WindowCache(Rings):
@@ -93,15 +80,11 @@ class WindowCache(Rings):
 
     Args:
         spec: size of a window and shape of its keys.
-        num_requests: windows kept at once; the least recently used one is evicted for a new
-            request, and is computed again should its request return.
+        num_requests: number of windows.
     """
 
     def __init__(self, spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> None:
-        # Rings know the position after the last one stored.
-        super().__init__(num_requests)
-        self.spec = spec
-        self.blocks_per_request = -(-spec.size // WINDOW_PAGE)
+        super().__init__(spec, num_requests)
         shape = (num_requests * self.blocks_per_request, spec.num_kv_heads, WINDOW_PAGE)
         self.kv_cache = torch.zeros(*shape, 2 * spec.head_dim, dtype=dtype)
         self.layout = cpu_kv_layout(self.kv_cache)
@@ -111,26 +94,9 @@ class WindowCache(Rings):
         self.block_table = torch.arange(shape[0], dtype=torch.int32).view(num_requests, -1)
 
     def missing(self, requests: DraftRequests) -> WindowTokens:
-        """Tokens of the requests' windows that are not stored yet; they count as stored."""
-        size = self.spec.size
-        tokens: list[np.ndarray] = []
-        positions: list[np.ndarray] = []
-        slots: list[np.ndarray] = []
-        for req_id, token_ids, end in zip(
-            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
-        ):
-            ring, stored = self.ring_of(req_id)
-            self.rings[req_id] = (ring, end)
-            at = np.arange(max(stored, end - size), end)
-            tokens.append(np.asarray(token_ids[at], dtype=np.int64))
-            positions.append(at)
-            slots.append(ring * self.blocks_per_request * WINDOW_PAGE + at % size)
-        return WindowTokens(
-            *(
-                torch.from_numpy(np.concatenate(parts).astype(np.int64, copy=False))
-                for parts in (tokens, positions, slots)
-            )
-        )
+        """Returns the tokens that the windows do not hold yet; see `take_missing`."""
+        _, columns = self.take_missing(requests)
+        return WindowTokens(*(torch.from_numpy(column) for column in columns))
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
@@ -143,10 +109,10 @@ class WindowCache(Rings):
     def attention(
         self, requests: DraftRequests, parents: list[np.ndarray]
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Attention over the window and the rows of a tree; see the protocol."""
+        """Returns the attention over the window and the rows of a tree; see the protocol."""
         starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
         metadata = tree_metadata(
-            [self.rings[req_id][0] for req_id in requests.req_ids],
+            [self.regions[req_id].index for req_id in requests.req_ids],
             starts.tolist(),
             [min(length, self.spec.size) for length in requests.context_lens],
             parents,
@@ -183,7 +149,8 @@ class PagedTargetCache:
     def attention(
         self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Attention over the first `context_lens` positions of requests; see the protocol."""
+        """Returns the attention over the first `context_lens` positions of requests; see the
+        protocol."""
         metadata = TreeAttnMetadata.build(
             req_indices,
             np.cumsum([0, *rows])[:-1].tolist(),

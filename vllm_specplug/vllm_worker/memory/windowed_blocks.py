@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of draft blocks in layers with a sliding window, over vLLM's pages.
 
-A block row at position p sees positions p - window + 1 to p of its context. Pages that every row
-sees whole are read by the compiled kernel, through a block table that starts at the first of them;
-the few tokens before them and the block's own rows are attended densely, and both parts are joined
-by their log-sum-exps.
+A block row at position p attends positions p - window + 1 to p of its context. The compiled kernel
+reads the pages that every row attends completely, through a block table that starts at the first of
+them. The few tokens before them and the block's own rows are attended densely. Log-sum-exps join
+both parts.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ class WindowedBlocks:
         self.rows, self.layout, self.scale = rows, layout, scale
         size = layout.block_size
         tables, contexts = [], []
-        # Per request: slots of the context tokens that some rows do not attend, int64 [E], and a
-        # mask over them and the block, bool [rows, E + rows]: what each row attends.
+        # Per request: slots int64 [E] of the context tokens that some rows do not attend, and the
+        # mask bool [rows, E + rows] over these tokens and the block.
         self.edges: list[tuple[torch.Tensor, torch.Tensor]] = []
         own = torch.ones(rows, rows, dtype=torch.bool)
         own = own.tril() if causal else own
         for index, context in zip(requests.req_indices, requests.context_lens, strict=True):
             table = block_table[index].long()
             first = max(0, context - window + 1)
-            whole = min(-(-max(0, context + rows - window) // size), -(-context // size))
-            start = min(whole * size, context)
+            first_page = min(-(-max(0, context + rows - window) // size), -(-context // size))
+            start = min(first_page * size, context)
             positions = torch.arange(min(first, start), start)
             distance = torch.arange(context, context + rows)[:, None] - positions
-            # A row also never sees past a window shorter than the block.
+            # A window shorter than the block also limits the block's own rows.
             apart = torch.arange(rows)[:, None] - torch.arange(rows)
             seen = torch.cat((distance < window, own & (apart < window)), dim=1)
             self.edges.append((table[positions // size] * size + positions % size, seen))
-            tables.append(table.roll(-whole))
+            tables.append(table.roll(-first_page))
             contexts.append(context - start)
         self.metadata = block_metadata(
             range(len(tables)), contexts, rows, causal, torch.stack(tables).int()
@@ -84,7 +84,7 @@ class WindowedBlocks:
                 group,
                 seen,
             )
-            # Of the context's part; a row always sees itself, so the other one is finite.
+            # The context's share. The dense part is finite, because a row attends itself.
             share = (lse[at] - near_lse).sigmoid().unsqueeze(-1)
             output[at] = (share * context[at].float() + (1 - share) * near).to(output.dtype)
         return output

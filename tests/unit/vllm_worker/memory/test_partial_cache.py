@@ -68,7 +68,7 @@ def test_keeps_the_sink_the_recent_and_the_most_important(caches, layout) -> Non
             ranked = scores[head, SINK : length - RECENT].argsort(descending=True) + SINK
             assert rest == ranked[: len(rest)].tolist()
             # What lies in the pool is what was chosen.
-            region = pool.block_table[context.region]
+            region = pool.block_table[context.index]
             stored = _keys(layout, pool.caches[layer], _slots(region, range(BUDGET)))[:, head]
             assert torch.equal(stored, keys[positions[head], head])
 
@@ -86,7 +86,7 @@ def test_new_tokens_replace_the_tail_until_the_choice_is_due_again(caches, layou
     context, _ = pool.advance("a", 100, row)
     chosen = _choose_all(pool, context, row)[0]
     assert pool.advance("a", 103, row) == (context, False)
-    region = pool.block_table[context.region]
+    region = pool.block_table[context.index]
     stored = _keys(layout, pool.caches[0], _slots(region, range(BUDGET)))
     new = _keys(layout, caches[0], _slots(row, [102, 101, 100]))
     assert torch.equal(stored[-3:], new)
@@ -115,7 +115,7 @@ def test_memory_is_bounded_and_whoever_was_dropped_chooses_anew(caches, layout) 
     for req_id in ("a", "b", "a", "c"):
         pool.advance(req_id, 100, row)
     assert pool.num_bytes == expected
-    regions = {pool.advance(r, 100, row)[0].region for r in ("a", "c")}
+    regions = {pool.advance(r, 100, row)[0].index for r in ("a", "c")}
     assert len(regions) == 2
     assert pool.advance("a", 100, row)[1] is False
     assert pool.advance("b", 100, row)[1] is True  # had made room for c

@@ -114,7 +114,7 @@ def test_a_request_that_lost_its_ring_gets_it_back_from_its_tokens() -> None:
     assert fill(cache, again) == SIZE
     check(cache, again, PARENTS[:1])
     assert fill(cache, requests({"c": 62})) == 2
-    assert set(cache.rings) == {"a", "c"} and not cache.free
+    assert set(cache.regions) == {"a", "c"} and not cache.free
 
 
 def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
@@ -122,7 +122,7 @@ def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
     fill(cache, requests({"x": 10, "y": 10, "z": 10}))
     asked = requests({"a": 50, "b": 7, "c": 90})
     fill(cache, asked)
-    assert len({ring for ring, _ in cache.rings.values()}) == 3
+    assert len({ring.index for ring in cache.regions.values()}) == 3
     check(cache, asked, PARENTS)
 
 
