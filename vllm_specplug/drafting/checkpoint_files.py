@@ -37,12 +37,12 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def is_size(value: object) -> TypeGuard[int]:
-    """Whether a config's value is an integer from 1 to `MAX_SIZE`."""
+    """Returns whether a config's value is an integer from 1 to `MAX_SIZE`."""
     return is_integer(value) and 1 <= value <= MAX_SIZE
 
 
 def is_positive(value: object) -> bool:
-    """Whether a config's value is a positive number that is finite as a float."""
+    """Returns whether a config's value is a positive number that is finite as a float."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     # An integer may be larger than any float.

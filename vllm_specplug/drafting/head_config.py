@@ -35,6 +35,12 @@ def require_size(name: str, value: object, max_value: int = MAX_SIZE) -> None:
     require(is_legal, name, value, f"an integer from 1 to {max_value}")
 
 
+def required_size(raw: Mapping[str, Any], name: str) -> int:
+    """Returns a field of a parsed config. Raises ValueError unless it is an integer from 1 on."""
+    require_size(name, raw.get(name))
+    return raw[name]
+
+
 def check_layer_shape(config: Any) -> None:
     """Checks the fields that all decoder layers have.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a block draft head, read from z-lab/JetSpec or speculators `config.json`."""
+"""Configuration of a block draft head, from a z-lab/JetSpec or speculators `config.json`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import (
-    MAX_SIZE,
-    is_size,
-    open_config,
-)
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_integer, is_size, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
 from vllm_specplug.methods.block.layer_config import (
     check_rotary,
@@ -25,7 +21,7 @@ from vllm_specplug.methods.block.rotary import Rotary
 
 logger = logging.getLogger(__name__)
 
-# Far beyond any head; a config beyond it would cost memory before a tensor is looked at.
+# Far beyond any head. Larger values would take memory before a tensor is read.
 _MAX_VALUES = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
 
 _CONTAINERS = ("jetspec_config", "dflash_config", "dspark_config")
@@ -36,13 +32,13 @@ _UNSUPPORTED_FLAGS = {
     "attention_sink_bias": "attention sinks are not implemented",
     "attention_value_scale": "value scaling is not implemented",
 }
-# What trainers call heads that draft as this one does. Others share its tensors, names and shapes
-# alike, and draft in another way.
+# Trainers' names of the heads that this reader supports. Other heads have tensors of the same names
+# and shapes but draft in another way.
 ARCHITECTURES = (
     "DFlashDraftModel", "Qwen3DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel",
     "DSparkDraftModel",
 )  # fmt: skip
-# Heads on the same backbone that draft in another way, and why they are not served as this one.
+# Heads on the same backbone that are not supported, with the reason.
 _DFLASH2 = (
     "DFlash2: its layers convolve along the block, and a selector ranks pairs of candidates; "
     "vLLM's own method dflash drafts chains with such heads"
@@ -67,15 +63,16 @@ _OTHER_PROJECTORS = {
     "domino": _DOMINO,
     "dspark": "heads with a Markov head are those of method dspark_tree",
 }
-# What the settings of such heads begin with, where no other name says what they are.
+# Prefixes of settings that only such heads have. Their other names may not tell.
 _OTHER_SETTINGS = {"lilicorr_": _LILICORR, "selector_": _DFLASH2, "conv_": _DFLASH2}
-# Heads that predict from the anchor's own slot on, whether they say so or not: read as others, each
-# draft would be one place off. DeepSpec names its DFlash heads so too, which have no Markov head.
+# Heads that predict from the anchor's own slot on even if their config does not say so. With the
+# wrong slot, every draft would be off by one. DeepSpec also uses these names for its DFlash heads,
+# which have no Markov head.
 _ANCHOR_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
-# Names of that flag: of speculators and vLLM, and of SpecForge.
+# Names of that flag in speculators and vLLM, and in SpecForge.
 ANCHOR_FLAGS = ("sample_from_anchor", "shift_label")
 SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
-# Head size of a config that states none, where the model type has one of its own.
+# Head sizes of model types that set one, for configs without a head size.
 _HEAD_DIMS = {"qwen3": 128}
 _AUX_LAYERS_NAME = "eagle_aux_hidden_state_layer_ids"
 _LAYER_NAMES = ("target_layer_ids", "dspark_target_layer_ids", _AUX_LAYERS_NAME)
@@ -83,8 +80,8 @@ _MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_t
 
 
 def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Zero-based target layers of a config that names none: spread from 1 to n - 3, rounded;
-    the middle layer for a head of one layer."""
+    """Returns the zero-based target layers of a config that names none: evenly spread from 1 to
+    n - 3, rounded; the middle layer for a head of one layer."""
     if num_draft_layers == 1:
         return (num_target_layers // 2,)
     span = num_target_layers - 4
@@ -96,13 +93,14 @@ class BlockHeadConfig:
     """Shape of a JetSpec/DFlash head.
 
     `target_layer_ids` are zero-based: id i is the output of the target's decoder layer i.
-    `block_size` counts the anchor's slot. Slot j predicts the token at j, so that a block drafts
-    `block_size - 1` tokens; with `sample_from_anchor` it predicts the one after it, and the
-    anchor's slot drafts too.
-    `causal` is the mask inside a block: JetSpec true, DFlash false. `windows` has each layer's
-    sliding window, None for one that attends the whole context, and is empty where all do; a row at
-    position p sees positions p - window + 1 to p of the context, and the block by `sliding_causal`.
-    `rope_scaling` holds the settings of a rotary embedding that is not the plain one.
+    `block_size` counts the anchor's slot. Slot j predicts the token at j, so a block drafts
+    `block_size - 1` tokens. With `sample_from_anchor` it predicts the next token, and the anchor's
+    slot drafts too.
+    `causal` is the mask inside a block: true for JetSpec, false for DFlash. `windows` has each
+    layer's sliding window, None for full attention; it is empty if all layers have full attention.
+    A row at position p attends positions p - window + 1 to p of the context, and its block with
+    mask `sliding_causal`.
+    `rope_scaling` holds the settings of a rotary embedding other than the default.
     """
 
     hidden_size: int
@@ -132,7 +130,7 @@ class BlockHeadConfig:
         require_size("num_hidden_layers", self.num_hidden_layers, _MAX_VALUES["num_hidden_layers"])
         check_layer_shape(self)
         require(
-            _is_integer(self.block_size) and 2 <= self.block_size <= _MAX_VALUES["block_size"],
+            is_integer(self.block_size) and 2 <= self.block_size <= _MAX_VALUES["block_size"],
             "block_size",
             self.block_size,
             "an integer >= 2 (the anchor and at least one drafted token), at most "
@@ -145,7 +143,7 @@ class BlockHeadConfig:
             f"1 to {_MAX_VALUES['target_layer_ids']} layer ids",
         )
         require(
-            self.mask_token_id is None or _is_integer(self.mask_token_id),
+            self.mask_token_id is None or is_integer(self.mask_token_id),
             "mask_token_id",
             self.mask_token_id,
             "an integer",
@@ -161,12 +159,12 @@ class BlockHeadConfig:
 
     @property
     def rotary(self) -> Rotary:
-        """Its rotary embedding."""
+        """The head's rotary embedding."""
         return rotary_of(self)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Each layer's sliding window, None for one that attends the whole context."""
+        """Each layer's sliding window, None for full attention."""
         return self.windows or (None,) * self.num_hidden_layers
 
     @property
@@ -211,12 +209,12 @@ class BlockHeadConfig:
         num_target_layers: int | None = None,
         causal: bool | None = None,
     ) -> BlockHeadConfig:
-        """From a parsed `config.json` of either format.
+        """Returns the config from a parsed `config.json` of either format.
 
         Args:
             raw: the JSON object.
-            num_target_layers: decoder layers of the target, used where the config names no layers.
-            causal: overrides the mask the config states.
+            num_target_layers: decoder layers of the target, for a config that names no layers.
+            causal: overrides the config's mask.
 
         Raises:
             ValueError: field, value, legal values and remedy.
@@ -226,7 +224,7 @@ class BlockHeadConfig:
         return _from_zlab(raw, num_target_layers, causal)
 
     def to_dict(self) -> dict[str, Any]:
-        """A z-lab/JetSpec `config.json` object; `from_dict` reads it back unchanged."""
+        """Returns a z-lab/JetSpec `config.json` object, which `from_dict` reads back unchanged."""
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
@@ -263,10 +261,6 @@ class BlockHeadConfig:
         }
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def _need(raw: Mapping[str, Any], name: str) -> Any:
     if raw.get(name) is None:
         raise ValueError(
@@ -283,7 +277,7 @@ def _stated_names(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _check_architecture(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    """Refuses heads that say what they are and are not known; tensors judge the others."""
+    """Refuses heads with an unknown architecture. A head without one is judged by its tensors."""
     stated = _stated_names(raw)
     others = [OTHER_ARCHITECTURES[name] for name in stated if name in OTHER_ARCHITECTURES]
     unknown = "heads of other kinds draft in another way, even where tensors look alike"
@@ -313,7 +307,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 
 def default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """Head size of a layer whose config states none."""
+    """Returns the head size of a layer whose config states none."""
     model_type = raw.get("model_type")
     known = _HEAD_DIMS.get(model_type) if isinstance(model_type, str) else None
     return known or hidden // heads
@@ -322,9 +316,9 @@ def default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
 def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, Any]:
     hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
     layers = _need(raw, "num_hidden_layers")
-    # Before anything is made per layer.
+    # Checked before anything is created per layer.
     most = _MAX_VALUES["num_hidden_layers"]
-    legal = _is_integer(layers) and 1 <= layers <= most
+    legal = is_integer(layers) and 1 <= layers <= most
     require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
     _refuse_unsupported(raw)
     return {
@@ -406,11 +400,12 @@ def _samples_from_anchor(sources: Sequence[Mapping[str, Any]], default: bool) ->
 
 
 def _stated_layers(raw: Mapping[str, Any], container: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Zero-based target layers, under any of their names; None where none states them."""
+    """Returns the zero-based target layers, under any of their names; None if not stated."""
     found: dict[str, tuple[int, ...]] = {}
     for source in (container, raw):
         for name in _LAYER_NAMES:
-            # An empty list states no layers in vLLM's names, and is wrong in the trainers' own.
+            # An empty list means "not stated" under vLLM's names, and is an error under the
+            # trainers' name.
             if source.get(name) is not None and (source[name] != [] or name == _LAYER_NAMES[0]):
                 ids = _layer_ids(name, source[name])
                 if name == _AUX_LAYERS_NAME:
@@ -423,15 +418,15 @@ def _stated_layers(raw: Mapping[str, Any], container: Mapping[str, Any]) -> tupl
 
 
 def _layer_ids(name: str, value: object) -> tuple[int, ...]:
-    listed = isinstance(value, list | tuple) and all(_is_integer(i) for i in value)
+    listed = isinstance(value, list | tuple) and all(is_integer(i) for i in value)
     require(listed, name, value, "a list of integers")
     assert isinstance(value, list | tuple)
     return tuple(value)
 
 
 def block_containers(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The method's own part of a config, of all containers. JetSpec's wins key by key; the others
-    may not disagree."""
+    """Returns the method's part of a config, merged from all containers. JetSpec's values win; the
+    others must agree."""
     container: dict[str, Any] = {}
     for name in _CONTAINERS:
         part = raw.get(name) or {}
@@ -447,8 +442,8 @@ def block_containers(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | None:
-    """Whether the block is causal, by the config or the method that it belongs to; None where
-    neither says so."""
+    """Returns whether the block is causal by the config or by the method that wrote it; None if
+    neither tells."""
     for name, source in (
         ("is_causal", raw),
         ("causal_head", container),
@@ -467,8 +462,8 @@ def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | 
 def _mask_of(stated: bool | None) -> bool:
     if stated is None:
         logger.info(
-            "The head's config does not say whether its block is causal; taken as bidirectional, "
-            "as DFlash trains. Option `causal` of the speculative config decides otherwise"
+            "The head's config does not say whether its block is causal; it is taken as "
+            "bidirectional, as DFlash trains. Option `causal` overrides it"
         )
     return bool(stated)
 
@@ -481,8 +476,8 @@ def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadC
     _check_architecture(raw, SPECULATORS_ARCHITECTURES)
     shape = _layer_shape(_need(raw, "transformer_layer_config"), {})
     _refuse_unsupported(raw)
-    # `sliding_window_non_causal`, false by default, is only about sliding-window layers: the
-    # library trains full attention bidirectionally whatever it says.
+    # `sliding_window_non_causal`, false by default, only concerns sliding-window layers. Full
+    # attention is always trained bidirectionally.
     if "windows" in shape:
         stated = raw.get("sliding_window_non_causal") is not True
         shape["sliding_causal"] = stated if causal is None else causal
@@ -490,7 +485,7 @@ def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadC
     aux = raw.get("aux_hidden_state_layer_ids")
     require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
     assert aux is not None
-    # An id there counts the embedding as 0, so decoder layer i is i + 1.
+    # These ids count the embedding as 0, so decoder layer i is i + 1.
     layer_ids = tuple(i - 1 for i in _layer_ids("aux_hidden_state_layer_ids", aux))
     return BlockHeadConfig(
         **shape,

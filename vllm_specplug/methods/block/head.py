@@ -6,10 +6,10 @@ size, Hq/Hkv query/key heads, Dh head size, I MLP width.
 
 One draft round feeds a block: slot 0 is the embedding of the anchor (the newest token, sampled but
 not yet in the target's cache), slots 1.. are the mask embedding. The output at slot j predicts the
-token *at* slot j, or the one after it in heads that sample from the anchor's slot. Each layer
-attends the context features of every committed position before the anchor, then the block itself.
-Context features are the same for every layer and are never updated by it, so a context K/V pair is
-final once its position is committed.
+token *at* slot j, or the next token in heads that sample from the anchor's slot. Each layer attends
+the context features of every committed position before the anchor, then the block itself. All
+layers read the same context features and none updates them, so a context K/V pair is final once its
+position is committed.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ class RMSNorm(nn.Module):
 
 
 def rotary_cos_sin(positions: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of the rotary angles of `positions` [T], each float32 [T, Dh/2]; fewer columns
-    where only a part of a head is turned."""
+    """Returns cos and sin of the rotary angles of `positions` [T], each float32 [T, Dh/2], or fewer
+    columns if only a part of a head is rotated."""
     frequencies, factor = rotary.frequencies()
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies.to(positions.device)
     return angles.cos() * factor, angles.sin() * factor
 
 
 def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates the two halves of x [T, heads, Dh] by angles [T, Dh/2] (neox layout); with fewer
-    angles those of its first dimensions."""
+    """Returns x [T, heads, Dh] with its two halves rotated by angles [T, Dh/2] (neox layout). Fewer
+    angles rotate the halves of the leading dimensions."""
     cos, sin = cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2)
-    turned = 2 * cos.shape[-1]
-    first, second = x[..., :turned].chunk(2, dim=-1)
+    size = 2 * cos.shape[-1]
+    first, second = x[..., :size].chunk(2, dim=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*rotated, x[..., turned:]), dim=-1)
+    return torch.cat((*rotated, x[..., size:]), dim=-1)
 
 
 class BlockAttention(nn.Module):
-    """Projections and norms of one layer; the attention itself is the caller's."""
+    """Projections and norms of one layer. The caller computes the attention itself."""
 
     def __init__(self, config: BlockHeadConfig):
         super().__init__()
@@ -116,13 +116,13 @@ class BlockLayer(nn.Module):
     def project(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Everything before the attention: q [T, Hq, Dh], k and v [T, Hkv, Dh] of slots [T, H]."""
+        """Returns the attention's inputs q [T, Hq, Dh], k and v [T, Hkv, Dh] of slots [T, H]."""
         normed = self.input_layernorm(x)
         k, v = self.self_attn.key_value(normed, cos, sin)
         return self.self_attn.query(normed, cos, sin), k, v
 
     def finish(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        """Everything after it: residual, MLP. mixed [T, Hq, Dh] is the attention's output."""
+        """Returns the layer's output [T, H] from the attention's output `mixed` [T, Hq, Dh]."""
         x = x + self.self_attn.o_proj(mixed.flatten(-2))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -130,9 +130,9 @@ class BlockLayer(nn.Module):
 class BlockHead(nn.Module):
     """Draft head of `config.num_hidden_layers` layers over context features of the target.
 
-    `mask_embedding` is [H]: a trained vector, or the target's embedding row of
-    `config.mask_token_id` that the loader copied there. Token embeddings and the LM head are the
-    target's and stay outside.
+    `mask_embedding` [H] is a trained vector, or the target's embedding row of
+    `config.mask_token_id`, which the loader copies. The target's token embeddings and LM head are
+    not part of the head.
     """
 
     def __init__(self, config: BlockHeadConfig):
@@ -149,20 +149,20 @@ class BlockHead(nn.Module):
         self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos, sin [T, Dh/2] of absolute positions [T]."""
+        """Returns `rotary_cos_sin` of positions [T]."""
         return rotary_cos_sin(positions, self.config.rotary)
 
     def context_features(self, aux: torch.Tensor) -> torch.Tensor:
-        """Outputs of `target_layer_ids` concatenated in that order, [T, L*Ht] -> [T, H]."""
+        """Outputs of `target_layer_ids`, concatenated in that order [T, L*Ht] -> [T, H]."""
         return self.hidden_norm(self.fc(aux))
 
     def context_kv(
         self, features: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Every layer's K (normed, rotated) and V of committed positions.
+        """Returns every layer's K (normed, rotated) and V of committed positions.
 
-        [T, H], [T] -> two tensors [num_layers, T, Hkv, Dh]. Rows are independent of each other, so
-        only new positions are computed.
+        [T, H], [T] -> two tensors [num_layers, T, Hkv, Dh]. Rows do not depend on each other, so
+        callers only compute new positions.
         """
         cos, sin = self.rotary(positions)
         pairs = [layer.self_attn.key_value(features, cos, sin) for layer in self.layers]
@@ -177,18 +177,18 @@ class BlockHead(nn.Module):
     def forward(
         self, input_embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
-        """Final normed hidden states of block slots.
+        """Returns the final normed hidden states of block slots.
 
         Args:
             input_embeds: [T, H], anchor embedding in slot 0 of each block, masks in the others.
             positions: [T] absolute positions; the anchor's is the number of tokens before it.
             attend: called once per layer as `attend(layer_idx, q, k, v)` with the slots' own
                 q [T, Hq, Dh], k and v [T, Hkv, Dh]; it adds the context K/V and the block mask
-                and returns [T, Hq, Dh]. Scale is `config.attention_scale`.
+                and returns [T, Hq, Dh]. Its scale is `config.attention_scale`.
 
         Returns:
             [T, H]; the LM head on slot j gives the distribution of the token at slot j, or of the
-            one after it.
+            next token.
         """
         cos, sin = self.rotary(positions)
         x = input_embeds

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block head's config says of each layer's attention."""
+"""Reads windows and rotary embedding of a draft layer from a head's config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_si
 from vllm_specplug.drafting.head_config import require
 from vllm_specplug.methods.block.rotary import KINDS, Rotary
 
-# M-RoPE gives a token three positions, which are one and the same for text; a draft is text.
+# M-RoPE gives a token three positions, which are equal for text. A draft is text.
 _MROPE = ("mrope_section", "mrope_interleaved")
 _NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor", *_MROPE)
 
@@ -18,7 +18,8 @@ _NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor", *_MR
 def read_windows(
     raw: Mapping[str, Any], container: Mapping[str, Any], num_layers: int
 ) -> dict[str, Any]:
-    """Each layer's sliding window, and the mask inside the block of such layers by default."""
+    """Returns each layer's sliding window and the default mask inside the block of such layers; no
+    entries without a window."""
     types = raw.get("layer_types") or []
     kinds = ("full_attention", "sliding_attention")
     require(
@@ -33,7 +34,7 @@ def read_windows(
     everywhere = bool(container.get("use_swa")) and not any(sliding)
     if not everywhere and not any(sliding):
         flag = raw.get("use_sliding_window")
-        legal = "absent or false where layer_types names no sliding layer"
+        legal = "absent or false if layer_types names no sliding layer"
         require(not flag, "use_sliding_window", flag, legal)
         return {}
     flag = raw.get("use_sliding_window")
@@ -41,7 +42,7 @@ def read_windows(
         flag in (None, True) or everywhere,
         "use_sliding_window",
         flag,
-        "absent or true where layer_types names sliding layers",
+        "absent or true if layer_types names sliding layers",
     )
     window = container.get("swa_window_size") or raw.get("sliding_window")
     require(is_size(window), "sliding_window", window, f"an integer from 1 to {MAX_SIZE}")
@@ -53,7 +54,7 @@ def read_windows(
 
 
 def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Base, kind and settings of the rotary embedding, wherever they stand."""
+    """Returns base, kind and settings of the rotary embedding, from any of their keys."""
     theta, partial = raw.get("rope_theta"), raw.get("partial_rotary_factor")
     scaling: dict[str, Any] | None = None
     for name in ("rope_parameters", "rope_scaling"):
@@ -87,37 +88,37 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rotary_of(config: Any) -> Rotary:
-    """The rotary embedding of a head's config."""
+    """Returns the rotary embedding of a head's config."""
     scaling = dict(config.rope_scaling or {})
     return Rotary(
         config.rope_theta,
         config.head_dim,
-        turned_size(config.partial_rotary_factor, config.head_dim),
+        rotated_size(config.partial_rotary_factor, config.head_dim),
         scaling.pop("rope_type", "default"),
         scaling or None,
         config.max_position_embeddings,
     )
 
 
-def turned_size(factor: Any, head_dim: int) -> int:
-    """Leading dimensions of a head that `partial_rotary_factor` turns.
+def rotated_size(factor: Any, head_dim: int) -> int:
+    """Returns the number of leading dimensions of a head that `partial_rotary_factor` rotates.
 
     Raises:
-        ValueError: for a factor that turns none of them, or an odd number.
+        ValueError: for a factor that rotates none of them, or an odd number.
     """
-    turned = int(head_dim * factor) if is_positive(factor) and factor <= 1 else 0
+    rotated = int(head_dim * factor) if is_positive(factor) and factor <= 1 else 0
     require(
-        turned >= 2 and turned % 2 == 0,
+        rotated >= 2 and rotated % 2 == 0,
         "partial_rotary_factor",
         factor,
-        f"a number up to 1 that turns an even number of {head_dim} dimensions",
+        f"a number up to 1 that rotates an even number of {head_dim} dimensions",
     )
-    return turned
+    return rotated
 
 
 def check_rotary(config: Any) -> None:
-    """Raises ValueError for a head's config whose rotary embedding turns nothing, or whose settings
-    give no angles."""
+    """Raises ValueError for a head's config whose rotary embedding rotates nothing, or whose
+    settings give no angles."""
     rotary = config.rotary
     if config.rope_scaling is not None:
         rotary.check()

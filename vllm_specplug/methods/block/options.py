@@ -29,7 +29,7 @@ class BlockSettings:
     """Resolved options of a block head."""
 
     causal: bool | None
-    """Whether attention inside the block is causal; None: as the checkpoint says."""
+    """Whether attention inside the block is causal; None for the checkpoint's mask."""
 
 
 class BlockOptions(MethodOptions):
@@ -52,7 +52,7 @@ class BlockOptions(MethodOptions):
         )
 
     def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:
-        """Checks the head in folder `path` against its target, reading no weights."""
+        """Checks the head in folder `path` against its target, without the weights."""
         # Imported here: reading a head needs torch, which declarations must not import.
         from vllm_specplug.methods.block.checkpoint import inspect_block_head
 
@@ -61,5 +61,5 @@ class BlockOptions(MethodOptions):
     def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
     ) -> BlockSettings:
-        """The settings that the drafter reads."""
+        """Returns the settings that the drafter reads."""
         return BlockSettings(self.causal)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are block heads, and of which kind, judged by their files.
+"""Recognises block heads and their kind from checkpoint files.
 
-Kinds that a reader refuses later are recognised too, so that the refusal can say why.
+It also recognises kinds that the reader refuses later with a reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_specplug.methods.block.config import (
 
 # Tensors that every block head has. Other kinds have `fc.weight` too, but norm features per layer.
 _TENSORS = ("fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight")
-# What a config says of a Markov head behind the block, and where.
+# Keys of a Markov head in a config, and the containers that may hold them.
 MARKOV_KEYS = (
     "markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head",
     "confidence_head_with_markov", "confidence_head_alpha", "projector_type",
@@ -31,17 +31,17 @@ _MARKOV_TENSORS = ("markov_head.", "confidence_head.", "markov_w1.", "confidence
 
 
 def is_causal_block_head(head: HeadFiles) -> bool:
-    """Whether a checkpoint is a JetSpec head."""
+    """Returns whether a checkpoint is a JetSpec head."""
     return _is_block_head(head) and _is_causal(head)
 
 
 def is_bidirectional_block_head(head: HeadFiles) -> bool:
-    """Whether a checkpoint is a DFlash head."""
+    """Returns whether a checkpoint is a DFlash head."""
     return _is_block_head(head) and not _is_causal(head)
 
 
 def is_markov_block_head(head: HeadFiles) -> bool:
-    """Whether a checkpoint is a DSpark head: a block head with a Markov or confidence head."""
+    """Returns whether a checkpoint is a DSpark head, with a Markov or a confidence head."""
     if head.speculators_type is not None:
         return head.speculators_type == "dspark"
     return _has_block(head) and _has_markov(head)
@@ -49,12 +49,13 @@ def is_markov_block_head(head: HeadFiles) -> bool:
 
 def _has_markov(head: HeadFiles) -> bool:
     own = markov_values(head.config)
-    said = own.get("markov_rank") or own.get("projector_type") == "dspark"
-    return bool(said) or any(name.startswith(_MARKOV_TENSORS) for name in head.tensors)
+    if own.get("markov_rank") or own.get("projector_type") == "dspark":
+        return True
+    return any(name.startswith(_MARKOV_TENSORS) for name in head.tensors)
 
 
 def markov_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config says of a Markov head, from wherever a trainer puts it."""
+    """Returns a config's values of a Markov head, from all containers that trainers use."""
     values: dict[str, Any] = {}
     for source in (config, *(config.get(name) for name in MARKOV_CONTAINERS)):
         if isinstance(source, Mapping):
@@ -64,7 +65,7 @@ def markov_values(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_block_head(head: HeadFiles) -> bool:
     if head.speculators_type is not None:
-        # All but the first are not served, and the method's reader says why.
+        # The method's reader refuses all but "dflash" with a reason.
         return head.speculators_type in ("dflash", "jetspec", *OTHER_SPECULATORS_TYPES)
     return _has_block(head) and not _has_markov(head)
 
@@ -82,4 +83,4 @@ def _is_causal(head: HeadFiles) -> bool:
     try:
         return stated_mask(head.config, block_containers(head.config)) is True
     except (ValueError, TypeError, AttributeError):
-        return False  # whoever reads the head refuses the value
+        return False  # the method's reader refuses the value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rotary embeddings of block heads: the kinds whose angles do not change with the length."""
+"""Rotary embeddings of draft heads: the kinds whose angles do not depend on the length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ import torch
 
 from vllm_specplug.drafting.checkpoint_files import is_positive
 
-# "dynamic" and "longrope" change all angles once a sequence grows, and with them keys that are
-# cached already.
-# Of a layer whose config does not say.
+# For a layer whose config states none.
 DEFAULT_MAX_POSITIONS = 2048
+# "dynamic" and "longrope" change all angles when a sequence grows, also those of cached keys.
 KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -23,8 +22,8 @@ KINDS = ("default", "linear", "llama3", "yarn")
 class Rotary:
     """A head's rotary embedding.
 
-    `scaling` holds the settings of a kind other than "default" under their published names;
-    `rotated` is the number of leading dimensions of a head that are turned, the rest pass through.
+    `scaling` holds the settings of a kind other than "default" under their published names.
+    `rotated` is the number of leading dimensions of a head that are rotated; the rest pass through.
     """
 
     theta: float
@@ -35,12 +34,13 @@ class Rotary:
     max_positions: int = 0
 
     def frequencies(self) -> tuple[torch.Tensor, float]:
-        """Angles per position float32 [rotated / 2], and the factor on cosines and sines.
+        """Returns the angles per position float32 [rotated / 2], and the factor on cosines and
+        sines.
 
         Raises:
             ValueError: for settings that give no finite numbers.
         """
-        # On the CPU also where a module is built on the meta device.
+        # On the CPU, even while a module is built on the meta device.
         pairs = torch.arange(0, self.rotated, 2, dtype=torch.float32, device="cpu")
         plain = self.theta ** -(pairs / self.rotated)
         if self.kind == "default":
@@ -60,7 +60,7 @@ class Rotary:
         try:
             self.frequencies()
         except Exception as error:
-            # Whatever the settings make transformers raise.
+            # transformers may raise anything for wrong settings.
             problem = f"{ {**(self.scaling or {}), 'rope_type': self.kind} }"[:200]
             raise ValueError(
                 f"draft head config: rope_scaling = {problem}, legal: complete settings of its "
@@ -69,7 +69,7 @@ class Rotary:
             ) from None
 
     def _scaled(self) -> tuple[torch.Tensor, float]:
-        """As transformers computes them, whose classes the trainers use."""
+        """Computes them with transformers, whose classes the trainers use."""
         from transformers import LlamaConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -85,7 +85,7 @@ class Rotary:
                 "partial_rotary_factor": self.rotated / self.head_dim,
             },
         )
-        # Modules are made on the meta device first, which some of these functions would follow.
+        # Some of these functions follow the default device, which may be the meta device.
         with torch.device("cpu"):
             frequencies, factor = ROPE_INIT_FUNCTIONS[self.kind](source, torch.device("cpu"))
         return frequencies.float(), float(factor)

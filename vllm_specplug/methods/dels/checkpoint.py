@@ -44,10 +44,10 @@ RELEASED_NAMES = (
     "markov_local_head.pt",
 )
 FORMAT = "specplug_local_head"
-# Classes that training scripts leave in a checkpoint's "args"; they carry no behaviour.
+# Classes in "args" of training scripts' checkpoints. They have no behaviour.
 _SAFE_GLOBALS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-# Names of released files that differ from this package's.
+# Tensor names of released files, and this package's names.
 _RENAMED = {
     "embedding_weight": "embed_tokens.weight",
     "lm_head_weight": "low_rank_lm_head.weight",
@@ -64,15 +64,15 @@ def load_local_head(
     """Reads a local head and checks it against its target.
 
     Args:
-        path: a folder written here, a `.safetensors` file with its JSON beside it, a released `.pt`
-            file, or a folder that holds one.
+        path: a folder of this package, a `.safetensors` file with its JSON file, a released `.pt`
+            file, or a folder with one.
         target_config: the target's text config; a mapping or an object with `hidden_size` and
             `vocab_size`.
         dtype: of the returned parameters; the checkpoint's own if None.
 
     Returns:
-        The head, and the target id of each row of its output table int64 [V'], None where they
-        are the whole vocabulary in order.
+        The head, and the target id of each row of its output table int64 [V']; None for the whole
+        vocabulary in order.
 
     Raises:
         ValueError: for another target's head, a missing, unexpected or misshapen tensor, and
@@ -86,9 +86,9 @@ def load_local_head(
 
 
 def inspect_local_head(path: str | Path, target_config: Any) -> LocalHeadConfig:
-    """Checks a local head from its config and tensor headers; errors of `load_local_head`.
+    """Checks a local head from its config and tensor headers, with the errors of `load_local_head`.
 
-    A released `.pt` file is converted here, so that the pickle is read once.
+    It converts a released `.pt` file, so that the pickle is read once.
     """
     return _read(path, target_config, headers_only=True)[0]
 
@@ -118,10 +118,10 @@ def save_local_head(
 
 
 def resolve_local_head(path: str | Path) -> Path:
-    """The weights file that `path` means.
+    """Returns the weights file of `path`.
 
     Raises:
-        ValueError: when there is none, or more than one could be meant.
+        ValueError: if there is none, or more than one.
     """
     path = Path(path).expanduser()
     if path.is_file():
@@ -184,7 +184,7 @@ def _read_config(file: Path) -> LocalHeadConfig:
 
 
 def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
-    """A released pickle, from its converted copy where there is one that is not older."""
+    """Returns a released pickle's head, from its converted copy if that is up to date."""
     stat = file.stat()
     source = {"name": file.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
     weights, config_file = file.with_suffix(".safetensors"), file.with_suffix(".json")
@@ -199,7 +199,7 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
             return config, tensors
     raw = load_pickle(file, f"local head {str(file)!r}", _SAFE_GLOBALS)
     config, tensors = _from_released(file, raw, target)
-    # Before anything is written: what is refused leaves no copy.
+    # Before the copy is written, so that a refused head leaves none.
     _check(file, config, tensors, target)
     check_finite(tensors)
     if weights.exists() and not config_file.exists():
@@ -217,15 +217,15 @@ def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torc
 def _from_released(
     file: Path, raw: Mapping[str, Any], target: Any
 ) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
-    """Names, layouts and kind of a released file; the rest is read off the tensors."""
+    """Returns config and tensors of a released file; the tensors tell most of the config."""
     state = raw.get("model_state_dict")
     loose = {name: value for name, value in raw.items() if isinstance(value, torch.Tensor)}
     stated = {**(state if isinstance(state, Mapping) else {}), **loose}
     _check_matrices(file, stated)
     if "position_gates" in stated:
         raise ValueError(
-            f"local head {str(file)!r} is a joint checkpoint with position gates; legal: a local "
-            "head alone. Save its local_head_model.* tensors, and write the gates as alpha and "
+            f"local head {str(file)!r} is a joint checkpoint with position gates; legal: only a "
+            "local head. Save its local_head_model.* tensors, and write the gates as alpha and "
             "beta into the config of the converted head"
         )
     said = raw.get("model_config") or {}
@@ -283,11 +283,10 @@ def _from_released(
 
 
 def _check_matrices(file: Path, stated: Mapping[str, Any]) -> None:
-    """Every tensor of a local head is a matrix of floating-point numbers."""
+    """Raises ValueError unless every tensor is a floating-point matrix."""
     what = f"local head {str(file)!r}"
     check_plain(file, what, stated)
     for name, tensor in stated.items():
-        # Gates of a joint checkpoint are refused by name.
         if tensor.dim() != 2 or tensor.dtype not in _DTYPES:
             raise ValueError(
                 f"{what}: tensor {name!r} is {tensor.dtype} {list(tensor.shape)}, legal: a matrix "

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeLS: a DFlash head whose marginals are corrected, branch by branch, by a local head.
+"""Drafts with DeLS: a local head corrects the marginals of a DFlash head, branch by branch.
 
-The block head says what is likely at each depth given the context; the local head what follows
-the branch's own drafted tokens. Both are fused as a product of experts (DeLS-Spec), and the fused
-distribution of each branch drives the tree.
+The block head predicts each depth from the context, the local head from the branch's own drafted
+tokens. A product of experts fuses both (DeLS-Spec), and trees expand the fused distributions.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 
 class DelsDrafter(LocalHeadDrafter):
-    """Block head and local head; without weights it is the block head."""
+    """Drafter for a DFlash head and a local head."""
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
@@ -32,7 +31,7 @@ class DelsDrafter(LocalHeadDrafter):
         if options.unigram_path is not None:
             counts = load_unigram(options.unigram_path)
             log_prior = counts.log_probs(self.config.vocab_size, UNIGRAM_SMOOTHING)
-        # The paper's local heads read the target's own embeddings, whatever the block head ships.
+        # The paper's local heads read the target's embeddings even if the block head ships its own.
         self.local_tree = LocalTreeBuilder(
             local,
             local_ids,

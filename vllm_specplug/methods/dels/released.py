@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that others release as NumPy archives, read as untrusted input.
+"""Reads released NumPy archives as untrusted input.
 
-An archive can unpack to more than it holds. Nothing here fills more memory than the file is long,
-or than `MAX_COUNTS_BYTES`.
+An archive can unpack to more than its own size. The reader allocates at most `MAX_COUNTS_BYTES`.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ MAX_COUNTS_BYTES = 8 << 24
 
 
 def load_counts_archive(path: Path) -> torch.Tensor:
-    """The array `counts` of an `.npz` file, compressed or not.
+    """Returns the array `counts` of an `.npz` file, compressed or not.
 
     Raises:
-        ValueError, KeyError, BadZipFile: for an archive that is none, has no such array, or unpacks
-            to more than `MAX_COUNTS_BYTES`.
+        ValueError, KeyError, BadZipFile: for a file that is no archive, has no such array, or
+            unpacks to more than `MAX_COUNTS_BYTES`.
     """
     with zipfile.ZipFile(path) as archive:
         entry = archive.getinfo("counts.npy")

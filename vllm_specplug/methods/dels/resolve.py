@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resolves and checks the options of a local head before anything is started."""
+"""Resolves and checks the options of a local head before the engine starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_specplug.methods.local import LOCAL_CANDIDATES
 if TYPE_CHECKING:
     from vllm_specplug.methods.dels.options import DelsOptions
 
-# Most memory of a GRU head's table of input gates; larger ones are computed in each step.
+# Maximum bytes of a GRU head's table of input gates. Larger ones are computed in each step.
 _GATE_TABLE_BYTES = 64 << 20
 
 logger = logging.getLogger("vllm.specplug.config")
@@ -30,15 +30,15 @@ logger = logging.getLogger("vllm.specplug.config")
 def resolve_settings(
     options: DelsOptions, tree_width: int, num_draft_tokens: int, model_config: Any
 ) -> DelsSettings:
-    """The options of method dels with paths, defaults and weights worked out.
+    """Returns the options of method dels with resolved paths, defaults and weights.
 
     Args:
-        num_draft_tokens: depths the block head drafts.
+        num_draft_tokens: number of depths that the block head drafts.
         model_config: vLLM's config of the target.
 
     Raises:
         ValueError: for a local head or counts of another target, weights of other depths, and a
-            prior that is needed and missing.
+            missing prior.
     """
     assert options.local_head is not None
     text_config = model_config.hf_text_config
@@ -74,13 +74,13 @@ def _unigram_path(local_head: Path, model_config: Any) -> str:
     recorded = load_unigram(path)
     if recorded.tokenizer is not None:
         recorded = load_unigram(path, tokenizer=_target_tokenizer(model_config))
-    # Counts of a larger vocabulary are refused here already.
+    # Refuses counts of a larger vocabulary before the engine starts.
     recorded.log_probs(int(model_config.hf_text_config.vocab_size), UNIGRAM_SMOOTHING)
     return str(path.resolve())
 
 
 def _target_tokenizer(model_config: Any) -> str | None:
-    """Fingerprint of the target's tokenizer; None when the engine runs without one."""
+    """Returns the fingerprint of the target's tokenizer; None if the engine runs without one."""
     if model_config.skip_tokenizer_init:
         return None
     try:
@@ -93,6 +93,6 @@ def _target_tokenizer(model_config: Any) -> str | None:
         )
         return tokenizer_fingerprint(tokenizer)
     except Exception as error:
-        # Tokenizers that transformers cannot read exist; the counts may still be right.
+        # transformers cannot read every tokenizer, and the counts may still be right.
         logger.info("The unigram counts' tokenizer was not compared with the target's: %s", error)
         return None

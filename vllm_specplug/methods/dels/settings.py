@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What options of DeLS come to, with paths, defaults and weights worked out."""
+"""Resolved options of DeLS."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DelsSettings:
-    """How a local head is fused with a block head: options with paths and defaults worked out."""
+    """Options of the fusion of a local head with a block head, with resolved paths and defaults."""
 
     path: str
     unigram_path: str | None
-    """None where every beta is 0."""
+    """None if every beta is 0."""
     alpha: tuple[float, ...]
     """Weight of the local score at depths 1, 2, ..."""
     beta: tuple[float, ...]
     anchor_input: bool
     num_candidates: int
-    """Tokens of each depth that the local head scores."""
+    """Number of tokens that the local head scores at each depth."""
     gate_table_bytes: int
     causal: bool | None = None
-    """Causal (true) or bidirectional (false) attention inside the draft block. Default: what the
-    checkpoint says (`causal_head`), bidirectional when it says nothing."""
+    """Causal (true) or bidirectional (false) attention inside the draft block. None stands for the
+    checkpoint's `causal_head`, or bidirectional without one."""
 
 
 def depth_weights(
     name: str, value: float | list[float], num_depths: int, *, first_depth: int
 ) -> tuple[float, ...]:
-    """`alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
+    """Returns `alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
 
     Raises:
         ValueError: for a list of another length.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unigram prior of DeLS-Spec: how often each token is a training target at all.
+"""The unigram prior of DeLS-Spec: how often each token is a training target.
 
-Both scores that the fusion adds already contain how common a token is, so its prior is taken out
-once. Counts are of supervised tokens only (the loss mask), and small ones are smoothed.
+Both scores of the fusion contain the frequency of a token, so its prior is subtracted once. Only
+supervised tokens (the loss mask) are counted, and counts are smoothed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm_specplug.methods.dels.released import MAX_COUNTS_BYTES, load_counts_ar
 logger = logging.getLogger(__name__)
 
 UNIGRAM_NAME = "unigram.safetensors"
-# Added to every count: a token that was never seen has a probability.
+# Added to every count, so that a token that was never seen has a probability.
 UNIGRAM_SMOOTHING = 1.0
 RELEASED_UNIGRAM_NAME = "loss_mask_unigram.pt"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """sha256 over every (id, token) of a Hugging Face tokenizer: equal for equal vocabularies."""
+    """Returns the sha256 of every (id, token) of a Hugging Face tokenizer."""
     digest = hashlib.sha256()
     for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
@@ -41,18 +41,18 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 class UnigramCounts:
     """Counts of supervised tokens.
 
-    `counts` int64 [n], token id the index; n may be smaller than the vocabulary.
-    `tokenizer` is `tokenizer_fingerprint` of the tokenizer they were made with, None if not known.
+    `counts` int64 [n] is indexed by token id; n may be smaller than the vocabulary. `tokenizer` is
+    the `tokenizer_fingerprint` of their tokenizer, None if it is not known.
     """
 
     counts: torch.Tensor
     tokenizer: str | None = None
 
     def log_probs(self, vocab_size: int, smoothing: float = 1.0) -> torch.Tensor:
-        """Natural log-probabilities float32 [vocab_size].
+        """Returns natural log-probabilities float32 [vocab_size].
 
-        p = (c + smoothing) / sum(c + smoothing), with counts of zero where there are none. With
-        smoothing 0, tokens never seen get the smallest probability that is not zero.
+        p = (c + smoothing) / sum(c + smoothing), with a count of 0 for missing tokens. With
+        smoothing 0, tokens that were never seen get the smallest positive probability.
 
         Raises:
             ValueError: for more counts than tokens, or counts that are all zero without smoothing.
@@ -66,7 +66,7 @@ class UnigramCounts:
             )
         if n < vocab_size:
             logger.info(
-                "Unigram counts cover %d of %d tokens; the rest count as never seen", n, vocab_size
+                "Unigram counts cover %d of %d tokens; the others have count 0", n, vocab_size
             )
         counts = torch.zeros(vocab_size, dtype=torch.float64)
         counts[:n] = self.counts.double()
@@ -87,8 +87,8 @@ def save_unigram(
     tokenizer: str | None,
     metadata: dict[str, str] | None = None,
 ) -> Path:
-    """Writes counts int64 [V] as safetensors with the tokenizer's fingerprint in the header; the
-    file appears whole or not at all."""
+    """Writes counts int64 [V] as safetensors with the tokenizer's fingerprint in the header,
+    replaced atomically."""
     path = Path(path)
     header = dict(metadata or {})
     if tokenizer is not None:
@@ -101,11 +101,11 @@ def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCo
 
     Args:
         path: the file.
-        tokenizer: fingerprint of the target's tokenizer; None where it is not known.
+        tokenizer: fingerprint of the target's tokenizer; None if it is not known.
 
     Raises:
-        ValueError: for a file that cannot be read safely, holds no counts, or says that another
-            tokenizer made them.
+        ValueError: for a file that cannot be read safely, has no counts, or names another
+            tokenizer.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -129,7 +129,7 @@ def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCo
             check_plain(path, "it", {"counts": counts})
         else:
             raise ValueError("legal: .safetensors, .pt, .npz")
-    except Exception as error:  # safetensors, zipfile and pickle have errors of their own
+    except Exception as error:  # safetensors, zipfile and pickle have their own errors
         raise ValueError(_unreadable(path, error)) from None
     if recorded is not None and tokenizer is not None and recorded != tokenizer:
         raise ValueError(
@@ -149,10 +149,11 @@ def _unreadable(path: Path, error: Exception) -> str:
 
 
 def _check_length(path: Path, shape: Sequence[int]) -> None:
-    most = MAX_COUNTS_BYTES // 8
-    if max(shape, default=0) > most:
+    max_tokens = MAX_COUNTS_BYTES // 8
+    if max(shape, default=0) > max_tokens:
         raise ValueError(
-            f"unigram counts {str(path)!r}: {list(shape)}, legal: integers [V] of at most {most} "
+            f"unigram counts {str(path)!r}: {list(shape)}, legal: integers [V] of at most "
+            f"{max_tokens} "
             "tokens"
         )
 

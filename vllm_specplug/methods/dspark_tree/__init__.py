@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DSpark heads as trees: a low-rank Markov head corrects the block's scores, branch by branch. The
-name `dspark` is vLLM's own method, which drafts chains with the same heads."""
+"""Trees from DSpark heads: a low-rank Markov head corrects the block's scores, branch by branch.
+
+vLLM's own method `dspark` drafts chains with the same heads.
+"""
 
 from vllm_specplug.drafting.method import Method
 from vllm_specplug.methods.block.options import BLOCK_NEEDS

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a DSpark head: a block head's, and what its Markov head adds.
+"""Configuration of a DSpark head: a block head's config, and the Markov head's values.
 
-Read from `config.json` as DeepSpec, SpecForge, speculators and Model-Optimizer write it. The block
-head's part goes through `methods.block.config`; what is refused there is refused here.
+It reads `config.json` files of DeepSpec, SpecForge, speculators and Model-Optimizer.
+`methods.block.config` reads and checks the block head's part.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_specplug.methods.block.recognise import MARKOV_CONTAINERS, MARKOV_KEYS
 MARKOV_INPUT = "markov_head.markov_w1.weight"
 MARKOV_OUTPUT = "markov_head.markov_w2.weight"
 CONFIDENCE_WEIGHT, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
-# Model-Optimizer's module has the same tensors beside the block's own.
+# Model-Optimizer's names of these tensors.
 FLAT_NAMES = {
     "markov_w1.weight": MARKOV_INPUT,
     "markov_w2.weight": MARKOV_OUTPUT,
@@ -32,7 +32,7 @@ FLAT_NAMES = {
     "confidence_proj.bias": CONFIDENCE_BIAS,
 }
 
-# The last is vLLM's name of both formats.
+# vLLM uses the last name for both formats.
 _ARCHITECTURES = ("DSparkSpeculator", "DSparkDraftModel", "Qwen3DSparkModel")
 
 
@@ -64,7 +64,7 @@ class DSparkConfig:
     def from_dict(
         cls, raw: Mapping[str, Any], *, num_target_layers: int, causal: bool | None = None
     ) -> DSparkConfig:
-        """From a parsed `config.json`."""
+        """Returns the config from a parsed `config.json`."""
         own = markov_values(raw)
         block = BlockHeadConfig.from_dict(
             _block_part(raw, own), num_target_layers=num_target_layers, causal=causal
@@ -82,8 +82,8 @@ class DSparkConfig:
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors beside the block head's. W_1 is looked up by target tokens, W_2
-        scores the draft vocabulary."""
+        """Shapes of the tensors beyond the block head's. W_1 has a row per target token, W_2 per
+        draft id."""
         shapes: dict[str, tuple[int, ...]] = {}
         if self.markov_rank:
             shapes[MARKOV_INPUT] = (self.block.vocab_size, self.markov_rank)
@@ -95,20 +95,20 @@ class DSparkConfig:
 
 
 def _confidence_inputs(own: Mapping[str, Any], hidden: int, rank: int) -> int:
-    """Inputs of the confidence head, 0 without one."""
+    """Returns the number of inputs of the confidence head, 0 without one."""
     stated = own.get("enable_confidence_head")
     if stated is None:
-        # SpecForge makes the head where its loss has a weight.
+        # SpecForge creates the head if its loss has a weight.
         stated = own.get("use_confidence_head") or (own.get("confidence_head_alpha") or 0) > 0
     if not stated:
         return 0
-    # Model-Optimizer, whose word is `use_confidence_head`, has no head without the Markov row.
+    # `use_confidence_head` is Model-Optimizer's flag, whose head always reads the Markov row.
     with_markov = own.get("confidence_head_with_markov", own.get("use_confidence_head"))
     return hidden + (rank if with_markov else 0)
 
 
 def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the block head without it, as its own method would find it."""
+    """Returns the config of the block head without the Markov head, for its own reader."""
     part = {key: value for key, value in raw.items() if key not in MARKOV_KEYS}
     for name in MARKOV_CONTAINERS:
         inner = raw.get(name)
@@ -128,8 +128,8 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     stated = [source.get(flag) for source in (raw, block_containers(raw)) for flag in ANCHOR_FLAGS]
     is_dspark = projector == "dspark" or own.get("markov_rank")
     if is_dspark and all(flag is None for flag in stated):
-        # SpecForge and DeepSpec train every DSpark head so, vLLM drafts so, and the architecture
-        # may be DFlash's.
+        # SpecForge and DeepSpec train all DSpark heads in this way and vLLM drafts in this way. The
+        # architecture may be DFlash's.
         part["sample_from_anchor"] = True
     return part
 

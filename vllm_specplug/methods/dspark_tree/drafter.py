@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DSpark: adds the scores of a Markov head, which reads the previous token, to the block's scores.
+"""Drafts with a DSpark head: a Markov head, which reads the previous token, corrects the block.
 
 With l_k the block's scores at depth k and y the token of the branch at depth k - 1 (the anchor at
-depth 0), a node's children have the distribution softmax(l_k + W_2 W_1[y]). That is a local head
-with weight 1 and no prior, so trees are built as DeLS builds them.
+depth 0), a node's children have the distribution softmax(l_k + W_2 W_1[y]). This is a local head
+with weight 1 and no prior, so `LocalTreeBuilder` builds the trees, as for DeLS.
 
 A confidence head estimates c, the overlap of that distribution with the target's, from the slot's
 state and W_1[y]. The drafter multiplies the probabilities of children by c to the power
@@ -74,9 +74,9 @@ class DSparkDrafter(LocalHeadDrafter):
     def candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # Called only without a Markov head: candidates do not depend on the branch.
+        # Only called without a Markov head: candidates do not depend on the branch.
         ids, log_probs, hidden = self.draft_candidates(requests, depth, width)
         if self.confidence is not None:
-            trust = F.logsigmoid(self.confidence.of_slots(hidden))
-            log_probs = log_probs + CONFIDENCE_WEIGHT * trust[..., None]
+            confidence = F.logsigmoid(self.confidence.of_slots(hidden))
+            log_probs = log_probs + CONFIDENCE_WEIGHT * confidence[..., None]
         return (ids if self.target_ids is None else self.target_ids[ids]), log_probs

@@ -23,9 +23,9 @@ class DSparkSettings:
     num_candidates: int
     """Number of tokens per depth that the Markov head scores."""
     alpha: tuple[float, ...]
-    """Weight of the Markov score at depths 1, 2, ...: 1, as the head was trained."""
+    """Weight of the Markov score at depths 1, 2, ...: 1, as in training."""
     beta: tuple[float, ...]
-    """Weight of the unigram prior at each depth: 0, there is none."""
+    """Weight of the unigram prior at each depth: 0, because there is no prior."""
     causal: bool | None = None
     anchor_input: bool = True
     gate_table_bytes: int = 0

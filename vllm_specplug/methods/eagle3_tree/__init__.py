@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads as trees: one decoder layer, run level by level. The name `eagle3` is vLLM's own
-method, which drafts chains with the same heads."""
+"""Trees from EAGLE-3 heads: one decoder layer, run level by level.
+
+vLLM's own method `eagle3` drafts chains with the same heads.
+"""
 
 from vllm_specplug.drafting.method import Capability, Method
 

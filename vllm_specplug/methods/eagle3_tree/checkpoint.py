@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing EAGLE-3 heads in every layout of their trainers, with strict checks."""
+"""Reads and writes EAGLE-3 heads in every layout of their trainers, with strict checks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from vllm_specplug.methods.eagle3_tree.released import (
 )
 from vllm_specplug.options import option_error
 
-# Some trainers have the other biases without it.
+# Some trainers save the other biases without this one.
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
 
 
 @dataclass(frozen=True)
 class Eagle3Extras:
-    """What a checkpoint ships beside the layer: `target_ids` int64 [V'] of a reduced vocabulary,
-    `lm_head` [V', H], `embed_tokens` [V, H]; None where the target's are used."""
+    """Tensors of a checkpoint other than those of the layer: `target_ids` int64 [V'] of a reduced
+    vocabulary, `lm_head` [V', H], `embed_tokens` [V, H]. None stands for the target's."""
 
     target_ids: torch.Tensor | None = None
     lm_head: torch.Tensor | None = None
@@ -67,15 +67,15 @@ def load_eagle3_head(
         directory: folder with config.json and safetensors, or pytorch_model.bin, which is read in
             weights-only mode.
         target_config: the target's text config.
-        target_layers: zero-based layers of the target, instead of those the config states.
+        target_layers: zero-based layers of the target, which override the config's.
         dtype: of the returned tensors; the checkpoint's own if None.
 
     Raises:
-        ValueError: for a head that is not this target's or no EAGLE-3 head of one layer, tensors
-            that are missing, unexpected or misshapen (all in one message), missing files.
+        ValueError: for another target's head or another kind of head, missing, unexpected or
+            misshapen tensors (all in one message), missing files.
     """
     directory = Path(directory)
-    # Headers first: nothing is read of a checkpoint that does not fit.
+    # Headers first: weights of a checkpoint that does not fit are not read.
     config = inspect_eagle3_head(directory, target_config, target_layers=target_layers)
     tensors = _read(directory, headers_only=False)
     if dtype is not None:
@@ -96,8 +96,10 @@ def load_eagle3_head(
 def inspect_eagle3_head(
     directory: str | Path, target_config: Any, *, target_layers: Sequence[int] | None = None
 ) -> Eagle3Config:
-    """Checks a head from its config and the names and shapes of its tensors; takes the arguments
-    and raises the errors of `load_eagle3_head`. A pickle that passes is converted here, once."""
+    """Checks a head from its config and tensor headers, and converts a pickle that passes, once.
+
+    Arguments and errors are those of `load_eagle3_head`.
+    """
     directory = Path(directory)
     config = Eagle3Config.from_pretrained(
         directory,
@@ -106,7 +108,7 @@ def inspect_eagle3_head(
     )
     tensors = _read(directory, headers_only=True)
     _refuse_other_heads(directory, tensors)
-    # What the checkpoint holds decides where a config does not say.
+    # The tensors tell what a config does not.
     config = replace(
         config,
         qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
@@ -121,7 +123,7 @@ def inspect_eagle3_head(
     _check_columns(directory, config, tensors, is_named=target_layers is not None)
     _check_tensors(directory, config, tensors)
     if is_pickled(directory):
-        # Last: what is refused leaves no copy.
+        # Last, so that a refused head leaves no copy.
         convert_once(directory)
     return config
 
@@ -140,7 +142,10 @@ def save_eagle3_head(
     With `lm_head` [V', H], vLLM's own method can read it too.
     """
     config = head.config
-    tensors = {_published_name(name): tensor for name, tensor in head.state_dict().items()}
+    tensors = {
+        re.sub(r"^layers\.0\.", "midlayer.", name): tensor
+        for name, tensor in head.state_dict().items()
+    }
     if lm_head is not None:
         tensors["lm_head.weight"] = lm_head
     if embed_tokens is not None:
@@ -151,32 +156,23 @@ def save_eagle3_head(
     return save_head(directory, tensors, config.to_dict(), target_ids=target_ids, dtype=dtype)
 
 
-def _plain_name(name: str) -> str:
-    return re.sub(r"^midlayer\.", "layers.0.", name)
-
-
-def _published_name(name: str) -> str:
-    return re.sub(r"^layers\.0\.", "midlayer.", name)
-
-
 def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    """All tensors by the names of `Eagle3Head`; without data with `headers_only`."""
+    """Returns all tensors under the names of `Eagle3Head`; without data with `headers_only`."""
     read = read_pickled if is_pickled(directory) else read_tensors
-    found = read(directory, headers_only=headers_only)
     tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in found.items():
-        plain = _plain_name(name)
-        if plain in tensors:
+    for name, tensor in read(directory, headers_only=headers_only).items():
+        plain_name = re.sub(r"^midlayer\.", "layers.0.", name)
+        if plain_name in tensors:
             raise ValueError(
                 f"draft head {str(directory)!r}: tensor {name!r} is given twice, as 'midlayer.' "
                 "and as 'layers.0.'; fetch the head again"
             )
-        tensors[plain] = tensor
+        tensors[plain_name] = tensor
     return tensors
 
 
 def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Names the heads whose tensors tell that they draft in another way."""
+    """Refuses other kinds of heads by their tensors."""
     what = f"draft head {str(directory)!r}"
     if "mask_hidden" in tensors:
         raise ValueError(
@@ -190,7 +186,7 @@ def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) ->
 def _check_columns(
     directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor], is_named: bool
 ) -> None:
-    """Refuses another number of layers than the head reads, whoever named them."""
+    """Refuses another number of layers than the head reads, from the config or the option."""
     shape = tensors["fc.weight"].shape if "fc.weight" in tensors else ()
     if len(shape) != 2 or shape[1] == config.feature_size or shape[1] % config.target_hidden_size:
         return
@@ -221,7 +217,7 @@ def _check_tensors(
     reduced = config.draft_vocab_size < config.vocab_size
     (expected if reduced else optional)["d2t"] = (config.draft_vocab_size,)
     if config.hidden_size != config.target_hidden_size:
-        # The target's tables do not fit such a head.
+        # The target's tables do not fit.
         expected.update(optional)
         optional = {}
     check_tensors(

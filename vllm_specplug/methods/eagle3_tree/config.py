@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of an EAGLE-3 head, read from the `config.json` of any of its trainers."""
+"""Configuration of an EAGLE-3 head, from the `config.json` of any of its trainers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import (
-    MAX_SIZE,
-    open_config,
-)
-from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_integer, open_config
+from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
 from vllm_specplug.methods.block.config import default_head_dim
 from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
@@ -21,13 +18,12 @@ from vllm_specplug.options import option_error
 
 logger = logging.getLogger(__name__)
 
-_MOST_AUX_LAYERS = 16
+_MAX_AUX_LAYERS = 16
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
-# Zero-based, in heads of DeepSpec and those written here: the other key's numbering is not always
-# clear.
+# Zero-based, in heads of DeepSpec and of this package. The other key's numbering is ambiguous.
 _OWN_LAYERS_KEY = "target_layer_ids"
-# What the public trainers, and vLLM, call a head of one Llama-like layer. Some write the
-# architecture of the layer's own family; their tensors say the rest.
+# Names of a head of one Llama-like layer in the public trainers and in vLLM. Some trainers write
+# the architecture of the layer's model family; the tensors tell the rest.
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -49,7 +45,7 @@ PARALLEL = (
 _WINDOWS = "heads with a sliding window are not served; vLLM's own method eagle3 runs them"
 SEVERAL_LAYERS = "heads of several layers are not served; vLLM's own method eagle3 runs them"
 _PARALLEL_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
-# Of `eagle_config`: what the head computes only where they have these values.
+# Flags of `eagle_config` and the values that this head supports.
 _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_aux_hidden_state": ((None, True), "true (the head reads several layers of the target)"),
     "use_input_layernorm_in_first_layer": ((None, True), "true (embeddings are normed)"),
@@ -60,8 +56,8 @@ _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
-    """Zero-based layers read by a head whose config names none: an early, the middle and a late
-    one, as all trainers choose them."""
+    """Returns the zero-based layers of a head whose config names none: an early, the middle and a
+    late one, as all trainers choose them."""
     return (1, num_target_layers // 2 - 1, num_target_layers - 4)
 
 
@@ -70,11 +66,11 @@ class Eagle3Config:
     """Shape of an EAGLE-3 head of one layer.
 
     `target_layer_ids` are zero-based and ascending: id i is the output of the target's decoder
-    layer i. `rope_scaling` is None for the plain rotary embedding, which turns the leading
+    layer i. `rope_scaling` is None for the default rotary embedding, which rotates the leading
     `partial_rotary_factor` of each head. `norm_before_fc` is one norm over the joined target
-    states, `fc_norm` one for each of them; `norm_output` says that a drafted token's state is fed
-    to the next one after the final norm, not before it. `qk_norm` and `attention_bias` are read
-    from the tensors.
+    states, `fc_norm` one norm for each of them. `norm_output` says that a drafted token's state is
+    fed to the next one after the final norm, not before it. The reader takes `qk_norm` and
+    `attention_bias` from the tensors.
     """
 
     hidden_size: int
@@ -110,13 +106,13 @@ class Eagle3Config:
             _are_ascending(layers),
             AUX_LAYERS_KEY,
             list(layers),
-            f"1 to {_MOST_AUX_LAYERS} different layers in ascending order, as the target gives "
+            f"1 to {_MAX_AUX_LAYERS} different layers in ascending order, as the target gives "
             "their outputs",
         )
 
     @property
     def rotary(self) -> Rotary:
-        """Its rotary embedding."""
+        """The head's rotary embedding."""
         return rotary_of(self)
 
     @property
@@ -146,13 +142,13 @@ class Eagle3Config:
         num_target_layers: int,
         target_layers: Sequence[int] | None = None,
     ) -> Eagle3Config:
-        """From a parsed `config.json`: the trainers' flat form, or speculators'.
+        """Returns the config from a parsed `config.json` in the trainers' flat form or
+        speculators'.
 
         Args:
             raw: the JSON object.
             num_target_layers: decoder layers of the target.
-            target_layers: zero-based layers that option aux_layers names; the config's own are not
-                looked at.
+            target_layers: zero-based layers of option aux_layers, which override the config's.
 
         Raises:
             ValueError: field, value, legal values and remedy.
@@ -179,13 +175,13 @@ class Eagle3Config:
                     return source[name]
             return default
 
-        hidden = _need(layer, "hidden_size")
-        heads = _need(layer, "num_attention_heads")
-        vocab = _need(layer, "vocab_size")
+        hidden = required_size(layer, "hidden_size")
+        heads = required_size(layer, "num_attention_heads")
+        vocab = required_size(layer, "vocab_size")
         rotary = read_rotary(layer)
         return cls(
             hidden_size=hidden,
-            intermediate_size=_need(layer, "intermediate_size"),
+            intermediate_size=required_size(layer, "intermediate_size"),
             num_attention_heads=heads,
             num_key_value_heads=layer.get("num_key_value_heads") or heads,
             head_dim=layer.get("head_dim") or default_head_dim(layer, hidden, heads),
@@ -206,7 +202,7 @@ class Eagle3Config:
             rope_scaling=rotary["rope_scaling"],
             partial_rotary_factor=rotary["partial_rotary_factor"],
             max_position_embeddings=rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
-            # Heads of that format norm it unless they say otherwise, all others do not.
+            # True by default in speculators' format only.
             norm_before_residual=flag("norm_before_residual", is_speculators),
             norm_before_fc=flag("norm_before_fc", False),
             fc_norm=flag("fc_norm", False),
@@ -214,7 +210,8 @@ class Eagle3Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """A `config.json` object in the trainers' flat form, which vLLM's own method reads too."""
+        """Returns a `config.json` object in the trainers' flat form, which vLLM's own method reads
+        too."""
         raw = {k: v for k, v in asdict(self).items() if k not in ("target_layer_ids", "qk_norm")}
         raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
         return {
@@ -226,17 +223,17 @@ class Eagle3Config:
             "dtype": "bfloat16",
             **raw,
             _OWN_LAYERS_KEY: list(self.target_layer_ids),
-            # For vLLM's own method, which counts the embedding as 0.
+            # vLLM's own method counts the embedding as 0.
             "num_aux_hidden_states": len(self.target_layer_ids),
             AUX_LAYERS_KEY: [i + 1 for i in self.target_layer_ids],
         }
 
 
 def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, ...]:
-    """Zero-based layers: `own`, else from `stated`, which trainers number in two ways.
+    """Returns the zero-based layers `own`, or those of `stated`, which trainers number in two ways.
 
-    An id counts the embedding as 0, as for vLLM, or it counts the first layer as 0. Heads of both
-    kinds begin with the output of layer 1, hence with 2 or with 1.
+    Ids count either the embedding as 0, as in vLLM, or the first layer. Heads of both kinds read
+    the output of layer 1 first, so their first id is 2 or 1.
     """
     if own:
         require(_are_layers(own), _OWN_LAYERS_KEY, own, "a list of layer numbers")
@@ -256,7 +253,7 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     layers = tuple(i if first_layer_is_zero else i - 1 for i in stated)
     logger.info(
         "The head's %s = %s are taken as outputs of the target's layers %s, counted from 0; option "
-        "aux_layers decides otherwise",
+        "aux_layers overrides them",
         AUX_LAYERS_KEY,
         list(stated),
         list(layers),
@@ -269,7 +266,7 @@ def _named_layers(layers: Sequence[int], num_target_layers: int) -> tuple[int, .
         raise option_error(
             "aux_layers",
             list(layers),
-            f"legal are 1 to {_MOST_AUX_LAYERS} different layers of the target's "
+            f"legal are 1 to {_MAX_AUX_LAYERS} different layers of the target's "
             f"0..{num_target_layers - 1} in ascending order, as the target gives their outputs",
             "Name such layers, or leave it out",
         )
@@ -277,19 +274,19 @@ def _named_layers(layers: Sequence[int], num_target_layers: int) -> tuple[int, .
 
 
 def _are_ascending(layers: Sequence[int]) -> bool:
-    return 1 <= len(layers) <= _MOST_AUX_LAYERS and list(layers) == sorted(set(layers))
+    return 1 <= len(layers) <= _MAX_AUX_LAYERS and list(layers) == sorted(set(layers))
 
 
 def _are_layers(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
-        isinstance(i, int) and not isinstance(i, bool) and 0 <= i <= MAX_SIZE for i in value
+        is_integer(i) and 0 <= i <= MAX_SIZE for i in value
     )
 
 
 def _refuse_other_heads(
     raw: Mapping[str, Any], layer: Mapping[str, Any], eagle: Mapping[str, Any]
 ) -> None:
-    """Refuses heads that this one layer would misread, by what they call themselves."""
+    """Refuses other kinds of heads by their names and settings."""
     stated = raw.get("architectures") or []
     listed = isinstance(stated, list | tuple) and all(isinstance(name, str) for name in stated)
     require(listed, "architectures", stated, "a list of names")
@@ -334,8 +331,3 @@ def _refuse_other_heads(
         "is_neox_style": (None, True),
     }.items():
         require(layer.get(name) in legal, name, layer.get(name), f"absent or {legal[1]!r}")
-
-
-def _need(raw: Mapping[str, Any], name: str) -> Any:
-    require_size(name, raw.get(name))
-    return raw[name]

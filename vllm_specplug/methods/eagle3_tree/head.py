@@ -30,7 +30,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Eagle3Attention(nn.Module):
-    """Projections of the layer; the attention itself is the caller's."""
+    """Projections of the layer. The caller computes the attention itself."""
 
     def __init__(self, config: Eagle3Config):
         super().__init__()

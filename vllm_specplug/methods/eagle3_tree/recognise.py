@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are EAGLE-3 heads, judged by their files.
+"""Recognises EAGLE-3 heads from checkpoint files.
 
-Kinds that the reader refuses later are recognised too, so that the refusal can say why.
+It also recognises kinds that the reader refuses later with a reason.
 """
 
 from __future__ import annotations
 
 from vllm_specplug.drafting.head_files import HeadFiles
 
-# Tensors that no other head has together; the layer's name varies.
+# No other head has all of these tensors. The layer's name varies.
 _TENSORS = ("hidden_norm.weight", "input_layernorm.weight", "self_attn.q_proj.weight")
 _PREFIXES = ("midlayer.", "layers.0.")
 
 
 def is_eagle3_head(head: HeadFiles) -> bool:
-    """By the format's own word, else by tensors, else by the architecture.
+    """Returns whether a checkpoint is an EAGLE-3 head, by its format, tensors or architecture.
 
-    Architectures say little: some configs of trainers call the head a plain Llama.
+    The architecture comes last, because some trainers' configs call the head a plain Llama.
     """
     if head.speculators_type is not None:
         return head.speculators_type in ("eagle3", "peagle")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 heads that are released as `pytorch_model.bin`, which is a pickle.
+"""Reads EAGLE-3 heads that are released as `pytorch_model.bin`, which is a pickle.
 
-It is read in weights-only mode, and once it has passed all checks written as safetensors beside
-itself, where that folder can be written to. The copy says which file it is of, and is made again
-when that one changes.
+The pickle is read in weights-only mode. Once it has passed all checks, it is stored as safetensors
+in the same folder, if that is writable. The copy names its source and is replaced when that file
+changes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.specplug.config")
 
 PICKLE_NAME = "pytorch_model.bin"
 COPY_NAME = "pytorch_model.safetensors"
-# Tables that some trainers save along and nobody needs: they follow from the config.
+# Tables that some trainers save. They follow from the config.
 IGNORED = re.compile(r"((midlayer|layers\.0)\.self_attn\.)?rotary_emb\..*|t2d")
 _SOURCE = "specplug_source"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -35,7 +35,7 @@ _INTEGERS = (torch.int64, torch.int32)
 
 
 def is_pickled(directory: Path) -> bool:
-    """Whether a head's weights are a pickle, beside which there is at most a copy made here."""
+    """Returns whether a head's weights are a pickle, with at most this package's copy of it."""
     if not (directory / PICKLE_NAME).is_file():
         return False
     found = {path.name for path in directory.glob("*.safetensors*")}
@@ -43,10 +43,10 @@ def is_pickled(directory: Path) -> bool:
 
 
 def read_pickled(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    """Tensors by their name without 'model.', from the copy where it is one of this very file.
+    """Returns the tensors by name without 'model.', from the copy if it is up to date.
 
     Raises:
-        ValueError: for a pickle that holds other than a head's tensors, or values not finite.
+        ValueError: for a pickle with anything but a head's tensors, or with non-finite values.
     """
     if _is_current(directory):
         return read_safetensors([directory / COPY_NAME], headers_only=headers_only)
@@ -54,10 +54,10 @@ def read_pickled(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]
 
 
 def convert_once(directory: Path) -> None:
-    """Writes the copy, unless it is there; for a head that has passed its checks.
+    """Writes the copy of a head that has passed its checks, unless it is up to date.
 
     Raises:
-        ValueError: for values that are not finite.
+        ValueError: for non-finite values.
     """
     if _is_current(directory):
         return
@@ -77,12 +77,12 @@ def _source_name(pickle: Path) -> str:
 
 
 def _source_of(copy: Path) -> str | None:
-    """The file that a copy was made of; None where it is not from here."""
+    """Returns the source that a copy names; None for a file of another writer."""
     try:
         check_header_length(copy)
         with safe_open(copy, framework="pt") as handle:
             return (handle.metadata() or {}).get(_SOURCE)
-    except Exception:  # safetensors raises errors of its own; whoever reads the file says what
+    except Exception:  # safetensors has its own errors; the reader of the file reports them
         return None
 
 
@@ -92,7 +92,7 @@ def _is_current(directory: Path) -> bool:
 
 
 def _read_pickle(path: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    """Tensors of a `.bin` file, which stay on disk until they are used."""
+    """Returns the tensors of a `.bin` file, which is mapped into memory."""
     what = f"draft head {str(path)!r}"
     read = load_pickle(path, what, mapped=True)
     check_plain(path, what, read)
@@ -116,5 +116,5 @@ def _read_pickle(path: Path, headers_only: bool) -> dict[str, torch.Tensor]:
     if headers_only:
         return {n: torch.empty(tensor.shape, device="meta") for n, tensor in found.items()}
     check_finite(found)
-    # A copy: nothing may change below a server when the file does.
+    # Copied: a change of the file must not change a server's weights.
     return {name: tensor.clone() for name, tensor in found.items()}

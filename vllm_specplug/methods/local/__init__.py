@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Local heads: what methods share that correct a block head branch by branch."""
+"""Local heads, which correct a block head branch by branch. Shared by several methods."""
 
 LOCAL_CANDIDATES = 128
-"""Tokens of each depth, the likeliest of the block head, that a local head scores; more only where
-a tree is wider."""
+"""Number of likeliest tokens of the block head that a local head scores at each depth. Wider trees
+score as many as their width."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafting with a block head whose marginals a local head corrects, branch by branch."""
+"""Drafts with a block head whose marginals a local head corrects, branch by branch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from vllm_specplug.tree import DraftTree
 
 
 class LocalHeadDrafter(BlockHeadDrafter):
-    """Block head and local head; without weights it is the block head.
+    """Drafter for a block head and a local head. If all fusion weights are 0, it drafts as the
+    block head does.
 
     Subclasses set `local_tree` in `load`.
     """
@@ -28,7 +29,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
 
     @property
     def _local_builder(self) -> LocalTreeBuilder | None:
-        """The local head, unless it corrects nothing."""
+        """The tree builder, unless its local head corrects nothing."""
         builder = self.local_tree
         return None if builder is None or builder.is_idle else builder
 
@@ -61,16 +62,16 @@ class LocalHeadDrafter(BlockHeadDrafter):
         )
 
     def slot_confidence(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Confidence logits float32 [R, D] of slots from their states [R, D, H], where the head
-        has some; what the token before adds is the builder's."""
-        del hidden
+        """Returns the confidence logits float32 [R, D] of slots from their states [R, D, H],
+        without the previous token's part, which the builder adds; None without a confidence head.
+        """
         return None
 
     def _scored(
         self, requests: DraftRequests | DeviceRequests, local: LocalTreeBuilder, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What the local head scores: draft ids and log-probabilities [R, depth, M]; and
-        `slot_confidence`."""
+        """Returns the candidates that the local head scores, as draft ids and log-probabilities
+        [R, depth, M], and `slot_confidence`."""
         count = min(local.options.num_candidates, self.vocab_size)
         ids, log_probs, hidden = self.draft_candidates(requests, depth, count)
         return ids, log_probs, self.slot_confidence(hidden)

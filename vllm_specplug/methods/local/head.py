@@ -5,19 +5,18 @@ Shapes: B sequences, L tokens, F nodes of a frontier, V target vocabulary, V' ro
 table (the draft vocabulary where it is reduced), H target hidden size, I input width, S state size,
 r rank of the output.
 
-A block head scores all depths of a block at once and cannot know which token its own earlier slots
-became. This head knows nothing but those tokens, is small enough to be run once per depth, and is
-fused with the block head's scores by a product of experts (`local_tree`). After reading the tokens
-up to depth i - 1 it scores the token of depth i:
+A block head scores all depths of a block at once and cannot know which tokens its earlier slots
+became. This head reads only those tokens, is small enough to run once per depth, and is fused with
+the block head's scores by a product of experts (`local.tree`). After reading the tokens up to depth
+i - 1 it scores the token of depth i:
 
     GRU       h <- GRU(x(y), h);  rank = act(W_rank h);  s = W_short rank
     Markov    rank = x(y), so that only the last token counts;  s = W_short rank
 
-x(y) is the target's embedding of y, that embedding through a matrix, or a row of a table of the
-head's own ("direct_vocab"). W_short is a table [V', r] of its own ("low_rank"), or the target's LM
-head times a matrix [H, r] ("target_lm_head"). The GRU is the usual three-gate cell without biases
-(Cho et al., in the form with the reset gate after the recurrent product). Scores are raw logits: a
-constant added to all of them means nothing.
+x(y) is the target's embedding of y, that embedding times a matrix, or a row of the head's own table
+("direct_vocab"). W_short is the head's own table [V', r] ("low_rank"), or the target's LM head
+times a matrix [H, r] ("target_lm_head"). The GRU is the usual three-gate cell without biases (Cho
+et al., with the reset gate after the recurrent product). Scores are raw logits up to a constant.
 """
 
 from __future__ import annotations
@@ -46,12 +45,12 @@ class LocalHeadConfig:
     """Shape of a local head.
 
     `vocab_size` and `target_hidden_size` are the target's. `draft_vocab_size` is the number of
-    tokens it scores; a checkpoint names them by `d2t` where that is not the whole vocabulary.
-    `input_size` is I; for Markov it must equal `rank`. `hidden_size` is S, 0 for Markov.
-    `anchor_input` says that the head was chosen to be fed the anchor (the newest committed token)
-    before the first drafted token, and so scores depth 1 too; the paper's decoder does not.
-    `alpha` and `beta` are the weights of its score and of the unigram prior in the fusion with a
-    block head: one number, or one for each depth that it scores. 0.3 is the paper's.
+    tokens that the head scores; if that is not the whole vocabulary, a checkpoint names them in
+    `d2t`. `input_size` is I; for Markov it must equal `rank`. `hidden_size` is S, 0 for Markov.
+    `anchor_input` says that the head reads the anchor (the newest committed token) before the first
+    drafted token, and so scores depth 1 too; the paper's decoder does not.
+    `alpha` and `beta` are the weights of the head's score and of the unigram prior in the fusion
+    with a block head: one number, or one for each scored depth. The paper uses 0.3.
     """
 
     kind: LocalHeadKind
@@ -109,18 +108,18 @@ class LocalHeadConfig:
 
     @property
     def projects_input(self) -> bool:
-        """Whether the target's embedding goes through a matrix [I, H] first."""
+        """Whether a matrix [I, H] projects the target's embedding."""
         return self.parameterization == "target_factorized" and (
             self.kind == "markov" or self.input_size != self.target_hidden_size
         )
 
 
 class LocalHead(nn.Module):
-    """A local head of either kind; starts as a no-op, since its output is initialised to zero.
+    """A local head of either kind. Its output is initialised to zero, so a new head scores nothing.
 
-    The target's embedding and LM head are arguments, not parameters: `embed_tokens` [V, H] is read
-    by "target_factorized" heads, `lm_head` [V', H] (the rows of the draft vocabulary) by
-    "target_lm_head" ones, and both may be None otherwise.
+    The target's embedding and LM head are arguments, not parameters. Only "target_factorized" heads
+    read `embed_tokens` [V, H], and only "target_lm_head" ones read `lm_head` [V', H] (the rows of
+    the draft vocabulary); they may be None for others.
     """
 
     def __init__(self, config: LocalHeadConfig) -> None:
@@ -149,7 +148,7 @@ class LocalHead(nn.Module):
     def input_features(
         self, token_ids: torch.Tensor, embed_tokens: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """What the head reads of target token ids [...]: [..., I]."""
+        """Returns the head's inputs [..., I] for target token ids [...]."""
         if self.config.parameterization == "direct_vocab":
             return self.embed_tokens(token_ids)
         assert embed_tokens is not None
@@ -161,7 +160,7 @@ class LocalHead(nn.Module):
         )
 
     def initial_state(self, count: int) -> torch.Tensor:
-        """[count, S] of zeros: nothing read yet."""
+        """Returns the state [count, S] before the first token: zeros."""
         weight = next(self.parameters())
         return torch.zeros(count, self.config.hidden_size, dtype=weight.dtype, device=weight.device)
 
@@ -174,9 +173,9 @@ class LocalHead(nn.Module):
         # [B, S]
         state: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Whole sequences, for training: rank vectors [B, L, r] and the last states [B, S].
+        """Returns rank vectors [B, L, r] and the last states [B, S] of sequences, for training.
 
-        Row t of a sequence has read tokens 0..t, so its scores are those of token t + 1.
+        Row t of a sequence has read tokens 0..t, so it scores token t + 1.
         """
         x = self.input_features(token_ids, embed_tokens)
         if self.config.kind == "markov":
@@ -195,9 +194,10 @@ class LocalHead(nn.Module):
         # [V, H]
         embed_tokens: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One token for each node of a frontier: rank vectors [F, r] and new states [F, S].
+        """Reads one token for each node of a frontier and returns rank vectors [F, r] and new
+        states [F, S].
 
-        The readable form of the fused kernel, equal to `ranks` one token at a time.
+        It is the readable form of the fused kernel and equals `ranks` token by token.
         """
         x = self.input_features(token_ids, embed_tokens)
         if self.config.kind == "markov":
@@ -214,12 +214,12 @@ class LocalHead(nn.Module):
         return self.rank_of(state), state
 
     def rank_of(self, state: torch.Tensor) -> torch.Tensor:
-        """Rank vectors [..., r] of GRU states [..., S]."""
+        """Returns the rank vectors [..., r] of GRU states [..., S]."""
         ranks = self.rank_proj(state)
         return F.silu(ranks) if self.config.rank_activation == "silu" else ranks
 
     def logits(self, ranks: torch.Tensor, lm_head: torch.Tensor | None = None) -> torch.Tensor:
-        """Raw scores [..., V'] of rank vectors [..., r]."""
+        """Returns the raw scores [..., V'] of rank vectors [..., r]."""
         if self.config.lm_head_mode == "low_rank":
             return self.low_rank_lm_head(ranks)
         assert lm_head is not None
@@ -227,7 +227,8 @@ class LocalHead(nn.Module):
         return F.linear(hidden, lm_head.to(hidden.dtype))
 
     def output_table(self, lm_head: torch.Tensor | None = None) -> torch.Tensor:
-        """W_short [V', r]; for "target_lm_head" the product of both factors, taken in float32."""
+        """Returns W_short [V', r]; for "target_lm_head" the product of both factors, computed in
+        float32."""
         if self.config.lm_head_mode == "low_rank":
             return self.low_rank_lm_head.weight
         assert lm_head is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees over the product of a block head and a local head.
+"""Trees from the product of a block head and a local head.
 
 Shapes: R requests, D depths, M candidates of a depth, F nodes of a frontier, W children of a node,
 V' draft vocabulary, r rank of the local head.
@@ -8,15 +8,15 @@ For the branch b that reaches depth i - 1, and every candidate y of depth i,
 
     f(y | b) = l_i(y) + alpha_i s(y | b) - beta_i log p_uni(y)
 
-with l_i the block head's scores, s the local head's after reading b, and p_uni how common y is,
-which both already contain (DeLS-Spec's fusion). Its log-softmax is the branch's distribution.
+with l_i the block head's scores, s the local head's scores after reading b, and p_uni the unigram
+probability of y, which both scores contain (DeLS-Spec's fusion). The log-softmax of f is the
+branch's distribution.
 
-Only the M likeliest tokens of the block head are scored: what it ranks lower cannot win back
-enough. Their fused probabilities share the mass that the block head gave these M together, so that
-scores stay log-probabilities over the whole draft vocabulary, and weights of 0 give back the block
-head's own.
+The local head scores only the M likeliest tokens of the block head, because lower ones cannot gain
+enough. Their fused probabilities sum to the mass that the block head gave these M tokens. So scores
+stay log-probabilities over the draft vocabulary, and weights of 0 give the block head's scores.
 
-A confidence head, where there is one, lowers the scores of all children of a node alike.
+A confidence head lowers the scores of all children of a node by the same amount.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from vllm_specplug.tree.beam import Expand, Frontier, draft_level_by_level
 
 
 class LocalTreeOptions(Protocol):
-    """How a local head is fused with a block head."""
+    """Options of the fusion of a local head with a block head."""
 
     @property
     def alpha(self) -> tuple[float, ...]:
@@ -58,7 +58,7 @@ class LocalTreeOptions(Protocol):
 
     @property
     def beta(self) -> tuple[float, ...]:
-        """Weight of the unigram log-probability that is subtracted; same form."""
+        """Weight of the subtracted unigram log-probability at depths 1, 2, ..."""
 
     @property
     def anchor_input(self) -> bool:
@@ -67,43 +67,43 @@ class LocalTreeOptions(Protocol):
 
     @property
     def num_candidates(self) -> int:
-        """Tokens of each depth that the local head scores."""
+        """Number of tokens that the local head scores at each depth."""
 
     @property
     def gate_table_bytes(self) -> int:
-        """Most memory for the precomputed input gates of a GRU."""
+        """Maximum bytes of the precomputed input gates of a GRU."""
 
 
 @dataclass(frozen=True)
 class BranchConfidence:
-    """How much a head trusts itself below a node: c = sigmoid(slot + of_token[y]) for children in a
-    slot after token y. Their log-probabilities get weight * log c."""
+    """A head's confidence c = sigmoid(slot + of_token[y]) in the children of a slot after token y.
+    Their log-probabilities are increased by weight * log c."""
 
     # [V] float32 logits by target token
     of_token: torch.Tensor
     weight: float
 
     def of_children(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """What the scores of children get, float32 [...], of logits and target tokens [...]."""
+        """Returns weight * log c float32 [...] for slot logits and target tokens [...]."""
         return self.weight * F.logsigmoid(slots + self.of_token[tokens])
 
 
 class LocalTreeBuilder:
-    """A local head made ready for one target, draft vocabulary and pair of weights.
+    """A local head, prepared for one target, draft vocabulary and fusion.
 
     Args:
         head: the local head.
         local_ids: int64, target id of each row of its output; None for the whole vocabulary.
         draft_ids: int64 [V'], target id of each draft id.
-        log_prior: float32 [V] over the target's vocabulary; None where every beta is 0.
+        log_prior: float32 [V] over the target's vocabulary; None if every beta is 0.
         options: weights and limits.
         embed_tokens: [V, H] of the target.
         lm_head: [V, H] of the target.
         dtype: of the products.
-        confidence: of each branch, where the head says so.
+        confidence: the confidence head, if there is one.
 
     Raises:
-        ValueError: when the local head scores only a part of the draft vocabulary.
+        ValueError: if the local head does not score the whole draft vocabulary.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class LocalTreeBuilder:
         self.options, self.confidence = options, confidence
         rows = None
         if head.config.lm_head_mode != "target_lm_head":
-            rows = _rows_of(draft_ids.cpu(), local_ids, head.config.vocab_size)
+            rows = _output_rows(draft_ids.cpu(), local_ids, head.config.vocab_size)
         self.draft_ids = draft_ids = draft_ids.to(device)
         self.embed_tokens = embed_tokens
         head = head.to(device)
@@ -154,8 +154,8 @@ class LocalTreeBuilder:
 
     @torch.inference_mode()
     def follow_target(self, lm_head: torch.Tensor) -> None:
-        """Renews, in place where graphs read them, the tables that are made of the target's
-        weights, [V, H] of its LM head and `embed_tokens`."""
+        """Recomputes the tables that depend on the target's LM head [V, H] and `embed_tokens`.
+        Tables that graphs read are updated in place."""
         if self.head.config.lm_head_mode == "target_lm_head":
             self.output_table.copy_(self.head.output_table(lm_head[self.draft_ids]))
         if self.weights is not None:
@@ -182,10 +182,10 @@ class LocalTreeBuilder:
         *,
         compiled: bool = True,
     ) -> list[DraftTree]:
-        """One tree per request, exactly best-first over the fused distributions.
+        """Returns one tree per request, exactly best-first over the fused distributions.
 
-        Trees of a device are read in one copy. Without `compiled` kernels (none for this CPU, or
-        not wanted) one request at a time; that is the oracle of both.
+        Trees of a device are read in one copy. Without `compiled`, or without kernels for this CPU,
+        it builds one request at a time; tests compare the other ways with this one.
         """
         if compiled and ids.device.type != "cpu":
             return read_trees(
@@ -208,7 +208,7 @@ class LocalTreeBuilder:
         if self.confidence is not None and slots is not None:
             assert self.token_confidence is not None
             of_token, weight = self.token_confidence, self.confidence.weight
-            # The kernel looks tokens up by draft id, and an anchor may have none.
+            # The kernel reads tokens by draft id, which an anchor may lack.
             slots = slots.clone()
             slots[:, 0] += self.confidence.of_token[list(anchors)]
         tokens, parents, node_depths, scores, counts = build_local_trees(
@@ -235,7 +235,7 @@ class LocalTreeBuilder:
         *requests: Sequence[int],
         slots: torch.Tensor | None = None,
     ) -> DeviceTrees:
-        """`build_on_device` from what the host knows of the requests; arguments of `build`."""
+        """`build_on_device` with the arguments of `build`."""
         anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
         return self.build_on_device(
             ids[:, : max(requests[2])],
@@ -265,12 +265,13 @@ class LocalTreeBuilder:
         widths: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
     ) -> DeviceTrees:
-        """`build` without a read on the host: all branches of a depth of all requests at once.
+        """`build` without a read on the host, for all branches of a depth of all requests at once.
 
         Args:
-            width: most children of a node; `widths` [R] where requests differ.
-            slots: [R, D] as in `build`.
+            width: maximum children of a node.
             num_nodes: at least the largest budget.
+            widths: [R] maximum per request; None if all have `width`.
+            slots: [R, D] as in `build`.
         """
         return draft_levels_on_device(
             anchors,
@@ -294,20 +295,20 @@ class LocalTreeBuilder:
         """`expander` for the frontiers of all requests."""
         head, options, confidence = self.head, self.options, self.confidence
         states = ranks = torch.empty(0)
-        # Width of the frontier before.
-        above = 1
+        # Width of the previous frontier.
+        last_width = 1
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal states, ranks, above
+            nonlocal states, ranks, last_width
             depth, shape = frontier.depth, frontier.token_ids.shape
             read = frontier.token_ids.flatten()
             if depth == 0:
                 states = head.initial_state(len(read))
             if depth:
-                ranks, states = self._step(read, frontier.rows_in(above), states)
+                ranks, states = self._step(read, frontier.rows_in(last_width), states)
             elif options.anchor_input:
                 ranks, states = head.step(read, states, self.embed_tokens)
-            above = shape[1]
+            last_width = shape[1]
             # [R, M], [R, 1, M]
             candidates, own = ids[:, depth], log_probs[:, depth, None].float()
             fused = own.expand(*shape, -1)
@@ -319,13 +320,13 @@ class LocalTreeBuilder:
                 assert self.log_prior is not None
                 fused = fused - beta * self.log_prior[candidates][:, None]
             if alpha or beta:
-                # Of a confident head, rounding can sum probabilities to more than 1.
+                # Rounding can sum a confident head's probabilities to more than 1.
                 mass = own.logsumexp(-1, keepdim=True).clamp(max=0)
                 fused = fused.log_softmax(-1) + mass
             if confidence is not None and slots is not None:
-                own_trust = confidence.of_children(slots[:, depth, None], frontier.token_ids)
-                fused = fused + own_trust[..., None]
-            # A stable order: equal scores keep the block head's.
+                log_confidence = confidence.of_children(slots[:, depth, None], frontier.token_ids)
+                fused = fused + log_confidence[..., None]
+            # Stable: candidates with equal scores keep the block head's order.
             scores, order = fused.sort(dim=-1, descending=True, stable=True)
             order = order[..., :width]
             children = candidates[:, None].expand(*shape, -1).gather(2, order)
@@ -334,7 +335,7 @@ class LocalTreeBuilder:
         return expand
 
     def _make_gates(self) -> None:
-        """The table the fused step reads, where there is a GRU and the table fits."""
+        """Precomputes the input gates for the fused step, if the head is a GRU and they fit."""
         if self.head.config.kind != "gru":
             return
         w_ih = self.head.prefix_gru.weight_ih_l0
@@ -348,8 +349,7 @@ class LocalTreeBuilder:
         self.gate_rows[self.draft_ids] = torch.arange(
             len(self.draft_ids), device=self.draft_ids.device
         )
-        # The kernel has a variant for few nodes and one for many: neither is to compile while
-        # serving.
+        # Compile both variants of the kernel, for few and for many nodes, before serving.
         for nodes in (1, 17):
             none = torch.zeros(nodes, dtype=torch.int64, device=self.gates.device)
             self._step(none, none, self.head.initial_state(1))
@@ -362,7 +362,8 @@ class LocalTreeBuilder:
     def _step(
         self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drafted tokens [F] after rows `parents` [F] of `states`: rank vectors and new states."""
+        """Reads tokens [F] after the states of rows `parents` [F] and returns rank vectors and new
+        states."""
         if self.gates is None:
             states = states[parents.to(states.device)]
             return self.head.step(tokens, states, self.embed_tokens)
@@ -383,7 +384,7 @@ class LocalTreeBuilder:
             return markov_weights(
                 self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
             )
-        # A matrix in front of the GRU is folded into its input weights.
+        # The input projection is folded into the GRU's input weights.
         features: torch.Tensor = self.embed_tokens
         w_ih = head.prefix_gru.weight_ih_l0
         if config.parameterization == "direct_vocab":
@@ -402,7 +403,7 @@ class LocalTreeBuilder:
         )
 
     def _root_inputs(self, anchors: torch.Tensor) -> torch.Tensor:
-        """What the kernel reads of the anchors, float32 and padded as its weights are."""
+        """Returns the kernel's inputs for the anchors, float32 and padded like its weights."""
         assert self.weights is not None
         x = self.head.input_features(anchors, self.embed_tokens)
         if self.weights.state_size == 0:
@@ -418,13 +419,16 @@ class LocalTreeBuilder:
         width: int,
         slots: torch.Tensor | None = None,
     ) -> Expand:
-        """Children by the fused distributions, of frontiers of one request.
+        """Returns the function that expands frontiers of one request by the fused distributions.
 
-        ids and log_probs [D, M] of the block head, slots [D] of a confidence head; `width` children
-        of each node are wanted.
+        Args:
+            ids: [D, M] candidates of the block head, as draft ids.
+            log_probs: [D, M] their log-probabilities.
+            width: number of children of each node.
+            slots: [D] confidence logits.
         """
         head, options, confidence = self.head, self.options, self.confidence
-        # Of the frontier that was expanded last, one row per node.
+        # One row per node of the last expanded frontier.
         states = ranks = torch.empty(0)
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
@@ -446,11 +450,11 @@ class LocalTreeBuilder:
                 assert self.log_prior is not None
                 fused = fused - beta * self.log_prior[candidates]
             if alpha or beta:
-                # Of a confident head, rounding can sum probabilities to more than 1.
+                # Rounding can sum a confident head's probabilities to more than 1.
                 fused = fused.log_softmax(-1) + own.logsumexp(-1).clamp(max=0)
             if confidence is not None and slots is not None:
                 fused = fused + confidence.of_children(slots[depth], read)[:, None]
-            # A stable order: equal scores keep the block head's.
+            # Stable: candidates with equal scores keep the block head's order.
             order = fused.argsort(dim=-1, descending=True, stable=True)[:, :width]
             children = self.draft_ids[candidates[order]]
             return children.cpu().numpy(), fused.gather(1, order).cpu().numpy()
@@ -458,10 +462,10 @@ class LocalTreeBuilder:
         return torch.inference_mode()(expand)
 
 
-def _rows_of(
+def _output_rows(
     draft_ids: torch.Tensor, local_ids: torch.Tensor | None, vocab_size: int
 ) -> torch.Tensor:
-    """Row of the local head's output for every draft id."""
+    """Returns the row of the local head's output for every draft id."""
     if local_ids is None:
         return draft_ids
     row_of = torch.full((vocab_size,), -1, dtype=torch.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration of a LongSpec draft layer, read from its `config.json`."""
+"""Configuration of a LongSpec draft layer, from its `config.json`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import open_config
+from vllm_specplug.drafting.checkpoint_files import is_integer, open_config
 from vllm_specplug.drafting.head_config import OTHER_TARGET, check_layer_shape, require
 from vllm_specplug.methods.block.rotary import Rotary
 
@@ -20,11 +20,11 @@ MAX_WINDOW = 65536
 class LongSpecConfig:
     """Shape of one LongSpec draft layer.
 
-    The layer reads the keys of the target's last layer as they are, so heads, head size and rotary
+    The layer reads the cached keys of the target's last layer, so heads, head size and rotary
     embedding are the target's. `rope_theta` and `rope_scaling` describe that rotary embedding;
-    `rope_scaling` is None for the plain one. `window_size` counts the tokens before a query that
-    its self-attention sees. `final_norm` says that a norm stands before the LM head (published
-    heads have none).
+    `rope_scaling` is None for the default. `window_size` is the number of tokens before a query
+    that its self-attention reads. `final_norm` says that there is a norm before the LM head
+    (published heads have none).
     """
 
     hidden_size: int
@@ -62,7 +62,7 @@ class LongSpecConfig:
         intermediate_size: int | None = None,
         final_norm: bool = True,
     ) -> LongSpecConfig:
-        """A layer that fits a target's config (an object or a mapping)."""
+        """Returns the shape of a layer for a target's config (an object or a mapping)."""
         hidden, heads = _get(target, "hidden_size"), _get(target, "num_attention_heads")
         theta, scaling = rotary_of(target)
         vocab = _get(target, "vocab_size")
@@ -101,7 +101,7 @@ class LongSpecConfig:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """A `config.json` object; `from_pretrained` reads it back unchanged."""
+        """Returns a `config.json` object, which `from_pretrained` reads back unchanged."""
         raw = asdict(self)
         raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
         return {
@@ -137,8 +137,8 @@ class LongSpecConfig:
 
 
 def check_window(field: str, window: object) -> None:
-    """Raises ValueError unless `window` is a positive number of tokens, within reason."""
-    if not isinstance(window, int) or isinstance(window, bool) or not 1 <= window <= MAX_WINDOW:
+    """Raises ValueError unless `window` is an integer from 1 to `MAX_WINDOW`."""
+    if not is_integer(window) or not 1 <= window <= MAX_WINDOW:
         raise ValueError(
             f"{field} = {repr(window)[:200]}, legal: an integer within 1..{MAX_WINDOW}; 512 is "
             "usual"
@@ -146,7 +146,7 @@ def check_window(field: str, window: object) -> None:
 
 
 def check_last_layer(target: Any) -> None:
-    """Raises ValueError for a target whose last layer keeps only a window of its keys."""
+    """Raises ValueError for a target whose last layer only keeps a window of its keys."""
     kinds = _get(target, "layer_types", None)
     if kinds and kinds[-1] != "full_attention":
         raise ValueError(
@@ -157,7 +157,7 @@ def check_last_layer(target: Any) -> None:
 
 
 def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
-    """Base and scaling (None for the plain kind) of a model's rotary embedding."""
+    """Returns base and scaling (None for the default) of a model's rotary embedding."""
     theta = _get(config, "rope_theta", None)
     scaling: Mapping[str, Any] | None = None
     for name in ("rope_parameters", "rope_scaling"):

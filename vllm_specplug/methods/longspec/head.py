@@ -3,11 +3,11 @@
 
 Shapes: T tokens or tree nodes, H hidden size, Hq/Hkv query/key heads, Dh head size.
 
-One layer drafts one token at a time (arXiv 2502.17421): a token's embedding attends the drafted
-and the last committed tokens before it, then the keys and values that the target's last layer
-holds of all committed positions. The keys and values of the layer's self-attention depend only on
-a token and its position, so they can be recomputed from the tokens at any time. A window of them is
-all the memory that the draft needs.
+One layer drafts one token at a time (arXiv 2502.17421). A token's embedding attends the drafted and
+the last committed tokens before it, then the cached keys and values of the target's last layer at
+all committed positions. The keys and values of the layer's self-attention depend only on a token
+and its position, so they can be recomputed from the tokens at any time. The draft needs no other
+memory than a window of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _CrossAttention(nn.Module):
 
 
 class LongSpecHead(nn.Module):
-    """The draft layer; token embeddings and LM head are the target's and stay outside."""
+    """The draft layer, without the target's token embeddings and LM head."""
 
     def __init__(self, config: LongSpecConfig):
         super().__init__()
@@ -69,7 +69,8 @@ class LongSpecHead(nn.Module):
     def window_kv(
         self, embeds: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Self-attention keys (rotated) and values of tokens: [T, H], [T] -> 2 x [T, Hkv, Dh]."""
+        """Returns self-attention keys (rotated) and values of tokens: [T, H], [T] -> 2 x
+        [T, Hkv, Dh]."""
         return self._key_value(self.input_layernorm(embeds), self.rotary(positions))
 
     def _key_value(
@@ -87,16 +88,13 @@ class LongSpecHead(nn.Module):
         self_attend: SelfAttend,
         cross_attend: CrossAttend,
     ) -> torch.Tensor:
-        """States that the LM head turns into the distribution of the next token.
+        """Returns states [T, H] from which the LM head computes the distribution of the next token.
 
         Args:
             embeds: [T, H] target embeddings of the tokens.
             positions: [T] their absolute positions.
             self_attend: attention over the token itself, its drafted ancestors and the window.
-            cross_attend: attention over the target's last layer; zeros where that is empty.
-
-        Returns:
-            [T, H].
+            cross_attend: attention over the target's last layer; zeros for an empty context.
         """
         heads = (self.config.num_attention_heads, self.config.head_dim)
         rotary = self.rotary(positions)

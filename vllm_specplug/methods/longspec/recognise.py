@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are LongSpec layers, judged by their files."""
+"""Recognises LongSpec layers from checkpoint files."""
 
 from __future__ import annotations
 
@@ -7,5 +7,6 @@ from vllm_specplug.drafting.head_files import HeadFiles
 
 
 def is_longspec_head(head: HeadFiles) -> bool:
-    """By its tensors: published configs are copies of the target's. Prefixes vary."""
+    """Returns whether a checkpoint is a LongSpec layer, by its tensors: published configs are
+    copies of the target's. Prefixes vary."""
     return any(name.endswith("cross_attn.q_proj.weight") for name in head.tensors)

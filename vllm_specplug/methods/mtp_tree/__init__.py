@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The multi-token-prediction module that a target ships, as trees. The name `mtp` is vLLM's own
-method, which drafts chains with the same modules."""
+"""Trees from the multi-token-prediction module that a target ships.
+
+vLLM's own method `mtp` drafts chains with the same modules.
+"""
 
 from vllm_specplug.drafting.method import Capability, Method
 

@@ -18,7 +18,7 @@ from vllm_specplug.methods.mtp_tree.head import MtpModule
 # Prefix in MiMo's checkpoints and in speculators' format. Only the first module is read: it
 # predicts the token after next, and its outputs feed the next level.
 PREFIX = "mtp_layers.0."
-# Prefixes in Qwen3.5's checkpoints: the tensors around the layer have names of their own.
+# Prefixes in Qwen3.5's checkpoints, and the names of the tensors around the layer.
 _QWEN_PREFIX = "mtp."
 _QWEN_LAYER = "mtp.layers.0."
 _QWEN_NAMES = {
@@ -31,8 +31,10 @@ _QUERY, _GATE = "self_attn.q_proj.weight", "self_attn.gate_proj.weight"
 
 
 def inspect_mtp_module(directory: str | Path, target_config: Any) -> MtpConfig:
-    """Checks a module against its target from config and tensor headers, reading no weights; takes
-    the arguments and raises the errors of `load_mtp_module`."""
+    """Checks a module against its target from its config and tensor headers, without the weights.
+
+    Arguments and errors are those of `load_mtp_module`.
+    """
     config = MtpConfig.from_pretrained(directory)
     check_target(
         config,
@@ -47,8 +49,8 @@ def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
     """Reads the module in a target's checkpoint.
 
     Raises:
-        ValueError: for a target that ships none, a module of another kind or another target's,
-            tensors that are missing, unexpected or misshapen (all in one message).
+        ValueError: for a target without a module, another kind of module, another target's module,
+            missing, unexpected or misshapen tensors (all in one message).
     """
     config = inspect_mtp_module(directory, target_config)
     tensors = _as_module(config, _read(Path(directory), headers_only=False))
@@ -56,7 +58,7 @@ def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
 
 
 def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
-    """Tensors of the module by the names of `MtpModule`, as they are stored."""
+    """Returns the stored tensors of the module under the names of `MtpModule`."""
     prefixes = (PREFIX, *_QWEN_NAMES, _QWEN_LAYER)
     found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
     tensors: dict[str, torch.Tensor] = {}
@@ -67,14 +69,14 @@ def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
 
 
 def _as_module(config: MtpConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Stored tensors as `MtpModule` computes with them."""
+    """Returns the stored tensors in the form that `MtpModule` computes with."""
     if not config.is_qwen:
         return stored
     tensors = {n: t.float() + 1.0 if n.endswith("norm.weight") else t for n, t in stored.items()}
     embedding, state = stored["input_proj.weight"].chunk(2, dim=1)
     tensors["input_proj.weight"] = torch.cat((state, embedding), dim=1)
     if config.gated:
-        # Of each head its query, then its gate.
+        # Each head's query, then its gate.
         heads = (config.num_attention_heads, 2, config.head_dim)
         query, gate = stored[_QUERY].unflatten(0, heads).unbind(1)
         tensors[_QUERY], tensors[_GATE] = query.flatten(0, 1), gate.flatten(0, 1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shape of a target's multi-token-prediction module, read from the target's `config.json`."""
+"""Shape of a target's multi-token-prediction module, from the target's `config.json`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require
-from vllm_specplug.methods.block.layer_config import read_rotary, turned_size
+from vllm_specplug.methods.block.layer_config import read_rotary, rotated_size
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.methods.mtp_tree.recognise import layer_config, module_count
 
@@ -23,9 +23,9 @@ MODEL_TYPES = ("mimo", *_QWEN)
 class MtpConfig:
     """Shape of an MTP module, which has the shape of one layer of its target.
 
-    `is_qwen` tells Qwen3.5's modules from MiMo's: Qwen3.5 stores norm weights minus one, norms
-    queries and keys, has the embedding before the state in its projection, and reads the token
-    after the first one. `gated` says that a sigmoid gate scales each head's output.
+    `is_qwen` distinguishes Qwen3.5's modules from MiMo's. Qwen3.5 stores norm weights minus one,
+    norms queries and keys, has the embedding before the state in its projection, and reads the
+    token after the first one. `gated` says that a sigmoid gate scales each head's output.
     """
 
     hidden_size: int
@@ -37,7 +37,7 @@ class MtpConfig:
     rms_norm_eps: float
     rotary: Rotary
     attention_bias: bool = True
-    # A drafted token's state is the module's output, which has been normed.
+    # A drafted token's state is the module's normed output.
     norm_output: bool = True
     is_qwen: bool = False
     gated: bool = False
@@ -53,7 +53,7 @@ class MtpConfig:
 
     @property
     def draft_vocab_size(self) -> int:
-        """The whole vocabulary."""
+        """The vocabulary size: the module has no reduced draft vocabulary."""
         return self.vocab_size
 
     @classmethod
@@ -68,7 +68,7 @@ class MtpConfig:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> MtpConfig:
-        """From a parsed `config.json`."""
+        """Returns the config from a parsed `config.json`."""
         name, count = module_count(raw)
         stated = raw.get(name)
         raw = layer_config(raw)
@@ -98,7 +98,7 @@ class MtpConfig:
             dim = hidden // heads
         require(isinstance(dim, int), "head_dim", dim, "an integer")
         assert isinstance(dim, int)
-        turned = turned_size(rope["partial_rotary_factor"], dim)
+        rotated = rotated_size(rope["partial_rotary_factor"], dim)
         return cls(
             hidden_size=hidden,  # type: ignore[arg-type]  # checked with all sizes
             intermediate_size=raw.get("intermediate_size"),  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ class MtpConfig:
             rotary=Rotary(
                 rope["rope_theta"],
                 dim,
-                turned,
+                rotated,
                 scaling.pop("rope_type", "default"),
                 scaling or None,
                 rope["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,

@@ -2,9 +2,9 @@
 """A target's multi-token-prediction module: one of its decoder layers behind a projection.
 
 Row i takes the token at position i + 1 and a state of position i, and predicts the token at i + 2.
-The state of a committed position is what the target's last layer put out, before the final norm;
-that of a drafted token is the module's own output. Both are normed, joined with the state first and
-projected to the layer's input.
+The state of a committed position is the output of the target's last layer before the final norm.
+The state of a drafted token is the module's own output. State and embedding are normed, joined in
+this order and projected to the layer's input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm_specplug.methods.mtp_tree.config import MtpConfig
 
 
 class MtpAttention(nn.Module):
-    """Projections of the layer; the attention itself is the caller's."""
+    """Projections of the layer. The caller computes the attention itself."""
 
     def __init__(self, config: MtpConfig):
         super().__init__()

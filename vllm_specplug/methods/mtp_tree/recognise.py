@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints are targets that ship a multi-token-prediction module, judged by their files.
+"""Recognises targets that ship a multi-token-prediction module from their files.
 
-Kinds that the reader refuses later are recognised too, so that the refusal can say why.
+It also recognises kinds that the reader refuses later with a reason.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_specplug.drafting.checkpoint_files import is_integer
 from vllm_specplug.drafting.head_files import HeadFiles
 
-# How many modules a config says the target ships, by the names of its families.
+# Names of the number of modules, in configs of several model families.
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
 def ships_mtp_module(head: HeadFiles) -> bool:
-    """By the config of a whole model, or of a single module in speculators' format; drafts of other
-    kinds do not count modules."""
+    """Returns whether the config is a model's, or a single module's in speculators' format, and
+    states a number of modules."""
     return head.speculators_type in (None, "mtp") and module_count(head.config)[1] > 0
 
 
 def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where a config describes the target's layers."""
+    """Returns the part of a config that describes the target's layers."""
     for name in ("text_config", "transformer_layer_config"):
         part = config.get(name)
         if isinstance(part, Mapping):
@@ -31,10 +32,10 @@ def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def module_count(config: Mapping[str, Any]) -> tuple[str, int]:
-    """How many modules a config states, and under which name."""
+    """Returns the key under which a config states its number of modules, and the number."""
     for source in (config, layer_config(config)):
         for name in COUNT_KEYS:
             value = source.get(name) if isinstance(source, Mapping) else None
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if is_integer(value) and value > 0:
                 return name, value
     return COUNT_KEYS[0], 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-gram trees: branches looked up in the request's own text, no head."""
+"""Trees of n-gram branches from the request's own text, without a head."""
 
 from vllm_specplug.drafting.method import Method
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""N-gram trees: branches from the request's own text, no head and no draft forward."""
+"""Drafts trees of n-gram branches from the request's own text, without a draft forward."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_specplug.tree import DraftTree, merge_trees
 
 
 class NgramTreeDrafter(Drafter):
-    """Method `ngram_tree`: only n-gram branches, no head and no draft forward."""
+    """Drafter of method `ngram_tree`."""
 
     reads_target_weights = False
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Choosing what to draft from by what it brings: tokens per millisecond of whole steps.
+"""Chooses the draft source by its measured rate: tokens per millisecond of complete steps.
 
-A step of a drafting source takes its draft, the verification and all that lies between; how many
-tokens it yields depends on the text. Both are measured while serving, so that nothing has to be
-known of the machine or the context: the source with the best rate is used, and the others are
-tried again for a few steps, less often the more often and the more clearly they lost.
+A step takes the draft, the verification and the time between them; its number of tokens depends on
+the text. Both are measured while serving, so nothing has to be known about the machine or the
+context. The source with the best rate is used. The others are tried again for a few steps, less
+often the more often and the more clearly they lost.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 # Weight of the past in the running averages.
 _DECAY = 0.9
-# Steps of one trial. The first ones include the cost of changing the source and are not counted.
+# Steps of one trial. The first ones include the cost of a new source and do not count.
 _TRIAL_STEPS = 8
 _UNCOUNTED_STEPS = 2
 _FIRST_INTERVAL = 48
-_LONGEST_INTERVAL = 512
-# Below this share of the winner's rate a trial is lost clearly, as that of a draft forward is while
-# verification costs as little as decoding; the next one then waits twice as long.
+_MAX_INTERVAL = 512
+# Below this share of the winner's rate a trial is clearly lost, for instance by a draft forward
+# while verification costs no more than decoding. The next trial then waits twice as long.
 _GIVE_UP_SHARE = 0.75
 
 
@@ -31,7 +31,7 @@ class SourceRate:
     tokens: float = 0.0
     milliseconds: float = 0.0
     interval: int = _FIRST_INTERVAL
-    """Steps until the next trial after one that did not win."""
+    """Steps until the next trial after a lost one."""
     due: int = _FIRST_INTERVAL
 
     @property
@@ -44,7 +44,7 @@ class SourceRate:
         return self.tokens / self.milliseconds if self.is_known else 0.0
 
     def observe(self, tokens: float, milliseconds: float) -> None:
-        """Takes in one step."""
+        """Updates the averages with one step."""
         if self.is_known:
             self.tokens += (1 - _DECAY) * (tokens - self.tokens)
             self.milliseconds += (1 - _DECAY) * (milliseconds - self.milliseconds)
@@ -53,9 +53,9 @@ class SourceRate:
 
 
 class SourceChooser:
-    """Chooses among `sources`, the first one until another has proved better.
+    """Chooses among `sources`, starting with the first one.
 
-    Decisions only depend on the arguments: given the same ones, ranks decide alike.
+    Decisions depend only on the arguments, so ranks with equal arguments decide alike.
     """
 
     def __init__(self, sources: Sequence[str]) -> None:
@@ -68,10 +68,13 @@ class SourceChooser:
         self._in_row = 0
 
     def observe(self, tokens: float, milliseconds: float, source: str | None = None) -> None:
-        """What the step drafted from `current` yielded per request, and took in all.
+        """Observes a step that drafted from `current`.
 
         Args:
-            source: of a step that is known late; it counts if `current` has not changed since.
+            tokens: emitted tokens per request.
+            milliseconds: duration of the step.
+            source: the source of a step that is read late. The step counts only if `current` has
+                not changed since.
         """
         if source not in (None, self.current):
             return
@@ -79,7 +82,7 @@ class SourceChooser:
             self.rates[self.current].observe(tokens, milliseconds)
 
     def choose(self, available: Sequence[str]) -> str:
-        """The source of the next step, out of the `available` ones (at least one)."""
+        """Returns the source of the next step, one of `available` (at least one)."""
         self._steps += 1
         trying = self.current != self.best and self.current in available
         if trying and self._in_row < _TRIAL_STEPS + _UNCOUNTED_STEPS:
@@ -93,16 +96,16 @@ class SourceChooser:
         return self._use(best)
 
     def _judge(self, tried: str) -> None:
-        """Ends a trial: the better source is used from now on, the other tried less often."""
+        """Ends a trial: the better source becomes the best one, the other is tried less often."""
         loser = tried
         if self.rates[tried].rate > self.rates[self.best].rate:
             loser, self.best = self.best, tried
             self.rates[loser].interval = _FIRST_INTERVAL
         lost = self.rates[loser]
         if lost.rate < _GIVE_UP_SHARE * self.rates[self.best].rate:
-            lost.interval = min(2 * lost.interval, _LONGEST_INTERVAL)
+            lost.interval = min(2 * lost.interval, _MAX_INTERVAL)
         lost.due = self._steps + lost.interval
-        lost.interval = min(2 * lost.interval, _LONGEST_INTERVAL)
+        lost.interval = min(2 * lost.interval, _MAX_INTERVAL)
 
     def _use(self, source: str) -> str:
         self._in_row = self._in_row + 1 if source == self.current else 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""TokenSwift: the target drafts for itself, for very long outputs.
+"""Drafts with TokenSwift: the target drafts for itself, for very long outputs.
 
 There are three sources of drafts, each cheaper than the previous one:
 
@@ -41,7 +41,7 @@ SELF, HEADS, NGRAMS = _SOURCES = "self", "heads", "ngrams"
 
 
 class TokenSwiftDrafter(Drafter):
-    """Method `tokenswift`."""
+    """Drafter of method `tokenswift`."""
 
     reads_history: ClassVar[bool] = True
 

@@ -30,7 +30,7 @@ from vllm_specplug.drafting.checkpoint_files import (
     open_config,
     save_head,
 )
-from vllm_specplug.drafting.head_config import check_target, require, require_size
+from vllm_specplug.drafting.head_config import check_target, require, require_size, required_size
 from vllm_specplug.methods.block.checkpoint import read_tensors
 
 _MAP = "d2t"
@@ -41,8 +41,8 @@ _READ = ("medusa_layers.", _MAP)
 class TokenSwiftConfig:
     """Shape of the heads.
 
-    `draft_vocab_size` is smaller than `vocab_size` where the heads only score the target tokens
-    that the checkpoint's `d2t` names, an addition to the published format.
+    `draft_vocab_size` is smaller than `vocab_size` if the heads only score the target tokens that
+    the checkpoint's `d2t` names, an addition to the published format.
     """
 
     hidden_size: int
@@ -52,8 +52,6 @@ class TokenSwiftConfig:
     rms_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        require_size("hidden_size", self.hidden_size)
-        require_size("vocab_size", self.vocab_size)
         require_size("draft_vocab_size", self.draft_vocab_size, self.vocab_size)
         require_size("medusa_heads", self.medusa_heads, 16)
         require(
@@ -68,17 +66,17 @@ class TokenSwiftConfig:
             ValueError: if the file or one of its fields is missing or out of range.
         """
         with open_config(directory) as raw:
-            vocab_size = raw.get("vocab_size")
+            vocab_size = required_size(raw, "vocab_size")
             return cls(
-                hidden_size=raw.get("hidden_size"),  # type: ignore[arg-type]  # checked
-                vocab_size=vocab_size,  # type: ignore[arg-type]
-                draft_vocab_size=raw.get("draft_vocab_size") or vocab_size,  # type: ignore[arg-type]
-                medusa_heads=raw.get("medusa_heads"),  # type: ignore[arg-type]
+                hidden_size=required_size(raw, "hidden_size"),
+                vocab_size=vocab_size,
+                draft_vocab_size=raw.get("draft_vocab_size") or vocab_size,
+                medusa_heads=required_size(raw, "medusa_heads"),
                 rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json of a checkpoint that only has heads."""
+        """Returns the config.json object of a checkpoint that only has heads."""
         return {"architectures": ["TokenSwiftHeads"], "model_type": "tokenswift", **asdict(self)}
 
 
@@ -104,7 +102,7 @@ class TokenSwiftHeads(nn.Module):
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """h_0 [T, H] -> what each head gives the LM head, [K, T, H]."""
+        """h_0 [T, H] -> each head's input of the LM head [K, T, H]."""
         outputs = []
         for head in self.medusa_layers:
             hidden = hidden + head.linear(head.input_layernorm(hidden))
@@ -113,7 +111,7 @@ class TokenSwiftHeads(nn.Module):
 
 
 def inspect_heads(directory: str | Path, target_config: Any) -> TokenSwiftConfig:
-    """Checks heads against their target from config and tensor headers, reading no weights.
+    """Checks heads against their target from config and tensor headers, without the weights.
 
     Raises:
         ValueError: for heads of another target, missing or misshapen tensors, pickled weights.
@@ -127,13 +125,11 @@ def load_heads(
     """Reads heads and checks them against their target.
 
     Args:
-        directory: folder with config.json and safetensors; other tensors than the heads' are
-            not read.
+        directory: folder with config.json and safetensors. Only the heads' tensors are read.
         target_config: the target's text config, with `hidden_size` and `vocab_size`.
 
     Returns:
-        The heads, and int64 [draft_vocab] the target token of each draft id; None when the heads
-        score the whole vocabulary.
+        The heads, and the target token of each draft id int64 [V']; None for the full vocabulary.
 
     Raises:
         ValueError: see `inspect_heads`.
