@@ -319,7 +319,7 @@ def test_what_the_host_reads_of_a_step_has_come(device: PretendedDevice, waits: 
     copy = HostCopy(there)
     # What the device does next does not reach it.
     there.fill_(7)
-    assert not copy.has_come
+    assert not copy.has_arrived
     if not waits:
         copy._event = None
     assert (copy.read().tolist() == list(range(ROOM))) == waits

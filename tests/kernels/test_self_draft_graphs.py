@@ -150,8 +150,8 @@ class Drafts:
         self.target.table[:count] = self.target.pages[[self.lines[n] for n in step.contexts]]
         history = TokenHistory(
             torch.zeros(1), torch.zeros(1), list(step.contexts), [0] * count,
-            [b > 0 for b in step.budgets], min_context_lens=[n - 1 for n in lens],
-            max_context_lens=[n + 1 for n in lens],
+            [b > 0 for b in step.budgets],
+            min_context_lens=[n - 1 for n in lens], max_context_lens=[n + 1 for n in lens],
         )  # fmt: skip
         budgets = torch.tensor(step.budgets, dtype=torch.int32)
         return DeviceRequests(

@@ -157,7 +157,7 @@ class DeviceStateStep(StateStep):
             trees.starts,
             trees.parents,
             trees.slots,
-            max_rows=self.most_rows,
+            max_rows=self.max_rows,
             scale=key_size**-0.5,
         )
         kept = DeltaUpdates(key, updates, decays)
@@ -191,7 +191,7 @@ class DeviceStateStep(StateStep):
             rows, above = last_rows, (lengths - depths).clamp_min(0)
             # By doubling: parents, grandparents, and so on.
             higher = self.parents
-            for bit in range(max(1, (self.most_rows - 1).bit_length())):
+            for bit in range(max(1, (self.max_rows - 1).bit_length())):
                 rows = torch.where((above >> bit) % 2 == 1, higher[rows], rows)
                 higher = torch.where(higher < 0, higher, higher[higher.clamp_min(0)])
             known = rows.clamp_min(0), torch.where(is_full, slots, -1)

@@ -180,7 +180,7 @@ class StateStep:
     def __init__(self, requests: Sequence[RequestRows], parents: torch.Tensor) -> None:
         drafting = [(i, r) for i, r in enumerate(requests) if r.is_tree]
         counts = torch.tensor([r.end_row - r.root_row for _, r in drafting])
-        self.most_rows = int(counts.max())
+        self.max_rows = int(counts.max())
         self.starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         self.parents = parents
         self.rows = torch.cat([torch.arange(r.root_row, r.end_row) for _, r in drafting])

@@ -228,7 +228,7 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _drain_completed(self) -> None:
         """Learns from the steps, and decides on the trees, whose copies have arrived."""
-        while self._late and self._late[0].has_come:
+        while self._late and self._late[0].has_arrived:
             late = self._late.popleft()
             if isinstance(late, PendingStep):
                 self._learn(late)

@@ -142,15 +142,15 @@ def wrap_graph_manager(stock: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-MOST_ROWS = 1024
+MAX_GRAPH_ROWS = 1024
 """Rows of the largest captured step with trees. vLLM's own sizes mostly end at 512, too few for 16
 requests with trees of 63 nodes."""
-_LEAST_STEP = 64
+_MIN_STEP_ROWS = 64
 """Minimum distance between these sizes, in rows."""
 
 
 def _add_larger(manager: Any) -> None:
-    """Adds graphs of full trees for as many requests as `MOST_ROWS` allows.
+    """Adds graphs of full trees for as many requests as `MAX_GRAPH_ROWS` allows.
 
     Prompts keep vLLM's own sizes: padding them to larger ones would cost more than it gains.
     """
@@ -159,8 +159,8 @@ def _add_larger(manager: Any) -> None:
         return
     rows = manager.decode_query_len
     scheduler = manager.vllm_config.scheduler_config
-    most = min(MOST_ROWS, scheduler.max_num_batched_tokens, manager.max_num_reqs * rows)
-    step = -(-_LEAST_STEP // rows) * rows
+    most = min(MAX_GRAPH_ROWS, scheduler.max_num_batched_tokens, manager.max_num_reqs * rows)
+    step = -(-_MIN_STEP_ROWS // rows) * rows
     largest = max(desc.num_tokens for desc in captured)
     sizes = {*range(step, most, step), most // rows * rows}
     for size in sorted(size for size in sizes if size > largest):

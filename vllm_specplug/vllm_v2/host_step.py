@@ -31,7 +31,7 @@ class HostCopy:
             self._event.record()
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         """Whether `read` returns without waiting."""
         return self._event is None or self._event.query()
 

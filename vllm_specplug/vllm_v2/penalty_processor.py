@@ -26,7 +26,7 @@ from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
 from vllm_specplug.vllm_worker.penalty import request_penalty
 
 # Window tokens processed at once: a few temporaries of 8 MiB.
-MOST_ELEMENTS = 1 << 20
+MAX_ELEMENTS = 1 << 20
 
 
 class ContextualPenalty(LogitsProcessor):
@@ -68,7 +68,7 @@ class ContextualPenalty(LogitsProcessor):
         width = int(self.windows.np[ctx.idx_mapping_np].max())
         width = min(width, int(ctx.seq_lens_upper_bound_np.max()))
         # In chunks: all rows take the width of the widest window, which may be max_model_len.
-        most = max(1, MOST_ELEMENTS // max(1, width))
+        most = max(1, MAX_ELEMENTS // max(1, width))
         for first in range(0, len(logits), most):
             rows = slice(first, first + most)
             part = TreePaths(paths.tokens[rows], paths.lengths[rows])

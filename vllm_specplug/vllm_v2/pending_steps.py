@@ -31,9 +31,9 @@ class PendingStep:
     milliseconds: float = 0.0
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         # The copies of its trees were launched before this one.
-        return self.copy.copy.has_come
+        return self.copy.copy.has_arrived
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class PendingDraft:
         return self._copy
 
     @property
-    def has_come(self) -> bool:
-        return self.copy.copy.has_come
+    def has_arrived(self) -> bool:
+        return self.copy.copy.has_arrived
 
     def is_for(self, req_ids: list[str], budgets: np.ndarray) -> bool:
         """Whether the plan fits this batch."""

@@ -34,7 +34,7 @@ from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.step_input import step_rows
-from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
+from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
 from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
@@ -65,7 +65,7 @@ def make_speculator(stock: Any) -> Any:
 def _plain_reason(request: Any, stop_tokens: set[int]) -> str | None:
     """Returns why a request decodes without drafts; None if it may have drafts."""
     params = request.sampling_params
-    if params is None or len(stop_tokens) > MOST_STOP_TOKENS:
+    if params is None or len(stop_tokens) > MAX_STOP_TOKENS:
         return "no_draft"
     if params.repetition_detection is not None:
         # It may end a request at any token, and vLLM would count accepted tokens behind the end as

@@ -19,7 +19,7 @@ from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import step_trees
 from vllm_specplug.tree.step_trees import StepTrees
 
-MOST_STOP_TOKENS = 128
+MAX_STOP_TOKENS = 128
 """Maximum stop tokens of a request; a request with more gets no drafts. vLLM has the same limit for
 `min_tokens`."""
 
@@ -41,15 +41,15 @@ class StopTokens:
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
-        # [S, MOST_STOP_TOKENS] int64, padded with -1
-        shape = (num_slots, MOST_STOP_TOKENS)
+        # [S, MAX_STOP_TOKENS] int64, padded with -1
+        shape = (num_slots, MAX_STOP_TOKENS)
         self.token_ids = torch.full(shape, -1, dtype=torch.int64, device=device)
 
     def put(self, slots: torch.Tensor, tokens: Sequence[set[int]]) -> None:
-        """Sets the stop tokens of the slots [n]. Drops those beyond `MOST_STOP_TOKENS`."""
-        rows = np.full((len(tokens), MOST_STOP_TOKENS), -1, np.int64)
+        """Sets the stop tokens of the slots [n]. Drops those beyond `MAX_STOP_TOKENS`."""
+        rows = np.full((len(tokens), MAX_STOP_TOKENS), -1, np.int64)
         for row, ids in zip(rows, tokens, strict=True):
-            kept = sorted(ids)[:MOST_STOP_TOKENS]
+            kept = sorted(ids)[:MAX_STOP_TOKENS]
             row[: len(kept)] = kept
         self.token_ids[slots] = to_device(rows, self.token_ids.device)
 

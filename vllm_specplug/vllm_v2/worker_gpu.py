@@ -18,7 +18,7 @@ from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.memory.drafter_memory import drafter_memory, most_tree_rows
+from vllm_specplug.vllm_worker.memory.drafter_memory import drafter_memory, max_tree_rows
 from vllm_specplug.vllm_worker.start_up import require_seams
 from vllm_specplug.vllm_worker.target.attention_backend import claim_attention_backend
 from vllm_specplug.vllm_worker.target.weight_updates import FollowsTarget
@@ -74,7 +74,7 @@ class DeviceRunnerMixin(TreeRunnerMixin):
     def _tree_state_memory(self) -> torch.Tensor:
         """Allocates what trees take in layers with a recurrent state: the bytes that all layers
         keep until the walk, and the temporary ones of one layer."""
-        layers, rows = self.state.state_layers, most_tree_rows(self.state)
+        layers, rows = self.state.state_layers, max_tree_rows(self.state)
         size = 0
         if layers.names:
             # Convolved rows, values and outputs, and decays between rows of a tree.

@@ -56,15 +56,16 @@ class DevicePartialAttention(DraftAttention):
         plan[2] = list(contexts.is_drafted)
         plan[3, self.partial] = [region.index for region in self.regions]
         plan[4, self.partial] = 1
-        tables, whole, drafted, regions, is_partial = device_tensor(plan, device).to(torch.int32)
+        tables, is_full, drafted, regions, is_partial = device_tensor(plan, device).to(torch.int32)
         every = torch.arange(count, dtype=torch.int32, device=device)
         lens = contexts.lens.to(torch.int32) * drafted
         most = [m for m, d in zip(contexts.max_context_lens, contexts.is_drafted, strict=True) if d]
-        # Metadata of all requests if each of them reads its partial cache; else None.
-        self.whole: TreeAttnMetadata | None = None
+        # Metadata over the paged caches; None if all requests read their partial caches.
+        self.full: TreeAttnMetadata | None = None
         if len(self.partial) < count:
-            columns = (tables, every, whole, lens, every)
-            self.whole = single_rows(columns, self.block_table, max(most, default=0))
+            columns = (tables, every, is_full, lens, every)
+            self.full = single_rows(columns, self.block_table, max(most, default=0))
+        # Metadata over the partial caches; None if no request reads one.
         self.part: TreeAttnMetadata | None = None
         if self.partial:
             budget = torch.full_like(lens, pool.budget)
@@ -84,7 +85,7 @@ class DevicePartialAttention(DraftAttention):
             self.pool.choose(index, self.moves, query, contexts.lens, self.block_table)
         kernel = self.rows.kernel_for(query, key)
         for metadata, views in (
-            (self.whole, self.rows.views[index]),
+            (self.full, self.rows.views[index]),
             (self.part, self.pool_views[index]),
         ):
             if metadata is not None:
@@ -131,9 +132,7 @@ class DeviceSelfDraft:
             # time.
             most = self.state.max_model_len
             lens = [
-                min(n, most)
-                for n, d in zip(history.max_context_lens, history.is_drafted, strict=True)
-                if d
+                min(n, most) for n, d in zip(history.max_context_lens, history.is_drafted, strict=True) if d
             ]
         else:
             lens = requests.context_lens

@@ -43,13 +43,13 @@ class GraphPartialAttention(DraftAttention):
         is_partial = (own >= 0) & is_drafted
         every = torch.arange(len(requests), dtype=torch.int32, device=own.device)
         lens = torch.where(is_drafted, requests.context_lens, 0).to(torch.int32)
-        whole = (~is_partial).to(torch.int32)
-        columns = (tables.to(torch.int32), every, whole, lens, every)
+        is_full = (~is_partial).to(torch.int32)
+        columns = (tables.to(torch.int32), every, is_full, lens, every)
         most = draft.state.max_model_len
         self.reads = [(single_rows(columns, draft.rows.block_table(), most), draft.rows.views)]
         if pool.max_requests:
             budget = torch.full_like(lens, pool.budget)
-            columns = (own.clamp_min(0), every, 1 - whole, budget, every)
+            columns = (own.clamp_min(0), every, 1 - is_full, budget, every)
             part = single_rows(columns, pool.block_table, pool.budget)
             self.reads.append((part, draft.pool_views))
 
@@ -101,13 +101,12 @@ class GraphSelfDraft:
         return True
 
     def _send(self, count: int, partial: Sequence[int], regions: Sequence[int]) -> None:
-        read = np.full(count, -1, np.int32)
-        read[list(partial)] = regions
+        sent = np.full(count, -1, np.int32)
+        sent[list(partial)] = regions
         # Regions stay the same while no request starts, ends or outgrows the budget.
-        if not np.array_equal(read, self._regions[:count]):
-            self._regions[:count] = read
-            sent = pinned(read, self.regions.device)
-            self.regions[:count].copy_(sent, non_blocking=True)
+        if not np.array_equal(sent, self._regions[:count]):
+            self._regions[:count] = sent
+            self.regions[:count].copy_(pinned(sent, self.regions.device), non_blocking=True)
 
     def __call__(self, requests: DeviceRequests) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the forward; the host reads nothing."""

@@ -105,7 +105,7 @@ class RunnerView:
 
     def dummy_forward(self, rows: int, context: int) -> torch.Tensor:
         """Runs `rows` dummy rows over `context` tokens and returns hidden states [>= rows, H]."""
-        # vLLM makes one request of each row while there are slots, and adds the context before it.
+        # vLLM creates one request per row while there are slots, and adds the context before it.
         longest = -(-rows // min(rows, self.max_requests))
         hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
         return hidden
@@ -169,7 +169,7 @@ class RunnerView:
             torch.accelerator.synchronize()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's logits [rows, V] of hidden states [rows, H], by no request's adapter."""
+        """Returns the target's logits [rows, V] of hidden states [rows, H], without adapters."""
         if self.runner.lora_config is not None:
             # The LM head applies an adapter per row, and still has the last forward's mapping.
             rows = np.array([len(hidden)], np.int32)
@@ -199,7 +199,7 @@ class RunnerView:
             self.runner.maybe_remove_all_loras(config)
 
     def adapters(self, req_indices: Sequence[int]) -> tuple[list[int], set[Any]]:
-        """LoRA ids of requests of the batch, 0 for none, and vLLM's requests for those adapters."""
+        """Returns the LoRA ids of requests of the batch, 0 for none, and vLLM's LoRA requests."""
         ids, requests = self.runner.step.adapters
         # Dummy requests are not in the batch.
         return [ids[i] if i < len(ids) else 0 for i in req_indices], requests

@@ -30,8 +30,8 @@ logger = init_logger("vllm.specplug.self_draft")
 class PartialAttention(DraftAttention):
     """Attention of one draft forward, layer by layer.
 
-    Requests whose context fits the budget read the paged cache itself. The others read their part
-    of the pool; when a choice is due, the layer's own query chooses its positions.
+    Requests whose context fits the budget read the paged cache. The others read their region of the
+    pool; when a choice is due, the layer's own query chooses its positions.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PartialAttention(DraftAttention):
     ) -> None:
         self.pool, self.layer_index = pool, layer_index
         fits = [length <= pool.budget for length in requests.context_lens]
-        self.whole = [r for r, fit in enumerate(fits) if fit]
+        self.full = [r for r, fit in enumerate(fits) if fit]
         self.partial = [r for r, fit in enumerate(fits) if not fit]
         # Requests to choose for: query row, context, block table row.
         self.due: list[tuple[int, PartialContext, torch.Tensor]] = []
@@ -55,10 +55,10 @@ class PartialAttention(DraftAttention):
             regions.append(context.index)
             if due:
                 self.due.append((r, context, row))
-        self.whole_metadata = _one_row_each(
-            self.whole,
-            [requests.req_indices[r] for r in self.whole],
-            [requests.context_lens[r] for r in self.whole],
+        self.full_metadata = _one_row_each(
+            self.full,
+            [requests.req_indices[r] for r in self.full],
+            [requests.context_lens[r] for r in self.full],
             block_table,
         )
         self.partial_metadata = _one_row_each(
@@ -77,7 +77,7 @@ class PartialAttention(DraftAttention):
         for row, context, blocks in self.due:
             pool.choose(index, context, query[row], blocks)
         for rows, metadata, views in (
-            (self.whole, self.whole_metadata, pool.target_views),
+            (self.full, self.full_metadata, pool.target_views),
             (self.partial, self.partial_metadata, pool.views),
         ):
             if rows:

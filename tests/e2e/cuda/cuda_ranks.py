@@ -26,8 +26,8 @@ class LateOnLaterRanks(LateCopy):
     """Copies come at once on the first rank, and on the others two steps later."""
 
     @property
-    def has_come(self) -> bool:
-        return not is_later_rank() or super().has_come
+    def has_arrived(self) -> bool:
+        return not is_later_rank() or super().has_arrived
 
 
 def _choose_in_turns(self: SourceChooser, available: Any) -> str:

@@ -146,7 +146,7 @@ def test_grammars() -> None:
 
 
 class Unwaited(HostCopy):
-    has_come = True  # type: ignore[assignment]
+    has_arrived = True  # type: ignore[assignment]
 
     def read(self) -> torch.Tensor:
         return self._copy

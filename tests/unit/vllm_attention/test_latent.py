@@ -116,7 +116,7 @@ def test_what_turns_queries_by_their_place_is_refused(turn: Any) -> None:
 
 def test_layers_outside_of_vllms_wrapper_are_refused() -> None:
     model = torch.nn.ModuleList([bare(torch.nn.Module, attention=layer())])
-    with pytest.raises(ValueError, match="layer '0.attention' cannot be tried"):
+    with pytest.raises(ValueError, match="layer '0.attention' cannot be tested"):
         check_latent_rotary(model, "ngram_tree")
 
 

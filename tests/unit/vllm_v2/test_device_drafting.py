@@ -203,7 +203,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
     # Every step is planned; a test of its own looks at held plans.
     monkeypatch.setattr(device_speculator, "HELD_STEPS", 0)
     # Copies that have not come are not looked at.
-    monkeypatch.setattr(HostCopy, "has_come", False)
+    monkeypatch.setattr(HostCopy, "has_arrived", False)
     monkeypatch.setattr(device_speculator, "get_tensor_model_parallel_world_size", lambda: 1)
     return made
 

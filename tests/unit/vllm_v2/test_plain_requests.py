@@ -14,7 +14,7 @@ from vllm.sampling_params import RepetitionDetectionParams
 from tests.unit.vllm_worker.rank_process import NODES, HeadDrafter, speculator
 from vllm_specplug.vllm_v2.runner import _plain_reason, _stop_tokens
 from vllm_specplug.vllm_v2.step_input import HostRequest
-from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS
+from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS
 
 LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
 
@@ -27,8 +27,8 @@ LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
         (SamplingParams(), object(), "embeds"),
         (None, None, "no_draft"),
         (SamplingParams(repetition_detection=LOOPS), None, "no_draft"),
-        (SamplingParams(stop_token_ids=list(range(MOST_STOP_TOKENS))), None, None),
-        (SamplingParams(stop_token_ids=list(range(MOST_STOP_TOKENS + 1))), None, "no_draft"),
+        (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS))), None, None),
+        (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS + 1))), None, "no_draft"),
     ],
 )
 def test_why_a_request_has_no_drafts(params: Any, embeds: Any, reason: str | None) -> None:

@@ -13,7 +13,7 @@ from tests.unit.tree.walk_oracle import walk_on_host
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, attached, trees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import walk_trees
-from vllm_specplug.vllm_v2.stop_tokens import MOST_STOP_TOKENS, StopTokens, stop_tokens_of
+from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 
 CPU = torch.device("cpu")
 stops = st.lists(st.sets(st.integers(0, VOCAB - 1), max_size=2), min_size=4, max_size=4)
@@ -50,8 +50,8 @@ def test_a_token_that_ends_the_request_is_emitted_and_is_the_last() -> None:
 
 
 def test_as_many_as_a_client_sends_are_taken() -> None:
-    params = SamplingParams(stop_token_ids=list(range(3 * MOST_STOP_TOKENS)))
-    assert len(stop_tokens_of(params)) == 3 * MOST_STOP_TOKENS
+    params = SamplingParams(stop_token_ids=list(range(3 * MAX_STOP_TOKENS)))
+    assert len(stop_tokens_of(params)) == 3 * MAX_STOP_TOKENS
     table = StopTokens(2, CPU)
     table.put(torch.tensor([1]), [stop_tokens_of(params)])
     assert (table.token_ids[1] >= 0).all() and (table.token_ids[0] == -1).all()

@@ -19,12 +19,12 @@ Tensor = torch.Tensor
 
 
 def _flat(tensor: Tensor) -> Any:
-    """A contiguous tensor as a flat array over the same memory."""
+    """Returns a contiguous tensor as a flat array over the same memory."""
     return tensor.view(-1).numpy()
 
 
 def _spread(values: Any, counts: Any) -> Any:
-    """values[i] counts[i] times, plus 0, 1, ... within each."""
+    """Returns each values[i] counts[i] times, plus 0, 1, ... within each."""
     starts = np.cumsum(counts) - counts
     return np.repeat(values - starts, counts) + np.arange(int(counts.sum()))
 
@@ -279,7 +279,7 @@ def gather_block_tables(
             count = num_blocks[group, slot]
             target[i, :count] = source[slot, :count]
             if MASK_SLIDING_WINDOW and (reach := int(sliding_window_reach_ptr[group])) > 0:  # type: ignore[index]
-                # Blocks that no query of this step can see may be somebody else's by now.
+                # Blocks that no query of this step reads may belong to another request.
                 below = int(num_computed_tokens_ptr[slot]) - reach  # type: ignore[index]
                 target[i, : min(count, max(below, 0) // int(block_sizes_ptr[group]))] = 0  # type: ignore[index]
         target[num_reqs:] = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stands in for a Triton kernel: launched like one, it calls a function."""
+"""Replacements for Triton kernels on a CPU: launched like a kernel, they call a function."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ class CpuKernel:
         self.function(grid, *arguments, **constants)
 
     def __call__(self, stock: Any) -> CpuKernel:
-        """What takes the kernel's place, as `Replace` asks for it."""
+        """Returns the replacement of a kernel, for `Replace`."""
         return self
 
 
 def array_at(address: int, *shape: int) -> NDArray[np.int32]:
-    """int32 numbers in memory; vLLM hands over some tensors as addresses of tensors."""
+    """Returns int32 numbers at an address. vLLM passes some tensors as addresses."""
     count = int(np.prod(shape))
     buffer = (ctypes.c_int32 * count).from_address(address)
     return np.frombuffer(memoryview(buffer), dtype=np.int32).reshape(shape)
 
 
 def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not below `number`; 0 for 0, as Triton has it."""
+    """Returns the smallest power of two that is at least `number`; 0 for 0, as in Triton."""
     return 1 << (number - 1).bit_length() if number > 0 else 0
 
 
 def make_next_power_of_2(stock: None) -> Callable[[int], int]:
-    """What vLLM's placeholder for Triton lacks. Seam: cpu_kernels."""
+    """Returns the function that vLLM's placeholder for Triton lacks. Seam: cpu_kernels."""
     return next_power_of_2
 
 
 def triton_stands_in(stock: bool) -> bool:
-    """Whether vLLM's config may take Triton for installed. Seam: cpu_admission."""
+    """Replaces vLLM's flag whether Triton is installed by true. Seam: cpu_admission."""
     return True

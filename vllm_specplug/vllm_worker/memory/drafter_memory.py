@@ -66,7 +66,7 @@ def drafter_memory(state: RunnerView) -> torch.Tensor:
         ) from None
 
 
-def most_tree_rows(state: RunnerView) -> int:
+def max_tree_rows(state: RunnerView) -> int:
     """Returns the number of tree rows in the largest step."""
     most = state.vllm_config.speculative_config.max_step_rows or state.max_rows
     return min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
@@ -75,7 +75,7 @@ def most_tree_rows(state: RunnerView) -> int:
 def _without_tree_states(state: RunnerView, available: int) -> int:
     """Returns `available` without what tree rows keep in layers with a recurrent state until the
     walk."""
-    rows = most_tree_rows(state)
+    rows = max_tree_rows(state)
     kept = rows * state.state_layers.row_bytes
     if kept >= available:
         raise ValueError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's attention backend on CUDA, where trees are to be verified."""
+"""Chooses vLLM's attention backend on CUDA for trees."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm_specplug.kernels.cuda_contract import TOKEN_SCALE_CACHES
 from vllm_specplug.seams import ATTENTION_BACKENDS
 
-# vLLM's attention backends that can hand tree rows over.
+# vLLM's attention backends that support tree rows.
 TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
 
 
 def claim_attention_backend(vllm_config: Any) -> None:
-    """Registers the tree backends and, where the user named none, picks FlashAttention, or Triton
-    for float32 and caches with scales of each token, which FlashAttention does not have.
+    """Registers the tree backends and chooses one if the user named none: FlashAttention, or Triton
+    for float32 and for caches with scales per token, which FlashAttention does not support.
 
     Seam: gpu_backend.
 
     Raises:
-        ValueError: for a backend that cannot hand tree rows over, or does not have such a cache.
+        ValueError: for a backend that does not support tree rows or the cache.
     """
     attention = vllm_config.attention_config
     cache_dtype = vllm_config.cache_config.cache_dtype

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets with multi-head latent attention: what their layers must be for trees to be compared.
+"""Checks of targets with multi-head latent attention.
 
 Seams: latent_rotary, compiled_routing.
 """
@@ -14,12 +14,12 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 
 _POSITIONS = (5, 17, 3, 11)
-_MOST_DIFFERENCE = 1e-2
+_MAX_DIFFERENCE = 1e-2
 
 
 def check_latent_rotary(model: torch.nn.Module, method: str) -> None:
-    """Refuses a target whose rotary embedding turns a row's query by its place in the batch, and
-    layers whose rotary embedding is not where vLLM's own models have it.
+    """Refuses a target whose rotary embedding rotates a row's query by its index in the batch, and
+    layers whose rotary embedding cannot be found.
 
     Raises:
         ValueError: naming the first such layer and what to do.
@@ -30,8 +30,8 @@ def check_latent_rotary(model: torch.nn.Module, method: str) -> None:
     for name, module in model.named_modules():
         if isinstance(module, MLAAttention) and id(module) not in found:
             raise ValueError(
-                f"Speculative method {method!r} cannot verify trees in this target: what turns the "
-                f"queries of latent attention layer {name!r} cannot be tried, as it is not in "
+                f"Speculative method {method!r} cannot verify trees in this target: the rotary "
+                f"embedding of latent attention layer {name!r} cannot be tested, as it is not in "
                 "vLLM's MultiHeadLatentAttentionWrapper. Use another target, or a chain method of "
                 "vLLM's own."
             )
@@ -39,24 +39,24 @@ def check_latent_rotary(model: torch.nn.Module, method: str) -> None:
         if not isinstance(module, MultiHeadLatentAttentionWrapper) or module.rotary_emb is None:
             continue
         rotary = module.rotary_emb
-        # vLLM makes one of equal ones.
+        # Layers with equal embeddings share one object.
         if id(rotary) in known:
             continue
         known.add(id(rotary))
-        if not _turns_rows_alone(rotary, module):
+        if not _rotates_by_position(rotary, module):
             raise ValueError(
                 f"Speculative method {method!r} cannot verify trees in this target: the rotary "
                 f"embedding of layer {name!r} ({type(rotary).__name__}) is run by vLLM's CPU "
-                "operator, which turns the queries of latent attention by their place in the "
+                "operator, which rotates the queries of latent attention by their index in the "
                 "batch, so that plain answers differ between a batch and a single request. Switch "
                 'vLLM\'s operators off: compilation_config={"custom_ops": ["none"]}.'
             )
 
 
 def check_compiled_routing(model: torch.nn.Module, method: str) -> None:
-    """Refuses, for a compiled engine, a target whose experts are chosen by anything but a softmax
-    without a bias: with a sigmoid and a bias torch's compiler moves the router before the product
-    that it reads, and experts are chosen by what was left in memory, with and without drafts.
+    """Refuses, for a compiled engine, a target whose experts are not chosen by a softmax without a
+    bias. With a sigmoid and a bias, torch's compiler moves the router before the product that it
+    reads. It then chooses experts by stale memory, with and without drafts.
 
     Raises:
         ValueError: naming the first such layer and what to do.
@@ -77,19 +77,19 @@ def check_compiled_routing(model: torch.nn.Module, method: str) -> None:
 
 
 @torch.inference_mode()
-def _turns_rows_alone(rotary: Any, module: Any) -> bool:
-    """Whether queries and keys, as the layer hands them over, are turned alike in any batch."""
+def _rotates_by_position(rotary: Any, module: Any) -> bool:
+    """Returns whether the layer's queries and keys are rotated in the same way in any batch."""
     count, heads = len(_POSITIONS), module.num_heads
     dtype = rotary.cos_sin_cache.dtype
     generator = torch.Generator().manual_seed(0)
-    # Numbers that every dtype keeps, in queries whose rotary part is a view.
+    # Values that every dtype represents, in queries whose rotary part is a view.
     query = torch.randn(count, heads, module.qk_head_dim, generator=generator).to(dtype)
     key = torch.randn(count, 1, module.qk_rope_head_dim, generator=generator).to(dtype)
     positions = torch.tensor(_POSITIONS)
 
-    def turned(rows: slice) -> torch.Tensor:
+    def rotated(rows: slice) -> torch.Tensor:
         part = query[rows].clone()[..., module.qk_nope_head_dim :]
         return torch.cat(rotary(positions[rows], part, key[rows].clone()), dim=1).float()
 
-    one_by_one = torch.cat([turned(slice(i, i + 1)) for i in range(count)])
-    return bool((turned(slice(None)) - one_by_one).abs().max() < _MOST_DIFFERENCE)
+    one_by_one = torch.cat([rotated(slice(i, i + 1)) for i in range(count)])
+    return bool((rotated(slice(None)) - one_by_one).abs().max() < _MAX_DIFFERENCE)

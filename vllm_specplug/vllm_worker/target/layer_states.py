@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outputs of decoder layers, of targets whose class in vLLM gives none.
+"""Collects outputs of decoder layers, which heads read, if the target's class does not return them.
 
-Heads read them. vLLM's classes for EAGLE-3 return them from their forward; beside others, layers
-leave them in buffers here, as neither a compiled forward nor a captured graph can return what it
-was not written to.
+vLLM's classes for EAGLE-3 return these outputs from their forward. In other classes, hooks copy
+them to buffers, because a compiled forward or a captured graph cannot return more than it did.
 
 Seams: layer_states.
 """
@@ -21,29 +20,29 @@ from vllm_specplug.registry import headless_methods
 
 _BUFFER = "specplug_states"
 
-# Of the norm of the model's output; bfloat16 rounds to 0.4 %.
-_MOST_ROUNDING = 0.05
+# Relative to the norm of the model's output; bfloat16 rounds to 0.4 %.
+_MAX_ROUNDING = 0.05
 
 
 def collect_layer_states(
     model: nn.Module, layers: tuple[int, ...], vllm_config: Any, method: str
 ) -> bool:
-    """From here on `model` returns (hidden [T, H], outputs of `layers`, each [T, H]), as vLLM's
-    classes for EAGLE-3 do; nothing changes, and the answer is False, where it is one of those.
+    """Makes `model` return (hidden [T, H], outputs of `layers`, each [T, H]), as vLLM's classes for
+    EAGLE-3 do. Returns False, and changes nothing, for a model of such a class.
 
-    Call before the first forward, which may be compiled.
+    Call it before the first forward, which may be compiled.
 
     Args:
         layers: in vLLM's numbering; the output of decoder layer i is i + 1.
 
     Raises:
-        ValueError: for a target whose decoder layers cannot be told.
+        ValueError: for a target whose decoder layers cannot be found.
     """
     if supports_eagle3(model):
         return False
     config = vllm_config.model_config
     decoder, body = _decoder_layers(model, config.hf_text_config.num_hidden_layers, method)
-    # Ranks may be given rows of their own for padding.
+    # Ranks may pad their rows.
     rows = (
         vllm_config.scheduler_config.max_num_batched_tokens
         + vllm_config.parallel_config.tensor_parallel_size
@@ -64,9 +63,9 @@ def collect_layer_states(
         nonlocal is_checked
         count = output.shape[0]
         if not is_checked:
-            # In the forward that vLLM measures memory with, before any is captured.
+            # In vLLM's memory profile, before any forward is captured.
             is_checked = _check_last(last.get_buffer(_BUFFER)[:count], body, output, model, method)
-        # The next forward, of drafts perhaps, writes over them.
+        # Cloned: the next forward, perhaps of drafts, overwrites the buffers.
         return output, [layer.get_buffer(_BUFFER)[:count].clone() for layer in chosen]
 
     model.register_forward_hook(with_states)
@@ -74,30 +73,31 @@ def collect_layer_states(
 
 
 def _keep(layer: nn.Module, _args: Any, output: Any) -> None:
-    """A layer returns its output, or what its last part adds and the residual to add it to."""
+    """Copies a layer's output, which is one tensor or a sum of two: the last block's output and the
+    residual."""
     value = output
     if isinstance(output, tuple):
         value = output[0] if output[1] is None else output[0] + output[1]
     states = getattr(layer, _BUFFER)
-    # Another shape stays out, and `_check_last` says so: an error here would be the compiler's.
+    # `_check_last` reports another shape. An error here would come from the compiler.
     if value.shape[1:] == states.shape[1:]:
         states[: value.shape[0]].copy_(value)
 
 
 def _check_last(
-    # [T, H] kept of the last layer, and the model's output
+    # [T, H] copied output of the last layer
     kept: torch.Tensor,
     body: nn.Module,
     output: torch.Tensor,
     model: nn.Module,
     method: str,
 ) -> bool:
-    """Whether it is now known that layers return what `_keep` takes it for.
+    """Returns whether this forward proves that `_keep` copies the layers' outputs.
 
-    A residual that the next layer does not add looks no different.
+    It cannot detect a residual that the next layer does not add.
 
     Raises:
-        ValueError: where no norm of `body` makes the model's output of what was kept.
+        ValueError: if no norm of `body` computes the model's output from the copied one.
     """
     if not bool(output.isfinite().all()):
         return False
@@ -109,10 +109,10 @@ def _check_last(
     size = output.float().norm()
     if size == 0:
         return False
-    if min(float((x.float() - output.float()).norm() / size) for x in made) > _MOST_ROUNDING:
+    if min(float((x.float() - output.float()).norm() / size) for x in made) > _MAX_ROUNDING:
         raise ValueError(
             f"Speculative method {method!r} reads outputs of the target's layers, and those of "
-            f"{type(model).__name__} could not be told: what its last layer returns, normed, is "
+            f"{type(model).__name__} could not be found: the normed output of its last layer is "
             "not the model's output. Use another target, or a method without a head: "
             f"{', '.join(headless_methods())}."
         )
@@ -120,7 +120,7 @@ def _check_last(
 
 
 def _decoder_layers(model: nn.Module, count: int, method: str) -> tuple[nn.ModuleList, nn.Module]:
-    """The decoder's layers, and the module that runs them."""
+    """Returns the decoder's layers and the module that runs them."""
     found = [
         (name, module)
         for name, module in model.named_modules()
@@ -128,7 +128,7 @@ def _decoder_layers(model: nn.Module, count: int, method: str) -> tuple[nn.Modul
         and len(module) == count
         and all(any(isinstance(m, AttentionLayerBase) for m in x.modules()) for x in module)
     ]
-    # Forward hooks of a class that vLLM compiles whole would not be called.
+    # vLLM does not call forward hooks of a class that it compiles completely.
     if len(found) != 1 or hasattr(model, "do_not_compile"):
         raise ValueError(
             f"Speculative method {method!r} reads outputs of the target's layers, and "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matrix products on a CPU: the target's, and those of a draft head."""
+"""Matrix products of the target on a CPU, and of draft heads on any device."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from vllm_specplug.seams import CPU_PRODUCTS
 
 logger = init_logger("vllm.specplug.worker")
 
-# Of a smaller matrix, rounding the inputs takes what the product saves (measured on an H100).
-_LEAST_FP8_NUMBERS = 2**23
+# For smaller matrices, rounding the inputs takes the time that the product saves (on an H100).
+_MIN_FP8_ELEMENTS = 2**23
 
-# Row counts whose compiled products oneDNN keeps for each matrix.
+# Number of row counts for which oneDNN keeps a compiled product of each matrix.
 _KEPT_SHAPES = 128
 _ROUNDED_ROWS = 4096
 
 
 def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory:
-    """How the matrix products of a draft head are made, by option `draft_weights`.
+    """Returns the factory of a draft head's linear layers, by option `draft_weights`.
 
     Raises:
-        ValueError: where "int8" or "fp8" is asked for and there are no such products here.
+        ValueError: for "int8" or "fp8" if this machine does not support it.
     """
     if weights == "full":
         return packed_linear
@@ -58,19 +58,19 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
             and capability >= FP8_CAPABILITY
             and ops.cutlass_scaled_mm_supports_fp8(capability.to_int())
         )
-        # Other devices than Hopper's were not measured.
+        # Only measured on Hopper.
         is_measured = capability is not None and capability.major == FP8_CAPABILITY[0]
         if has_fp8 and (weights == "fp8" or is_measured):
             logger.info("Draft weights: e4m3, by row (draft_weights=%r)", weights)
-            least = 0 if weights == "fp8" else _LEAST_FP8_NUMBERS
-            return functools.partial(fp8_linear, least=least)
+            min_elements = 0 if weights == "fp8" else _MIN_FP8_ELEMENTS
+            return functools.partial(fp8_linear, min_elements=min_elements)
         if weights == "auto":
             return packed_linear
         raise option_error(
             "draft_weights",
             weights,
             "e4m3 products need a target in bfloat16, a GPU of compute capability 9.0 and a vLLM "
-            f"that is built for it, and here are {dtype} and {capability}",
+            f"that is built for it; this engine has {dtype} and {capability}",
             'Use "auto"',
         )
     is_built = hasattr(torch.ops._C, "create_onednn_scaled_mm_handler")
@@ -92,16 +92,16 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
 def int8_linear(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [..., in] -> [..., out] for weight [out, in], with int8 products.
+    """Returns x [..., in] -> [..., out] for weight [out, in], with int8 products.
 
-    A row of the weight is divided by its largest magnitude / 127 and rounded, and so is each row of
-    x when it comes.
+    Each row of the weight, and each row of x in every call, is divided by its largest magnitude /
+    127 and rounded.
 
     Seam: int8_linear.
     """
     scales = torch.empty(len(weight), dtype=torch.float32)
     rounded = torch.empty(weight.shape, dtype=torch.int8)
-    # A part at a time: a large vocabulary in float32 would be the largest tensor of the start.
+    # In parts: a large vocabulary in float32 would be the largest tensor of the start-up.
     for rows in torch.arange(len(weight)).split(_ROUNDED_ROWS):
         part = slice(int(rows[0]), int(rows[-1]) + 1)
         exact = weight[part].float()
@@ -113,7 +113,7 @@ def int8_linear(
         rounded.t(), scales, weight.dtype, True, False, _KEPT_SHAPES
     )
 
-    # vLLM keeps a pointer to the scales and packs the weight: `scales` must live as long.
+    # vLLM keeps a pointer to the scales, which must live as long as the product.
     def multiply(x: torch.Tensor, scales: torch.Tensor = scales) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         inputs, input_scales, _ = ops.onednn_scaled_int8_quant(rows)
@@ -125,14 +125,14 @@ def int8_linear(
 
 
 def fp8_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None, least: int = 0
+    weight: torch.Tensor, bias: torch.Tensor | None, min_elements: int = 0
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [T, in] -> [T, out] for weight [out, in], in e4m3 where its sizes allow and it has `least`
-    numbers or more.
+    """Returns x [T, in] -> [T, out] for weight [out, in], in e4m3 if its sizes allow it and it has
+    at least `min_elements` elements.
 
     Seam: fp8_linear.
     """
-    if Fp8Linear.takes(weight) and weight.numel() >= least:
+    if Fp8Linear.takes(weight) and weight.numel() >= min_elements:
         # All products of an 8B model's draft by 16 rows take an H100 0.69 ms with vLLM's kernel and
         # 0.82 with torch's, by 512 rows 1.42 and 1.39.
         return Fp8Linear(weight, bias, ops.cutlass_scaled_mm)
@@ -142,7 +142,7 @@ def fp8_linear(
 def packed_linear(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """x [T, in] -> [T, out] for weight [out, in], in vLLM's fastest form for the device.
+    """Returns x [T, in] -> [T, out] for weight [out, in], in vLLM's fastest form for the device.
 
     Seam: packed_linear.
     """
@@ -156,10 +156,10 @@ def packed_linear(
 
 
 def target_products(products: TargetProductsName) -> AbstractContextManager[None]:
-    """While entered, weights that are loaded are packed as option `target_products` has it.
+    """Returns a context in which loaded weights are packed by option `target_products`.
 
     Raises:
-        ValueError: where "packed" is asked for and this CPU cannot have them.
+        ValueError: for "packed" if this CPU does not support it.
     """
     if not packs_target(products):
         if products == "packed":
@@ -175,18 +175,20 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
 
 
 def takes_plain_rows(products: TargetProductsName, model: Any) -> bool:
-    """Whether rows without drafts are attended by the tree kernel too: where a target's products
-    are the package's (option `target_products`). A row's result is then the same in steps with
-    drafts and without."""
+    """Returns whether the tree kernel also attends rows without drafts: if the target's products
+    are the package's (option `target_products`). A row's result is then the same with and without
+    drafts in the step."""
     is_packed = model.dtype == torch.bfloat16 and model.quantization is None
     return is_packed and packs_target(products)
 
 
 def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
-    """Packs a layer's weight for the package's products, or leaves it to vLLM. Seam: cpu_products.
+    """Wraps vLLM's dispatch: packs a layer's weight for the package's products, or leaves it to
+    vLLM.
 
-    What stands in for a packed weight is vLLM's own, as code reads the dtype of weights. Embeddings
-    keep their rows; they are packed when a product reads one, which none does beside an LM head.
+    The placeholder for a packed weight is vLLM's, because code reads the dtype of weights.
+    Embeddings keep their rows and are packed on the first product, which only an LM head computes.
+    Seam: cpu_products.
     """
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
@@ -209,8 +211,8 @@ def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:
 
 
 def repack_tables(model: torch.nn.Module) -> None:
-    """Packs the embedding and the LM head from the weights that they hold. vLLM reloads a weight
-    that two layers share for the first of them only, and leaves the other's packed copy stale."""
+    """Packs the embedding and the LM head from their current weights. vLLM reloads a weight that
+    two layers share only for the first one, so that the other one's packed copy would be stale."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedEmbeddingMethod):

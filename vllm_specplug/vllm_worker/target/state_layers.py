@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target's layers with recurrent states, made ready for trees.
+"""Prepares a target's layers with recurrent states for trees.
 
 vLLM reserves a state per draft token; trees need one per sequence (`vllm_attention.state_rows`). So
-these layers are made to ask for what they would ask for without speculation.
+these layers request the same states as without speculation.
 
 Seams: state_layers, state_blocks.
 """
@@ -26,26 +26,26 @@ class StateLayers:
 
     names: tuple[str, ...] = ()
     row_bytes: int = 0
-    """What a tree row keeps in all of them until the walk."""
+    """Bytes that a tree row keeps in all of them until the walk."""
     value_heads: int = 0
-    """Value heads of one of them on this rank."""
+    """Maximum value heads of a layer on this rank."""
 
 
 def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
-    """Finds them and leaves them one state per sequence.
+    """Returns the layers with a recurrent state and reduces them to one state per sequence.
 
     Args:
         layers: vLLM's static forward context.
 
     Raises:
-        ValueError: naming the first whose state cannot follow a tree.
+        ValueError: naming the first layer whose state cannot follow a tree.
     """
     found: dict[str, Any] = {
         name: layer for name, layer in layers.items() if isinstance(layer, MambaBase)
     }
     if not found:
         return StateLayers()
-    # Not for targets without such layers: these names are private.
+    # Imported only for targets with such layers, because these names are private.
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import (
         QwenGatedDeltaNetAttention,
     )
@@ -56,7 +56,7 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
             others,
             method,
             "which is not the Gated DeltaNet of Qwen3-Next",
-            "Use a target with those or with attention alone, or a chain method of vLLM's own",
+            "Use a target with such layers or only attention, or a chain method of vLLM's own",
         )
     seams = (STATE_SEAMS, CPU_STATE_SEAMS if current_platform.is_cpu() else DEVICE_STATE_SEAMS)
     missing = [problem for each in seams for problem in each.verify()]
@@ -71,7 +71,7 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
 
     for layer in found.values():
         layer.num_spec = 0
-        # A core for chains of drafts, fused with what follows: plain decoding has another.
+        # A fused core for chains of drafts, which plain decoding does not use.
         layer.enable_fused_gdn_spec_decode = False
         layer.get_kv_cache_spec = _without_draft_states(layer.get_kv_cache_spec)
     return StateLayers(
@@ -82,7 +82,7 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
 
 
 def check_state_blocks(kv_cache_config: Any, num_nodes: int, method: str) -> None:
-    """Refuses trees of which a path could fill two blocks, where states at their ends are kept.
+    """Refuses trees with a path that could fill two blocks, if states at block ends are kept.
 
     Raises:
         ValueError: naming the sizes.
@@ -115,7 +115,7 @@ def _without_draft_states(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def without_draft_states(original: Callable[[Any], None]) -> Callable[[Any, Any], None]:
-    """`Platform.update_block_size_for_backend`, which pads pages to the size of a state.
+    """Wraps `Platform.update_block_size_for_backend`, which pads pages to the size of a state.
 
     Seam: state_layers.
     """

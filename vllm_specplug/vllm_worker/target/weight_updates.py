@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker does when a target's weights are exchanged while its engine lives."""
+"""Updates drafters when the target's weights are replaced in a running engine."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm_specplug.vllm_worker.target.linear import repack_tables, target_produc
 
 
 def kept_asleep(model_config: Any) -> AbstractContextManager[None]:
-    """While entered, device memory comes from the pool that vLLM restores after sleep of any level.
-    At level 2 it drops the weights' pool, and a reload only brings back the target.
+    """Returns a context in which device memory comes from the pool that vLLM restores after every
+    sleep. At sleep level 2 it drops the weights' pool, and a reload only restores the target.
 
     Seam: draft_memory.
     """
@@ -24,17 +24,17 @@ def kept_asleep(model_config: Any) -> AbstractContextManager[None]:
 
 
 class FollowsTarget:
-    """Put before a worker of vLLM: its drafter follows the target's new weights."""
+    """A worker mixin: the drafter follows the target's new weights."""
 
     vllm_config: Any
     model_runner: Any
 
     def loading(self) -> AbstractContextManager[None]:
-        """Entered while weights are loaded."""
+        """Returns the context in which weights are loaded."""
         return nullcontext()
 
     def follow_target(self) -> None:
-        """Renews what was made of the target's weights. Call once they are loaded."""
+        """Updates what was computed from the target's weights. Call it once they are loaded."""
         self.model_runner.drafter.follow_target()
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +53,7 @@ class FollowsTarget:
 
 
 class PacksTarget(FollowsTarget):
-    """Put before a CPU worker: packs the target's weights, as often as they are loaded."""
+    """A CPU worker mixin: packs the target's weights whenever they are loaded."""
 
     def loading(self) -> AbstractContextManager[None]:
         return target_products(self.vllm_config.speculative_config.target_products)

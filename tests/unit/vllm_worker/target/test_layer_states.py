@@ -128,7 +128,7 @@ def test_outputs_that_would_be_misread_are_refused(change: str) -> None:
             layer.forward = lambda hidden, _: (hidden[None] + torch.ones(2, 1, 1), None)
         model.bodies[0].forward = lambda hidden: model.bodies[0].layers[2](hidden, None)[0][0]
     collect_layer_states(model, (1,), config(3), "jetspec")
-    with pytest.raises(ValueError, match="'jetspec'.*Model could not be told.*ngram_tree"):
+    with pytest.raises(ValueError, match="'jetspec'.*Model could not be found.*ngram_tree"):
         model(torch.randn(3, HIDDEN))
 
 
