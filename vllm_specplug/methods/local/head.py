@@ -235,6 +235,29 @@ class LocalHead(nn.Module):
         weight = self.rank_to_hidden.weight
         return (lm_head.float() @ weight.float()).to(weight.dtype)
 
+    def output_rows(self, draft_ids: torch.Tensor, scored_ids: torch.Tensor | None) -> torch.Tensor:
+        """Returns the row of `output_table` for each target id in `draft_ids` [n].
+
+        Args:
+            scored_ids: target id of each row; None for the whole vocabulary.
+
+        Raises:
+            ValueError: if the head does not score one of the tokens.
+        """
+        if scored_ids is None:
+            return draft_ids
+        row_of = torch.full((self.config.vocab_size,), -1, dtype=torch.int64)
+        row_of[scored_ids] = torch.arange(len(scored_ids))
+        rows = row_of[draft_ids]
+        missing = int((rows < 0).sum())
+        if missing:
+            raise ValueError(
+                f"local head: it scores {len(scored_ids)} tokens, and {missing} of the "
+                f"{len(draft_ids)} that the block head drafts are not among them; use a local head "
+                "trained for this draft vocabulary or for the whole one"
+            )
+        return rows
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -123,7 +123,7 @@ class LocalTreeBuilder:
         self.options, self.confidence = options, confidence
         rows = None
         if head.config.lm_head_mode != "target_lm_head":
-            rows = _output_rows(draft_ids.cpu(), local_ids, head.config.vocab_size)
+            rows = head.output_rows(draft_ids.cpu(), local_ids)
         self.draft_ids = draft_ids = draft_ids.to(device)
         self.embed_tokens = embed_tokens
         head = head.to(device)
@@ -460,22 +460,3 @@ class LocalTreeBuilder:
             return children.cpu().numpy(), fused.gather(1, order).cpu().numpy()
 
         return torch.inference_mode()(expand)
-
-
-def _output_rows(
-    draft_ids: torch.Tensor, local_ids: torch.Tensor | None, vocab_size: int
-) -> torch.Tensor:
-    """Returns the row of the local head's output for every draft id."""
-    if local_ids is None:
-        return draft_ids
-    row_of = torch.full((vocab_size,), -1, dtype=torch.int64)
-    row_of[local_ids] = torch.arange(len(local_ids))
-    rows = row_of[draft_ids]
-    missing = int((rows < 0).sum())
-    if missing:
-        raise ValueError(
-            f"local head: it scores {len(local_ids)} tokens, and {missing} of the "
-            f"{len(draft_ids)} the block head drafts are not among them; use a local head trained "
-            "for this draft vocabulary or for the whole one"
-        )
-    return rows

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from vllm_specplug.drafting.checkpoint_files import (
@@ -166,8 +165,3 @@ def _read(
         expected[_MAP] = (config.draft_vocab_size,)
     check_tensors(f"draft head {str(directory)!r}", expected, tensors)
     return config, tensors
-
-
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., H] with the norm's weight [H]."""
-    return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)

@@ -184,7 +184,7 @@ def test_reduced_vocabularies_meet_by_target_id() -> None:
     order = mixed.argsort(descending=True)
     assert tree.token_ids.tolist() == draft_ids[order].tolist()
     assert np.allclose(tree.scores, mixed[order].detach().numpy(), atol=1e-4)
-    with pytest.raises(ValueError, match="1 of the 5 the block head drafts are not among them"):
+    with pytest.raises(ValueError, match="1 of the 5 that the block head drafts are not"):
         LocalTreeBuilder(
             make("gru_factorized", draft_vocab_size=6), local_ids[:-1], draft_ids, prior,
             options(), embed_tokens=embed, lm_head=embed, dtype=torch.float32,

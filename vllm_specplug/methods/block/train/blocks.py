@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packing many anchors of a few sequences into one training batch, and its attention.
+"""Packs many anchors of a few sequences into one training batch, and computes its attention.
 
-A block with anchor position p sees the context strictly before p and, of the block slots, only its
-own (up to itself where the head is causal); blocks never see each other. Scores against the
-context are one GEMM per sequence, scores inside blocks are small batched products; both are
-concatenated for one softmax, so no block-by-block mask over all slots exists.
+A block with anchor position p attends the context before p and its own slots, which in a causal
+head attend only earlier slots. Blocks do not attend each other. Scores against the context are one
+GEMM per sequence, scores inside blocks are small batched products. One softmax takes both, so there
+is no mask over all slots of all blocks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vllm_specplug.train.order import random_subset
 
 @dataclass(frozen=True)
 class Segment:
-    """The blocks of one sequence: how many rows of the block input and of the context are its own
-    (segments lie one after another), and which context each block sees."""
+    """The blocks of one sequence: its numbers of block rows and context rows (segments are
+    consecutive), and the context mask of each block."""
 
     rows: int
     context: int
@@ -37,7 +37,7 @@ class BlockBatch:
 
     anchor_tokens int64 [A]; positions int64 [A*b]; aux [T, L*Ht]; context_positions int64 [T];
     teacher [A*D, Ht] and labels int64 [A*D] of the D tokens after each anchor (target token ids);
-    valid bool [A*D]: the token exists.
+    valid bool [A*D]: whether the token exists.
     """
 
     block_size: int
@@ -52,14 +52,16 @@ class BlockBatch:
 
 
 def anchor_range(sequence: FeatureSequence) -> range:
-    """Anchors with at least one token to predict: from the first answer token on."""
+    """Returns the anchors with at least one token to predict, from the first answer token on."""
     return range(sequence.prompt_len, len(sequence.tokens) - 1)
 
 
 def sample_anchors(
     sequence: FeatureSequence, stride: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """One random anchor out of every `stride` consecutive answer positions, int64 [A] ascending."""
+    """Returns one random anchor of every `stride` consecutive answer positions, int64 [A]
+    ascending.
+    """
     legal = anchor_range(sequence)
     starts = torch.arange(legal.start, legal.stop, stride)
     jitter = torch.randint(0, stride, starts.shape, generator=generator)
@@ -68,9 +70,10 @@ def sample_anchors(
 
 
 def thin_anchors(anchors: torch.Tensor, multiple: int, generator: torch.Generator) -> torch.Tensor:
-    """Drops random anchors so that their number is a multiple, unless there are fewer.
+    """Returns the anchors without random ones, so that their number is a multiple of `multiple`;
+    fewer anchors than that are all kept.
 
-    Few distinct shapes let the GEMM library reuse its compiled kernels.
+    With few distinct shapes, the GEMM library reuses its compiled kernels.
     """
     if len(anchors) < multiple:
         return anchors
@@ -84,10 +87,10 @@ def pack_blocks(
     context_multiple: int = 1,
     first_slot: int = 1,
 ) -> BlockBatch:
-    """One batch from sequences and their anchors (ascending, at least one each).
+    """Returns one batch of sequences and their anchors (ascending, at least one each).
 
-    The slots from `first_slot` on predict the tokens after the anchor. Context behind the last
-    anchor is left out; what remains is padded to `context_multiple` with rows that no block sees.
+    The slots from `first_slot` on predict the tokens after the anchor. Context after the last
+    anchor is dropped. The rest is padded to `context_multiple` with rows that no block attends.
     """
     offsets = torch.arange(block_size)
     names = ("anchor", "position", "aux", "context", "teacher", "label", "valid")
@@ -108,7 +111,7 @@ def pack_blocks(
         parts["teacher"].append(sequence.hidden[(safe - 1).flatten()])
         parts["label"].append(sequence.tokens[safe.flatten()])
         parts["valid"].append(inside.flatten())
-        # The last anchor lies at `seen`, so padding is in the future of every block.
+        # The last anchor is at `seen`, so the mask of every block excludes the padding.
         hidden_future = torch.arange(seen + padding)[None, :] >= at[:, None]
         mask = torch.zeros(hidden_future.shape).masked_fill_(hidden_future, float("-inf"))
         segments.append(Segment(slots.numel(), seen + padding, mask))
@@ -144,7 +147,7 @@ def block_attention(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Attention of block slots over their context and their own block, [R, Hq, Dh]."""
+    """Returns the attention of block slots over their context and their own block, [R, Hq, Dh]."""
     rows, heads, dim = query.shape
     kv_heads, blocks, context = key.shape[1], rows // block_size, context_key.shape[0]
     group = heads // kv_heads
@@ -168,8 +171,8 @@ def block_attention(
 
 
 def run_blocks(head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor) -> torch.Tensor:
-    """Final normed hidden states of the slots that draft, [A*D, H]; `embed_tokens` [V, H] is
-    frozen."""
+    """Returns the final normed hidden states of the slots that draft, [A*D, H]; `embed_tokens`
+    [V, H] is frozen."""
     config, size = head.config, batch.block_size
     features = head.context_features(batch.aux)
     keys, values = (kv.unbind() for kv in head.context_kv(features, batch.context_positions))
@@ -178,7 +181,7 @@ def run_blocks(head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor) -
     context = [s.context for s in batch.segments]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        # split, not slices: the gradient of a slice is a full-size tensor of zeros each.
+        # split, not slices: the gradient of each slice would be a full-size tensor of zeros.
         pieces = zip(
             q.split(rows),
             k.split(rows),

@@ -34,10 +34,10 @@ def draft_sequences(
     candidates: int,
     autocast: bool = True,
 ) -> Iterator[DraftedSequence]:
-    """One draft forward at every anchor of every sequence; those without an anchor are left out.
+    """Yields the drafts at every anchor of every sequence; sequences without an anchor are skipped.
 
     Args:
-        candidates: tokens kept per slot; 0: the whole draft vocabulary.
+        candidates: tokens kept per slot; 0 for the whole draft vocabulary.
     """
     depth = head.config.num_draft_tokens
     device = tables.embed_tokens.device
@@ -57,7 +57,7 @@ def draft_sequences(
 
 
 def chain_policy(tables: DraftTables) -> Policy:
-    """The backbone's own chain: its first choice at every slot."""
+    """Returns the policy of the backbone's chain: the most likely token of every slot."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
         return leading_matches(tables.target_ids[rounds.slots.rows[..., 0]], rounds.truth)
@@ -66,7 +66,7 @@ def chain_policy(tables: DraftTables) -> Policy:
 
 
 def tree_policy(tables: DraftTables, builder: str, budget: int, width: int) -> Policy:
-    """A tree of `budget` nodes from the slots' distributions."""
+    """Returns the policy of trees of `budget` nodes from the slots' distributions."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
         slots = rounds.slots.narrowed(width)
@@ -87,9 +87,9 @@ def matched_nodes(
     budget: int,
     builder: str = "best_first",
 ) -> list[int]:
-    """Indices of the tree nodes on the true path, from the root down.
+    """Returns the indices of the tree nodes on the true path, from the root down.
 
-    token_ids, log_probs [D, W]; truth: the target's next tokens.
+    `token_ids` and `log_probs` are [D, W]; `truth` are the target's next tokens.
     """
     tree = build_tree(
         builder,
@@ -134,7 +134,7 @@ def evaluate_head(
     builders: Sequence[str] = ("best_first",),
     width: int = 16,
 ) -> AcceptanceReport:
-    """Acceptance of chains and trees on the target's own (greedy) answers."""
+    """Returns the acceptance of chains and trees on the target's greedy answers."""
     drafted = list(draft_sequences(head, sequences, tables, width))
     report = AcceptanceReport()
     count_slots(drafted, tables, report)

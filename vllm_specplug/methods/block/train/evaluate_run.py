@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads a head, its features and a local head from folders, and estimates their acceptance."""
+"""Estimates the acceptance of a head, and of a local head on it, from folders."""
 
 from __future__ import annotations
 
@@ -36,13 +36,15 @@ DEFAULT_CANDIDATES = 128
 
 
 class Evaluation:
-    """A backbone with its drafts at every anchor of a feature folder, computed once; policies are
-    added one by one and counted into `report`.
+    """A backbone with its drafts at every anchor of a feature folder, computed once. Policies are
+    added one by one and counted in `report`.
 
-    `sequences` above 0 takes as many, spread over the folder; `candidates` tokens of each slot are
-    kept (0: all), which is also what a local head scores.
+    Args:
+        sequences: number of sequences, spread over the folder; 0 for all.
+        candidates: tokens kept per slot, which a local head scores; 0 for all.
 
-    Raises ValueError for features of other layers than the head reads.
+    Raises:
+        ValueError: for features of other layers than the head reads.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Evaluation:
         self.draft = DraftTables(tables.embed_tokens, rows, ids).to(torch.bfloat16)
         self.config, self.depth = module.config, module.config.num_draft_tokens
         chosen = evenly_spread(store, sequences or len(store))
-        # A head with embeddings of its own reads those; the local head reads the target's.
+        # The head reads its own embeddings if it has any; the local head reads the target's.
         own = replace(self.draft, embed_tokens=embed.to(torch.bfloat16))
         self.drafted = list(draft_sequences(module, chosen, own, candidates))
         self.report = AcceptanceReport()
@@ -80,15 +82,14 @@ class Evaluation:
 
     @torch.no_grad()
     def add_backbone(self, budgets: Sequence[int], builders: Sequence[str], width: int) -> None:
-        """The backbone's chain ('chain') and trees ('builder/budget')."""
+        """Adds the backbone's chain ('chain') and trees ('builder/budget')."""
         add_policies(self.drafted, self.draft, budgets, builders, width, self.report)
 
     def local_tables(
         self, local_head: str | Path, unigram: str | Path, anchor_input: bool | None = None
     ) -> LocalTables:
-        """A local head and a unigram prior on this backbone's draft vocabulary.
-
-        Without a prior it is uniform, so that beta does nothing.
+        """Returns a local head and a unigram prior on this backbone's draft vocabulary. The default
+        prior is uniform, so that beta has no effect.
         """
         head, ids = load_local_head(local_head, self.target_config, dtype=torch.float32)
         vocab_size = int(self.target_config["vocab_size"])
@@ -106,7 +107,7 @@ class Evaluation:
         width: int,
         name: str = "dels",
     ) -> None:
-        """The fused chain ('dels chain') and trees ('dels tree/budget')."""
+        """Adds the fused chain ('dels chain') and trees ('dels tree/budget')."""
         fusion = Fusion.of(
             tables,
             self.depth,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a block head (JetSpec: causal, DFlash: bidirectional) is trained for.
+"""The training objective of a block head (JetSpec: causal, DFlash: bidirectional).
 
-Each step packs blocks of several sequences and distils the target's distribution, or its tokens.
+Each step packs blocks of several sequences and distils the target's distribution or its tokens.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
 from vllm_specplug.train.trainer import StepLoss, Trainer
 
-# Shapes are rounded so that the GEMM library's cache of compiled kernels is hit.
+# Shapes are rounded so that the GEMM library reuses its compiled kernels.
 _ANCHOR_MULTIPLE, _CONTEXT_MULTIPLE = 8, 64
-# Block size -> decay of the loss along the block, of the DFlash trainers.
+# Block size -> decay of the loss along the block, in the DFlash trainers.
 _DFLASH_GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 
 
 def default_gamma(config: BlockHeadConfig) -> float:
-    """Decay of the loss along a block: 4 for causal heads; for bidirectional ones 4 at block size
-    8, 5 at 10, 7 at 16, linear between and in proportion outside."""
+    """Returns the decay of the loss along a block: 4 for causal heads; for bidirectional ones 4 at
+    block size 8, 5 at 10, 7 at 16, linear between these and proportional outside."""
     if config.causal:
         return 4.0
     block_size, sizes = config.block_size, sorted(_DFLASH_GAMMA)
@@ -49,7 +49,7 @@ def default_gamma(config: BlockHeadConfig) -> float:
 
 
 def completed(recipe: BlockRecipe, config: BlockHeadConfig) -> BlockRecipe:
-    """The recipe with the head's default decay where it names none.
+    """Returns the recipe with the head's default decay if it names none.
 
     Raises:
         ValueError: for short blocks of a bidirectional head.
@@ -73,7 +73,7 @@ def draw_blocks(
     first_slot: int,
     generator: torch.Generator,
 ) -> BlockBatch:
-    """`wanted` blocks of the next sequences of a trainer, one per `anchor_stride` tokens."""
+    """Returns `wanted` blocks of a trainer's next sequences, one per `anchor_stride` tokens."""
 
     def pick(sequence: FeatureSequence, left: int) -> torch.Tensor:
         at = sample_anchors(sequence, recipe.anchor_stride, generator)

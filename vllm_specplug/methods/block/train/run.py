@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a block head's run starts: the head, its shape and draft vocabulary."""
+"""Starts a block head's training run: the head, its shape and draft vocabulary."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from vllm_specplug.train.run import (
 from vllm_specplug.train.vocabulary import VOCABULARY_NAME, draft_vocabulary
 
 TARGET_LAYERS = "target layers"
-# What a head may have more of than the one it starts from.
+# Sizes that may be larger than those of the head that a run starts from.
 _GROWING = ("num_hidden_layers", "intermediate_size")
 DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_DRAFT_VOCAB_SIZE = 2, 8, 8192
 
 
 def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
-    """A new head from the target's layers, the head in `run.init_from`, or that of the run that is
-    resumed."""
+    """Returns a new head from the target's layers, the head in `run.init_from`, or that of a
+    resumed run."""
     training = open_features(run, recipe, FeatureStore)
     store, weights, tables = training.store, training.weights, training.tables
     setup_path = run.out / VOCABULARY_NAME
@@ -93,9 +93,9 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
 def load_initial(
     run: BlockRun, training: Training[FeatureStore]
 ) -> tuple[BlockHead | None, torch.Tensor | None]:
-    """The head of `run.init_from` and its draft ids, or (None, None) for none.
+    """Returns the head of `run.init_from` and its draft ids, or (None, None) without one.
 
-    Only the weights are taken: its own mask inside a block is replaced by that of this run.
+    The mask inside a block is this run's, not the head's.
     """
     if not run.init_from:
         return None, None
@@ -128,10 +128,14 @@ def wanted_config(
     initial: BlockHeadConfig | None,
     may_grow: bool,
 ) -> BlockHeadConfig:
-    """Shape of the head to train.
+    """Returns the shape of the head to train.
 
-    Raises ValueError where `run` asks for another shape than `initial` has, the head to start
-    from or the one to resume; with `may_grow` it may have more layers and a wider MLP.
+    Args:
+        initial: shape of the head to start from or to resume.
+        may_grow: whether the run may ask for more layers and a wider MLP than `initial`.
+
+    Raises:
+        ValueError: if `run` asks for another shape than `initial`.
     """
     config = head_config_for(
         target,
@@ -143,8 +147,8 @@ def wanted_config(
         causal=run.causal,
     )
     if initial is not None:
-        # The block's length is no shape of a weight, nor is how far the head goes, which heads of
-        # before did not say; everything else must agree.
+        # These do not change the shape of a weight, and old heads state no maximum length. All
+        # other fields must agree.
         free = (
             "block_size", "draft_vocab_size", "mask_token_id", "causal", "max_position_embeddings",
         )  # fmt: skip
@@ -179,6 +183,6 @@ def _draft_ids(
     size = min(run.draft_vocab_size or DEFAULT_DRAFT_VOCAB_SIZE, training.vocab_size)
     always = training.weights.end_token_ids
     if initial is not None and size > len(initial):
-        # A larger vocabulary keeps the tokens that the head has learnt to draft.
+        # A larger vocabulary keeps the tokens that the head drafts already.
         always = initial.tolist()
     return draft_vocabulary(training.store, size, training.vocab_size, always)

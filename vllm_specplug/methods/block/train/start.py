@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a new block head starts: with the target's own layer shape and weights."""
+"""Initialises a new block head with the target's layer shape and weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def head_config_for(
     intermediate_size: int | None = None,
     causal: bool = True,
 ) -> BlockHeadConfig:
-    """A head with the target's own layer shape."""
+    """Returns the shape of a head with the target's layer shape."""
     rope = target.get("rope_parameters") or {}
     heads = target["num_attention_heads"]
     return BlockHeadConfig(
@@ -49,14 +49,14 @@ def head_config_for(
         causal=causal,
         rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
-        # vLLM's own methods refuse a head that is made for less than is served.
+        # vLLM's own methods refuse a head with a smaller maximum length than the served one.
         max_position_embeddings=int(target.get("max_position_embeddings") or 0),
     )
 
 
 def check_trainable(option: str, path: str | Path, head: BlockHead) -> None:
-    """Raises ValueError for heads that training and estimates do not compute: there slot j predicts
-    the token at j, and every layer attends the whole context."""
+    """Raises ValueError for heads that training and estimates do not support: slot j must predict
+    the token at j, and every layer must attend the whole context."""
     if head.config.windows:
         raise ValueError(
             f"{option} = {str(path)!r} has sliding-window layers, legal: full attention in all "
@@ -71,7 +71,7 @@ def check_trainable(option: str, path: str | Path, head: BlockHead) -> None:
 
 @torch.no_grad()
 def copy_layer(source: nn.Module, layer: nn.Module, hidden_size: int) -> None:
-    """Copies a target's decoder layer into a draft layer, as far as it is of the same kind."""
+    """Copies a target's decoder layer into a draft layer, as far as their tensors match."""
     norms = dict(
         zip(
             ("input_layernorm", "post_attention_layernorm"),
@@ -108,13 +108,12 @@ def init_from_target(
     source_layers: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Starts a head from the target's own layers, norms and features.
+    """Initialises a head from the target's layers, norms and features.
 
-    Draft layers copy `source_layers` (default: the first one and the last ones): norms by what they
-    multiply by, and the tensors that have the names of a Llama's and are large enough; others, of
-    experts or of another attention, start as they are. The final norm is the target's, so that the
-    LM head reads familiar states; fc starts as a scaled identity on the deepest feature plus noise.
-    A narrower MLP takes the first rows.
+    Draft layers copy `source_layers` (default: the first one and the last ones): the gains of norms
+    and the tensors that have a Llama's names and are large enough. Other tensors, of experts or
+    another attention, keep their values. The final norm is the target's, as the LM head expects it.
+    fc is a scaled identity on the deepest feature plus noise. A narrower MLP takes the first rows.
 
     Args:
         layer_scales: root mean square of each selected layer's output; fc undoes it.
@@ -145,10 +144,10 @@ def init_from_target(
 
 @torch.no_grad()
 def grow(head: BlockHead, smaller: BlockHead) -> None:
-    """Gives a head the weights of one with fewer layers or a narrower MLP, or of one of its shape.
+    """Copies the weights of a head with the same shape, fewer layers or a narrower MLP.
 
-    At first it drafts what the smaller one does: what is new adds nothing to the residual stream,
-    but reads it with the weights it has, so that it learns from the first step.
+    At first the larger head drafts what the smaller one does: new parts add nothing to the residual
+    stream. They keep their input weights, so that they learn from the first step.
     """
     given, layers = smaller.state_dict(), smaller.config.num_hidden_layers
     width = smaller.config.intermediate_size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training blocks of a local head: a few tokens in, each next token out."""
+"""Packs training blocks of a local head, which predicts the token after each token of a block."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vllm_specplug.train.text import TextSequence
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """A blocks of L = block size - 1 inputs. tokens int64 [A, L]: the anchor and what follows;
-    labels int64 [A, L]: the token after each; valid bool [A, L]: that token exists;
-    teacher [A * L, Ht], or None: the target's states that predict the labels."""
+    """A blocks of L = block size - 1 inputs. tokens int64 [A, L]: the anchor and the tokens after
+    it; labels int64 [A, L]: the token after each; valid bool [A, L]: whether that token exists;
+    teacher [A * L, Ht] or None: the target's states that predict the labels."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -24,8 +24,8 @@ class LocalBatch:
 
 
 def local_anchors(sequence: TextSequence, limit: int, generator: torch.Generator) -> torch.Tensor:
-    """At most `limit` random anchors, int64 ascending: positions that are supervised and whose next
-    token is too."""
+    """Returns at most `limit` random anchors, int64 ascending: supervised positions whose next
+    token is supervised too."""
     legal = torch.arange(sequence.prompt_len, len(sequence.tokens) - 1)
     return random_subset(legal, limit, generator)
 
@@ -33,8 +33,8 @@ def local_anchors(sequence: TextSequence, limit: int, generator: torch.Generator
 def pack_local(
     sequences: list[TextSequence], anchors: list[torch.Tensor], block_size: int
 ) -> LocalBatch:
-    """Blocks at the anchors of several sequences. Tokens behind the end of a sequence repeat its
-    last one and are not valid."""
+    """Returns the blocks at the anchors of several sequences. Tokens past the end of a sequence
+    repeat its last token and are not valid."""
     tokens, labels, valid, teacher = [], [], [], []
     for sequence, at in zip(sequences, anchors, strict=True):
         slots = at[:, None] + torch.arange(block_size)

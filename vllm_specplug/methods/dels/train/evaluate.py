@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out acceptance of a block head fused with a local head (DeLS), as chains and as trees.
 
-At depth i the backbone's logits l and the local head's scores s of the tokens drafted before it are
-fused to l + alpha * s - beta * log p_unigram (DeLS-Spec, the product of experts with the prior that
-both share taken out once).
+At depth i the backbone's logits l and the local head's scores s of the previously drafted tokens
+are fused to l + alpha * s - beta * log p_unigram (DeLS-Spec: a product of experts from which the
+shared prior is divided out once).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from vllm_specplug.train.walk import (
 
 @dataclass(frozen=True)
 class LocalTables:
-    """A local head beside the draft vocabulary it is fused on.
+    """A local head with the draft vocabulary of its fusion.
 
-    `table` [V', r] are the rows of its output, `log_prior` float32 [V'] the unigram prior. With
+    `table` [V', r] are its output rows, `log_prior` float32 [V'] the unigram prior. With
     `anchor_input` the head reads the anchor first and corrects depth 1 too.
     """
 
@@ -50,39 +50,36 @@ class LocalTables:
         anchor_input: bool | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> LocalTables:
-        """Picks the rows of the draft vocabulary; `log_prior` is [V], `local_ids` the target ids
-        of a local head that scores a part of the vocabulary, `dtype` that of the scores' product.
+        """Returns the tables of a head.
 
-        Raises ValueError where the local head does not score a token of the draft vocabulary.
+        Args:
+            log_prior: [V].
+            local_ids: target ids of a local head that scores a part of the vocabulary.
+            anchor_input: overrides the head's config.
+            dtype: of the product that computes scores.
+
+        Raises:
+            ValueError: if the local head does not score the whole draft vocabulary.
         """
         table = head.output_table(draft.lm_head)
         if head.config.lm_head_mode == "low_rank":
-            rows = torch.arange(head.config.draft_vocab_size) if local_ids is None else local_ids
-            where = torch.full((head.config.vocab_size,), -1, dtype=torch.int64)
-            where[rows] = torch.arange(len(rows))
-            picked = where[draft.target_ids]
-            if bool((picked < 0).any()):
-                raise ValueError(
-                    f"the local head scores {len(rows)} tokens, but not "
-                    f"{int((picked < 0).sum())} of the {len(picked)} the draft head drafts; use a "
-                    "local head trained for that draft head or for the whole vocabulary"
-                )
-            table = table[picked]
+            table = table[head.output_rows(draft.target_ids, local_ids)]
         feed = head.config.anchor_input if anchor_input is None else anchor_input
         return cls(head, draft, table.to(dtype), log_prior[draft.target_ids], feed)
 
     def step(self, tokens: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads target ids [F] after states [F, S]: rank vectors [F, r] and new states."""
+        """Reads target ids [F] after states [F, S] and returns rank vectors [F, r] and new
+        states."""
         return self.head.step(tokens, state, self.draft.embed_tokens)
 
     def scores(self, ranks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Scores [..., M] of draft ids [..., M] after rank vectors [..., r]."""
-        # One product with the whole table is cheaper than gathering M rows of it for each vector.
+        """Returns the scores [..., M] of draft ids [..., M] after rank vectors [..., r]."""
+        # One product with the full table is cheaper than gathering M of its rows for each vector.
         return (ranks.to(self.table.dtype) @ self.table.t()).gather(-1, rows).float()
 
     def prefix_ranks(self, rounds: Rounds) -> torch.Tensor:
-        """Rank vectors [R, D, r] for each depth if all earlier drafts were right; zero where the
-        head has read nothing (depth 1 without the anchor)."""
+        """Returns rank vectors [R, D, r] for each depth if all earlier drafts are right; zeros at
+        depth 1 without the anchor."""
         truth = rounds.truth.clamp_min(0)
         if self.anchor_input:
             tokens = torch.cat((rounds.anchors[:, None], truth[:, :-1]), -1)
@@ -93,7 +90,7 @@ class LocalTables:
 
 @dataclass(frozen=True)
 class Fusion:
-    """Weights of the fusion, float32 [D] each, entry i - 1 for depth i."""
+    """Weights of the fusion, each float32 [D] with entry i - 1 for depth i."""
 
     alpha: torch.Tensor
     beta: torch.Tensor
@@ -102,8 +99,8 @@ class Fusion:
     def of(
         cls, tables: LocalTables, depth: int, alpha: float | Sequence[float], beta: float | Sequence
     ) -> Fusion:
-        """Scalars or lists as a user gives them: one value for all depths, or one for each depth
-        that the local head corrects (all, without the anchor all but the first)."""
+        """Returns the weights from a user's values: one for all depths, or one for each depth that
+        the local head corrects (all but the first without the anchor)."""
         corrected = depth if tables.anchor_input else depth - 1
 
         def spread(name: str, value: float | Sequence[float]) -> torch.Tensor:
@@ -123,10 +120,10 @@ class Fusion:
 
 @dataclass(frozen=True)
 class ChainScores:
-    """What decides a DeLS chain at every anchor of a sequence, before alpha and beta.
+    """Scores of DeLS chains at every anchor of a sequence, before the fusion.
 
-    `logits` of the backbone, `scores` of the local head and `log_prior`, each [A, D, M] over the
-    tokens that compete at a slot; `is_truth` bool [A, D, M] marks the true one.
+    `logits` of the backbone, `scores` of the local head and `log_prior` are each [A, D, M] over the
+    candidates of a slot; `is_truth` bool [A, D, M] marks the true one.
     """
 
     logits: torch.Tensor
@@ -135,9 +132,9 @@ class ChainScores:
     is_truth: torch.Tensor
 
     def accepted(self, fusion: Fusion) -> torch.Tensor:
-        """Drafts accepted at each anchor, int64 [A].
+        """Returns the number of accepted drafts at each anchor, int64 [A].
 
-        A chain stops at its first wrong draft, so scores given the true prefix decide it.
+        A chain ends at its first wrong draft, so only scores after the true prefix matter.
         """
         fused = self.logits + fusion.alpha[:, None] * self.scores
         fused -= fusion.beta[:, None] * self.log_prior
@@ -147,7 +144,7 @@ class ChainScores:
 
 @torch.no_grad()
 def chain_scores(tables: LocalTables, sequence: DraftedSequence) -> ChainScores:
-    """`ChainScores` at every anchor of a sequence."""
+    """Returns the `ChainScores` of a sequence."""
     rounds = rounds_at(sequence, torch.arange(sequence.num_anchors))
     rows = rounds.slots.rows
     scores = tables.scores(tables.prefix_ranks(rounds), rows)
@@ -170,8 +167,8 @@ def evaluate_local_chains(
 
 
 def local_tree_policy(tables: LocalTables, fusion: Fusion, budget: int, width: int) -> Policy:
-    """The best tree of `budget` nodes under the fused distributions, each branch with its own
-    local state (see `FusedTrees`)."""
+    """Returns the policy of the best trees of `budget` nodes under the fused distributions; see
+    `FusedTrees`."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
         return FusedTrees(tables, fusion, rounds, budget, width).matched(rounds.truth)
@@ -180,20 +177,20 @@ def local_tree_policy(tables: LocalTables, fusion: Fusion, budget: int, width: i
 
 
 class FusedTrees:
-    """Trees of R requests grown depth by depth, together.
+    """Trees of R requests that grow depth by depth.
 
-    All nodes scored so far compete to be among the `budget` best of their request. The next depth
-    grows only from kept nodes of the last one. Scores fall along a path, so no node
-    outside can have a descendant inside: the tree is exactly the best one.
+    Of all nodes scored so far, the `budget` best of each request are kept. The next depth grows
+    only from kept nodes of the last one. Scores fall along a path, so a dropped node has no kept
+    descendant, and the tree is exactly the best one.
 
     Nodes are rows of parallel tensors: request, parent row (-1: the root), depth, target token,
-    score. `kept` marks those of the final trees.
+    score. `kept` marks the nodes of the final trees.
 
-    Only the tokens of a slot compete at it; they share the mass the backbone gives them together,
+    Only a slot's candidates are scored. They share the mass that the backbone gives them together,
     as in serving.
 
     Args:
-        width: most children of a node.
+        width: maximum children of a node.
     """
 
     def __init__(
@@ -214,7 +211,7 @@ class FusedTrees:
         self.parent, self.depth, self.token = (self.request.clone() for _ in range(3))
         self.score = torch.zeros(0)
         self.kept = torch.zeros(0, dtype=torch.bool)
-        # frontier: request, node row, score, local state, token read last
+        # frontier: request, node row and score; then local state and last token of each node
         request = torch.arange(count)
         frontier = (request, torch.full((count,), -1), torch.zeros(count))
         state, token = tables.head.initial_state(count), rounds.anchors
@@ -237,7 +234,7 @@ class FusedTrees:
         frontier: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         ranks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Adds the children of the frontier; returns each new node's row of the frontier."""
+        """Adds the children of the frontier and returns each new node's row of the frontier."""
         tables = self.tables
         request, parent, score = frontier
         # [F, M]
@@ -259,7 +256,7 @@ class FusedTrees:
         return rows
 
     def _best(self) -> torch.Tensor:
-        """Marks the `budget` best nodes of each request; parents win ties against children."""
+        """Returns a mask of the `budget` best nodes per request; parents win ties with children."""
         order = torch.argsort(self.score, descending=True, stable=True)
         order = order[torch.argsort(self.request[order], stable=True)]
         counts = torch.bincount(self.request, minlength=self.num_requests)
@@ -270,9 +267,9 @@ class FusedTrees:
         return kept
 
     def matched(self, truth: torch.Tensor) -> torch.Tensor:
-        """Length of each request's path that follows `truth` [R, D], int64 [R]."""
+        """Returns the length int64 [R] of each request's path that follows `truth` [R, D]."""
         on_path = self.kept & (self.token == truth[self.request, self.depth - 1])
-        # Nodes of a depth come after all of the depth before, so one pass settles each depth.
+        # Nodes of a depth come after all nodes of the previous one, so one pass per depth suffices.
         for depth in range(2, int(self.depth.max()) + 1 if len(self.depth) else 1):
             here = self.depth == depth
             on_path[here] &= on_path[self.parent[here]]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a local head reaches on held-out answers: its cross-entropy, and with a backbone the
-acceptance of both together."""
+"""Held-out results of a local head: its cross-entropy, and its acceptance with a backbone."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class LocalReport:
         evaluation: Evaluation | None,
         weights: tuple[float, float],
     ) -> LocalReport:
-        """Measures a head; `weights` are alpha and beta of the fusion with `evaluation`'s
-        backbone."""
+        """Returns the report of a head; `weights` are alpha and beta of the fusion with the
+        backbone of `evaluation`."""
         return cls(
             heldout_losses(head, sequences, block_size, tables),
             unigram_loss(prior, sequences, tables.target_ids),
@@ -49,7 +48,7 @@ class LocalReport:
         )
 
     def facts(self) -> dict[str, Any]:
-        """For provenance.json."""
+        """Returns the values for provenance.json."""
         lengths = {} if self.lengths is None else {"mean_acceptance_length": rounded(self.lengths)}
         return {
             "cross_entropy_by_tokens_read": [round(value, 4) for value in self.by_tokens_read],
@@ -58,7 +57,7 @@ class LocalReport:
         }
 
     def summary(self) -> str:
-        """One line of text."""
+        """Returns the report as one line of text."""
         return f"held-out {self.facts()}"
 
 
@@ -69,8 +68,8 @@ def heldout_losses(
     block_size: int,
     tables: DraftTables,
 ) -> list[float]:
-    """Mean cross-entropy in nats after reading 1, 2, .. tokens, over the scored tokens."""
-    where = tables.draft_ids()
+    """Returns the mean cross-entropy in nats after reading 1, 2, ... tokens, over scored tokens."""
+    draft_ids = tables.draft_ids()
     length = block_size - 1
     total, count = torch.zeros(length), torch.zeros(length)
     for sequence in sequences:
@@ -78,7 +77,7 @@ def heldout_losses(
         if not len(anchors):
             continue
         batch = pack_local([sequence], [anchors], block_size)
-        labels = where[batch.labels]
+        labels = draft_ids[batch.labels]
         known = batch.valid & (labels >= 0)
         ranks = head.ranks(batch.tokens, tables.embed_tokens)[0]
         logits = head.logits(ranks.to(tables.lm_head.dtype).to(ranks.dtype), tables.lm_head)
@@ -93,7 +92,7 @@ def heldout_losses(
 def unigram_loss(
     log_prior: torch.Tensor, sequences: Sequence[TextSequence], target_ids: torch.Tensor
 ) -> float:
-    """Mean cross-entropy in nats of the prior, renormalised to the scored tokens."""
+    """Returns the mean cross-entropy in nats of the prior, renormalised to the scored tokens."""
     scored = torch.full_like(log_prior, -math.inf)
     scored[target_ids] = torch.log_softmax(log_prior[target_ids], -1)
     answers = torch.cat([s.tokens[s.prompt_len + 1 :] for s in sequences])
@@ -104,10 +103,11 @@ def unigram_loss(
 def heldout_lengths(
     head: LocalHead, evaluation: Evaluation, log_prior: torch.Tensor, alpha: float, beta: float
 ) -> dict[str, float]:
-    """Acceptance length of the backbone's chain and of the fused chain, the anchor fed or not."""
+    """Returns the acceptance lengths of the backbone's chain and of the fused chain, with and
+    without the anchor as input."""
     report = AcceptanceReport()
     for name, fed in (("dels", False), ("dels, anchor fed", True)):
-        # A head with a table of its own scores the backbone's tokens, row for row.
+        # A head with its own table has one row per token of the backbone.
         tables = LocalTables.build(
             head, evaluation.draft, log_prior, evaluation.draft.target_ids, fed
         )

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a local head (DeLS) is trained for, from text only.
+"""The training objective of a local head (DeLS), from text only.
 
-The head is a language model of short context: it sees a block's tokens from the anchor on and
-predicts each next one, so that at the server its scores and the backbone's are a product of
-experts. It never sees the backbone. Its output starts at zero, so training starts as a no-op.
+The head is a language model of short context: it reads a block's tokens from the anchor on and
+predicts each next one. Serving multiplies its distribution with the backbone's. Training does not
+use the backbone. The head's output starts at zero.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class LocalObjective:
     """Trains a local head.
 
     Args:
-        block_size: anchor included; a Markov head, which remembers one token, uses 2: every
-            pair of neighbours once.
-        ranked: rows of the LM head by falling frequency, int64 [V'].
+        block_size: including the anchor. A Markov head, which reads one token, uses 2: every pair
+            of neighbours once.
+        ranked: rows of the LM head in order of decreasing frequency, int64 [V'].
     """
 
     recipe: LocalRecipe
@@ -36,7 +36,10 @@ class LocalObjective:
     ranked: torch.Tensor
 
     def step_vocabulary(self, step: int) -> torch.Tensor | None:
-        """Rows of the LM head that a step trains, int64 [vocab_per_step]; None for all."""
+        """Returns the rows of the LM head to train in a step, int64 [vocab_per_step]; None for all.
+
+        Half of them are the most frequent ones, the others are drawn.
+        """
         size = self.recipe.vocab_per_step
         if not 0 < size < len(self.ranked):
             return None
@@ -61,8 +64,7 @@ class LocalObjective:
     def forward(
         self, head: LocalHead, tokens: torch.Tensor, embed_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """[A, L] -> [A * L, H or r]: what the output matrix is multiplied with, the target's LM
-        head or the head's own table."""
+        """[A, L] -> [A * L, H or r]: inputs of the target's LM head or of the head's own table."""
         ranks = head.ranks(tokens, embed_tokens)[0]
         if head.config.lm_head_mode == "target_lm_head":
             ranks = head.rank_to_hidden(ranks)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a local head's run starts."""
+"""Starts a local head's training run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,9 @@ from vllm_specplug.train.run import HeadInTraining, open_training
 from vllm_specplug.train.text import TextStore
 from vllm_specplug.train.vocabulary import DraftTables
 
-KINDS = ("gru", "markov")
-
 
 def local_config(run: LocalRun, target: dict[str, Any], drafted: int) -> LocalHeadConfig:
-    """Shape of the head to train; `drafted` tokens are scored where the output is a table."""
-    if run.kind not in KINDS:
-        raise ValueError(f"kind = {run.kind!r}, legal: {', '.join(KINDS)}; choose one of them")
+    """Returns the shape of the head to train; a head with its own table scores `drafted` tokens."""
     gru = run.kind == "gru"
     return LocalHeadConfig(
         kind=run.kind,  # type: ignore[arg-type]
@@ -46,15 +42,15 @@ def local_config(run: LocalRun, target: dict[str, Any], drafted: int) -> LocalHe
 
 
 def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
-    """A new head.
+    """Returns a new head.
 
     Raises:
-        ValueError: for a distilling loss without the target's states.
+        ValueError: for a distillation loss without the target's states.
     """
     store, heldout = TextStore(run.data, run.min_supervised), TextStore(run.heldout)
     if recipe.loss != "sft" and not store.has_teacher:
         raise ValueError(
-            f"loss = {recipe.loss!r}, legal with answers alone: sft; give the folder of "
+            f"loss = {recipe.loss!r}, legal with answers only: sft; give the folder of "
             "features, which hold the target's distribution"
         )
     training = open_training(run, recipe, store, heldout)
@@ -75,7 +71,7 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     trained = 2 if config.kind == "markov" else block_size
     ranked = torch.argsort(counts[ids], descending=True, stable=True)
     prior = UnigramCounts(counts).log_probs(vocab_size)
-    # A small head: its embeddings stay as exact as its parameters.
+    # The head is small, so its embeddings keep the precision of its parameters.
     embed_tokens = training.tables.embed_tokens.float()
     tables = DraftTables(embed_tokens, training.draft_tables(ids).lm_head, ids)
     target_ids = ids if config.draft_vocab_size < vocab_size else None

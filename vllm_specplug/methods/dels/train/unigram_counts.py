@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The unigram prior of DeLS, counted over answers."""
+"""Counts the unigram prior of DeLS over answers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vllm_specplug.train.text import TextStore
 
 
 def write_unigram(target: str | Path, data: str | Path, out: str | Path) -> dict[str, Any]:
-    """Counts the tokens of answers (prompts are masked out) and writes them with the fingerprint of
-    the target's tokenizer; what was counted goes into a JSON file of the same name.
+    """Counts the tokens of answers, without prompts, and writes them with the fingerprint of the
+    target's tokenizer. A JSON file of the same name describes the data.
 
     Raises:
-        ValueError: for a file name of another kind, data without answers or of another tokenizer,
-            and a target without a tokenizer.
+        ValueError: for another file suffix, data without answers or of another tokenizer, and a
+            target without a tokenizer.
     """
     out = Path(out)
     if out.suffix != ".safetensors":
@@ -42,7 +42,7 @@ def write_unigram(target: str | Path, data: str | Path, out: str | Path) -> dict
 
 
 def load_tokenizer(target: str | Path) -> Any:
-    """The tokenizer of a target's folder."""
+    """Returns the tokenizer of a target's folder."""
     from transformers import AutoTokenizer
 
     try:

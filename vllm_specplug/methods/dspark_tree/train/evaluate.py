@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out acceptance of a DSpark head (see `train.walk`), by the tree builder that serves it."""
+"""Held-out acceptance of a DSpark head (see `train.walk`), with the tree builder of serving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vllm_specplug.train.level_trees import accepted_nodes
 from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.train.walk import AcceptanceReport, Policy, Rounds, walk
 
-# Nodes and most children of a node of each policy.
+# Nodes and maximum children of a node, by policy.
 POLICIES = {
     "chain": (0, 1),
     "best_first/8": (8, 8),
@@ -30,7 +30,7 @@ CANDIDATES = 128
 def tree_policy(
     builder: LocalTreeBuilder, tables: DraftTables, budget: int, width: int, depth: int
 ) -> Policy:
-    """The best tree of `budget` nodes; 0 stands for a chain of the head's depth."""
+    """Returns the policy of the best tree of `budget` nodes; 0 for a chain of the head's depth."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
         count = len(rounds.anchors)
@@ -54,7 +54,7 @@ def evaluate_dspark(
     sequences: Sequence[FeatureSequence],
     tables: DraftTables,
 ) -> AcceptanceReport:
-    """Acceptance of chains and trees on the target's own (greedy) answers."""
+    """Returns the acceptance of chains and trees on the target's greedy answers."""
     depth = model.config.block.num_draft_tokens
     markov = model.markov_head
     builder = LocalTreeBuilder(

@@ -6,8 +6,8 @@ With p the draft's and q the target's distribution of a token y, a row's loss is
     ce * -log p(y) + l1 * sum |p - q|,
 
 and its acceptance 1 - sum |p - q| / 2, which the confidence head learns. The draft's scores are
-h W^T + e W_2^T: the block's through the frozen LM head plus the Markov head's. Gradients are
-written out, so that one chunk of logits is alive at a time.
+h W^T + e W_2^T: the block's from the frozen LM head plus the Markov head's. Gradients are explicit,
+so that only one chunk of logits is in memory at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ def _chunk(
     ce: float,
     l1: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weighted loss of rows [n, V'] (scalar), acceptance [n], gradient in the logits [n, V']."""
+    """Returns the weighted loss of rows [n, V'] (scalar), their acceptance [n] and the gradient of
+    the logits [n, V']."""
     log_p = torch.log_softmax(logits.float(), -1)
     p, q = log_p.exp(), torch.softmax(target.float(), -1)
     difference = p - q
@@ -80,18 +81,18 @@ def markov_loss(
     l1: float,
     chunk: int = 512,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum over rows of weight times the loss, and each row's acceptance [N] without a gradient.
+    """Returns the weighted sum of the rows' losses, and each row's acceptance [N] without gradient.
 
     Args:
         hidden: [N, H], the block's final normed states.
-        ranks: [N, r], the Markov head's vectors of the tokens before.
+        ranks: [N, r], the Markov head's vectors of the previous tokens.
         markov: [V', r], W_2.
         lm_head: [V', H] rows of the draft vocabulary; frozen.
         teacher: [N, H], the target's final normed states.
-        labels: int64 [N], draft ids; -1 for tokens outside the draft vocabulary, whose rows
-            supervise nothing.
+        labels: int64 [N], draft ids; -1 for tokens outside the draft vocabulary, whose rows have
+            no loss.
         weights: float32 [N].
-        chunk: rows whose logits are alive at a time.
+        chunk: number of rows whose logits are in memory at a time.
     """
     weights = torch.where(labels >= 0, weights, 0.0)
     total, accepted = _MarkovLoss.apply(

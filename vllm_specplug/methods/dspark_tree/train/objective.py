@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a DSpark head is trained for, from cached features: block, Markov head and confidence head
-together.
+"""The training objective of a DSpark head, from cached features: block, Markov and confidence head.
 
-The Markov head is given the answer's own tokens, as the published trainers do: slot k reads the
-token before the one it predicts, the anchor first.
+As in the published trainers, the Markov head reads the answer's tokens: slot k reads the token
+before the one that it predicts, the anchor first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from vllm_specplug.train.trainer import StepLoss, Trainer
 
 
 class MarkovHead(nn.Module):
-    """W_1 [V, r] by target token and W_2 [V', r] by draft id; starts as a no-op."""
+    """W_1 [V, r] by target token and W_2 [V', r] by draft id, which starts at zero."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int):
         super().__init__()
@@ -36,7 +35,7 @@ class MarkovHead(nn.Module):
 
 
 class ConfidenceHead(nn.Module):
-    """The logit of how likely a draft is accepted."""
+    """Computes the logit of a draft's acceptance."""
 
     def __init__(self, size: int):
         super().__init__()
@@ -44,7 +43,7 @@ class ConfidenceHead(nn.Module):
 
 
 class DSparkModel(nn.Module):
-    """All that is trained; the tensors beside the block have the names of the checkpoint."""
+    """All trained parameters. Tensors outside of the block have the names of the checkpoint."""
 
     def __init__(self, config: DSparkConfig, block: BlockHead | None = None):
         super().__init__()
@@ -58,7 +57,7 @@ class DSparkModel(nn.Module):
 
 
 def tokens_before(batch: BlockBatch) -> torch.Tensor:
-    """Target token before each drafted one, int64 [A*D]: the anchor, then the answer's own."""
+    """Returns the token before each drafted one, int64 [A*D]: the anchor, then the answer's."""
     labels = batch.labels.view(len(batch.anchor_tokens), -1)
     return torch.cat((batch.anchor_tokens[:, None], labels[:, :-1]), 1).flatten()
 
@@ -83,8 +82,8 @@ class DSparkObjective:
     def forward(
         self, model: DSparkModel, batch: BlockBatch, embed_tokens: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """States [A*D, H], Markov vectors [A*D, r] and confidence logits [A*D] of the drafted
-        tokens."""
+        """Returns states [A*D, H], Markov vectors [A*D, r] and confidence logits [A*D] of the
+        drafted tokens."""
         hidden = run_blocks(model.block, batch, embed_tokens)
         ranks = model.markov_head.markov_w1(tokens_before(batch))
         size = model.config.confidence_size
@@ -115,7 +114,7 @@ class DSparkObjective:
             errors = F.binary_cross_entropy_with_logits(
                 confidence.float(), accepted.clamp(0, 1), reduction="none"
             )
-            # Nothing is known of a token that cannot be drafted.
+            # The acceptance of a token outside the draft vocabulary is not known.
             known = torch.where(labels >= 0, weights, 0.0)
             total = loss + recipe.confidence_weight * (errors * known).sum()
         return StepLoss(total, loss, int(batch.valid.sum()), len(batch.positions))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a DSpark head's run starts, and how its head is written."""
+"""Starts a DSpark head's training run and writes its head."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from vllm_specplug.train.run import (
 
 
 def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
-    """A new head from the target's layers, or one from the head in `run.init_from`."""
+    """Returns a new head from the target's layers, or the head in `run.init_from`."""
     if run.markov_rank < 1:
         raise ValueError(f"--markov-rank {run.markov_rank}, legal: 1 or more; raise it")
     training = open_features(run, recipe, FeatureStore)
@@ -91,7 +91,7 @@ def dspark_config(
     width: int,
     draft_vocab_size: int,
 ) -> DSparkConfig:
-    """A head with the target's own layer shape."""
+    """Returns the shape of a head with the target's layer shape."""
     block = head_config_for(
         target,
         layers,
@@ -111,7 +111,7 @@ def _with_markov(run: DSparkRun, block: BlockHeadConfig, rank: int) -> DSparkCon
 def _continued(
     run: DSparkRun, training: Training[FeatureStore]
 ) -> tuple[DSparkModel, torch.Tensor]:
-    """The model that starts from the head in `run.init_from`, and its draft vocabulary."""
+    """Returns the model of the head in `run.init_from`, and its draft vocabulary."""
     head, extras, markov, _ = load_dspark_head(run.init_from, training.weights.config)
     layers = training.store.target_layer_ids
     problems = {

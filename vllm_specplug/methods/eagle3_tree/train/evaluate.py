@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out acceptance of an EAGLE-3 head (see `train.level_trees`). A round drafts as serving
-does, level by level."""
+"""Held-out acceptance of an EAGLE-3 head, drafting level by level; see `train.level_trees`."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ POLICIES = {**level_trees.POLICIES, "best_first/32": TreePolicy(32, depth=7)}
 
 
 class SequenceDrafter(level_trees.SequenceDrafter[FeatureSequence]):
-    """Drafts from any position of one sequence but the first."""
+    """Drafts from any position of one sequence except the first."""
 
     @torch.no_grad()
     def __init__(self, head: Eagle3Head, sequence: FeatureSequence, tables: DraftTables) -> None:
@@ -60,7 +59,8 @@ def evaluate_eagle3(
     policies: Mapping[str, TreePolicy] = POLICIES,
     max_rounds: int = 1 << 30,
 ) -> AcceptanceReport:
-    """Acceptance by policy on the CPU in float32, over at most `max_rounds` rounds per sequence."""
+    """Returns the acceptance by policy on the CPU in float32, over at most `max_rounds` rounds per
+    sequence."""
     head, tables = head.cpu(), tables.to("cpu").to(torch.float32)
     return evaluate_trees(
         lambda sequence: SequenceDrafter(head, sequence, tables), sequences, policies, max_rounds

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training an EAGLE-3 head on what it will meet while drafting.
+"""The training objective of an EAGLE-3 head: training-time test (arXiv 2503.01840).
 
-Training-time test (arXiv 2503.01840): an anchor is run `steps` times in a row. The first run reads
-the target's state, every later one the head's own output of the run before, with the answer's next
-token as input. A run attends what it would attend in serving: the rows of the context up to its
-anchor, and the earlier runs of the same anchor. Only anchors are run; rows that are context alone
-need their keys and values.
+The head runs `steps` times in a row from each anchor. The first run reads the target's state, every
+later one the head's output of the previous run; the input is the answer's next token. As in
+serving, a run attends the rows of the context up to its anchor, and the earlier runs of the same
+anchor. Only anchors are run. Other rows only need their keys and values.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from vllm_specplug.train.trainer import StepLoss, Trainer
 
 @dataclass(frozen=True)
 class Anchors:
-    """Sequences one after the other, and the rows in them that are run.
+    """Consecutive sequences and their anchors.
 
-    Row i of a sequence of S tokens takes the token at i + 1; there are S - 1. Run k of the anchor
-    in row i takes the token at i + 1 + k and predicts the one at i + 2 + k.
+    Row i of a sequence of S tokens takes the token at i + 1; there are S - 1 rows. Run k of the
+    anchor in row i takes the token at i + 1 + k and predicts the one at i + 2 + k.
     """
 
     # [T] token after each row
@@ -56,7 +55,7 @@ class Anchors:
 def pack(
     sequences: Sequence[FeatureSequence], anchors: Sequence[torch.Tensor], steps: int
 ) -> Anchors:
-    """Joins sequences; `anchors` are rows of each."""
+    """Returns joined sequences; `anchors` are rows of each."""
     parts: dict[str, list[torch.Tensor]] = {
         name: []
         for name in ("inputs", "aux", "positions", "rows", "tokens", "labels", "teacher", "inside")
@@ -84,7 +83,7 @@ def pack(
 
 
 def run_anchors(head: Eagle3Head, batch: Anchors, embed_tokens: torch.Tensor) -> torch.Tensor:
-    """What the LM head reads after each run, [steps, A, H]."""
+    """Returns the inputs of the LM head after each run, [steps, A, H]."""
     states = head.features(batch.aux.to(head.fc.weight.dtype))
     key, value = head.context_kv(embed_tokens[batch.inputs], states, batch.positions)
     state, position = states[batch.rows], batch.positions[batch.rows]
@@ -104,7 +103,8 @@ def _anchor_attention(
     batch: Anchors,
     is_first: bool,
 ) -> Attend:
-    """Anchors [A] over the context [T] up to their row and the earlier runs of their own."""
+    """Returns the attention of anchors [A] over the context [T] up to their row and over their
+    earlier runs."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if not is_first:  # the first run's keys are its row of the context
@@ -145,7 +145,7 @@ class Eagle3Objective:
         generator = trainer.step_generator()
 
         def pick(sequence: FeatureSequence, left: int) -> torch.Tensor:
-            # While serving, the anchor is an answer token: its row stands before it.
+            # In serving, the anchor is an answer token, and its row has the position before it.
             rows = torch.arange(max(sequence.prompt_len, 1) - 1, len(sequence.tokens) - 2)
             return random_subset(rows, min(left, self.recipe.anchors_per_sequence), generator)
 
@@ -173,10 +173,10 @@ def init_eagle3_from_target(
     layer_scales: Sequence[float],
     generator: torch.Generator | None = None,
 ) -> None:
-    """Starts the head as the target's last layer over its states, and its first over the token.
+    """Initialises the head from the target's first and last layer.
 
-    The halves of q, k and v that read the state are the last layer's, those that read the
-    embedding are the first layer's; `fc` is a scaled identity on the deepest state plus noise.
+    The halves of q, k and v that read the state are the last layer's, the halves that read the
+    embedding are the first layer's. `fc` is a scaled identity on the deepest state plus noise.
 
     Args:
         layer_scales: root mean square of each selected layer's output; `fc` undoes it.
@@ -207,7 +207,7 @@ def init_eagle3_from_target(
     size = config.target_hidden_size
     for index, scale in enumerate(layer_scales):
         columns = slice(index * size, (index + 1) * size)
-        # The residual stream keeps the deepest state's own scale, which the other parts expect.
+        # The residual stream keeps the scale of the deepest state, which the other parts expect.
         head.fc.weight[:, columns] *= layer_scales[-1] / scale
     if size == hidden:
         head.fc.weight[:, -hidden:] += torch.eye(hidden)

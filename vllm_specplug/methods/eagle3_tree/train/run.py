@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an EAGLE-3 head's run starts."""
+"""Starts an EAGLE-3 head's training run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vllm_specplug.train.run import (
     started_from,
 )
 
-# Of each held-out answer: a round costs a forward per level.
+# Rounds per held-out answer; each costs a forward per level.
 EVAL_ROUNDS = 24
 
 
@@ -39,7 +39,7 @@ def eagle3_config(
     intermediate_size: int = 0,
     norm_output: bool = False,
 ) -> Eagle3Config:
-    """A head of the width, heads and rotary embedding of a target's config."""
+    """Returns the shape of a head with the width, heads and rotary embedding of a target."""
     hidden, heads = target["hidden_size"], target["num_attention_heads"]
     rope = target.get("rope_parameters") or target.get("rope_scaling") or {}
     layer = {
@@ -61,7 +61,7 @@ def eagle3_config(
 
 
 def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
-    """A new head from the target's layers, or the head in `run.init_from` with its LM head."""
+    """Returns a new head from the target's layers, or the head and LM head in `run.init_from`."""
     training = open_features(run, recipe, FeatureStore)
     store, weights = training.store, training.weights
     layers = store.target_layer_ids

@@ -18,7 +18,7 @@ _TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 
 
 def text_files(paths: Sequence[Path]) -> list[Path]:
-    """The files named, and the text files below the folders named, in a fixed order.
+    """Returns the named files and the text files in named folders, in a fixed order.
 
     Raises:
         ValueError: for a path that does not exist.
@@ -37,7 +37,7 @@ def text_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def fixed_lengths(parts: Iterator[Sequence[int]], length: int) -> Iterator[list[int]]:
-    """Token sequences joined and cut to exactly `length`; an incomplete last one is dropped."""
+    """Yields token sequences joined and cut to exactly `length`, without an incomplete last one."""
     buffer: list[int] = []
     for part in parts:
         buffer += part
@@ -127,7 +127,7 @@ def features(
 def _streams(
     files: Sequence[Path], documents: Sequence[Path], tokenizer: Any, seed: int
 ) -> dict[str, Iterator[Sequence[int]]]:
-    """Token ids of the answers in `files`, and of the documents in a random order, by kind."""
+    """Returns the token ids of the answers in `files` and of shuffled documents, by kind."""
     from vllm_specplug.train import answers
 
     def conversations() -> Iterator[Sequence[int]]:
@@ -145,9 +145,9 @@ def _streams(
 def _in_turn(
     streams: dict[str, Iterator[Sequence[int]]], length: int, most: int
 ) -> Iterator[tuple[str, list[int]]]:
-    """Kinds and sequences of `length` tokens, at most `most` of them; 0 means all.
+    """Yields kinds and sequences of `length` tokens, at most `most` of them; 0 means all.
 
-    Kinds take turns, so that a limit takes as many of one as of the other.
+    Kinds alternate, so that a limit takes equally many of each.
     """
     left = {kind: iter(fixed_lengths(parts, length)) for kind, parts in streams.items()}
     count = 0

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out acceptance of a LongSpec layer (see `train.level_trees`). A round drafts as serving
-does: the cache ends before the anchor and levels follow one another."""
+"""Held-out acceptance of a LongSpec layer, drafting level by level; see `train.level_trees`.
+
+As in serving, the target's cache ends before the anchor.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def evaluate_longspec(
     policies: Mapping[str, TreePolicy] = POLICIES,
     max_rounds: int = 64,
 ) -> AcceptanceReport:
-    """Acceptance by policy on the CPU, over at most `max_rounds` rounds per sequence."""
+    """Returns the acceptance by policy on the CPU, over up to `max_rounds` rounds per sequence."""
     head, tables = head.cpu(), tables.to("cpu")
     return evaluate_trees(
         lambda sequence: SequenceDrafter(head, sequence, tables), sequences, policies, max_rounds

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What LongSpec trains on: the target's last-layer keys and values, and its final states.
+"""Training data of LongSpec: the target's last-layer keys and values, and its final states.
 
 A shard is one of `train.features` whose `aux` holds [keys | values] of the target's last layer,
-2 * Hkv * Dh values per token, keys rotated as in a serving cache. Its meta says the position
+2 * Hkv * Dh values per token, keys rotated as in a serving cache. Its metadata holds the position
 offset of every sequence.
 
 Anchor-offset indices (arXiv 2502.17421, section 3.2): the first `keep` tokens of a sequence have
@@ -42,7 +42,7 @@ class KVSequence:
 
 
 class KVFeatureStore(FeatureStore):
-    """All finished shards of a folder, as one sequence of `KVSequence`."""
+    """All finished shards of a folder, as a sequence of `KVSequence`."""
 
     def __init__(self, folder: str | Path):
         super().__init__(folder)
@@ -71,14 +71,14 @@ class KVFeatureStore(FeatureStore):
 
 
 def offset_positions(length: int, keep: int, offset: int) -> np.ndarray:
-    """Positions int64 [length]: the first `keep` as they are, the others shifted by `offset`."""
+    """Returns positions int64 [length], all but the first `keep` shifted by `offset`."""
     positions = np.arange(length, dtype=np.int64)
     positions[keep:] += offset
     return positions
 
 
 def draw_offset(length: int, max_position: int, rng: np.random.Generator) -> tuple[int, int]:
-    """(keep, offset) of a sequence: 0 to 4 kept positions, and a uniform shift that still fits
+    """Returns (keep, offset) of a sequence: 0 to 4 kept positions, and a uniform shift that fits
     below `max_position`."""
     return int(rng.integers(0, 5)), int(rng.integers(0, max(1, max_position - length)))
 
@@ -120,8 +120,8 @@ def write_kv_shard(
 def forward_kv(
     model: nn.Module, tokens: Sequence[np.ndarray], offsets: Sequence[tuple[int, int]]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Last-layer [keys | values] [S, 2 * Hkv * Dh] and final normed states [S, Ht] of right-padded
-    sequences, bfloat16, on the CPU."""
+    """Returns last-layer [keys | values] [S, 2 * Hkv * Dh] and final normed states [S, Ht] of
+    right-padded sequences, bfloat16, on the CPU."""
     from transformers import DynamicCache
 
     width = max(len(t) for t in tokens)
@@ -132,7 +132,7 @@ def forward_kv(
         ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
         positions[row] = torch.from_numpy(offset_positions(width, keep, offset))
     cache: Any = DynamicCache(config=getattr(model, "config", None))
-    # With a mask given, a jump in the positions is not taken for the start of another sequence.
+    # With a mask, transformers does not take a jump of the positions for another sequence.
     output = getattr(model, "model", model)(
         input_ids=ids.to(device),
         position_ids=positions.to(device),

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training a LongSpec draft layer on packed sequences of the target's last-layer keys and values.
+"""The training objective of a LongSpec layer, on the target's last-layer keys and values.
 
-Flash noisy training (arXiv 2502.17421, section 3.3): while serving, a token drafted at depth d
-finds a target cache that ends d + 1 positions before it. So in training query t sees the target's
-keys only up to t - j, with j drawn from 1..max_staleness for each sequence and step; by slicing,
-the plain causal kernel computes that.
+Flash noisy training (arXiv 2502.17421, section 3.3): in serving, a token drafted at depth d reads a
+target cache that ends d + 1 positions before it. So in training, query t attends the target's keys
+only up to t - j, with j drawn from 1..max_staleness for each sequence and step. Slices of its
+inputs let the plain causal kernel compute this.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ROW_MULTIPLE = 512
 
 @dataclass(frozen=True)
 class PackedSequences:
-    """Sequences one after the other: tokens, positions [T], key, value [T, Hkv, Dh], hidden
-    [T, Ht]; `lengths` and `staleness` of each; `rows` [N] positions that are supervised and
-    `labels` [N] the tokens that follow them."""
+    """Consecutive sequences: tokens, positions [T], key, value [T, Hkv, Dh], hidden [T, Ht];
+    `lengths` and `staleness` of each sequence; `rows` [N] supervised positions and `labels` [N] the
+    tokens that follow them."""
 
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -46,10 +46,10 @@ class PackedSequences:
 def pack(
     sequences: Sequence[KVSequence], staleness: Sequence[int], multiple: int = 1
 ) -> PackedSequences:
-    """Joins sequences; row t of a sequence is supervised from the last prompt token on.
+    """Returns joined sequences, whose rows are supervised from the last prompt token on.
 
-    The rows are filled up to a `multiple` by a sequence of zeros that is not supervised: matrix
-    libraries compile and keep kernels for every number of rows.
+    A sequence of zeros without supervision pads the rows to a `multiple`, because matrix libraries
+    compile and keep kernels for every number of rows.
     """
     rows, labels, start = [], [], 0
     for sequence in sequences:
@@ -81,9 +81,9 @@ def pack(
 def window_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
 ) -> torch.Tensor:
-    """Row t attends itself and the `window` rows before it; [S, heads, Dh] -> [S, Hq, Dh].
+    """Attends from row t to itself and the previous `window` rows; [S, heads, Dh] -> [S, Hq, Dh].
 
-    Longer sequences are cut into chunks of `window` rows, each of which reaches one chunk back.
+    Longer sequences are split into chunks of `window` rows, each of which attends the previous one.
     """
     length = query.shape[0]
     if length <= window + 1:
@@ -109,7 +109,7 @@ def window_attention(
 def stale_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, staleness: int
 ) -> torch.Tensor:
-    """Row t attends rows up to t - `staleness` (>= 1); rows without any are zero."""
+    """Attends from row t to rows up to t - `staleness` (>= 1); rows without any are zero."""
     length = query.shape[0]
     out = query.new_zeros(query.shape)
     if length > staleness:
@@ -121,7 +121,7 @@ def stale_attention(
 def run_packed(
     head: LongSpecHead, batch: PackedSequences, embed_tokens: torch.Tensor
 ) -> torch.Tensor:
-    """States [T, H] of all rows of a batch."""
+    """Returns the states [T, H] of all rows of a batch."""
     window = head.config.window_size
 
     def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -144,8 +144,8 @@ def run_packed(
 
 @dataclass(frozen=True)
 class LongSpecObjective:
-    """Trains a draft layer; `gradient_checkpointing` is for sequences whose activations do not
-    fit."""
+    """Trains a draft layer. `gradient_checkpointing` is for sequences whose activations do not fit
+    in memory."""
 
     recipe: LongSpecRecipe
 
@@ -176,12 +176,12 @@ class LongSpecObjective:
 
 @torch.no_grad()
 def init_longspec_from_target(head: LongSpecHead, weights: TargetWeights) -> None:
-    """Starts the layer as the target's last layer: its attention serves for both attentions, its
-    norms and MLP are copied, and the final norm where the head has one.
+    """Initialises the layer from the target's last layer: its attention for both attentions, its
+    norms and MLP, and the final norm if the head has one.
 
-    So the cross-attention's queries begin as queries made for the very keys they will read.
-    The self-attention's output starts at a tenth: its keys come from raw embeddings, which the
-    target's last layer never sees.
+    So the cross-attention starts with queries for the keys that it reads. The self-attention's
+    output is scaled by 0.1: its keys come from raw embeddings, which the target's last layer never
+    reads.
     """
     prefix = f"model.layers.{weights.config['num_hidden_layers'] - 1}."
 

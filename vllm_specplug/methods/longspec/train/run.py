@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a LongSpec layer's run starts."""
+"""Starts a LongSpec layer's training run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vllm_specplug.train.run import (
 
 
 def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
-    """A new layer from the target's last one, or the head of the previous stage."""
+    """Returns a new layer from the target's last one, or the head of the previous stage."""
     recipe = recipe.of_stage(run.stage)
     check_window("window_size", run.window_size)
     training = open_features(run, recipe, KVFeatureStore)

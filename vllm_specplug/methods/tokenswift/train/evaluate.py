@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from vllm_specplug.methods.tokenswift.head import TokenSwiftHeads, rms_norm
+from vllm_specplug.methods.tokenswift.head import TokenSwiftHeads
 from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.level_trees import evaluate_trees
 from vllm_specplug.train.vocabulary import DraftTables
@@ -19,8 +20,8 @@ _WIDTH = 8
 
 
 class HeadsPolicy(NamedTuple):
-    """A tree of `budget` nodes from the last verified position, or from the `anchor`'s own as after
-    a draft forward that agrees with the target: an upper bound of the partial cache."""
+    """A tree of `budget` nodes from the last verified position, or from the `anchor`'s own, as
+    after a draft forward that agrees with the target: an upper bound for partial caches."""
 
     budget: int
     anchor: bool = False
@@ -35,7 +36,7 @@ POLICIES = {
 
 
 class SequenceDrafter:
-    """Drafts from any answer position of one sequence; `final_norm` is the target's."""
+    """Drafts from any answer position of one sequence, with the target's `final_norm`."""
 
     def __init__(
         self,
@@ -48,14 +49,15 @@ class SequenceDrafter:
         device = tables.lm_head.device
         self.start = max(sequence.prompt_len, 1)
         hidden = sequence.aux[self.start - 1 :, columns].to(device).float()
-        base = rms_norm(hidden, final_norm.float().to(device), heads.config.rms_norm_eps)
+        weight = final_norm.float().to(device)
+        base = F.rms_norm(hidden, weight.shape, weight, heads.config.rms_norm_eps)
         slots = tables.slots(torch.cat((base[None], heads(hidden))), _WIDTH)
         # [S, num_heads + 1, W]
         self.token_ids = tables.target_ids[slots.rows.cpu()].transpose(0, 1).numpy()
         self.log_probs = slots.log_probs.cpu().transpose(0, 1).numpy()
 
     def draft(self, anchor: int, policy: HeadsPolicy) -> DraftTree:
-        """The tree below the token at index `anchor`."""
+        """Returns the tree after the token at index `anchor`."""
         row, first = anchor - self.start + policy.anchor, 0 if policy.anchor else 1
         return build_tree(
             "best_first",
@@ -76,7 +78,7 @@ def evaluate_heads(
     tables: DraftTables,
     policies: Mapping[str, HeadsPolicy] = POLICIES,
 ) -> AcceptanceReport:
-    """Acceptance by policy on greedy answers."""
+    """Returns the acceptance by policy on greedy answers."""
 
     def drafter(sequence: FeatureSequence) -> SequenceDrafter:
         return SequenceDrafter(heads, sequence, columns, final_norm, tables)

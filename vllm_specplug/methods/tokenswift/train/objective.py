@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What TokenSwift's heads are trained for: the target is frozen, its features are read from disk.
+"""The training objective of TokenSwift's heads, from cached features of the frozen target.
 
-The loss is the sum over heads, head i (from 0) against the token i + 2 places after the position
-whose last-layer output it reads: its cross entropy as published ("sft"), or the divergence from the
-target's own distribution there ("forward_kl"), which says more per position. Only answer tokens are
-predicted: they are the target's own choices.
+The loss is the sum over heads. Head i (from 0) predicts the token i + 2 positions after the one
+whose last-layer output it reads: with the published cross-entropy ("sft"), or the divergence from
+the target's distribution ("forward_kl"), which has more information per position. Only answer
+tokens are predicted, because the target chose them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from vllm_specplug.train.trainer import StepLoss, Trainer
 
 
 def last_layer_columns(store: FeatureStore, num_layers: int, hidden_size: int) -> slice:
-    """Which columns of `aux` hold the last decoder layer's output.
+    """Returns the columns of `aux` that hold the last decoder layer's output.
 
     Raises:
-        ValueError: when the features were made without that layer.
+        ValueError: for features without that layer.
     """
     ids = store.target_layer_ids
     if num_layers - 1 not in ids:
@@ -37,7 +37,8 @@ def last_layer_columns(store: FeatureStore, num_layers: int, hidden_size: int) -
 
 
 def training_rows(sequence: FeatureSequence, num_heads: int) -> tuple[int, int]:
-    """First and end position whose head targets, offsets 2 .. num_heads + 1, are answer tokens."""
+    """Returns the first and end position whose head targets, at offsets 2 .. num_heads + 1, are
+    answer tokens."""
     first = max(sequence.prompt_len - 2, 0)
     return first, max(len(sequence.tokens) - num_heads - 1, first)
 
@@ -53,7 +54,7 @@ def require_rows(store: FeatureStore, num_heads: int) -> None:
 
 
 def new_heads(config: TokenSwiftConfig, final_norm: torch.Tensor) -> TokenSwiftHeads:
-    """Heads that start as copies of the base prediction: zero matrices, the target's final norm."""
+    """Returns heads that repeat the base prediction: zero matrices and the target's final norm."""
     heads = TokenSwiftHeads(config)
     with torch.no_grad():
         for head in heads.medusa_layers:
@@ -70,12 +71,13 @@ def heads_loss(
     loss: str = "sft",
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Sum of the heads' mean losses.
+    """Returns the sum of the heads' mean losses.
 
     Args:
-        outputs: [num_heads, T, H]. lm_head: [V', H]. targets: draft ids int64 [num_heads, T], -1
-            where the draft vocabulary lacks the token. teachers: [num_heads, T, H], the target's
-            final states, read by "forward_kl" only.
+        outputs: [num_heads, T, H].
+        lm_head: [V', H].
+        targets: draft ids int64 [num_heads, T]; -1 for tokens outside the draft vocabulary.
+        teachers: [num_heads, T, H], the target's final states, which only "forward_kl" reads.
     """
     weights = torch.full((targets.numel(),), 1.0 / targets.shape[1], device=outputs.device)
     return head_loss(
@@ -91,8 +93,8 @@ def heads_loss(
 
 @dataclass(frozen=True)
 class Positions:
-    """hidden [T, H], and of every head its target tokens int64 [num_heads, T] and the target's
-    final states that predict them [num_heads, T, H]."""
+    """hidden [T, H], each head's target tokens int64 [num_heads, T], and the target's final states
+    that predict them [num_heads, T, H]."""
 
     hidden: torch.Tensor
     targets: torch.Tensor
@@ -107,7 +109,7 @@ class TokenSwiftObjective:
     columns: slice
 
     def draw(self, trainer: Trainer) -> Positions:
-        """About `tokens_per_step` positions."""
+        """Returns about `tokens_per_step` positions."""
         count = trainer.head.config.medusa_heads
         sequences, rows = trainer.draw_rows(
             self.recipe.tokens_per_step,

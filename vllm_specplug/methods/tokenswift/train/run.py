@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a run of TokenSwift heads starts."""
+"""Starts a training run of TokenSwift heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_specplug.train.run import (
 
 
 def start(run: TokenSwiftRun, recipe: TokenSwiftRecipe) -> HeadInTraining:
-    """New heads that repeat the target's prediction."""
+    """Returns new heads that repeat the target's prediction."""
     training = open_features(run, recipe, FeatureStore)
     config, vocab = training.weights.config, training.vocab_size
     final_norm = training.tables.final_norm

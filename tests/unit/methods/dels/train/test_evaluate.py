@@ -225,7 +225,7 @@ def test_a_reduced_local_vocabulary_must_cover_the_drafts(local):
     ids = torch.tensor([11, 9, 8, 6, 5, 3, 2, 1, 0, 4])
     tables = LocalTables.build(head, draft, torch.zeros(VOCAB), ids)
     assert torch.equal(tables.table, head.low_rank_lm_head.weight[[8, 7, 6, 5, 4, 3, 2, 1, 0]])
-    with pytest.raises(ValueError, match="not 1 of the 9"):
+    with pytest.raises(ValueError, match="1 of the 9 that the block head drafts are not"):
         LocalTables.build(
             head, draft, torch.zeros(VOCAB), torch.tensor([11, 9, 8, 6, 5, 3, 2, 1, 4, 7])
         )
