@@ -34,11 +34,11 @@ from vllm_specplug.vllm_attention.tree_rows import (
 def cpu_kv_layout(
     kv_cache: torch.Tensor, key_dtype: torch.dtype | None = None, cache_dtype: str = "auto"
 ) -> CpuKvLayout:
-    """The layout of a layer's cache [blocks, Hkv, block, 2 * Dh], probed, not assumed.
+    """Returns the probed layout of a layer's cache [blocks, Hkv, block, 2 * Dh].
 
     Args:
-        key_dtype: of the keys that are written; None where the cache holds them as they are.
-        cache_dtype: vLLM's name for the numbers of a cache of 8 bits.
+        key_dtype: of the written keys; None if the cache has the same dtype.
+        cache_dtype: vLLM's name for the dtype of an 8-bit cache.
     """
     block_size, head_size = kv_cache.shape[2], kv_cache.shape[3] // 2
     if kv_cache.dtype != torch.uint8:
@@ -60,8 +60,8 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
 
 
 class DraftCPUAttentionBackend(TreeCPUAttentionBackend):
-    """For draft layers, whose pages vLLM's kernel never reads: beside latent caches a block has 16
-    tokens, which that kernel does not take."""
+    """The backend of draft layers. It allows blocks of 16 tokens, which latent caches have and
+    vLLM's kernel does not support; that kernel never reads draft pages."""
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -75,15 +75,15 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
 
     cache_dtypes = frozenset(FP8_CACHES)
 
-    # The layout is found once per cache: code that runs in every layer of a step is costly. The
-    # reference is weak: vLLM frees a layer's cache before the layer.
+    # The layout is found once per cache, because code in every layer of a step is expensive. The
+    # reference is weak, because vLLM frees a layer's cache before the layer.
     _stored: tuple[weakref.ref[torch.Tensor], CpuKvLayout | None] | None = None
 
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         return {"key_scale": layer._k_scale_float, "value_scale": layer._v_scale_float}
 
     def storable(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # As fp8, vLLM's CPU operator stores nothing but finite numbers.
+        # vLLM's CPU operator only stores finite fp8 numbers.
         if self.kv_cache_dtype in self.cache_dtypes:
             return key, value
         return super().storable(key, value)

@@ -28,7 +28,7 @@ from vllm_specplug.vllm_attention.state_rows import (
     layer_conv_states,
 )
 
-# What vLLM's kernels of devices add to the sum of squares of a query or key.
+# vLLM's device kernels add this to the sum of squares of a query or key.
 NORM_EPS = 1e-6
 
 
@@ -41,7 +41,7 @@ class DeviceLinearRows(LinearRows):
 
     @classmethod
     def moved(cls, rows: LinearRows, device: torch.device) -> DeviceLinearRows:
-        """A copy on the device."""
+        """Returns a copy on the device."""
         return cls(
             to_device(rows.rows, device),
             to_device(rows.requests, device),
@@ -220,15 +220,15 @@ def _write(layer: PendingLayer, rows: torch.Tensor, targets: torch.Tensor) -> No
 
 
 def device_states(layer: Any) -> torch.Tensor:
-    """A layer's states [S, Hv, K, V] as vLLM's kernels of devices lay them out: V outside K."""
+    """Returns a layer's states [S, Hv, K, V] in the layout of vLLM's device kernels (V, K)."""
     states: torch.Tensor = layer.kv_cache[1]
     return states.transpose(2, 3)
 
 
 def warmup(layer: Any, num_rows: int, dtype: torch.dtype) -> None:
-    """Runs each kernel of a layer over a tree of zeros, so that a first one compiles nothing.
+    """Compiles the kernels of a layer by running them over a tree of zeros.
 
-    Its state is that of vLLM's null block, whose contents nobody reads.
+    It uses the state of vLLM's null block, which no request reads.
 
     Args:
         dtype: of the layer's rows.

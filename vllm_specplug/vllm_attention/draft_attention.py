@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention metadata that brings its own attention."""
+"""Attention metadata that computes its own attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class DraftAttention(ABC):
-    """Stands in for vLLM's attention metadata in a draft forward of the target itself."""
+    """Replaces vLLM's attention metadata in a draft forward of the target itself."""
 
     @abstractmethod
     def attend(

@@ -38,9 +38,12 @@ SERVED = frozenset({"sliding_window", "logits_soft_cap", "sinks", "alibi_slopes"
 
 
 def gpu_cache_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's cache [num_blocks, Hkv, block_size, 2 * Dh] as key_cache and value_cache
-    [num_blocks, block_size, Hkv, Dh], whatever the order in memory. Bytes are e4m3; where each
-    token has scales, these lie behind its numbers in both views (`numbers_and_scales`)."""
+    """Returns a layer's cache [num_blocks, Hkv, block_size, 2 * Dh] as views of keys and values
+    [num_blocks, block_size, Hkv, Dh].
+
+    Bytes are e4m3. Scales per token follow the token's numbers in both views; see
+    `numbers_and_scales`.
+    """
     if kv_cache.dtype == torch.uint8:
         kv_cache = kv_cache.view(torch.float8_e4m3fn)
     key_cache, value_cache = kv_cache.transpose(1, 2).chunk(2, dim=-1)
@@ -52,8 +55,8 @@ def without_scales(
     views: tuple[torch.Tensor, torch.Tensor],
     cache_dtype: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The numbers of keys and values [num_blocks, block_size, Hkv, Dh] of a cache of vLLM's name
-    `cache_dtype`."""
+    """Returns the views of keys and values [num_blocks, block_size, Hkv, Dh] without scales, for
+    vLLM's `cache_dtype`."""
     if cache_dtype not in TOKEN_SCALE_CACHES:
         return views
     (keys, _), (values, _) = map(numbers_and_scales, views)
@@ -67,7 +70,7 @@ def warm_up_store(
     dtype: torch.dtype,
     features: AttnFeatures,
 ) -> None:
-    """Compiles what a layer launches when it stores keys and values of `dtype`; stores nothing."""
+    """Compiles the kernels that store keys and values of `dtype` in a layer; stores nothing."""
     from vllm_specplug.kernels.finite_values_triton import (
         isolate_nonfinite_triton,
         isolate_token_scales_triton,
@@ -96,7 +99,7 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         # As tensors: they are written in place while checkpoints load or vLLM calibrates.
         scales = {"key_scales": layer._k_scale, "value_scales": layer._v_scale}
-        # Then vLLM hands quantised queries over.
+        # vLLM then passes quantised queries.
         if layer.query_quant is not None:
             scales["query_scales"] = layer._q_scale
         return scales
@@ -127,7 +130,7 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
 
 
 class _GraphSupport:
-    """Full graphs where `wants_full_graphs`, also of ragged batches (`vllm_v2.graph_trees`)."""
+    """Supports full graphs, also of ragged batches (`vllm_v2.graph_trees`), if they are wanted."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
@@ -172,7 +175,7 @@ class TreeTritonAttentionImpl(_DeviceAttentionMixin, TritonAttentionImpl):
     def cache_scales(self, layer: Any) -> dict[str, Any]:
         if self.kv_cache_dtype not in TOKEN_SCALE_CACHES:
             return super().cache_scales(layer)
-        # vLLM's own views of the scales. Made at its first store else, and filled with ones.
+        # vLLM's views of the scales, which it would otherwise create and fill at the first store.
         self._ensure_scale_caches(layer.kv_cache)
         return {
             "key_scales": self._k_scale_cache,

@@ -137,10 +137,10 @@ def check_cache_dtypes(
     method: str,
     layers: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuses caches [num_blocks, Hkv, block_size, 2 * Dh] that do not hold the model's numbers.
+    """Refuses caches [num_blocks, Hkv, block_size, 2 * Dh] of another dtype than the model's.
 
     Args:
-        layers: of the target by name, where the backend reads caches of 8 bits.
+        layers: the target's layers by name, if the backend reads 8-bit caches.
 
     Raises:
         ValueError: naming the first such layer.

@@ -33,13 +33,13 @@ from vllm_specplug.kernels import (
 # Attribute of vLLM's metadata of such layers that carries `StateStep`.
 STATE_STEP_ATTRIBUTE = "specplug_state_step"
 
-# The same, with prefix caching: `StateBlocks`.
+# Attribute for `StateBlocks`, with prefix caching.
 STATE_BLOCKS_ATTRIBUTE = "specplug_state_blocks"
 
-# The same: the builder that made it.
+# Attribute for the metadata's builder.
 BUILDER_ATTRIBUTE = "specplug_state_builder"
 
-# What vLLM's CPU kernels add to the sum of squares of a query or key.
+# vLLM's CPU kernels add this to the sum of squares of a query or key.
 NORM_EPS = 1e-5
 
 # stock(layer, metadata, mixed_qkv, b, a, output)
@@ -80,7 +80,7 @@ class TreeGDNMetadataBuilder(GDNAttentionMetadataBuilder):
 
 @dataclass(frozen=True)
 class StateBlocks:
-    """Where the states of a KV cache group are: each full block keeps the state at its end, and the
+    """The state slots of a KV cache group: each full block keeps the state at its end, and the
     block of a step's last row the running state."""
 
     # [B, blocks] int32, 0 for none
@@ -91,7 +91,7 @@ class StateBlocks:
 
 @dataclass(frozen=True)
 class RequestRows:
-    """One request's rows in the forward; from `root_row` on they are a tree, if there are more."""
+    """One request's rows in the forward; several rows from `root_row` on are a tree."""
 
     first_row: int
     root_row: int
@@ -140,7 +140,7 @@ class LinearRows:
         )
 
     def metadata(self, stock: Any) -> Any:
-        """vLLM's metadata of a step that only has these rows, as its CPU kernels read it."""
+        """Returns vLLM's metadata of a step that only has these rows, for its CPU kernels."""
         num_rows, decodes = len(self.rows), self.num_decodes
         return replace(
             stock,
@@ -174,7 +174,7 @@ class StateStep:
 
     Args:
         requests: all requests of the batch, in order; at least one has a tree.
-        parents: int64 [M], as in `StateTrees`, over the rows of those that have one.
+        parents: int64 [M], as in `StateTrees`, over the rows of all trees.
     """
 
     def __init__(self, requests: Sequence[RequestRows], parents: torch.Tensor) -> None:
@@ -238,13 +238,13 @@ class StateStep:
         output: torch.Tensor,
         blocks: StateBlocks | None,
     ) -> None:
-        """The trees' rows of a layer, written into `output`; the states stay as they are."""
+        """Writes the trees' rows of a layer to `output`, without changing the states."""
         inputs, b, a = mixed_qkv[self.rows], b[self.rows], a[self.rows]
         conv_states, states = layer_states(layer)
         if self.fresh.any():
             conv_states[trees.slots[self.fresh]] = 0
             states[trees.slots[self.fresh]] = 0
-        # Imported here: it belongs to vLLM's CPU kernels, and every device imports this module.
+        # Imported here, because every device imports this module, and this is a CPU kernel's.
         from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
 
         weight = _unpacked_conv_weight(layer)
@@ -272,7 +272,7 @@ class StateStep:
         output[self.rows] = out.to(inputs.dtype)
 
     def window(self, trees: StateTrees, width: int) -> torch.Tensor:
-        """`StateTrees.windows`, made once a step."""
+        """Returns `StateTrees.windows`, made once per step."""
         if width not in self._windows:
             self._windows[width] = trees.windows(width)
         return self._windows[width]
@@ -290,7 +290,7 @@ class StateStep:
 
         Args:
             last_rows: int64 [R] as in `commit_states`.
-            contexts: int64 [R] tokens before each root; not given for dummies.
+            contexts: int64 [R] tokens before each root; None for dummies.
             lengths: int64 [R] accepted nodes of each tree.
         """
         self.apply_paths(last_rows, contexts, lengths)
@@ -357,12 +357,12 @@ class StateStep:
 def warmup_step(
     num_rows: int, max_requests: int, tree_rows: int, make: Callable[..., StateStep] = StateStep
 ) -> StateStep:
-    """Trees for a forward of dummies, in which every node has two children.
+    """Returns trees for a dummy forward, in which every node has two children.
 
     Args:
-        max_requests: most trees.
-        tree_rows: most rows of one, where `max_requests` do not stand in the way.
-        make: of the device's steps.
+        max_requests: maximum number of trees.
+        tree_rows: rows of a tree; more if `max_requests` trees are too few for `num_rows`.
+        make: the device's `StateStep` class.
     """
     count = min(max_requests, -(-num_rows // tree_rows))
     ends = torch.linspace(0, num_rows, count + 1).round().long()
@@ -375,21 +375,21 @@ def warmup_step(
 
 
 def layer_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's convolution inputs [S, W - 1, C], oldest first, and states [S, Hv, K, V], as vLLM's
-    CPU kernels lay them out."""
+    """Returns a layer's convolution inputs [S, W - 1, C], oldest first, and states [S, Hv, K, V] in
+    the layout of vLLM's CPU kernels."""
     states = layer.kv_cache[1]
     slots, heads, value_size, key_size = states.shape
     return layer_conv_states(layer), states.view(slots, heads, key_size, value_size)
 
 
 def layer_conv_states(layer: Any) -> torch.Tensor:
-    """A layer's convolution inputs [S, W - 1, C], oldest first."""
+    """Returns a layer's convolution inputs [S, W - 1, C], oldest first."""
     conv_states: torch.Tensor = layer.kv_cache[0]
     return conv_states.transpose(1, 2) if is_conv_state_dim_first() else conv_states
 
 
 def row_bytes(layer: Any) -> int:
-    """Bytes that one tree row keeps of a layer until the walk."""
+    """Returns the bytes that one tree row keeps in a layer until the walk."""
     (conv_shape, state_shape), dtypes = layer.get_state_shape()[:2], layer.get_state_dtype()
     heads, value_size, key_size = state_shape
     channels = max(conv_shape)
@@ -421,7 +421,7 @@ def with_device_trees(stock: Callable[..., None]) -> Callable[..., None]:
             return
 
         def linear_rows(layer: Any, linear: Any, *tensors: torch.Tensor) -> None:
-            # vLLM's core looks for its metadata there.
+            # vLLM's core reads its metadata from this dictionary.
             by_layer[layer.prefix] = linear
             try:
                 stock(layer, *tensors)

@@ -33,7 +33,7 @@ CacheViews = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class TreeRows(Protocol):
-    """Which query rows are tree rows, and how they attend."""
+    """The tree rows of a step and their attention."""
 
     @property
     def covers_batch(self) -> bool:
@@ -52,7 +52,7 @@ class TreeRows(Protocol):
         # int32 [R, max_blocks] of the layer's KV cache group
         block_table: torch.Tensor,
     ) -> None:
-        """Attention of the tree rows in one layer."""
+        """Computes the attention of the tree rows in one layer."""
 
 
 # Block size, head size and dtype of a cache.
@@ -76,7 +76,7 @@ class CpuTreeRows:
     """Layers of all steps, by attention implementation. The owner of the caches keeps them, because
     an implementation may outlive the caches."""
     has_trees: bool = True
-    """Otherwise every request has one row, or rows in line, which vLLM's kernel could attend."""
+    """If false, every request has one row or a chain of rows, which vLLM's kernel could attend."""
 
     def attend(
         self,
@@ -103,7 +103,7 @@ class DeviceTreeRows:
     views: CacheViews
     covers_batch: bool
     _of_groups: dict[int, TreeAttnMetadata] = field(default_factory=dict)
-    """By the address of a block table other than the step's."""
+    """Metadata over other block tables than the step's, by the table's address."""
 
     def attend(
         self,
@@ -121,7 +121,9 @@ class DeviceTreeRows:
         self.run(query, key_cache, value_cache, output, metadata, scale, **more)
 
     def _metadata(self, block_table: torch.Tensor | None) -> TreeAttnMetadata:
-        """The metadata over the block table of a layer's group; made once per group and step."""
+        """Returns the metadata over the block table of a layer's group, made once per group and
+        step.
+        """
         if block_table is None or block_table.data_ptr() == self.metadata.block_table.data_ptr():
             return self.metadata
         address = block_table.data_ptr()
@@ -131,7 +133,7 @@ class DeviceTreeRows:
 
 
 class TreeAttentionMixin:
-    """Put before an attention implementation of vLLM: stock attention for linear rows, the tree
+    """A mixin for an attention implementation of vLLM: stock attention for linear rows, the tree
     kernel for tree rows."""
 
     scale: float
@@ -165,7 +167,7 @@ class TreeAttentionMixin:
         )
 
     def cache_scales(self, layer: Any) -> dict[str, Any]:
-        """What a quantised cache's numbers are multiplied by: fields of `AttnFeatures`."""
+        """Returns the scales of a quantised cache, as fields of `AttnFeatures`."""
         raise NotImplementedError
 
     def storable(
@@ -237,13 +239,14 @@ class TreeAttentionMixin:
         output: torch.Tensor,
         block_table: torch.Tensor,
     ) -> None:
-        """Attention of a step's tree rows in this layer; see `TreeRows.attend`."""
+        """Computes the attention of a step's tree rows in this layer; see `TreeRows.attend`."""
         rows.attend(query, kv_cache, output, self.scale, self.tree_features(layer), block_table)
 
 
 def attach_tree_rows(attn_metadata: Any, rows: Any) -> None:
-    """Puts `rows` on one layer's attention metadata: `TreeRows`, or what the layer's own kind of
-    attention takes instead (`latent.LatentRows`)."""
+    """Puts `TreeRows` on one layer's attention metadata, or `latent.LatentRows` for latent
+    attention.
+    """
     setattr(attn_metadata, TREE_ROWS_ATTRIBUTE, rows)
 
 
@@ -254,7 +257,7 @@ def put_rows(attn_metadata: Any, rows: TreeRows) -> None:
 
 
 def tree_rows_of(attn_metadata: Any) -> TreeRows | None:
-    """The tree rows on `attn_metadata`; None for steps without trees and for warm-up."""
+    """Returns the tree rows on `attn_metadata`; None in steps without trees and in warm-ups."""
     return getattr(attn_metadata, TREE_ROWS_ATTRIBUTE, None)
 
 
