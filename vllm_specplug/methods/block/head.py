@@ -60,21 +60,34 @@ def apply_rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
     return torch.cat((*rotated, x[..., size:]), dim=-1)
 
 
-class BlockAttention(nn.Module):
-    """Projections and norms of one layer. The caller computes the attention itself."""
+class AttentionProjections(nn.Module):
+    """Projections of a draft layer, and norms of queries and keys. The caller computes the
+    attention.
+
+    Args:
+        config: sizes of the layer, and whether q, k and v have a bias.
+        input_size: input size of q, k and v.
+    """
+
+    def __init__(self, config: Any, input_size: int, output_bias: bool, qk_norm: bool):
+        super().__init__()
+        dim, bias = config.head_dim, config.attention_bias
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(input_size, self.num_heads * dim, bias=bias)
+        self.k_proj = nn.Linear(input_size, self.num_kv_heads * dim, bias=bias)
+        self.v_proj = nn.Linear(input_size, self.num_kv_heads * dim, bias=bias)
+        self.o_proj = nn.Linear(self.num_heads * dim, config.hidden_size, bias=output_bias)
+        if qk_norm:
+            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+
+
+class BlockAttention(AttentionProjections):
+    """Projections and norms of one layer of a block head."""
 
     def __init__(self, config: BlockHeadConfig):
-        super().__init__()
-        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
-        self.head_dim = dim
-        self.q_proj = nn.Linear(hidden, self.num_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.num_kv_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.num_kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * dim, hidden, bias=bias)
-        self.q_norm = RMSNorm(dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(dim, config.rms_norm_eps)
+        super().__init__(config, config.hidden_size, config.attention_bias, qk_norm=True)
+        self.head_dim = config.head_dim
 
     def query(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """[T, H] -> normed, rotated queries [T, Hq, Dh]."""

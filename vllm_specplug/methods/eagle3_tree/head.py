@@ -22,27 +22,17 @@ from torch import nn
 from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels import add_rms_norm, gated_silu, rms_norm, rotate_heads
 from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
-from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary, rotary_cos_sin
+from vllm_specplug.methods.block.head import (
+    AttentionProjections,
+    GatedMLP,
+    RMSNorm,
+    apply_rotary,
+    rotary_cos_sin,
+)
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 # (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-class Eagle3Attention(nn.Module):
-    """Projections of the layer. The caller computes the attention itself."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        inner = config.num_attention_heads * dim
-        self.q_proj = nn.Linear(2 * hidden, inner, bias=bias)
-        self.k_proj = nn.Linear(2 * hidden, config.num_key_value_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(2 * hidden, config.num_key_value_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(inner, hidden, bias=bias)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
 
 
 class Eagle3Layer(nn.Module):
@@ -53,7 +43,9 @@ class Eagle3Layer(nn.Module):
         norm = (config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(*norm)
         self.hidden_norm = RMSNorm(*norm)
-        self.self_attn = Eagle3Attention(config)
+        self.self_attn = AttentionProjections(
+            config, 2 * config.hidden_size, config.attention_bias, config.qk_norm
+        )
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
 

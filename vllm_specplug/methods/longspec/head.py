@@ -18,23 +18,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_specplug.methods.block.head import GatedMLP, RMSNorm, apply_rotary, rotary_cos_sin
+from vllm_specplug.methods.block.head import (
+    AttentionProjections,
+    GatedMLP,
+    RMSNorm,
+    apply_rotary,
+    rotary_cos_sin,
+)
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 
 # (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
 SelfAttend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # q [T, Hq, Dh] -> [T, Hq, Dh]
 CrossAttend = Callable[[torch.Tensor], torch.Tensor]
-
-
-class _SelfAttention(nn.Module):
-    def __init__(self, config: LongSpecConfig):
-        super().__init__()
-        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=False)
 
 
 class _CrossAttention(nn.Module):
@@ -55,7 +51,7 @@ class LongSpecHead(nn.Module):
         self.config = config
         norm = (config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(*norm)
-        self.self_attn = _SelfAttention(config)
+        self.self_attn = AttentionProjections(config, config.hidden_size, False, qk_norm=False)
         self.post_self_attention_layernorm = RMSNorm(*norm)
         self.cross_attn = _CrossAttention(config)
         self.post_cross_attention_layernorm = RMSNorm(*norm)

@@ -14,26 +14,9 @@ from torch import nn
 
 from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.block.head import GatedMLP, RMSNorm
+from vllm_specplug.methods.block.head import AttentionProjections, GatedMLP, RMSNorm
 from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayer
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
-
-
-class MtpAttention(nn.Module):
-    """Projections of the layer. The caller computes the attention itself."""
-
-    def __init__(self, config: MtpConfig):
-        super().__init__()
-        hidden, dim, bias = config.hidden_size, config.head_dim, config.attention_bias
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * dim, hidden, bias=False)
-        if config.qk_norm:
-            self.q_norm = RMSNorm(dim, config.rms_norm_eps)
-            self.k_norm = RMSNorm(dim, config.rms_norm_eps)
-        if config.gated:
-            self.gate_proj = nn.Linear(hidden, config.num_attention_heads * dim, bias=bias)
 
 
 class MtpModule(nn.Module):
@@ -47,7 +30,11 @@ class MtpModule(nn.Module):
         self.hidden_layernorm = RMSNorm(*norm)
         self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.input_layernorm = RMSNorm(*norm)
-        self.self_attn = MtpAttention(config)
+        hidden = config.hidden_size
+        self.self_attn = AttentionProjections(config, hidden, False, config.qk_norm)
+        if config.gated:
+            inner = config.num_attention_heads * config.head_dim
+            self.self_attn.gate_proj = nn.Linear(hidden, inner, bias=config.attention_bias)
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.final_layernorm = RMSNorm(*norm)
