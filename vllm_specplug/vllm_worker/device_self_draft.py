@@ -132,7 +132,9 @@ class DeviceSelfDraft:
             # time.
             most = self.state.max_model_len
             lens = [
-                min(n, most) for n, d in zip(history.max_context_lens, history.is_drafted, strict=True) if d
+                min(n, most)
+                for n, d in zip(history.max_context_lens, history.is_drafted, strict=True)
+                if d
             ]
         else:
             lens = requests.context_lens

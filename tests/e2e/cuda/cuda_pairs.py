@@ -167,11 +167,11 @@ class LateCopy(HostCopy):
         self.was_waited_for = False
 
     @property
-    def has_come(self) -> bool:
+    def has_arrived(self) -> bool:
         return self.was_waited_for or LateCopy.made - self.number >= 5
 
     def read(self) -> torch.Tensor:
-        if not self.has_come:
+        if not self.has_arrived:
             LateCopy.waits += 1
             self.was_waited_for = True
         return super().read()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_integer, is_size, open_config
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
 from vllm_specplug.methods.block.layer_config import (
     check_rotary,
@@ -18,6 +18,7 @@ from vllm_specplug.methods.block.layer_config import (
     rotary_of,
 )
 from vllm_specplug.methods.block.rotary import Rotary
+from vllm_specplug.options import is_integer
 
 logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_integer, open_config
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
 from vllm_specplug.methods.block.config import default_head_dim
 from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
-from vllm_specplug.options import option_error
+from vllm_specplug.options import is_integer, option_error
 
 logger = logging.getLogger(__name__)
 

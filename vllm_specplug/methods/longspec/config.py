@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import is_integer, open_config
+from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.head_config import OTHER_TARGET, check_layer_shape, require
 from vllm_specplug.methods.block.rotary import Rotary
+from vllm_specplug.options import is_integer
 
 DEFAULT_WINDOW = 512
 MAX_WINDOW = 65536

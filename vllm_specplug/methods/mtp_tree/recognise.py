@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import is_integer
 from vllm_specplug.drafting.head_files import HeadFiles
+from vllm_specplug.options import is_integer
 
 # Names of the number of modules, in configs of several model families.
 COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")

@@ -58,7 +58,7 @@ class CommittedSaves:
         self._save, self._wait_for_save = connector.save_kv_layer, connector.wait_for_save
         self._waiting: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         # Attention metadata by layer of a step whose layers are saved one by one.
-        self._metadata: dict[str, Any] | None = None
+        self._metadata: Any = None
         connector.save_kv_layer = self.save_kv_layer
         connector.wait_for_save = self.wait_for_save
 

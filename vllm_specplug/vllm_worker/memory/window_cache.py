@@ -44,8 +44,8 @@ class Ring(Region):
     """One request's window."""
 
     stored: int = 0
-    """Position after the last stored token, or `TokenHistory.len_upper_bounds` of the last draft if the
-    device knows the request. No request is of both kinds."""
+    """Position after the last stored token, or `TokenHistory.len_upper_bounds` of the last draft if
+    the device knows the request. No request is of both kinds."""
 
 
 class Rings(RegionPool[Ring]):
