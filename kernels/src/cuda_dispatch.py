@@ -2,9 +2,8 @@
 """The choice of the tree attention kernel on a CUDA device: the fastest correct one.
 
 A kernel can serve if it supports the shape and agrees with the reference on this device. With
-"auto" these kernels are timed for at most `TIME_LIMIT_S`, and the times are kept per device,
-driver, versions, sources and shape. The torch reference synchronises with the host, so it must be
-requested by name.
+"auto" these are timed for at most `TIME_LIMIT_S`; times are kept per device, driver, versions,
+sources and shape. The torch reference synchronises with the host, so it must be requested.
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ LayerShape = tuple[int, int, int, int]
 
 
 class KernelFaultError(ValueError):
-    """A kernel faulted, so this process can no longer use the device; the message has the
-    remedy."""
+    """A kernel faulted and this process lost the device; the message has the remedy."""
 
 
 @dataclass(frozen=True)
