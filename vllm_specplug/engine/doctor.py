@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.cpu_environment import REMEDY, find_problems, version_of
-from vllm_specplug.engine.versions import SUPPORTED_TEXT, check_vllm, device_problem
+from vllm_specplug.engine.versions import SUPPORTED_TEXT, check_vllm
 from vllm_specplug.options import check_target
 from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
 
@@ -82,11 +82,7 @@ def _vllm() -> dict[str, Any]:
         }
     device = str(_device()["type"])
     missing = WORKER_SEAMS[device].verify()
-    problem = (
-        report.problem
-        or device_problem(device)
-        or (f"vLLM lacks {missing[0]}" if missing else None)
-    )
+    problem = report.problem or (f"vLLM lacks {missing[0]}" if missing else None)
     return {
         "version": report.vllm_version,
         "supported": problem is None,

@@ -22,7 +22,6 @@ from vllm.utils.hashing import safe_hash
 from vllm_specplug.drafting.head_files import read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import Capability, DraftPlan, Method, MethodOptions, TargetInfo
-from vllm_specplug.engine.versions import SeamReport, device_problem, refusal_text
 from vllm_specplug.kernels.packed_linear import packs_target
 from vllm_specplug.options import (
     DEFAULT_CUDA_TREE_NODES,
@@ -211,9 +210,6 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         device = current_device()
         method = get_method(str(self.plugin_method))
         missing = sorted(self.needs() - CAPABILITIES.get(device, frozenset()))
-        problem = device_problem(device) if device in WORKERS else None
-        if problem:
-            raise ValueError(refusal_text(method.name, SeamReport("", problem)))
         if device not in WORKERS or missing:
             lacking = f" (it needs {', '.join(missing)})" if missing else ""
             raise ValueError(

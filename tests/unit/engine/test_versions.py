@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.fork_server import run_forked
-from vllm_specplug.engine import versions
-from vllm_specplug.engine.versions import device_problem
 
 
 def _drill(fault: str, model: str, folder: Path, after: str = "") -> tuple[str, str]:
@@ -69,28 +67,3 @@ def test_our_methods_refuse_with_the_exact_reason_and_plain_vllm_starts(
     assert named in ours
     assert ("vLLM is as it was" in ours) == (fault == "halfway")
     assert plain == "STARTED"
-
-
-@pytest.mark.parametrize(
-    ("version", "device", "refused"),
-    [("0.32.0", "cuda", False), ("0.33.1", "cpu", False), ("0.33.1", "cuda", True)],
-)
-def test_a_release_counts_where_its_tests_ran(monkeypatch, version, device, refused) -> None:
-    import vllm
-
-    monkeypatch.setattr(vllm, "__version__", version)
-    problem = device_problem(device)
-    assert (problem is not None) == refused
-    assert problem is None or (version in problem and "only on cpu" in problem)
-
-
-def test_a_method_is_refused_where_the_release_was_not_tested(monkeypatch, target: Path) -> None:
-    from vllm.engine.arg_utils import EngineArgs
-
-    from vllm_specplug.plugin import register
-
-    register()
-    monkeypatch.setattr(versions, "SUPPORTED_VLLM", {"0.32": ("cuda",), "0.33": ("cuda",)})
-    spec = {"method": "ngram_tree", "num_speculative_tokens": 4}
-    with pytest.raises(ValueError, match=r"'ngram_tree' is not available: .* only on cuda"):
-        EngineArgs(model=str(target), speculative_config=spec).create_engine_config()
