@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -76,7 +77,7 @@ def test_a_command_trains_with_the_options_given_and_shows_progress(
     options = ["--total-steps=1", "--draft-vocab-size=48", "--weight-decay=0.2", "--no-compile"]
     result = CliRunner().invoke(train_app, [kind, *folders, *options])
     assert result.exit_code == 0, result.output
-    assert "1/1 steps" in result.output
+    assert re.search(r"loss \d.* slots/s .* 100% .* 1/1\n", result.output)
     facts = json.loads((job.head / "provenance.json").read_text())
     (recipe,) = facts["recipes"]
     assert (recipe["total_steps"], recipe["weight_decay"]) == (1, 0.2)
