@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Packs a slim vLLM for a GPU machine that has torch but no network.
 
-    python scripts/gpu/pack_vllm.py FOLDER [--version 0.32.0] [--no-fa3]
+    python scripts/gpu/pack_vllm.py FOLDER [--version 0.32.0] [--no-fa3] [--tests]
 
 It downloads vLLM's CUDA wheel for Python 3.12 and missing packages, drops files that a dense model
 does not load and code for other devices than sm_90, and writes FOLDER/vllm-VERSION.tar.xz (about
@@ -26,6 +26,11 @@ MISSING = (
     "openai-harmony", "partial-json-parser", "pybase64", "pydantic==2.14.3",
     "pydantic_core==2.50.4", "pyzmq", "sniffio", "starlette", "typing-inspection", "uvicorn",
     "watchfiles", "xgrammar==0.2.8",
+)  # fmt: skip
+# Packages that the tests import in addition.
+TESTS = (
+    "hypothesis", "iniconfig", "pluggy", "pygments", "pytest", "pytest-timeout",
+    "sortedcontainers",
 )  # fmt: skip
 
 FATBIN_MAGIC = 0xBA55ED50
@@ -95,12 +100,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--version", default="0.32.0")
     parser.add_argument("--no-fa3", action="store_true", help="leave FlashAttention 3 out")
+    parser.add_argument("--tests", action="store_true", help="add what the tests import (3 MB)")
     args = parser.parse_args()
     drop = DROP + (("/_vllm_fa3_C",) if args.no_fa3 else ())
 
     wheels = args.out / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    pip_download(wheels, *MISSING)
+    pip_download(wheels, *MISSING, *(TESTS if args.tests else ()))
 
     with tempfile.TemporaryDirectory() as tmp:
         pip_download(Path(tmp), f"vllm=={args.version}")
