@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries a step's statistics from the runner's output to /metrics.
 
-It also gives the scheduler the worker's reservations (`placeholders.keep_reserved_rows`).
+It also gives the scheduler the worker's reservations (`placeholders.keep_reserved_rows`) and the
+sizes of the verified trees (`draft_counts.exclude_unused_rows`).
 
 Seam: metrics_bridge.
 
@@ -32,9 +33,10 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
+from vllm_specplug.engine.draft_counts import exclude_unused_rows
 from vllm_specplug.engine.placeholders import keep_reserved_rows
 from vllm_specplug.engine.spec_config import tree_config
-from vllm_specplug.metrics import STATS_ATTRIBUTE, PrometheusExporter
+from vllm_specplug.metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE, PrometheusExporter
 
 
 @dataclass
@@ -84,10 +86,12 @@ def attach_stats(outputs: dict[int, EngineCoreOutputs], payload: dict[str, Any])
 
 
 def wrap_update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Scheduler.update_from_output`, the payload on what it returns, and the rows that the worker
-    wants."""
+    """`Scheduler.update_from_output`, which also takes what the worker attached to its output."""
 
     def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
+        nodes = getattr(model_runner_output, TREE_NODES_ATTRIBUTE, None)
+        if nodes is not None:
+            exclude_unused_rows(scheduler_output, nodes)
         outputs = original(self, scheduler_output, model_runner_output)
         keep_reserved_rows(self, model_runner_output)
         payload = getattr(model_runner_output, STATS_ATTRIBUTE, None)

@@ -28,6 +28,7 @@ from vllm_specplug.metrics.step_stats import PHASES, PLAIN_REASONS, StepStats
 from vllm_specplug.metrics.watchdog import AcceptanceWatchdog
 from vllm_specplug.metrics.worker_metrics import (
     STATS_ATTRIBUTE,
+    TREE_NODES_ATTRIBUTE,
     SpecPlugMetrics,
     format_interval,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "PHASES",
     "PLAIN_REASONS",
     "STATS_ATTRIBUTE",
+    "TREE_NODES_ATTRIBUTE",
     "AcceptanceWatchdog",
     "PrometheusExporter",
     "SpecPlugMetrics",

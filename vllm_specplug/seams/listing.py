@@ -56,6 +56,8 @@ _WHY_DRAFT_LAYERS = (
 )
 _WHY_STATS = "a worker makes the statistics, and the API server exports them"
 _HAS_STATS = "a runner can attach statistics that reach stat loggers"
+_WHY_COUNTS = "vLLM counts rows that it reserved ahead as drafts, whether they have a node or not"
+_HAS_COUNTS = "a worker that works ahead reports the number of drafts of each request"
 _WHY_GRAMMAR = (
     "vLLM advances a grammar along a flat draft list, where siblings get each other's masks; "
     "changes only drafts that carry their parents"
@@ -103,6 +105,16 @@ PROCESS_SEAMS = SeamSet(
             _WHY_STATS,
             _HAS_STATS,
             make="vllm_specplug.engine.metrics_bridge:wrap_stat_logger_manager",
+        ),
+        *(
+            Wrap(
+                "draft_counts",
+                f"{_SCHEDULER}.{name}",
+                _WHY_COUNTS,
+                _HAS_COUNTS,
+                make=f"vllm_specplug.engine.draft_counts:wrap_{name}",
+            )
+            for name in ("make_spec_decoding_stats", "add_request")
         ),
         Wrap(
             "placeholders",
@@ -210,6 +222,13 @@ _PROCESS_USES: tuple[Seam, ...] = (
         "vllm.v1.engine:EngineCoreOutputs",
         "vllm.v1.metrics.loggers:AggregateStatLoggerBase",
         "vllm.v1.metrics.stats:SchedulerStats",
+    ),
+    *overrides(
+        "draft_counts",
+        _WHY_COUNTS,
+        _HAS_COUNTS,
+        "vllm.v1.metrics.stats:RequestSpecDecodeMetrics",
+        "observe",
     ),
     *overrides(
         "metrics_bridge",

@@ -301,6 +301,13 @@ RUNNER_USES: tuple[Seam, ...] = (
         "take_draft_token_ids",
     ),
     *overrides(
+        "runner_step",
+        "the sizes of trees are attached to a step's output once it is on the host",
+        HAS_TREES,
+        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        "get_output",
+    ),
+    *overrides(
         "runner_inputs",
         "the runner keeps trees by request slot; rotary positions follow the depth",
         HAS_TREES,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -128,6 +128,12 @@ class DeviceSpeculator(TreeSpeculator):
             copy, row = self.copies[req_id]
             return copy.read(row)
         return super().tree_of(req_id)
+
+    def tree_nodes(self, req_ids: Sequence[str]) -> Callable[[], dict[str, int]]:
+        if not self._reads_nothing:
+            return super().tree_nodes(req_ids)
+        copies = {r: self.copies[r] for r in req_ids if r in self.copies}
+        return lambda: {r: copy.num_nodes(row) for r, (copy, row) in copies.items()}
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         # vLLM calls this again after it has dropped the graphs of its memory profile.

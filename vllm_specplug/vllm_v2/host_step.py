@@ -192,6 +192,11 @@ class TreesCopy:
         """Waits for the copy and returns the tree of one request, cut to its rows."""
         return self.merged[row].prefix(self._room[row])
 
+    def num_nodes(self, row: int) -> int:
+        """Waits for the copy and returns the number of nodes of one tree that have a row."""
+        room, count = self.copy.read()[row, :2]
+        return int(min(room, count))
+
     @cached_property
     def merged(self) -> list[DraftTree]:
         """Waits for the copy and returns the R trees as drafted."""

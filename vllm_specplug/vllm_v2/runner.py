@@ -8,7 +8,7 @@ overrides below follow the order of a step. Seams: runner_*.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.logger import init_logger
+from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
-from vllm_specplug.metrics import STATS_ATTRIBUTE
+from vllm_specplug.metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
 from vllm_specplug.tree.step_trees import (
     attach_trees,
@@ -55,6 +56,18 @@ if TYPE_CHECKING:
     _Runner: Any
 else:
     _Runner = object
+
+
+class TreeOutput(AsyncModelRunnerOutput):
+    """The output of a step, to which the sizes of its trees are attached once it is on the host."""
+
+    def __init__(self, output: Any, tree_nodes: Callable[[], dict[str, int]]) -> None:
+        self._output, self._tree_nodes = output, tree_nodes
+
+    def get_output(self) -> Any:
+        output = self._output.get_output()
+        setattr(output, TREE_NODES_ATTRIBUTE, self._tree_nodes())
+        return output
 
 
 def make_speculator(stock: Any) -> Any:
@@ -266,6 +279,9 @@ class TreeRunnerMixin(_Runner):
             assert step.trees is not None
             lengths = accepted_lengths(input_batch, step.trees, walk)
             step.states.commit(last_state_rows(input_batch, walk), *lengths)
+        if walk is not None and self.speculator.schedules_ahead:
+            # Taken before the next trees are drafted.
+            step.tree_nodes = self.speculator.tree_nodes(input_batch.req_ids)
         step.walked = self.planner.clock.mark()
         if walk is not None and step.slots is not None:
             assert step.trees is not None
@@ -285,6 +301,8 @@ class TreeRunnerMixin(_Runner):
             if self.speculator.reserved is not None:
                 attribute = RESERVED_ROWS_ATTRIBUTE
                 setattr(output.model_runner_output, attribute, self.speculator.reserved)
+            if self.step.tree_nodes is not None:
+                return TreeOutput(output, self.step.tree_nodes)
         return output
 
     def take_draft_token_ids(self) -> Any:

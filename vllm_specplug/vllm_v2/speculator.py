@@ -152,6 +152,14 @@ class TreeSpeculator(BaseSpeculator):
         """Returns a running request's tree on the host; None if none was drafted."""
         return self.trees.get(req_id)
 
+    def tree_nodes(self, req_ids: Sequence[str]) -> Callable[[], dict[str, int]]:
+        """Returns a function that gives the number of nodes of each request's tree.
+
+        Call the function once the step that verifies these trees has run.
+        """
+        counts = {r: self.trees[r].num_nodes for r in req_ids if r in self.trees}
+        return lambda: counts
+
     # -- V2's interface ------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,9 @@ class StepContext:
         None."""
         self.adapters: tuple[tuple[int, ...], set[Any]] = ((), set())
         """LoRA ids by request, and vLLM's LoRA requests; empty on an engine without adapters."""
+        self.tree_nodes: Callable[[], dict[str, int]] | None = None
+        """See `TreeSpeculator.tree_nodes`. None in a step without drafts, and if the scheduler
+        waits for trees."""
         # Marks of the clock: after the walk and after compaction.
         self.walked: Any = None
         self.compacted: Any = None

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import Counts, Pair, core_of, pair
+from tests.e2e.pair import Counts, Pair, changed, core_of, pair
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.vllm_v2 import host_step, worker_gpu
 from vllm_specplug.vllm_v2.host_step import HostCopy
+from vllm_specplug.vllm_v2.runner import TreeOutput
 
 # In Triton's interpreter; `cuda_on_gpu` runs the same tests on a GPU.
 INTERPRETED = [
@@ -159,6 +160,8 @@ class LateCopy(HostCopy):
 
     made = 0
     waits = 0
+    # While a step's output is read, which comes after the trees that the step verified.
+    with_output = False
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__(tensor.clone())
@@ -171,7 +174,7 @@ class LateCopy(HostCopy):
         return self.was_waited_for or LateCopy.made - self.number >= 5
 
     def read(self) -> torch.Tensor:
-        if not self.has_arrived:
+        if not self.has_arrived and not LateCopy.with_output:
             LateCopy.waits += 1
             self.was_waited_for = True
         return super().read()
@@ -180,5 +183,14 @@ class LateCopy(HostCopy):
 @contextmanager
 def late_copies() -> Iterator[None]:
     """Whoever reads what has not come waits, and is counted."""
-    with patch.object(host_step, "HostCopy", LateCopy):
+
+    def get_output(stock: Any, output: Any) -> Any:
+        LateCopy.with_output = True
+        try:
+            return stock(output)
+        finally:
+            LateCopy.with_output = False
+
+    copies = patch.object(host_step, "HostCopy", LateCopy)
+    with copies, changed(TreeOutput, "get_output", get_output):
         yield

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -19,34 +20,50 @@ import json, sys
 from vllm import LLM, SamplingParams
 
 if __name__ == "__main__":
-    target, head = sys.argv[1:]
+    target, head, options = sys.argv[1:]
+    options = json.loads(options)
     llm = LLM(
         target, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256,
         max_num_seqs=4, disable_log_stats=False, served_model_name="tiny",
+        per_request_spec_decode_metrics="detailed", async_scheduling=options.pop("ahead"),
         speculative_config={"method": "jetspec", "model": head, "num_speculative_tokens": 6,
-                            "max_step_rows": 14, "tree_budget": 6},
+                            **options},
     )
     prompts = [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(2)]
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-    llm.generate(prompts, params)
+    requests = [
+        done.outputs[0].spec_decode_metrics.to_dict() for done in llm.generate(prompts, params)
+    ]
     llm.llm_engine.do_log_stats()
     from prometheus_client import REGISTRY
     samples = [
         [s.name, s.labels, s.value] for family in REGISTRY.collect() for s in family.samples
         if s.name.startswith(("specplug:", "vllm:spec_decode"))
     ]
-    print("SAMPLES " + json.dumps(samples))
+    print("MEASURED " + json.dumps([samples, requests]))
 """
 
 
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory) -> list:
-    folder = tmp_path_factory.mktemp("metrics")
+def measure(folder: Path, **options: object) -> tuple[list, list[dict]]:
+    """Returns the metrics of an engine in a process of its own, and those of its requests."""
     target = tiny.make_target(folder / "target", VOCAB)
     head = tiny.make_head(folder / "head", VOCAB)
-    stdout = run_code(ENGINE, str(target), str(head), env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    line = next(x for x in stdout.splitlines() if x.startswith("SAMPLES "))
-    return json.loads(line.removeprefix("SAMPLES "))
+    arguments = (str(target), str(head), json.dumps(options))
+    stdout = run_code(ENGINE, *arguments, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    line = next(x for x in stdout.splitlines() if x.startswith("MEASURED "))
+    samples, requests = json.loads(line.removeprefix("MEASURED "))
+    return samples, requests
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory) -> tuple[list, list[dict]]:
+    folder = tmp_path_factory.mktemp("metrics")
+    return measure(folder, ahead=False, max_step_rows=14, tree_budget=6)
+
+
+@pytest.fixture(scope="module")
+def samples(measured) -> list:
+    return measured[0]
 
 
 def value(samples: list, name: str, **labels: str) -> float:
@@ -76,6 +93,34 @@ def test_drafts_nodes_and_depths_agree_with_vllm(samples):
     assert by_depth
     for position, count in by_position.items():
         assert by_depth.get(str(int(position) + 1), 0) == count
+
+
+def assert_requests_agree(samples: list, requests: list[dict]) -> None:
+    """Asserts that the metrics of the requests add up to those of the engine."""
+    for field, name in (
+        ("num_spec_steps", "drafts_total"),
+        ("num_draft_tokens", "draft_nodes_total"),
+        ("num_accepted_draft_tokens", "accepted_tokens_total"),
+    ):
+        assert sum(request[field] for request in requests) == value(samples, f"specplug:{name}")
+    for request in requests:
+        assert sum(request["acceptance_histogram"]) == len(request["per_step_drafted"])
+        assert all(request["per_step_drafted"])
+
+
+def test_metrics_of_requests_add_up(measured):
+    assert_requests_agree(*measured)
+
+
+def test_reserved_rows_without_a_node_are_no_drafts(tmp_path):
+    """A scheduler that works ahead reserves rows before it knows how many nodes fill them."""
+    samples, requests = measure(tmp_path, ahead=True, tree_budget="auto")
+    drafts = value(samples, "specplug:drafts_total")
+    assert drafts > 0 and value(samples, "specplug:accepted_tokens_total") > 0
+    assert drafts == value(samples, "vllm:spec_decode_num_drafts_total")
+    nodes = value(samples, "specplug:draft_nodes_total")
+    assert nodes == value(samples, "vllm:spec_decode_num_draft_tokens_total")
+    assert_requests_agree(samples, requests)
 
 
 def test_phases_are_timed_and_trees_are_within_budget(samples):

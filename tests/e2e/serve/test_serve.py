@@ -13,6 +13,7 @@ from pathlib import Path
 
 import openai
 import pytest
+from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
@@ -44,7 +45,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
         enforce_eager=True,
         extra_args=(
             "--spec-method", "tree", "--spec-model", head, "--spec-tokens", "12",
-            "--served-model-name", "smollm2",
+            "--served-model-name", "smollm2", "--per-request-spec-decode-metrics", "detailed",
         ),
     )  # fmt: skip
     log: Path = tmp_path_factory.mktemp("serve") / "server.log"
@@ -61,13 +62,16 @@ def _samples(client: openai.OpenAI) -> list[Sample]:
     return [sample for family in families for sample in family.samples]
 
 
-def _ask(client: openai.OpenAI, question: str, **options: object) -> str:
-    done = client.chat.completions.create(
+def _answer(client: openai.OpenAI, question: str, **options: object) -> ChatCompletion:
+    return client.chat.completions.create(
         model="smollm2",
         messages=[{"role": "user", "content": question}],
         **{"temperature": 0.0, "max_tokens": 32, **options},
     )
-    return str(done.choices[0].message.content)
+
+
+def _ask(client: openai.OpenAI, question: str, **options: object) -> str:
+    return str(_answer(client, question, **options).choices[0].message.content)
 
 
 def test_requests_at_once_get_the_answers_they_get_alone(client: openai.OpenAI) -> None:
@@ -78,7 +82,7 @@ def test_requests_at_once_get_the_answers_they_get_alone(client: openai.OpenAI) 
 
 
 def test_answers_are_those_of_plain_vllm(client: openai.OpenAI) -> None:
-    """As users start it, compiled and with the default budget, against plain eager decoding."""
+    """With the default budget and with trees in every step, against plain decoding."""
     ids = [chat_ids(question) for question in QUESTIONS]
     calls = [{"prompts": ids, "params": {"temperature": 0.0, "max_tokens": 32}}]
     plain = run_engine(engine_args(max_model_len=1024), calls)
@@ -92,6 +96,24 @@ def test_trees_are_drafted_and_counted(client: openai.OpenAI) -> None:
     values = {sample.name: sample.value for sample in _samples(client)}
     assert values["specplug:drafts_total"] > 0
     assert values["vllm:spec_decode_num_accepted_tokens_total"] > 0
+
+
+@pytest.mark.parametrize("options", [{}, {"response_format": {"type": "json_object"}}])
+def test_answers_carry_their_acceptance(client: openai.OpenAI, options: dict[str, object]) -> None:
+    """As load generators read it: they drop an answer whose counts contradict each other."""
+    answer = _answer(client, QUESTIONS[3], max_tokens=64, **DRAFTED, **options)
+    found = answer.model_extra["metrics"]["speculative_decoding"]
+    histogram, accepted = found["acceptance_histogram"], found["per_step_accepted"]
+    steps, drafted = found["num_spec_steps"], found["per_step_drafted"]
+    assert found["num_spec_tokens"] == 12 and len(histogram) == 13
+    assert histogram == [accepted.count(depth) for depth in range(13)]
+    assert steps == sum(histogram) == len(drafted) > 0
+    assert 0 < sum(accepted) == found["num_accepted_draft_tokens"]
+    assert sum(drafted) == found["num_draft_tokens"]
+    assert all(0 <= depth <= nodes <= 8 for depth, nodes in zip(accepted, drafted, strict=True))
+    assert found["mean_acceptance_length"] == 1 + sum(accepted) / steps
+    # Every other token of the answer was sampled by the target.
+    assert sum(accepted) + steps <= answer.usage.completion_tokens
 
 
 def test_the_dashboard_asks_for_what_the_server_has(client: openai.OpenAI) -> None:

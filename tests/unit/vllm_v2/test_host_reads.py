@@ -112,7 +112,9 @@ def _runner(step: Step) -> Any:
     runner: Any = object.__new__(_Runner)
     runner.tree_backend = PretendedBackend()
     runner.num_speculative_steps = N
-    runner.speculator = SimpleNamespace(store=step.store, trees={})
+    runner.speculator = SimpleNamespace(
+        store=step.store, trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
+    )
     runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None), is_skipping=False)
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
     runner.step = StepContext()

@@ -42,6 +42,7 @@ def test_trees_arrive_whole_and_cut_to_their_rows() -> None:
     for row, tree in enumerate(TREES):
         assert same(copy.merged[row], tree)
         assert same(copy.read(row), tree.prefix((2, 3, 9)[row]))
+        assert copy.num_nodes(row) == copy.read(row).num_nodes
         assert copy.lookup_only[row].num_nodes == 0 and copy.branches(row) == []
 
 
