@@ -150,6 +150,18 @@ def test_more_adapters_than_slots_preempted_and_in_chunks() -> None:
     assert len({*preempted}) > 1, preempted
 
 
+def test_adapters_are_added_and_removed() -> None:
+    made = pair("oracle", **LORA)
+    for adapter in adapters()[1:]:
+        engines = [llm.llm_engine for llm in (made.plain, made.tree)]
+        assert all(engine.add_lora(adapter) for engine in engines)
+        made.compare(**batch(PROMPTS, (None, adapter)))
+        assert all(engine.remove_lora(adapter.lora_int_id) for engine in engines)
+        assert not any(engine.list_loras() for engine in engines)
+    # Loaded again by a request that names it.
+    made.compare(**batch(PROMPTS, (adapter,)))
+
+
 def test_one_row_with_logits_per_request_is_not_enough() -> None:
     """As vLLM maps adapters. The engine does not survive it."""
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin

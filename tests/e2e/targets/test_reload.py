@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from tests.e2e import tiny
-from tests.e2e.pair import Pair, core_of, generate
+from tests.e2e.pair import Pair, core_of, generate, sequences_of
 from tests.e2e.reloads import (
     PARAMS,
     PROMPTS,
@@ -60,6 +60,36 @@ def test_tied_lm_heads_are_new_where_products_are_vllms() -> None:
     made = Pair(engine_of(None, target_of("tied", 1)), tree)
     made.watch()
     made.compare(PROMPTS, PARAMS, least_accepted=40)
+
+
+def test_rollouts_between_weight_updates() -> None:
+    """A trainer sends new weights again and again, also while requests run."""
+    way, own = WAYS["untied"]
+    made = Pair(*(engine_of(method, target_of("untied", 0), **own) for method in (None, "oracle")))
+    made.watch()
+    expected = None
+    for seed in (1, 2, 1):
+        for llm in (made.plain, made.tree):
+            engine = llm.llm_engine
+            for i, prompt in enumerate(PROMPTS):
+                engine.add_request(f"{seed}-{i}", {"prompt_token_ids": prompt}, PARAMS)
+            for _ in range(4):
+                engine.step()
+            way(llm, target_of("untied", seed))
+            while engine.has_unfinished_requests():
+                engine.step()
+            assert llm.reset_prefix_cache()
+        before = expected
+        expected, _ = made.compare(PROMPTS, PARAMS, least_accepted=40)
+        expected = sequences_of(expected)
+        assert expected != before, "the weights are those before the update"
+
+
+def test_updates_of_the_head_are_refused() -> None:
+    llm = engine_of("oracle", target_of("untied", 0), **WAYS["untied"][1])
+    with pytest.raises(RuntimeError, match="no draft model is configured"):
+        llm.collective_rpc("start_draft_weight_update")
+    WAYS["untied"][0](llm, target_of("untied", 1))
 
 
 def _without(path: Path, name: str) -> Path:
