@@ -62,7 +62,8 @@ def cpu_extension() -> list[Extension]:
             libraries=["torch_cpu"],
             define_macros=[("TORCH_TARGET_VERSION", "0x020b000000000000")],
             extra_compile_args=["-std=c++17", "-O3", "-fvisibility=hidden", "-g0"],
-            extra_link_args=[],
+            # It calls nothing of Python, so one wheel serves all Python versions.
+            py_limited_api=True,
             optional=True,
         )
     ]
@@ -82,4 +83,5 @@ setup(
     package_data={"vllm_specplug.kernels.cute": ["cubins/*"]},
     ext_modules=cpu_extension(),
     cmdclass={"build_ext": ParallelBuild},
+    options={"bdist_wheel": {"py_limited_api": "cp311"}},
 )

@@ -84,8 +84,25 @@ def test_the_recipe_ends_in_an_environment_that_serves(tmp_path: Path) -> None:
     assert len(broken.stdout.splitlines() + broken.stderr.splitlines()) < 25
     assert re.search(r"^self test / ok +yes", run(commands[2]), re.MULTILINE)
     assert run("vllm --version").strip().endswith("0.32.0+cpu")
-    script = tmp_path / "answer.py"
+    python, script = str(venv / "bin/python"), tmp_path / "answer.py"
     script.write_text(ANSWER.format(config=speculative_config("smollm2", "jetspec")))
-    assert "tokens: 8" in run(
-        [str(venv / "bin/python"), str(script), str(prepare_target("smollm2"))]
+    answer = [python, str(script), str(prepare_target("smollm2"))]
+    assert "tokens: 8" in run(answer)
+
+    # A wheel of the source archive, for all Python versions, serves too.
+    run([python, "-c", "from setuptools import build_meta; build_meta.build_sdist('dist')"])
+    (archive,) = source.glob("dist/*.tar.gz")
+    run(
+        [
+            "pip",
+            "wheel",
+            "--no-build-isolation",
+            "--no-deps",
+            f"--wheel-dir={tmp_path}",
+            str(archive),
+        ]
     )
+    (wheel,) = tmp_path.glob("*-cp311-abi3-linux_x86_64.whl")
+    run(["pip", "uninstall", "--yes", "vllm-specplug"])
+    run(["pip", "install", "--no-deps", str(wheel)])
+    assert "tokens: 8" in run(answer)
