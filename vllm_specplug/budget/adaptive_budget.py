@@ -115,11 +115,11 @@ class AdaptiveBudget:
         self.thresholds: LevelThresholds | None = None
         """Thresholds of the last planned draft; None if all of its levels are drafted."""
         # Number of steps for which the decision against all drafts still holds, and their requests.
-        self._rest_steps = 0
-        self._rest_ids: list[str] = []
-        # Number of steps of `rests_on` that are not counted yet, and the plan that they repeat.
+        self._plain_steps = 0
+        self._plain_ids: list[str] = []
+        # Number of steps of `hold_plain` that are not counted yet, and the plan that they repeat.
         self._uncounted_steps = 0
-        self._rest_plan: Plan | None = None
+        self._plain_plan: Plan | None = None
         # Expected tokens per millisecond of the last step with drafts, relative to a plain one.
         self._gain = 1.0
         self.saved_ms: float | None = 0.0
@@ -134,13 +134,13 @@ class AdaptiveBudget:
         Args:
             lookups: trees from lookups, whose cost is negligible.
         """
-        self._count_rest()
+        self._count_plain_steps()
         slots = self._slots_of(step.req_ids)
         nodes = self._nodes(lookups, slots)
         plan = self.planned = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
         self.trials.earn()
         self.thresholds = None
-        if not self._rests(step, nodes):
+        if not self._still_holds_plain(step, nodes):
             plan.is_plain_trial = plan.is_trial = self._starts_plain_trial(step)
             if self.gate is not None and len(step.req_ids) and not plan.is_plain_trial:
                 self._plan_forwards(self.gate, plan)
@@ -161,8 +161,8 @@ class AdaptiveBudget:
         plan.depths = np.where(fixed, limits, decision.depths)
         plan.is_trial = decision.is_probe
         if not (decision.depths.any() or len(plan.lookup_nodes.scores) or forced):
-            self._rest_steps, self._rest_ids = _REST_STEPS - 1, list(step.req_ids)
-            self._rest_plan = plan
+            self._plain_steps, self._plain_ids = _REST_STEPS - 1, list(step.req_ids)
+            self._plain_plan = plan
         # A probe measures all levels.
         if self.costs.by_level and not decision.is_probe and not fixed.any():
             self.thresholds = self._level_thresholds(plan, step_ms)
@@ -200,41 +200,41 @@ class AdaptiveBudget:
 
     # -- while nothing is drafted ----------------------------------------------------------
 
-    def _rests(self, step: NextStep, lookups: Nodes) -> bool:
+    def _still_holds_plain(self, step: NextStep, lookups: Nodes) -> bool:
         """Returns whether the last decision against all drafts still holds.
 
         A new decision would take longer than everything else in a step without drafts.
         """
-        if self._rest_steps and not len(lookups.scores) and step.req_ids == self._rest_ids:
+        if self._plain_steps and not len(lookups.scores) and step.req_ids == self._plain_ids:
             assert self.gate is not None
-            self._rest_steps -= 1
-            self.gate.rest(1)
+            self._plain_steps -= 1
+            self.gate.skip(1)
             return True
-        self._rest_steps = 0
+        self._plain_steps = 0
         return False
 
     @property
-    def is_resting(self) -> bool:
+    def holds_plain(self) -> bool:
         """Whether a decision against all drafts holds for the next step."""
-        return self._rest_steps > 0
+        return self._plain_steps > 0
 
-    def rests_on(self) -> bool:
+    def hold_plain(self) -> bool:
         """Returns whether the last decision against all drafts holds for one more step of the same
         requests, without lookups. If so, do not call `plan` and `trim` for that step."""
-        if not self._rest_steps:
+        if not self._plain_steps:
             return False
-        self._rest_steps -= 1
+        self._plain_steps -= 1
         self._uncounted_steps += 1
         return True
 
-    def _count_rest(self) -> None:
-        """Counts all steps of `rests_on` at once; counting each would cost the time saved."""
-        steps, plan = self._uncounted_steps, self._rest_plan
+    def _count_plain_steps(self) -> None:
+        """Counts all steps of `hold_plain` at once; counting each would cost the time saved."""
+        steps, plan = self._uncounted_steps, self._plain_plan
         if not steps:
             return
         assert self.gate is not None and plan is not None
         self._uncounted_steps = 0
-        self.gate.rest(steps)
+        self.gate.skip(steps)
         self.lookups.advance(steps)
         self.fairness.step(plan.slots, plan.step.num_roots, 1.0, steps)
         self.trials.earn(steps)
@@ -357,11 +357,11 @@ class AdaptiveBudget:
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that ended."""
-        self._count_rest()
+        self._count_plain_steps()
         ended = set(req_ids)
         self.acceptance.forget(ended)
-        if not ended.isdisjoint(self._rest_ids):
-            self._rest_steps, self._rest_ids, self._rest_plan = 0, [], None
+        if not ended.isdisjoint(self._plain_ids):
+            self._plain_steps, self._plain_ids, self._plain_plan = 0, [], None
 
     # -- costs and probabilities -----------------------------------------------------------
 

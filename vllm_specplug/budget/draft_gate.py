@@ -259,7 +259,7 @@ class DraftGate:
         self._depth_credit = 0.0
         return True
 
-    def rest(self, steps: int) -> None:
+    def skip(self, steps: int) -> None:
         """Counts plain steps without a decision."""
         self._steps_since_forward += steps
         self._steps_pending += steps * self._is_pending

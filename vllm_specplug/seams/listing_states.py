@@ -48,7 +48,7 @@ STATE_SEAMS = SeamSet(
             f"{_GDN}._forward_core",
             _WHY_STATES,
             _HAS_PARENTS,
-            make="vllm_specplug.vllm_attention.state_rows:with_device_trees",
+            make="vllm_specplug.vllm_attention.state_rows:wrap_device_core",
         ),
         *uses(
             "state_blocks",
@@ -128,7 +128,7 @@ CPU_STATE_SEAMS = SeamSet(
             "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
             _WHY_STATES,
             _HAS_PARENTS,
-            make="vllm_specplug.vllm_attention.state_rows:with_trees",
+            make="vllm_specplug.vllm_attention.state_rows:wrap_cpu_core",
         ),
         _block_size("vllm.platforms.cpu:CpuPlatform"),
         *uses(

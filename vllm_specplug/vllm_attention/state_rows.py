@@ -403,7 +403,7 @@ def attach_state_step(attn_metadata: dict[str, Any], names: Sequence[str], step:
         setattr(metadata, STATE_STEP_ATTRIBUTE, step)
 
 
-def with_device_trees(stock: Callable[..., None]) -> Callable[..., None]:
+def wrap_device_core(stock: Callable[..., None]) -> Callable[..., None]:
     """Wraps vLLM's core of a layer on a device; tree rows leave it. Seam: state_rows."""
 
     def core(
@@ -433,7 +433,7 @@ def with_device_trees(stock: Callable[..., None]) -> Callable[..., None]:
     return core
 
 
-def with_trees(stock: Core) -> Core:
+def wrap_cpu_core(stock: Core) -> Core:
     """Wraps vLLM's core of a layer on a CPU; tree rows leave it. Seam: state_rows."""
 
     def core(

@@ -311,8 +311,8 @@ def test_broken_calibrations_are_refused(change: dict) -> None:
         Calibration.from_json({**good, **change})
 
 
-def test_a_rest_that_is_not_asked_for_step_by_step_is_the_same_rest() -> None:
-    """`rests_on` stands for `plan` and `trim` of a step in which nothing is found."""
+def test_plain_steps_that_are_counted_at_once_are_counted_alike() -> None:
+    """`hold_plain` stands for `plan` and `trim` of a step in which nothing is found."""
     asked, told = (budget(draft=4.0) for _ in range(2))
     none = [DraftTree.empty()] * 8
     told_steps, probes = 0, []
@@ -320,7 +320,7 @@ def test_a_rest_that_is_not_asked_for_step_by_step_is_the_same_rest() -> None:
         step = next_step(8)
         decisions = []
         for controller in (asked, told):
-            if controller is told and controller.rests_on():
+            if controller is told and controller.hold_plain():
                 told_steps += 1
                 decisions.append([0] * 8)
                 continue
@@ -330,7 +330,7 @@ def test_a_rest_that_is_not_asked_for_step_by_step_is_the_same_rest() -> None:
         assert decisions[0] == decisions[1]
         probes.append(any(decisions[0]))
     assert told_steps > 300 and 0 < sum(probes[300:]) < 30
-    told._count_rest()
+    told._count_plain_steps()
     for name in ("_due", "_emitted"):
         np.testing.assert_allclose(getattr(asked.fairness, name), getattr(told.fairness, name))
     assert asked.trials.plain_credit == pytest.approx(told.trials.plain_credit)
@@ -341,8 +341,8 @@ def test_nobody_rests_for_a_request_that_ended() -> None:
     for _ in range(40):
         controller.plan(next_step(2), [DraftTree.empty()] * 2)
         controller.trim([DraftTree.empty()] * 2)
-        if controller.is_resting:
+        if controller.holds_plain:
             break
-    assert controller.rests_on()
+    assert controller.hold_plain()
     controller.forget(["r0"])
-    assert not controller.rests_on()
+    assert not controller.hold_plain()

@@ -68,7 +68,7 @@ def test_another_load_has_averages_of_its_own() -> None:
     assert gate.should_skip(8)
 
 
-def test_ranks_that_draft_together_never_rest() -> None:
+def test_ranks_that_draft_together_never_skip_lookups() -> None:
     gate = LookupGate()
     gate.is_on = False
     assert _looked_up(gate, 200, saved_ms=0.0) == 200

@@ -207,7 +207,7 @@ class DraftPlanner:
         """
         if self._skippable and self._skippable == req_ids:
             assert self.adaptive is not None
-            if self.adaptive.rests_on():
+            if self.adaptive.hold_plain():
                 self._num_skipped += 1
                 return True
         self._end_skipping()
@@ -272,7 +272,7 @@ class DraftPlanner:
             return
         self.stats.tree_budget = max(tree.num_nodes for tree in trees)
         has_lookup = drafter.has_lookup and not budget.lookups.is_skipping
-        if batch.req_ids and budget.is_resting and not has_lookup:
+        if batch.req_ids and budget.holds_plain and not has_lookup:
             self._skippable = list(batch.req_ids)
             self._plain = {
                 reason: count - self._plain_before.get(reason, 0)

@@ -331,7 +331,7 @@ def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
 # -- steps for which nothing is asked --------------------------------------------------------------
 
 
-def _at_rest(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
+def _hold_plain(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
     """Ids of a batch for which it was decided to draft nothing for a while."""
     for _ in range(60):
         requests, batch = requests_of(planner, [None] * count)
@@ -348,7 +348,7 @@ def _at_rest(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
 def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> None:
     planner = planner_of(draft_ms=60.0)
     drafter = ChainDrafter()
-    ids = _at_rest(planner, drafter)
+    ids = _hold_plain(planner, drafter)
     assert planner.stats.plain_steps == {"budget": 3}
     planner.stats.drain()
     asked = len(drafter.asked)
@@ -361,14 +361,14 @@ def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> 
 
 
 @pytest.mark.parametrize("change", ["joined", "left", "ended", "has_lookup"])
-def test_another_batch_ends_the_rest(change: str) -> None:
+def test_another_batch_ends_plain_steps(change: str) -> None:
     planner = planner_of(draft_ms=60.0)
     drafter = ChainDrafter()
-    ids = _at_rest(planner, drafter)
+    ids = _hold_plain(planner, drafter)
     if change == "has_lookup":
         # With lookups every step may find something, until they rest themselves.
         planner = planner_of(draft_ms=60.0)
-        _at_rest(planner, _LookingDrafter())
+        _hold_plain(planner, _LookingDrafter())
         assert planner.adaptive is not None and planner.adaptive.lookups.is_skipping
         return
     assert planner.should_skip(ids)
