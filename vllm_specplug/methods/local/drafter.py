@@ -37,10 +37,11 @@ class LocalHeadDrafter(BlockHeadDrafter):
         local = self._local_builder
         if local is None:
             return super()._build(requests, depths)
-        ids, log_probs, slots = self._scored(requests, local, max(depths))
+        ids, log_probs, slots, factors = self._scored(requests, local, max(depths))
         return local.build(
-            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths, slots
-        )
+            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths, slots,
+            factors,
+        )  # fmt: skip
 
     def _build_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         local = self._local_builder
@@ -49,7 +50,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
         depth = self.forward_depth
         if requests.max_depth is not None:
             depth = min(depth, requests.max_depth)
-        ids, log_probs, slots = self._scored(requests, local, depth)
+        ids, log_probs, slots, factors = self._scored(requests, local, depth)
         return local.build_on_device(
             ids,
             log_probs,
@@ -59,6 +60,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
             width=requests.width,
             num_nodes=requests.num_nodes,
             slots=slots,
+            factors=factors,
         )
 
     def slot_confidence(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -67,11 +69,16 @@ class LocalHeadDrafter(BlockHeadDrafter):
         """
         return None
 
+    def slot_factors(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Returns factors [R, D, r] of a Markov head's rank vectors from the states [R, D, H] of
+        the slots whose candidates they score; None without factors."""
+        return None
+
     def _scored(
         self, requests: DraftRequests | DeviceRequests, local: LocalTreeBuilder, depth: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns the candidates that the local head scores, as draft ids and log-probabilities
-        [R, depth, M], and `slot_confidence`."""
+        [R, depth, M], `slot_confidence` and `slot_factors`."""
         count = min(local.options.num_candidates, self.vocab_size)
         ids, log_probs, hidden = self.draft_candidates(requests, depth, count)
-        return ids, log_probs, self.slot_confidence(hidden)
+        return ids, log_probs, self.slot_confidence(hidden), self.slot_factors(hidden)

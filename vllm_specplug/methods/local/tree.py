@@ -16,7 +16,8 @@ The local head scores only the M likeliest tokens of the block head, because low
 enough. Their fused probabilities sum to the mass that the block head gave these M tokens. So scores
 stay log-probabilities over the draft vocabulary, and weights of 0 give the block head's scores.
 
-A confidence head lowers the scores of all children of a node by the same amount.
+A confidence head lowers the scores of all children of a node by the same amount. Factors of a slot
+multiply a Markov head's rank vectors when they score that slot's candidates.
 """
 
 from __future__ import annotations
@@ -179,6 +180,8 @@ class LocalTreeBuilder:
         widths: Sequence[int],
         # [R, D] float32 confidence logits of the slots, where the builder has a confidence
         slots: torch.Tensor | None = None,
+        # [R, D, r] factors of a Markov head's rank vectors
+        factors: torch.Tensor | None = None,
         *,
         compiled: bool = True,
     ) -> list[DraftTree]:
@@ -189,13 +192,15 @@ class LocalTreeBuilder:
         """
         if compiled and ids.device.type != "cpu":
             return read_trees(
-                self._build_for_host(ids, log_probs, anchors, budgets, depths, widths, slots=slots)
+                self._build_for_host(
+                    ids, log_probs, anchors, budgets, depths, widths, slots=slots, factors=factors
+                )
             )
         if self.weights is None or not compiled:
             trees = []
             for r, anchor in enumerate(anchors):
-                own = None if slots is None else slots[r]
-                expand = self.expander(ids[r], log_probs[r], widths[r], own)
+                own = (None if part is None else part[r] for part in (slots, factors))
+                expand = self.expander(ids[r], log_probs[r], widths[r], *own)
                 trees += draft_level_by_level(
                     [anchor], [budgets[r]], [depths[r]], [widths[r]], expand, frontier_width=None
                 )
@@ -204,6 +209,12 @@ class LocalTreeBuilder:
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
             roots = self._root_inputs(torch.tensor(anchors))
+        weights, draft_ids = self.weights, self.draft_ids
+        if factors is not None:
+            assert roots is not None
+            weights, draft_ids = self._weights_of(ids, factors), draft_ids[ids].flatten()
+            ids = torch.arange(ids.numel()).view_as(ids)
+            roots[:, : factors.shape[-1]] *= factors[:, 0]
         of_token, weight = None, 0.0
         if self.confidence is not None and slots is not None:
             assert self.token_confidence is not None
@@ -212,7 +223,7 @@ class LocalTreeBuilder:
             slots = slots.clone()
             slots[:, 0] += self.confidence.of_token[list(anchors)]
         tokens, parents, node_depths, scores, counts = build_local_trees(
-            self.weights,
+            weights,
             ids,
             log_probs,
             *(torch.tensor(values, dtype=torch.int32) for values in (budgets, depths, widths)),
@@ -224,7 +235,7 @@ class LocalTreeBuilder:
             of_token,
             weight,
         )
-        token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
+        token_ids = draft_ids[tokens.clamp_(0, len(draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
         return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
 
@@ -234,6 +245,7 @@ class LocalTreeBuilder:
         log_probs: torch.Tensor,
         *requests: Sequence[int],
         slots: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build_on_device` with the arguments of `build`."""
         anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
@@ -247,6 +259,7 @@ class LocalTreeBuilder:
             num_nodes=max(requests[1]),
             widths=widths,
             slots=slots,
+            factors=factors,
         )
 
     def build_on_device(
@@ -264,6 +277,7 @@ class LocalTreeBuilder:
         num_nodes: int,
         widths: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build` without a read on the host, for all branches of a depth of all requests at once.
 
@@ -272,12 +286,13 @@ class LocalTreeBuilder:
             num_nodes: at least the largest budget.
             widths: [R] maximum per request; None if all have `width`.
             slots: [R, D] as in `build`.
+            factors: [R, D, r] as in `build`.
         """
         return draft_levels_on_device(
             anchors,
             budgets,
             depths,
-            self._device_expander(ids, log_probs, min(width, ids.shape[-1]), slots),
+            self._device_expander(ids, log_probs, min(width, ids.shape[-1]), slots, factors),
             num_levels=ids.shape[1],
             num_nodes=num_nodes,
             width=width,
@@ -291,6 +306,7 @@ class LocalTreeBuilder:
         log_probs: torch.Tensor,
         width: int,
         slots: torch.Tensor | None,
+        factors: torch.Tensor | None,
     ) -> DeviceExpand:
         """`expander` for the frontiers of all requests."""
         head, options, confidence = self.head, self.options, self.confidence
@@ -314,8 +330,10 @@ class LocalTreeBuilder:
             fused = own.expand(*shape, -1)
             alpha, beta = options.alpha[depth], options.beta[depth]
             if alpha:
-                table = self.output_table[candidates]
-                fused = fused + alpha * (ranks.unflatten(0, shape) @ table.mT).float()
+                table, local = self.output_table[candidates], ranks.unflatten(0, shape)
+                if factors is not None:
+                    local = local * factors[:, depth, None]
+                fused = fused + alpha * (local @ table.mT).float()
             if beta:
                 assert self.log_prior is not None
                 fused = fused - beta * self.log_prior[candidates][:, None]
@@ -378,6 +396,13 @@ class LocalTreeBuilder:
         )
         return self.head.rank_of(states), states
 
+    def _weights_of(self, ids: torch.Tensor, factors: torch.Tensor) -> LocalTreeWeights:
+        """Returns tables with a row per candidate [R, D, M] of a draft: the kernel has no factors,
+        so the rank vectors of a depth contain those of the next."""
+        ranks = self.head.input_features(self.draft_ids[ids], self.embed_tokens)
+        ranks[:, :-1] *= factors[:, 1:, None]
+        return markov_weights(self.output_table[ids].flatten(0, 2), ranks.flatten(0, 2))
+
     def _compiled_weights(self) -> LocalTreeWeights:
         head, config = self.head, self.head.config
         if config.kind == "markov":
@@ -418,6 +443,7 @@ class LocalTreeBuilder:
         log_probs: torch.Tensor,
         width: int,
         slots: torch.Tensor | None = None,
+        factors: torch.Tensor | None = None,
     ) -> Expand:
         """Returns the function that expands frontiers of one request by the fused distributions.
 
@@ -426,6 +452,7 @@ class LocalTreeBuilder:
             log_probs: [D, M] their log-probabilities.
             width: number of children of each node.
             slots: [D] confidence logits.
+            factors: [D, r] factors of rank vectors.
         """
         head, options, confidence = self.head, self.options, self.confidence
         # One row per node of the last expanded frontier.
@@ -445,7 +472,8 @@ class LocalTreeBuilder:
             fused = own.expand(len(frontier), -1)
             alpha, beta = options.alpha[depth], options.beta[depth]
             if alpha:
-                fused = fused + alpha * (ranks @ self.output_table[candidates].T).float()
+                local = ranks if factors is None else ranks * factors[depth]
+                fused = fused + alpha * (local @ self.output_table[candidates].T).float()
             if beta:
                 assert self.log_prior is not None
                 fused = fused - beta * self.log_prior[candidates]
