@@ -40,10 +40,7 @@ ARCHITECTURES = (
     "DSparkDraftModel",
 )  # fmt: skip
 # Heads on the same backbone that are not supported, with the reason.
-_DFLASH2 = (
-    "DFlash2: its layers convolve along the block, and a selector ranks pairs of candidates; "
-    "vLLM's own method dflash drafts chains with such heads"
-)
+_DFLASH2 = "DFlash2: heads with a candidate selector are those of method dflash2_tree"
 _LILICORR = (
     "LiLiCorr: a transformer over the candidates of all slots picks a path through them; vLLM's "
     "own method dflash drafts chains with such heads"
@@ -102,6 +99,9 @@ class BlockHeadConfig:
     A row at position p attends positions p - window + 1 to p of the context, and its block with
     mask `sliding_causal`.
     `rope_scaling` holds the settings of a rotary embedding other than the default.
+    `conv_kernel_size` is the number of taps of the layers' convolutions along the block, 0 without
+    them; `conv_group_size` channels share a correction of the kernel.
+    `input_embedding_scale` multiplies the embeddings of the anchor and the masks.
     """
 
     hidden_size: int
@@ -126,6 +126,9 @@ class BlockHeadConfig:
     windows: tuple[int | None, ...] = ()
     sliding_causal: bool = True
     attention_bias: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    input_embedding_scale: float = 1.0
 
     def __post_init__(self) -> None:
         require_size("num_hidden_layers", self.num_hidden_layers, _MAX_VALUES["num_hidden_layers"])
@@ -303,6 +306,8 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         raw.get("is_neox_style"),
         "absent or true (rotary embedding over halves)",
     )
+    mode = raw.get("attention_mode")
+    require(mode in (None, "gqa"), "attention_mode", mode, "absent or 'gqa' (as in Qwen3's layers)")
     require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
     require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
 

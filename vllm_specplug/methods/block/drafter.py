@@ -181,11 +181,13 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         else:
             self.backlog.write(requests.req_ids)
         num_reqs = len(requests)
-        # A bidirectional block needs all slots that it was trained with; a causal one may stop at
-        # the last depth that is read.
+        # A bidirectional block needs all slots that it was trained with, and convolutions see where
+        # blocks begin by their size; another causal one may stop at the last depth that is read.
         first = self.config.first_slot
         causal = self.config.layer_causal
-        rows = depth + first if all(causal) else self.config.block_size
+        rows = self.config.block_size
+        if all(causal) and not self.config.conv_kernel_size:
+            rows = depth + first
         device = self.embed_tokens.device
         if isinstance(requests, DeviceRequests):
             anchors, starts = requests.anchors, requests.context_lens

@@ -24,7 +24,14 @@ from vllm_specplug.kernels.draft_rows import (
     project_heads,
 )
 from vllm_specplug.kernels.row_ops import add_rms_norm, gated_silu, norm_rotate_heads, rms_norm
-from vllm_specplug.methods.block.head import Attend, BlockHead, BlockLayer, rotary_cos_sin
+from vllm_specplug.methods.block.head import (
+    Attend,
+    BlockHead,
+    BlockLayer,
+    conv_sides,
+    rotary_cos_sin,
+    scaled_inputs,
+)
 from vllm_specplug.methods.block.rotary import Rotary
 
 
@@ -69,6 +76,7 @@ class _FusedLayer:
         ).contiguous()
         self.input_norm = layer.input_layernorm.weight
         self.post_norm = layer.post_attention_layernorm.weight
+        self.attention_conv, self.mlp_conv = layer.attention_conv, layer.mlp_conv
 
 
 class FusedBlockHead:
@@ -104,7 +112,7 @@ class FusedBlockHead:
         self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         self.rotary = rotary_tables(config.rotary, max_positions, self.norm)
         products = [self.fc, self.context, *(p for layer in self.layers for p in layer.products)]
-        self.joins_rows = can_join_rows(
+        self.joins_rows = not config.conv_kernel_size and can_join_rows(
             products, self.head_dim, config.rotary.rotated, self.norm.dtype
         )
         """Whether `kernels.draft_rows` joins norms, rotations and sums with the products."""
@@ -145,18 +153,24 @@ class FusedBlockHead:
         self, input_embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """[T, H], [T] -> final normed hidden states [T, H]."""
+        x = scaled_inputs(input_embeds, self.config)
         if self.joins_rows:
-            return self._forward_joined(input_embeds, positions, attend)
-        x, normed = input_embeds, rms_norm(input_embeds, self.layers[0].input_norm, self.eps)
+            return self._forward_joined(x, positions, attend)
+        normed = rms_norm(x, self.layers[0].input_norm, self.eps)
         num_qk = self.num_heads + self.num_kv_heads
         for index, (layer, next_norm) in enumerate(zip(self.layers, self.next_norms, strict=True)):
-            qkv = layer.qkv(normed).unflatten(-1, (num_qk + self.num_kv_heads, self.head_dim))
+            before, after = conv_sides(layer.attention_conv, normed)
+            qkv = layer.qkv(before(normed)).unflatten(
+                -1, (num_qk + self.num_kv_heads, self.head_dim)
+            )
             qk = norm_rotate_heads(
                 qkv[:, :num_qk], layer.qk_norm, *self.rotary, positions, self.eps
             )
             mixed = attend(index, qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:])
-            x, normed = add_rms_norm(x, layer.output(mixed.flatten(-2)), layer.post_norm, self.eps)
-            delta = layer.down(gated_silu(layer.gate_up(normed)))
+            delta = after(layer.output(mixed.flatten(-2)))
+            x, normed = add_rms_norm(x, delta, layer.post_norm, self.eps)
+            before, after = conv_sides(layer.mlp_conv, normed)
+            delta = after(layer.down(gated_silu(layer.gate_up(before(normed)))))
             x, normed = add_rms_norm(x, delta, next_norm, self.eps)
         return normed
 

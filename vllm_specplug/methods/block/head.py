@@ -14,7 +14,9 @@ position is committed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from vllm_specplug.methods.block.rotary import Rotary
 
 __all__ = ["Attend", "BlockHead", "BlockHeadConfig"]
 
+Side = Callable[[torch.Tensor], torch.Tensor]
 # attend(layer_idx, q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -116,11 +119,63 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class BlockConv(nn.Module):
+    """Convolutions along the slots of a block, before and behind one sublayer of DFlash2.
+
+    With x [T, H] whole blocks of B slots and s the sublayer's normed input, side 0 or 1 gives
+
+        y[j, c] = sum over taps k of (base[side, k, c] + delta[j, side, k, group of c]) x[j - k, c]
+
+    where delta is a projection of s[j], and slots before the block's first are zero. A new
+    convolution returns its input.
+    """
+
+    def __init__(self, config: BlockHeadConfig):
+        super().__init__()
+        taps, hidden = config.conv_kernel_size, config.hidden_size
+        self.block_size = config.block_size
+        self.delta_shape = (2, taps, hidden // config.conv_group_size)
+        self.base_kernel = nn.Parameter(torch.zeros(2, taps, hidden))
+        self.kernel_projection = nn.Linear(hidden, math.prod(self.delta_shape), bias=False)
+        with torch.no_grad():
+            self.base_kernel[:, 0] = 1
+        nn.init.zeros_(self.kernel_projection.weight)
+
+    def kernels(self, normed: torch.Tensor) -> torch.Tensor:
+        """Returns the kernels [2, T, taps, H] float32 of both sides from the sublayer's normed
+        input [T, H]."""
+        delta = self.kernel_projection(normed).unflatten(-1, self.delta_shape)
+        base = self.base_kernel.float().unflatten(-1, (self.delta_shape[-1], -1))
+        return (base + delta.float().unsqueeze(-1)).flatten(-2).transpose(0, 1)
+
+    def convolve(self, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        """Returns y [T, H] of x [T, H] and one side's kernel [T, taps, H]."""
+        blocks = x.float().unflatten(0, (-1, self.block_size))
+        taps = [F.pad(blocks, (0, 0, k, 0))[:, : self.block_size] for k in range(kernel.shape[1])]
+        return (torch.stack(taps, dim=2).flatten(0, 1) * kernel).sum(1).to(x.dtype)
+
+
+def conv_sides(conv: BlockConv | None, normed: torch.Tensor) -> tuple[Side, Side]:
+    """Returns the functions [T, H] -> [T, H] of a sublayer's input and of its output; the identity
+    without convolutions."""
+    if conv is None:
+        return _unchanged, _unchanged
+    before, after = conv.kernels(normed)
+    return partial(conv.convolve, kernel=before), partial(conv.convolve, kernel=after)
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
 class BlockLayer(nn.Module):
     """Pre-norm attention and MLP of one draft layer, in two halves around the attention."""
 
     def __init__(self, config: BlockHeadConfig):
         super().__init__()
+        has_conv = config.conv_kernel_size > 0
+        self.attention_conv = BlockConv(config) if has_conv else None
+        self.mlp_conv = BlockConv(config) if has_conv else None
         self.self_attn = BlockAttention(config)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -131,13 +186,25 @@ class BlockLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns the attention's inputs q [T, Hq, Dh], k and v [T, Hkv, Dh] of slots [T, H]."""
         normed = self.input_layernorm(x)
+        normed = conv_sides(self.attention_conv, normed)[0](normed)
         k, v = self.self_attn.key_value(normed, cos, sin)
         return self.self_attn.query(normed, cos, sin), k, v
 
     def finish(self, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Returns the layer's output [T, H] from the attention's output `mixed` [T, Hq, Dh]."""
-        x = x + self.self_attn.o_proj(mixed.flatten(-2))
-        return x + self.mlp(self.post_attention_layernorm(x))
+        attended = self.self_attn.o_proj(mixed.flatten(-2))
+        if self.attention_conv is not None:
+            attended = conv_sides(self.attention_conv, self.input_layernorm(x))[1](attended)
+        x = x + attended
+        normed = self.post_attention_layernorm(x)
+        before, after = conv_sides(self.mlp_conv, normed)
+        return x + after(self.mlp(before(normed)))
+
+
+def scaled_inputs(input_embeds: torch.Tensor, config: BlockHeadConfig) -> torch.Tensor:
+    """Returns embeddings [..., H] times the head's `input_embedding_scale`."""
+    scale = config.input_embedding_scale
+    return input_embeds if scale == 1 else input_embeds * scale
 
 
 class BlockHead(nn.Module):
@@ -194,6 +261,7 @@ class BlockHead(nn.Module):
 
         Args:
             input_embeds: [T, H], anchor embedding in slot 0 of each block, masks in the others.
+                Layers with convolutions need all slots of each block.
             positions: [T] absolute positions; the anchor's is the number of tokens before it.
             attend: called once per layer as `attend(layer_idx, q, k, v)` with the slots' own
                 q [T, Hq, Dh], k and v [T, Hkv, Dh]; it adds the context K/V and the block mask
@@ -204,7 +272,7 @@ class BlockHead(nn.Module):
             next token.
         """
         cos, sin = self.rotary(positions)
-        x = input_embeds
+        x = scaled_inputs(input_embeds, self.config)
         for index, layer in enumerate(self.layers):
             q, k, v = layer.project(x, cos, sin)
             x = layer.finish(x, attend(index, q, k, v))

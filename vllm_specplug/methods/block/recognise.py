@@ -6,14 +6,13 @@ It also recognises kinds that the reader refuses later with a reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.methods.block.config import (
     ARCHITECTURES,
     OTHER_ARCHITECTURES,
-    OTHER_SPECULATORS_TYPES,
     SPECULATORS_ARCHITECTURES,
     block_containers,
     stated_mask,
@@ -21,12 +20,18 @@ from vllm_specplug.methods.block.config import (
 
 # Tensors that every block head has. Other kinds have `fc.weight` too, but norm features per layer.
 _TENSORS = ("fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight")
-# Keys of a Markov head in a config, and the containers that may hold them.
+# Keys of a Markov head in a config.
 MARKOV_KEYS = (
     "markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head",
     "confidence_head_with_markov", "confidence_head_alpha", "projector_type",
 )  # fmt: skip
-MARKOV_CONTAINERS = ("dflash_config", "dspark_config")
+# Keys of DFlash2's layers and of its candidate selector.
+SELECTOR_KEYS = (
+    "conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k",
+    "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "projector_type",
+)  # fmt: skip
+SELECTOR_ARCHITECTURE = "DFlash2DraftModel"
+_OWN_CONTAINERS = ("dflash_config", "dspark_config")
 _MARKOV_TENSORS = ("markov_head.", "confidence_head.", "markov_w1.", "confidence_proj.")
 
 
@@ -47,27 +52,52 @@ def is_markov_block_head(head: HeadFiles) -> bool:
     return _has_block(head) and _has_markov(head)
 
 
+def is_selector_block_head(head: HeadFiles) -> bool:
+    """Returns whether a checkpoint is a DFlash2 head, with a candidate selector."""
+    if head.speculators_type is not None:
+        return head.speculators_type == "dflash2"
+    return _has_block(head) and _has_selector(head)
+
+
+def _has_selector(head: HeadFiles) -> bool:
+    own = stated_values(head.config, SELECTOR_KEYS)
+    if own.get("selector_rank") or own.get("projector_type") == "dflash2":
+        return True
+    named = SELECTOR_ARCHITECTURE in head.architectures
+    return named or any(name.startswith("candidate_selector.") for name in head.tensors)
+
+
 def _has_markov(head: HeadFiles) -> bool:
-    own = markov_values(head.config)
+    own = stated_values(head.config, MARKOV_KEYS)
     if own.get("markov_rank") or own.get("projector_type") == "dspark":
         return True
     return any(name.startswith(_MARKOV_TENSORS) for name in head.tensors)
 
 
-def markov_values(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config's values of a Markov head, from all containers that trainers use."""
+def stated_values(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Returns a config's values of `keys`, from all containers that trainers use."""
     values: dict[str, Any] = {}
-    for source in (config, *(config.get(name) for name in MARKOV_CONTAINERS)):
+    for source in (config, *(config.get(name) for name in _OWN_CONTAINERS)):
         if isinstance(source, Mapping):
-            values.update({k: source[k] for k in MARKOV_KEYS if source.get(k) is not None})
+            values.update({k: source[k] for k in keys if source.get(k) is not None})
     return values
+
+
+def without_keys(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Returns a config whose containers and top level lack `keys`."""
+    part = {key: value for key, value in config.items() if key not in keys}
+    for name in _OWN_CONTAINERS:
+        inner = config.get(name)
+        if isinstance(inner, Mapping):
+            part[name] = {key: value for key, value in inner.items() if key not in keys}
+    return part
 
 
 def _is_block_head(head: HeadFiles) -> bool:
     if head.speculators_type is not None:
-        # The method's reader refuses all but "dflash" with a reason.
-        return head.speculators_type in ("dflash", "jetspec", *OTHER_SPECULATORS_TYPES)
-    return _has_block(head) and not _has_markov(head)
+        # The method's reader refuses the others with a reason.
+        return head.speculators_type in ("dflash", "jetspec", "domino")
+    return _has_block(head) and not _has_markov(head) and not _has_selector(head)
 
 
 def _has_block(head: HeadFiles) -> bool:

@@ -19,7 +19,7 @@ from vllm_specplug.methods.block.config import (
     BlockHeadConfig,
     block_containers,
 )
-from vllm_specplug.methods.block.recognise import MARKOV_CONTAINERS, MARKOV_KEYS, markov_values
+from vllm_specplug.methods.block.recognise import MARKOV_KEYS, stated_values, without_keys
 
 MARKOV_INPUT = "markov_head.markov_w1.weight"
 MARKOV_OUTPUT = "markov_head.markov_w2.weight"
@@ -65,7 +65,7 @@ class DSparkConfig:
         cls, raw: Mapping[str, Any], *, num_target_layers: int, causal: bool | None = None
     ) -> DSparkConfig:
         """Returns the config from a parsed `config.json`."""
-        own = markov_values(raw)
+        own = stated_values(raw, MARKOV_KEYS)
         block = BlockHeadConfig.from_dict(
             _block_part(raw, own), num_target_layers=num_target_layers, causal=causal
         )
@@ -109,11 +109,7 @@ def _confidence_inputs(own: Mapping[str, Any], hidden: int, rank: int) -> int:
 
 def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the block head without the Markov head, for its own reader."""
-    part = {key: value for key, value in raw.items() if key not in MARKOV_KEYS}
-    for name in MARKOV_CONTAINERS:
-        inner = raw.get(name)
-        if isinstance(inner, Mapping):
-            part[name] = {key: value for key, value in inner.items() if key not in MARKOV_KEYS}
+    part = without_keys(raw, MARKOV_KEYS)
     if raw.get("speculators_model_type") == "dspark":
         part["speculators_model_type"] = "dflash"
         _rename(part, "DFlashSpeculator")

@@ -131,14 +131,61 @@ ZLAB_MIXED = changed(
     layer_types=["sliding_attention"] * 4 + ["full_attention"], sliding_window=2048,
     use_sliding_window=True,
 )  # fmt: skip
-# sgl-project/SpecForge 5943b2f configs/qwen3.6-27b-dflash2.json
-SPECFORGE_DFLASH2_QWEN36_27B = changed(
-    ZLAB_MIXED, architectures=["DFlash2DraftModel"], block_size=None,
-    dflash_config={
-        "block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "selector_rank": 256,
-        "selector_top_k": 16,
+# z-lab/Qwen3.8-27B-DFlash2 (incoai's copy is the same), whose config.json public loaders' tests
+# repeat field for field; sgl-project/SpecForge 5943b2f configs/qwen3.6-27b-dflash2.json has the
+# same fields.
+ZLAB_DFLASH2_QWEN38_27B: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": None,
+    "dflash_config": {
+        "block_size": 8, "conv_group_size": 16, "conv_kernel_size": 2, "mask_token_id": 248070,
+        "selector_rank": 256, "selector_top_k": 16, "target_layer_ids": [5, 19, 33, 47, 61],
     },
+    "dtype": "bfloat16", "eos_token_id": 248044, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 5120, "initializer_range": 0.02, "intermediate_size": 17408, "is_causal": False,
+    "layer_types": ["sliding_attention"] * 5, "max_position_embeddings": 262144,
+    "max_window_layers": 5, "model_type": "qwen3", "num_attention_heads": 32,
+    "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 64,
+    "pad_token_id": 248044, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 10000000, "rope_type": "default"}, "sliding_window": 2048,
+    "tie_word_embeddings": False, "use_cache": True, "use_sliding_window": True,
+    "vocab_size": 248320,
+}  # fmt: skip
+# incoai/GLM-5.3-Flash-DFlash2, from the same kind of source.
+INCO_DFLASH2_GLM53_FLASH = changed(
+    ZLAB_DFLASH2_QWEN38_27B,
+    dflash_config={"mask_token_id": 154856, "target_layer_ids": [5, 14, 24, 33, 42]},
+    eos_token_id=[154820, 154827, 154829], hidden_size=4096, intermediate_size=12288,
+    max_position_embeddings=1048576, num_target_layers=45, pad_token_id=154820, rms_norm_eps=1e-05,
+    rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, use_cache=False,
+    vocab_size=154880,
 )  # fmt: skip
+# Muse-Glimmer-30B-DFlash2, as a public comparison of the two heads lists its other values; the
+# remaining fields are those of Qwen3.8's head.
+MUSE_DFLASH2_GLIMMER_30B = changed(
+    ZLAB_DFLASH2_QWEN38_27B,
+    dflash_config={
+        "block_size": 16, "mask_token_id": 201818, "target_layer_ids": [1, 13, 25, 37, 49],
+        "output_multiplier": 0.19611613513818404, "final_logit_softcapping": 20.0,
+    },
+    hidden_size=6656, intermediate_size=19968, num_target_layers=52, vocab_size=202048,
+)  # fmt: skip
+# lightseekorg/kimi-k3-dflash2, from public loaders' tests: layers with latent attention.
+LIGHTSEEK_DFLASH2_KIMI_K3: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"], "model_type": "qwen3", "hidden_act": "silu",
+    "hidden_size": 7168, "intermediate_size": 14336, "num_hidden_layers": 5,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "vocab_size": 163840,
+    "rms_norm_eps": 1e-05, "num_target_layers": 93,
+    "layer_types": ["sliding_attention"] * 4 + ["full_attention"], "is_causal": False,
+    "use_sliding_window": True, "sliding_window": 4096,
+    "dflash_config": {
+        "block_size": 8, "attention_mode": "mla", "conv_kernel_size": 2, "conv_group_size": 16,
+        "selector_rank": 256, "selector_top_k": 16, "target_layer_ids": [19, 37, 66, 78, 90],
+        "mask_token_id": 163592,
+    },
+    "draft_vocab_size": 163840,
+}  # fmt: skip
 # Written by NVIDIA/Model-Optimizer 0371364 modelopt/torch/export/plugins/hf_spec_export.py, with
 # the sizes of modelopt_recipes/general/speculative_decoding/lilicorr.yaml at d3f4928.
 MODELOPT_LILICORR_QWEN3_8B = changed(
@@ -233,11 +280,12 @@ SPECULATORS_JETSPEC = changed(
     architectures=["JetSpecSpeculator"], speculators_model_type="jetspec", block_size=16,
     kd_temperature=1.0, mask_token_id=None,
 )  # fmt: skip
-# vllm-project/speculators 961aeaa src/speculators/models/dflash2/config.py, with its defaults.
+# vllm-project/speculators 961aeaa src/speculators/models/dflash2/config.py, with its defaults. A
+# DFlash2 head drafts the whole vocabulary; mgoin/Qwen3-4B-speculator.dflash2 has these fields.
 SPECULATORS_DFLASH2 = changed(
     SPECULATORS_QWEN3_8B, architectures=["DFlash2DraftModel"], speculators_model_type="dflash2",
     sliding_window_non_causal=True, conv_kernel_size=2, conv_group_size=16, selector_rank=256,
-    selector_top_k=16,
+    selector_top_k=16, draft_vocab_size=151936,
 )  # fmt: skip
 # vllm-project/speculators c05b95b src/speculators/models/dspark: sample_from_anchor by default, and
 # the values of its training arguments for the two heads.
@@ -266,7 +314,8 @@ def tiny(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         layers = config["transformer_layer_config"]
         layers = changed(layers, **_TINY_LAYER, num_hidden_layers=2)
         layers["layer_types"] = layers["layer_types"][-2:]
-        small = changed(config, draft_vocab_size=20, aux_hidden_state_layer_ids=[2, 4])
+        draft_vocab = 30 if config.get("selector_rank") else 20
+        small = changed(config, draft_vocab_size=draft_vocab, aux_hidden_state_layer_ids=[2, 4])
         small = {**small, "transformer_layer_config": layers, "mask_token_id": 29}
     else:
         small = changed(config, **_TINY_LAYER, num_hidden_layers=2, num_target_layers=4)
@@ -279,4 +328,8 @@ def tiny(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
     for part in (small, small.get("dflash_config") or {}, small.get("dspark_config") or {}):
         if part.get("markov_rank"):
             part["markov_rank"] = 6
+        if part.get("selector_rank"):
+            part.update({"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 7})
+        if part.get("block_size"):
+            part["block_size"] = 5
     return changed(small, block_size=5, **changes)

@@ -46,6 +46,7 @@ class PublishedHead:
         size = layer["head_dim"]
         heads, kv_heads = layer["num_attention_heads"] * size, layer["num_key_value_heads"] * size
         inner = config.get("dflash_config") or {}
+        own = {**config, **inner, **(config.get("dspark_config") or {})}
         self.layers = len(
             inner.get("target_layer_ids")
             or config.get("target_layer_ids")
@@ -67,8 +68,18 @@ class PublishedHead:
             }  # fmt: skip
             for name, shape in shapes.items():
                 self.tensors[f"layers.{i}.{name}.weight"] = random(*shape) * 0.5
+            for name in ("attention_conv", "mlp_conv") if own.get("conv_kernel_size") else ():
+                taps, groups = own["conv_kernel_size"], hidden // own["conv_group_size"]
+                conv = f"layers.{i}.{name}."
+                self.tensors[conv + "base_kernel"] = random(2, taps, hidden)
+                projection = random(2 * taps * groups, hidden) * 0.2
+                self.tensors[conv + "kernel_projection.weight"] = projection
         self.draft_vocab = config.get("draft_vocab_size") or vocab
-        own = {**config, **inner, **(config.get("dspark_config") or {})}
+        if selector := own.get("selector_rank"):
+            for name in ("predecessor", "successor"):
+                self.tensors[f"candidate_selector.{name}_codebook"] = random(vocab, selector)
+            projection = random(selector, hidden) * 0.3
+            self.tensors["candidate_selector.hidden_projection.weight"] = projection
         rank = own.get("markov_rank") or 0
         if rank:
             self.tensors["markov_head.markov_w1.weight"] = random(vocab, rank)

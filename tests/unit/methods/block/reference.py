@@ -49,6 +49,38 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, raw: Mapping[str, Any]) -
     return torch.cat((turned * cos + torch.cat((-second, first), -1) * sin, rest), -1)
 
 
+def _convolved(
+    # [B, H]
+    x: torch.Tensor,
+    # [B, H] the sublayer's normed input
+    source: torch.Tensor,
+    tensors: Tensors,
+    # of a convolution, "layers.0.mlp_conv." for instance
+    prefix: str,
+    # 0 before the sublayer, 1 behind it
+    side: int,
+) -> torch.Tensor:
+    """DFlash2's convolution over the slots of a block, channel by channel; `x` without one.
+
+    out[j, c] = sum over t <= j of (base[t, c] + delta[j, t, group of c]) x[j - t, c], where delta
+    is a projection of the sublayer's input at slot j.
+    """
+    if prefix + "base_kernel" not in tensors:
+        return x
+    base = tensors[prefix + "base_kernel"].double()[side]
+    taps, hidden = base.shape
+    delta = source @ tensors[prefix + "kernel_projection.weight"].double().T
+    delta = delta.view(len(x), 2, taps, -1)[:, side]
+    size = hidden // delta.shape[-1]
+    out = torch.zeros_like(x)
+    for slot in range(len(x)):
+        for tap in range(min(taps, slot + 1)):
+            for channel in range(hidden):
+                weight = base[tap, channel] + delta[slot, tap, channel // size]
+                out[slot, channel] += weight * x[slot - tap, channel]
+    return out
+
+
 def block_hidden(
     raw: Mapping[str, Any],
     tensors: Tensors,
@@ -76,12 +108,14 @@ def block_hidden(
     x = slots.double()
     for i in range(layer["num_hidden_layers"]):
         prefix = f"layers.{i}."
-        normed = _norm(x, t[prefix + "input_layernorm.weight"], eps)
+        source = _norm(x, t[prefix + "input_layernorm.weight"], eps)
+        conv = prefix + "attention_conv."
+        normed = _convolved(source, source, t, conv, 0)
         q, k, v = (
-            (source @ t[f"{prefix}self_attn.{name}_proj.weight"].T)
+            (inputs @ t[f"{prefix}self_attn.{name}_proj.weight"].T)
             .unflatten(-1, (-1, size))
             .transpose(0, 1)
-            for name, source in (
+            for name, inputs in (
                 ("q", normed),
                 ("k", torch.cat((features, normed))),
                 ("v", torch.cat((features, normed))),
@@ -101,14 +135,14 @@ def block_hidden(
             seen &= distance < window
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         mixed = (weights @ v).transpose(0, 1).flatten(1)
-        x = x + mixed @ t[prefix + "self_attn.o_proj.weight"].T
-        normed = _norm(x, t[prefix + "post_attention_layernorm.weight"], eps)
+        mixed = mixed @ t[prefix + "self_attn.o_proj.weight"].T
+        x = x + _convolved(mixed, source, t, conv, 1)
+        source = _norm(x, t[prefix + "post_attention_layernorm.weight"], eps)
+        conv = prefix + "mlp_conv."
+        normed = _convolved(source, source, t, conv, 0)
         gate = torch.nn.functional.silu(normed @ t[prefix + "mlp.gate_proj.weight"].T)
-        x = (
-            x
-            + (gate * (normed @ t[prefix + "mlp.up_proj.weight"].T))
-            @ t[prefix + "mlp.down_proj.weight"].T
-        )
+        gated = gate * (normed @ t[prefix + "mlp.up_proj.weight"].T)
+        x = x + _convolved(gated @ t[prefix + "mlp.down_proj.weight"].T, source, t, conv, 1)
     return _norm(x, t["norm.weight"], eps)
 
 
@@ -122,6 +156,28 @@ def markov_log_probs(
     """Log-probabilities [V'] of the token after `branch`."""
     w1, w2 = (tensors[f"markov_head.markov_w{i}.weight"].double() for i in (1, 2))
     return (logits[len(branch) - 1] + w2 @ w1[branch[-1]]).log_softmax(-1)
+
+
+def selector_scores(
+    # [D, V] the block's scores of each depth, scaled and capped
+    logits: torch.Tensor,
+    # [D, H] the block's states at each depth
+    hidden: torch.Tensor,
+    tensors: Tensors,
+    top_k: int,
+    # target tokens of a branch, the anchor first
+    branch: list[int],
+) -> dict[int, float]:
+    """DFlash2's scores of the `top_k` candidates of the token after `branch`, best unary first."""
+    depth = len(branch) - 1
+    a, b = (tensors[f"candidate_selector.{name}_codebook"].double()
+            for name in ("predecessor", "successor"))  # fmt: skip
+    gate = tensors["candidate_selector.hidden_projection.weight"].double() @ hidden[depth]
+    unary, ids = logits[depth].topk(top_k)
+    return {
+        token: float(score + (a[branch[-1]] * gate) @ b[token])
+        for score, token in zip(unary, ids.tolist(), strict=True)
+    }
 
 
 def log_confidence(

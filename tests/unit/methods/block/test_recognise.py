@@ -34,8 +34,11 @@ KINDS = {
     "SPECFORGE_DOMINO_QWEN3_8B": "ddtree",
     "SPECULATORS_JETSPEC": "jetspec",
     "SPECFORGE_DOMINO_QWEN35_4B": "ddtree",
-    "SPECFORGE_DFLASH2_QWEN36_27B": "ddtree",
-    "SPECULATORS_DFLASH2": "ddtree",
+    "ZLAB_DFLASH2_QWEN38_27B": "dflash2_tree",
+    "INCO_DFLASH2_GLM53_FLASH": "dflash2_tree",
+    "MUSE_DFLASH2_GLIMMER_30B": "dflash2_tree",
+    "LIGHTSEEK_DFLASH2_KIMI_K3": "dflash2_tree",
+    "SPECULATORS_DFLASH2": "dflash2_tree",
     "MODELOPT_LILICORR_QWEN3_8B": "ddtree",
     "SPECFORGE_DSPINE_QWEN3_8B": "jetspec",
     "ANGELSLIM_DFLARE_QWEN3_4B": "ddtree",
@@ -65,6 +68,8 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
     head = PublishedHead(tmp_path, raw)
     assert recognise_head(head.folder).name == "ddtree"
     assert _owners(raw, *head.tensors, "markov_head.markov_w1.weight") == ["dspark_tree"]
+    selector = "candidate_selector.predecessor_codebook"
+    assert _owners(raw, *head.tensors, selector) == ["dflash2_tree"]
     assert _owners(raw) == [] and _owners({}) == []
     assert _owners({"architectures": "DFlashDraftModel"}) == []
 
@@ -72,8 +77,7 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("SPECFORGE_DFLASH2_QWEN36_27B", r"'DFlash2DraftModel'.*convolve.*own method dflash"),
-        ("SPECULATORS_DFLASH2", r"speculators_model_type = 'dflash2'.*convolve"),
+        ("LIGHTSEEK_DFLASH2_KIMI_K3", r"attention_mode = 'mla', legal: absent or 'gqa'"),
         ("MODELOPT_LILICORR_QWEN3_8B", r"'LiLiCorrDraftModel'.*transformer over the candidates"),
         ("SPECFORGE_DOMINO_QWEN3_8B", r"projector_type = 'domino'.*recurrent head"),
         ("SPECFORGE_DOMINO_QWEN35_4B", r"'DominoDraftModel'.*recurrent head"),
