@@ -46,6 +46,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dels": {"method": "dels", **_FIXED},
     # Found by its head, as users may write it.
     "dspark_tree": {"method": "tree", **_FIXED},
+    "dflash2_tree": {"method": "tree", **_FIXED},
     "longspec": {"method": "longspec", **_FIXED, "tree_depth": 4},
     # A partial cache smaller than most contexts here, selected again after 18 tokens.
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 20},
@@ -295,6 +296,8 @@ def head_options(method: str) -> dict[str, Any]:
         return {**head_options("ddtree"), "local_head": str(local)}
     if method == "dspark_tree":
         return {"model": str(tiny.make_dspark_head(folder, vocab))}
+    if method == "dflash2_tree":
+        return {"model": str(tiny.make_dflash2_head(folder, vocab))}
     if method == "longspec":
         return {"model": str(tiny.make_longspec_head(folder, vocab, window=24))}
     if method == "eagle3_tree":

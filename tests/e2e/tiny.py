@@ -191,6 +191,35 @@ def make_dspark_head(
     return folder
 
 
+def make_dflash2_head(
+    folder: Path,
+    vocab_size: int,
+    *,
+    seed: int = 6,
+    hidden: int = HIDDEN,
+    block_size: int = 5,
+    windows: tuple[int | None, ...] = (24, None),
+) -> Path:
+    """A random DFlash2 head for `make_target`'s model; a layer, with its sliding window, each."""
+    from vllm_specplug.methods.dflash2_tree.checkpoint import save_dflash2_head
+    from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
+
+    block = make_block_head(
+        vocab_size, causal=False, seed=seed, hidden=hidden, block_size=block_size, windows=windows
+    )
+    selector = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 16}
+    head = BlockHead(DFlash2Config(**{**vars(block.config), **selector, "selector_top_k": 12}))
+    head.load_state_dict(block.state_dict(), strict=False)
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if "_conv." in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    predecessors, successors = torch.randn(2, vocab_size, 16) * 0.5
+    projection = torch.randn(16, hidden) / hidden**0.5
+    save_dflash2_head(folder, head, predecessors, successors, projection, dtype=torch.float32)
+    return folder
+
+
 def make_local_head(
     folder: Path,
     vocab_size: int,

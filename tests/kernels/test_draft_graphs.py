@@ -17,6 +17,7 @@ import torch
 from tests.e2e.mimo import make_mimo_target
 from tests.e2e.tiny import (
     HIDDEN,
+    make_dflash2_head,
     make_dspark_head,
     make_eagle3_head,
     make_head,
@@ -47,6 +48,7 @@ from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
+from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
 from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
@@ -81,6 +83,11 @@ def markov_head(folder: Path) -> Made:
     return DSparkDrafter, make_dspark_head(folder, VOCAB, windows=(None,)), settings
 
 
+def selector(folder: Path) -> Made:
+    settings = DSparkSettings(num_candidates=12, alpha=(1.0,) * DEPTH, beta=(0.0,) * DEPTH)
+    return DFlash2Drafter, make_dflash2_head(folder, VOCAB, windows=(None,)), settings
+
+
 def local_head(folder: Path) -> Made:
     local, weights = make_local_head(folder / "local", VOCAB), (0.0, 0.5, 0.5, 0.5)
     settings = DelsSettings(
@@ -104,6 +111,7 @@ HEADS: list[Callable[[Path], Made]] = [
     causal_head,
     bidirectional_head,
     markov_head,
+    selector,
     local_head,
     draft_layer,
     module_of_the_target,

@@ -14,17 +14,21 @@ import pytest
 from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_levels
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, compare, compare_block_head, engines
 from tests.e2e.pair import target
-from tests.e2e.tiny import make_dspark_head
+from tests.e2e.tiny import make_dflash2_head, make_dspark_head
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 pytestmark = [*INTERPRETED, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
-def markov_head(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def pair_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Heads that score pairs of tokens, by their method."""
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-    folder = tmp_path_factory.mktemp("head")
-    return {"model": str(make_dspark_head(folder, vocab, windows=(None,)))}
+    makers = {"dspark_tree": make_dspark_head, "dflash2_tree": make_dflash2_head}
+    return {
+        name: {"model": str(make(tmp_path_factory.mktemp("head"), vocab, windows=(None,)))}
+        for name, make in makers.items()
+    }
 
 
 @contextmanager
@@ -39,7 +43,7 @@ def local_trees_are_the_hosts() -> Iterator[list[int]]:
         reach = depths.clamp(0, ids.shape[1])
         oracle = self.build(
             ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
-            [width] * len(anchors), limits.get("slots"), compiled=False,
+            [width] * len(anchors), limits.get("slots"), limits.get("factors"), compiled=False,
         )  # fmt: skip
         seen.append(assert_same_trees(made, dict(enumerate(oracle))))
         return made
@@ -56,9 +60,12 @@ def test_local_head_on_the_device(ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_markov_head_on_the_device(ahead: bool, markov_head: dict[str, str]) -> None:
+@pytest.mark.parametrize("method", ["dspark_tree", "dflash2_tree"])
+def test_pairs_of_tokens_on_the_device(
+    method: str, ahead: bool, pair_heads: dict[str, dict[str, str]]
+) -> None:
     with local_trees_are_the_hosts() as nodes:
-        found = compare_block_head("dspark_tree", ahead, 0, markov_head)
+        found = compare_block_head(method, ahead, 0, pair_heads[method])
     assert set(found) == {0} and sum(nodes) > 50, nodes
 
 

@@ -17,6 +17,7 @@ import pytest
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.statistics import BIAS, LEVEL, PROMPT, SAMPLES, VOCAB, TinyJoint, p_value, power
 from tests.e2e.tiny import (
+    make_dflash2_head,
     make_dspark_head,
     make_eagle3_head,
     make_head,
@@ -45,6 +46,7 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "ddtree": ("bidirectional", {**TREE, "method": "ddtree"}),
     "dels": ("bidirectional", {**TREE, "method": "dels"}),
     "dspark_tree": ("dspark", {**TREE, "method": "dspark_tree"}),
+    "dflash2_tree": ("dflash2", {**TREE, "method": "dflash2_tree"}),
     "longspec": ("longspec", {**TREE, "method": "longspec"}),
     "eagle3_tree": ("eagle3", {**TREE, "method": "eagle3_tree"}),
     "tokenswift": (
@@ -75,6 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Strong weights: the local head decides as much as the block head.
     make_local_head(folder / "local", VOCAB, alpha=1.0, beta=[0.3, 0.6, 0.9])
     make_dspark_head(folder / "dspark", VOCAB)
+    make_dflash2_head(folder / "dflash2", VOCAB)
     make_longspec_head(folder / "longspec", VOCAB)
     make_eagle3_head(folder / "eagle3", VOCAB)
     make_tokenswift_heads(folder / "tokenswift", VOCAB)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.e2e.harness import assert_drafted, run_engine, with_own_budgets
 from tests.e2e.tiny import (
+    make_dflash2_head,
     make_dspark_head,
     make_head,
     make_local_head,
@@ -35,6 +36,7 @@ def three_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_head(folder / "causal", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_head(folder / "block", WIDE_VOCAB, hidden=WIDE_HIDDEN, causal=False)
     make_dspark_head(folder / "dspark", WIDE_VOCAB, hidden=WIDE_HIDDEN)
+    make_dflash2_head(folder / "dflash2", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_local_head(folder / "gru", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     make_tokenswift_heads(folder / "swift", WIDE_VOCAB, hidden=WIDE_HIDDEN)
     return folder
@@ -46,6 +48,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
     "ddtree": {"method": "ddtree", "model": "block"},
     "dels": {"method": "dels", "model": "block", "local_head": "gru"},
     "dspark_tree": {"method": "dspark_tree", "model": "dspark"},
+    "dflash2_tree": {"method": "dflash2_tree", "model": "dflash2"},
     "tokenswift": {
         "method": "tokenswift",
         "model": "swift",

@@ -43,7 +43,9 @@ def second_turns(made: Pair) -> list[list[int]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["dels", "dspark_tree", "longspec", "mtp_tree", "tokenswift"])
+@pytest.mark.parametrize(
+    "method", ["dels", "dflash2_tree", "dspark_tree", "longspec", "mtp_tree", "tokenswift"]
+)
 def test_second_turns_of_other_methods(method: str) -> None:
     made = with_connector(method)
     made.compare(second_turns(made), greedy(max_tokens=24))

@@ -10,7 +10,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.e2e.tiny import make_dspark_head, make_head, make_target, make_tokenswift_heads
+from tests.e2e.tiny import (
+    make_dflash2_head,
+    make_dspark_head,
+    make_head,
+    make_target,
+    make_tokenswift_heads,
+)
 from vllm_specplug import cli
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.engine import spec_config
@@ -27,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_head(folder / "jetspec", VOCAB)
     make_head(folder / "ddtree", VOCAB, causal=False)
     make_dspark_head(folder / "dspark_tree", VOCAB)
+    make_dflash2_head(folder / "dflash2_tree", VOCAB)
     make_tokenswift_heads(folder / "tokenswift", VOCAB)
     return folder
 
@@ -39,7 +46,7 @@ def _target(folder: Path, name: str = "target") -> str:
     return str(folder / name)
 
 
-@pytest.mark.parametrize("name", ["jetspec", "ddtree", "dspark_tree", "tokenswift"])
+@pytest.mark.parametrize("name", ["jetspec", "ddtree", "dflash2_tree", "dspark_tree", "tokenswift"])
 def test_kinds_and_needs_are_told_without_a_target(folder: Path, name: str) -> None:
     report = inspect_head(str(folder / name))
     assert list(report["kind"]) == [name]
@@ -49,10 +56,11 @@ def test_kinds_and_needs_are_told_without_a_target(folder: Path, name: str) -> N
     assert report["files"]["parameters"] > 0 and report["files"]["dtypes"] == ["F32"]
 
 
-def test_what_an_engine_makes_of_it(folder: Path) -> None:
-    report = inspect_head(str(folder / "dspark_tree"), _target(folder))
+@pytest.mark.parametrize(("name", "depth"), [("dspark_tree", 5), ("dflash2_tree", 4)])
+def test_what_an_engine_makes_of_it(folder: Path, name: str, depth: int) -> None:
+    report = inspect_head(str(folder / name), _target(folder))
     assert (report["served"], report["reason"]) == (True, None)
-    assert (report["depth"], report["target_layers"]) == (5, [0, 1])
+    assert (report["depth"], report["target_layers"]) == (depth, [0, 1])
 
 
 def test_refusals_are_those_of_serving(folder: Path) -> None:
@@ -75,6 +83,7 @@ def test_refusals_are_those_of_serving(folder: Path) -> None:
         ("jetspec", "ddtree", True),
         ("jetspec", "dels", True),
         ("dspark_tree", "jetspec", False),
+        ("dflash2_tree", "ddtree", False),
         ("tokenswift", "jetspec", False),
         ("jetspec", "tokenswift", False),
         ("jetspec", "ngram_tree", False),

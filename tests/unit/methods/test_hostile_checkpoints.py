@@ -304,6 +304,17 @@ def _dspark(folder: Path) -> tuple[dict[str, Any], Any]:
     return TARGET, inspect_dspark_head
 
 
+def _dflash2(folder: Path) -> tuple[dict[str, Any], Any]:
+    from tests.e2e.tiny import make_dflash2_head
+    from vllm_specplug.methods.dflash2_tree.checkpoint import inspect_dflash2_head
+
+    config = json.loads((make_dflash2_head(folder, 20) / "config.json").read_text())
+    config.update(config.pop("dflash_config"))
+    (folder / "config.json").write_text(json.dumps(config))
+    target = {"hidden_size": config["hidden_size"], "vocab_size": 20, "num_hidden_layers": 2}
+    return target, inspect_dflash2_head
+
+
 def _scaled(folder: Path) -> tuple[dict[str, Any], Any]:
     """A block head with everything that its layers may have."""
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -332,7 +343,7 @@ def _moved_in(config: dict[str, Any]) -> dict[str, Any]:
 _SCALING_FIELDS = ("rope_type", "factor", "original_max_position_embeddings")
 
 
-@pytest.mark.parametrize("make", [_longspec, _tokenswift, _local, _dspark, _scaled])
+@pytest.mark.parametrize("make", [_longspec, _tokenswift, _local, _dspark, _dflash2, _scaled])
 def test_any_value_in_any_field_of_other_heads_is_taken_or_refused(
     make: Any, tmp_path_factory: Any
 ) -> None:

@@ -17,6 +17,7 @@ from tests.e2e.tiny import (
     HEADS,
     HIDDEN,
     KV_HEADS,
+    make_dflash2_head,
     make_dspark_head,
     make_eagle3_head,
     make_head,
@@ -39,6 +40,7 @@ from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
+from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
 from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
@@ -276,6 +278,12 @@ def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDra
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 
 
+def with_selector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DFlash2Drafter:
+    settings = DSparkSettings(num_candidates=12, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    head = make_dflash2_head(folder, VOCAB, windows=(None,))
+    return on_the_device(DFlash2Drafter, head, settings, monkeypatch)
+
+
 def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafter:
     local = make_local_head(folder / "local", VOCAB)
     weights = (0.0, 0.5, 0.5, 0.5)
@@ -312,8 +320,8 @@ def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafte
 # four levels. Its kernels (attention, tree builder, cache writes) and vLLM's are not among them.
 # Less is better; more needs a reason.
 LAUNCHES = {
-    with_causal_head: 73, with_markov_head: 244, with_local_head: 265, with_draft_layer: 380,
-    with_window: 424,
+    with_causal_head: 73, with_markov_head: 244, with_selector: 251, with_local_head: 265,
+    with_draft_layer: 380, with_window: 424,
 }  # fmt: skip
 
 
@@ -400,6 +408,7 @@ def from_graphs(
 LAUNCHES_WITH_A_GRAPH = {
     with_causal_head: 9,
     with_markov_head: 9,
+    with_selector: 9,
     with_local_head: 9,
     with_draft_layer: 41,
 }
