@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.fork_server import REPO, run_forked, run_fresh
+from tests.e2e.selector_head import selector_head
 
 # A folder with prompts; without one they are made here.
 DATA = os.environ.get("SPECPLUG_DATA")
@@ -86,6 +87,14 @@ METHODS: dict[str, dict[str, Any]] = {
     "dspark_tree": {
         "method": "dspark_tree",
         "model": str(REPO / "heads" / "smollm2-135m-dspark"),
+        "num_speculative_tokens": 16,
+        "tree_budget": 16,
+        "ngram_topk": 0,
+        "max_step_rows": 512,
+    },
+    "dflash2_tree": {
+        "method": "dflash2_tree",
+        "model": str(selector_head()),
         "num_speculative_tokens": 16,
         "tree_budget": 16,
         "ngram_topk": 0,

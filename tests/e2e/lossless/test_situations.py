@@ -198,12 +198,14 @@ _SITUATIONS_OF = {
     "tokenswift": {"preemption", "prefix_cache"},
     "eagle3_tree": {"preemption", "prefix_cache"},
     "dspark_tree": {"mixed_batch"},
+    "dflash2_tree": {"mixed_batch"},
     "ngram_tree": {"mixed_batch", "preemption", "prefix_cache"},
 }
-# n-grams alone draft too seldom in short answers for these to say anything of them; ddtree and
-# dspark_tree are jetspec's drafter.
+# n-grams alone draft too seldom in short answers for these to say anything of them; ddtree,
+# dspark_tree and dflash2_tree are jetspec's drafter.
 HEAD_METHODS = ["jetspec", "jetspec_ngrams"]
-CACHE_METHODS = [name for name in METHODS if name not in ("ddtree", "dspark_tree")]
+_LIKE_JETSPEC = ("ddtree", "dspark_tree", "dflash2_tree")
+CACHE_METHODS = [name for name in METHODS if name not in _LIKE_JETSPEC]
 _MATRIX = [
     pytest.param(name, method, marks=pytest.mark.xdist_group(name))
     for name in SITUATIONS

@@ -68,6 +68,7 @@ def save_dflash2_head(
     successors: torch.Tensor,
     projection: torch.Tensor,
     *,
+    target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
@@ -75,7 +76,7 @@ def save_dflash2_head(
 
     Args:
         head: its config is a `DFlash2Config`.
-        predecessors: [V, r], like `successors`.
+        predecessors: [V, r] by target token, like `successors`.
         projection: [r, H].
     """
     selector = {PREDECESSORS: predecessors, SUCCESSORS: successors, PROJECTION: projection}
@@ -83,7 +84,7 @@ def save_dflash2_head(
         directory,
         {**head.state_dict(), **selector},
         head.config.to_dict(),
-        target_ids=None,
+        target_ids=target_ids,
         dtype=dtype,
         metadata=metadata,
     )
