@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.eagle3_chains import CHAIN, DEPTH, LONG, PROMPTS, compare_drafts
-from tests.e2e.pair import core_of, make_engine, target
+from tests.e2e.pair import core_of, make_engine, pair, target
+from tests.e2e.requests import PROMPTS as REQUESTS
+from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_dflash2_head
 from vllm_specplug.train.target import TargetWeights
 
@@ -74,7 +76,7 @@ def show_drafts(llm: Any) -> None:
     speculator.propose, core.scheduler.schedule = noted, shown
 
 
-@pytest.mark.parametrize("windows", [(None, None), (24, 24)])
+@pytest.mark.parametrize("windows", [(None, None), pytest.param((24, 24), marks=pytest.mark.full)])
 def test_chains_are_those_of_vllms_own_method(
     tmp_path: Path, windows: tuple[int | None, ...]
 ) -> None:
@@ -90,3 +92,9 @@ def test_chains_are_those_of_vllms_own_method(
     assert compare_drafts(engines, PROMPTS) > 20
     assert compare_drafts(engines, [LONG]) > 5
     assert compare_drafts(engines, [[*LONG[:96], 62, 3]]) > 5
+
+
+@pytest.mark.parametrize("params", [greedy(max_tokens=40), seeded(1, max_tokens=40)])
+def test_trees_keep_the_output(params: Any) -> None:
+    counts = pair("dflash2_tree").compare(REQUESTS, params)[1]
+    assert counts.deep > 5 or params.temperature, counts
