@@ -45,10 +45,16 @@ _LILICORR = (
     "LiLiCorr: a transformer over the candidates of all slots picks a path through them; vLLM's "
     "own method dflash drafts chains with such heads"
 )
+_XPRESS = (
+    "XPress: a refiner mixes all tokens before a slot, which trees do not give it; vLLM 0.33's own "
+    "method dflash drafts chains with such heads"
+)
 _DOMINO = "Domino: a recurrent head reads the block's states at every node of a tree"
 OTHER_ARCHITECTURES = {
     "DFlash2DraftModel": _DFLASH2,
     "LiLiCorrDraftModel": _LILICORR,
+    "Qwen3XPressModel": _XPRESS,
+    "DFlashQwen3XPressModel": _XPRESS,
     "DominoDraftModel": _DOMINO,
     "DSpineDraftModel": "DSpine: candidates of neighbouring slots exchange messages",
     "QwenDFlareDraftModel": "DFlare: each layer weighs the target's layers by itself, and projects "
@@ -62,7 +68,9 @@ _OTHER_PROJECTORS = {
     "dspark": "heads with a Markov head are those of method dspark_tree",
 }
 # Prefixes of settings that only such heads have. Their other names may not tell.
-_OTHER_SETTINGS = {"lilicorr_": _LILICORR, "selector_": _DFLASH2, "conv_": _DFLASH2}
+_OTHER_SETTINGS = {
+    "lilicorr_": _LILICORR, "xpress_": _XPRESS, "selector_": _DFLASH2, "conv_": _DFLASH2,
+}  # fmt: skip
 # Heads that predict from the anchor's own slot on even if their config does not say so. With the
 # wrong slot, every draft would be off by one. DeepSpec also uses these names for its DFlash heads,
 # which have no Markov head.

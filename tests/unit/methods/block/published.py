@@ -197,6 +197,12 @@ MODELOPT_LILICORR_QWEN3_8B = changed(
         "lilicorr_vector_eps": 0.0001, "lilicorr_logit_scale": 8.0,
     },
 )  # fmt: skip
+# Fields that vLLM 0.33 reads (model_executor/models/qwen3_xpress.py), with its defaults; no
+# published config was found.
+VLLM_XPRESS_QWEN3_8B = changed(
+    ZLAB_QWEN3_8B, architectures=["Qwen3XPressModel"], auto_map=None, xpress_rank=256,
+    xpress_mlp_hidden=512, xpress_topc=512, xpress_num_passes=6,
+)  # fmt: skip
 # Written by NVIDIA/Model-Optimizer a2fbac7 modelopt/torch/export/plugins/hf_spec_export.py
 # (DSparkExporter) with the sizes of modelopt_recipes/general/speculative_decoding/dspark.yaml.
 MODELOPT_DSPARK_QWEN3_8B: dict[str, Any] = {

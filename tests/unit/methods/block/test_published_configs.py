@@ -87,6 +87,7 @@ def test_known_architectures(architecture):
         # Other kinds under DFlash's name.
         (ZLAB_QWEN3_8B, {"dflash_config": {"projector_type": "lilicorr"}}, ["LiLiCorr"]),
         (ZLAB_QWEN3_8B, {"dflash_config": {"lilicorr_num_layers": 2}}, ["lilicorr_num_layers"]),
+        (ZLAB_QWEN3_8B, {"xpress_rank": 256}, ["xpress_rank", "XPress"]),
         (ZLAB_QWEN3_8B, {"dflash_config": {"selector_rank": 256}}, ["selector_rank", "DFlash2"]),
         (ZLAB_QWEN3_8B, {"dflash_config": {"conv_kernel_size": 2}}, ["conv_kernel_size"]),
         # Rotary embeddings of another kind.

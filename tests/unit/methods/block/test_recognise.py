@@ -40,6 +40,7 @@ KINDS = {
     "LIGHTSEEK_DFLASH2_KIMI_K3": "dflash2_tree",
     "SPECULATORS_DFLASH2": "dflash2_tree",
     "MODELOPT_LILICORR_QWEN3_8B": "ddtree",
+    "VLLM_XPRESS_QWEN3_8B": "ddtree",
     "SPECFORGE_DSPINE_QWEN3_8B": "jetspec",
     "ANGELSLIM_DFLARE_QWEN3_4B": "ddtree",
 }
@@ -79,6 +80,7 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
     [
         ("LIGHTSEEK_DFLASH2_KIMI_K3", r"attention_mode = 'mla', legal: absent or 'gqa'"),
         ("MODELOPT_LILICORR_QWEN3_8B", r"'LiLiCorrDraftModel'.*transformer over the candidates"),
+        ("VLLM_XPRESS_QWEN3_8B", r"'Qwen3XPressModel'.*refiner mixes all tokens before a slot"),
         ("SPECFORGE_DOMINO_QWEN3_8B", r"projector_type = 'domino'.*recurrent head"),
         ("SPECFORGE_DOMINO_QWEN35_4B", r"'DominoDraftModel'.*recurrent head"),
         ("SPECFORGE_DSPINE_QWEN3_8B", r"'DSpineDraftModel'.*messages"),
