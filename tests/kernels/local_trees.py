@@ -40,6 +40,7 @@ def builder(
     gate_table_bytes: int = 1 << 20,
     seed: int = 0,
     confidence_weight: float = 0.0,
+    has_prior: bool = True,
 ) -> LocalTreeBuilder:
     torch.manual_seed(seed)
     confidence = None
@@ -52,9 +53,12 @@ def builder(
             parameter.normal_(std=0.4).copy_(parameter.bfloat16().float())
     draft_ids = torch.randperm(V)[:200].sort().values
     weights = (0.5, 0.4, 0.3, 0.6, 0.2) if anchor else (0.0, 0.4, 0.3, 0.6, 0.2)
+    prior = torch.randn(V).log_softmax(-1)
     return LocalTreeBuilder(
-        head.requires_grad_(False), None, draft_ids, torch.randn(V).log_softmax(-1),
-        DelsSettings("", "", weights, weights, anchor, 64, gate_table_bytes),
+        head.requires_grad_(False), None, draft_ids, prior if has_prior else None,
+        DelsSettings(
+            "", "", weights, weights if has_prior else (0.0,) * DEPTH, anchor, 64, gate_table_bytes
+        ),
         embed_tokens=torch.randn(V, H).to(dtype), lm_head=torch.randn(V, H).to(dtype), dtype=dtype,
         confidence=confidence,
     )  # fmt: skip

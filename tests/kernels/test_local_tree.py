@@ -58,6 +58,20 @@ def test_trees_of_a_device_equal_the_readable_ones(name: str, anchor: bool) -> N
     same_trees(read_trees(b._build_for_host(*args)), b.build(*args, compiled=False))
 
 
+def test_factors_of_a_slot_multiply_rank_vectors(compiled: None) -> None:
+    b = builder("markov", torch.float32, anchor=True, has_prior=False)
+    rank = b.output_table.shape[1]
+    factors = torch.randn(6, DEPTH, rank, generator=torch.Generator().manual_seed(9))
+    # The second of these anchors is no draft id.
+    args = (*candidates(6, 16), ANCHORS, *LIMITS.values())
+    oracles = b.build(*args, factors=factors, compiled=False)
+    same_trees(b.build(*args, factors=factors), oracles)
+    same_trees(read_trees(b._build_for_host(*args, factors=factors)), oracles)
+    same_trees(b.build(*args, factors=torch.ones_like(factors)), b.build(*args))
+    with pytest.raises(AssertionError):
+        same_trees(oracles, b.build(*args))
+
+
 @pytest.mark.parametrize("weight", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["markov", "gru"])
 def test_a_confidence_lowers_all_children_of_a_node_alike(

@@ -180,7 +180,7 @@ class LocalTreeBuilder:
         widths: Sequence[int],
         # [R, D] float32 confidence logits of the slots, where the builder has a confidence
         slots: torch.Tensor | None = None,
-        # [R, D, r] factors of a Markov head's rank vectors
+        # [R, D, r] factors of a Markov head's rank vectors, where it has no prior and no confidence
         factors: torch.Tensor | None = None,
         *,
         compiled: bool = True,
