@@ -146,13 +146,15 @@ class BlockConv(nn.Module):
         input [T, H]."""
         delta = self.kernel_projection(normed).unflatten(-1, self.delta_shape)
         base = self.base_kernel.float().unflatten(-1, (self.delta_shape[-1], -1))
-        return (base + delta.float().unsqueeze(-1)).flatten(-2).transpose(0, 1)
+        return (base + delta.unsqueeze(-1)).flatten(-2).transpose(0, 1)
 
     def convolve(self, x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
         """Returns y [T, H] of x [T, H] and one side's kernel [T, taps, H]."""
-        blocks = x.float().unflatten(0, (-1, self.block_size))
-        taps = [F.pad(blocks, (0, 0, k, 0))[:, : self.block_size] for k in range(kernel.shape[1])]
-        return (torch.stack(taps, dim=2).flatten(0, 1) * kernel).sum(1).to(x.dtype)
+        blocks, kernel = (part.unflatten(0, (-1, self.block_size)) for part in (x, kernel))
+        y = kernel[:, :, 0] * blocks
+        for k in range(1, kernel.shape[2]):
+            y[:, k:] += kernel[:, k:, k] * blocks[:, :-k]
+        return y.flatten(0, 1).to(x.dtype)
 
 
 def conv_sides(conv: BlockConv | None, normed: torch.Tensor) -> tuple[Side, Side]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,15 +12,16 @@ from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.head import BlockHead
 
+CONVOLVED = {"conv_kernel_size": 3, "conv_group_size": 8, "input_embedding_scale": 1.5}
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_fused_equals_readable(bias: bool) -> None:
+
+@pytest.mark.parametrize("own", [{}, {"attention_bias": True}, CONVOLVED])
+def test_fused_equals_readable(own: dict[str, Any]) -> None:
     torch.manual_seed(0)
     config = BlockHeadConfig(
         hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6,
         num_key_value_heads=2, head_dim=16, vocab_size=50, draft_vocab_size=50,
-        target_hidden_size=32, target_layer_ids=(0, 2), block_size=5, mask_token_id=1,
-        attention_bias=bias,
+        target_hidden_size=32, target_layer_ids=(0, 2), block_size=4, mask_token_id=1, **own,
     )  # fmt: skip
     head = BlockHead(config)
     with torch.no_grad():
