@@ -22,11 +22,11 @@ Row i of tree r (query row `row_start[r] + i`) attends cache slots [0, context_l
 cache at slot context_lens[r] + j, or, if both tails are given, in row mask_start[r] + j of the
 tails; then no cache slot past the context is used. Query head h reads KV head h // G.
 
-With a window or ALiBi a row's position is context_lens[r] plus its depth, so the mask must be one
-of trees or chains. With `key_scales` the caches (not the tails) hold 8-bit numbers
-(e4m3 or int8), with `query_scales` the query does as well (e4m3); products are then of the output's
-dtype, in which all are exact. Scales of each slot multiply scores before a soft cap, and weights
-after the softmax.
+With a window or ALiBi a row's position is context_lens[r] plus its depth. Rows of a full mask are
+then as deep as a chain's, which only Triton's kernel and the reference support. With `key_scales`
+the caches (not the tails) hold 8-bit numbers (e4m3 or int8), with `query_scales` the query does as
+well (e4m3); products are then of the output's dtype, in which all are exact. Scales of each slot
+multiply scores before a soft cap, and weights after the softmax.
 
 Strides are arbitrary multiples of 16 bytes (of 4 where each slot has scales, which lie between its
 numbers in one cache of keys and values, see `numbers_and_scales`), except that the last one is 1

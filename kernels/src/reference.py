@@ -80,6 +80,8 @@ def tree_attn_reference(
         distance = None
         if features.window or features.alibi_slopes is not None:
             own = context - 1 + attended[:, context:].sum(1)
+            if meta.mask_kind == "full":
+                own = context + torch.arange(rows, device=query.device)
             positions = torch.cat([torch.arange(context, device=own.device), own])
             distance = own[:, None] - positions
             if features.window:

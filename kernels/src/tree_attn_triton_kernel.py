@@ -246,8 +246,10 @@ def _tree_attn_kernel(
     else:
         slope_log2 = None
     if NEEDS_POSITIONS:
-        tl.static_assert(not FULL_TAIL, "rows of a full mask have no depth")
-        depth = _depths(words + (mask_start + row) * words_stride, valid, rows)
+        if FULL_TAIL:
+            depth = row
+        else:
+            depth = _depths(words + (mask_start + row) * words_stride, valid, rows)
         row_position = context + depth
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -457,7 +459,10 @@ def _tree_attn_kernel(
                 shown = (((word[:, None] >> bit[None, :]) & 1) == 1) & present[None, :]
             if NEEDS_POSITIONS:
                 # The distance of a row to an ancestor is the difference of their depths.
-                other = _depths(words + (mask_start + column) * words_stride, present, rows)
+                if FULL_TAIL:
+                    other = column
+                else:
+                    other = _depths(words + (mask_start + column) * words_stride, present, rows)
                 distance = depth[:, None] - other[None, :]
             else:
                 distance = None

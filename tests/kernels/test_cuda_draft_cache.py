@@ -41,7 +41,7 @@ def on_the_device(order: list[int]) -> DeviceRequests:
     )
 
 
-def draft_cache(monkeypatch, target: str = "triton"):
+def draft_cache(monkeypatch, target: str = "triton", windows: tuple[int | None, ...] = (None,) * 2):
     """A cache of two layers with random contexts, and their keys and values of each request,
     [layers, context, Hkv, Dh]."""
     torch.manual_seed(0)
@@ -63,7 +63,12 @@ def draft_cache(monkeypatch, target: str = "triton"):
                 at = cache[int(table[r, slot // PAGE]), :, slot % PAGE]
                 at[:, :DIM], at[:, DIM:] = keys[r][layer, slot], values[r][layer, slot]
     drafts = backend.draft_cache(
-        [SimpleNamespace(kv_cache=cache) for cache in caches], lambda: table, DIM**-0.5
+        [
+            SimpleNamespace(kv_cache=cache, spec=SimpleNamespace(window=window))
+            for cache, window in zip(caches, windows, strict=True)
+        ],
+        lambda: table,
+        DIM**-0.5,
     )
     return drafts, keys, values
 
@@ -100,6 +105,40 @@ def test_a_block_attends_its_pages_and_itself(
                         DIM**-0.5,
                     )
                     assert (output[place, row].double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("is_device", [False, True])
+@pytest.mark.parametrize("causal", [(False, False), (True, False), (False, True)])
+def test_layers_have_windows_and_masks_of_their_own(
+    monkeypatch, causal: tuple[bool, bool], is_device: bool
+) -> None:
+    """One window ends within a page, the other is shorter than the block is deep."""
+    windows = (21, 3)
+    drafts, keys, values = draft_cache(monkeypatch, windows=windows)
+    order = [2, 0, 1]
+    requests = DraftRequests(
+        token_ids=[np.array([1])] * len(order),
+        context_lens=[CONTEXTS[r] for r in order],
+        req_indices=order,
+    )
+    given = on_the_device(order) if is_device else requests
+    attend = drafts.block_attention(given, ROWS, causal)
+    for layer, window in enumerate(windows):
+        query = torch.randn(ROWS * len(given), HEADS, DIM)
+        key, value = torch.randn(2, ROWS * len(given), KV_HEADS, DIM).unbind(0)
+        output = attend(layer, query, key, value).unflatten(0, (len(given), ROWS))
+        for place, r in enumerate(range(len(CONTEXTS)) if is_device else order):
+            own = slice(place * ROWS, (place + 1) * ROWS)
+            for row in range(ROWS):
+                end = CONTEXTS[r] + (row + 1 if causal[layer] else ROWS)
+                seen = slice(max(0, CONTEXTS[r] + row - window + 1), end)
+                expected = chain_attention(
+                    query[own][row],
+                    torch.cat((keys[r][layer], key[own]))[seen],
+                    torch.cat((values[r][layer], value[own]))[seen],
+                    DIM**-0.5,
+                )
+                assert (output[place, row].double() - expected).abs().max() < 1e-5
 
 
 # Parents of the rows of a tree, and what each row sees.

@@ -85,7 +85,7 @@ def markov_head(folder: Path) -> Made:
 
 def selector(folder: Path) -> Made:
     settings = DSparkSettings(num_candidates=12, alpha=(1.0,) * DEPTH, beta=(0.0,) * DEPTH)
-    return DFlash2Drafter, make_dflash2_head(folder, VOCAB, windows=(None,)), settings
+    return DFlash2Drafter, make_dflash2_head(folder, VOCAB, windows=(24, None)), settings
 
 
 def local_head(folder: Path) -> Made:
@@ -147,7 +147,9 @@ class Drafts:
         specs = self.drafter.cache_specs()
         pages = 1 + REQUESTS * BLOCKS
         layers: Any = [
-            SimpleNamespace(kv_cache=torch.randn(pages, s.num_kv_heads, PAGE, 2 * s.head_dim))
+            SimpleNamespace(
+                kv_cache=torch.randn(pages, s.num_kv_heads, PAGE, 2 * s.head_dim), spec=s
+            )
             for s in specs
         ]
         for layer in layers:

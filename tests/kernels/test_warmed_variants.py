@@ -182,10 +182,12 @@ class Served:
             cls, head, settings, torch.zeros(VOCAB, HIDDEN), num_nodes=nodes, max_depth=8,
             max_model_len=CONTEXT,
         )  # fmt: skip
-        (spec, *_) = specs = self.drafter.cache_specs()
+        specs = self.drafter.cache_specs()
         draft_layers = [
-            SimpleNamespace(kv_cache=torch.zeros(4, spec.num_kv_heads, PAGE, 2 * spec.head_dim))
-            for _ in specs
+            SimpleNamespace(
+                kv_cache=torch.zeros(4, spec.num_kv_heads, PAGE, 2 * spec.head_dim), spec=spec
+            )
+            for spec in specs
         ]
         self.drafter.bind_cache(self.backend.draft_cache(draft_layers, lambda: self.table, 1.0))
         self.runner = SimpleNamespace(

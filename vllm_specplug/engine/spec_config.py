@@ -69,6 +69,7 @@ CAPABILITIES = {
             Capability.OUTPUT_STATES,
             Capability.NEXT_TOKENS,
             Capability.CONTEXT_CACHE,
+            Capability.CONTEXT_WINDOW,
             Capability.WINDOW,
             Capability.TARGET_CACHE,
             Capability.TARGET_FORWARD,

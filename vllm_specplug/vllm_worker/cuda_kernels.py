@@ -275,8 +275,12 @@ class CudaKernels:
 
     def choose(self, shape: KernelShape, for_drafts: bool = False) -> ChosenKernel:
         """Returns the kernel for one attention shape, the same on all tensor parallel ranks."""
+        requested = self.requested
+        if for_drafts and requested != "reference" and any(kind.window for kind in shape.kinds):
+            # Others give rows of a bidirectional block no position.
+            requested = "triton"
         return choose_cuda_kernel(
-            self.requested,
+            requested,
             shape,
             self.device,
             self.capability(),

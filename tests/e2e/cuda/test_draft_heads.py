@@ -26,7 +26,7 @@ def pair_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
     makers = {"dspark_tree": make_dspark_head, "dflash2_tree": make_dflash2_head}
     return {
-        name: {"model": str(make(tmp_path_factory.mktemp("head"), vocab, windows=(None,)))}
+        name: {"model": str(make(tmp_path_factory.mktemp("head"), vocab))}
         for name, make in makers.items()
     }
 

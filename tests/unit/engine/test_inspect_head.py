@@ -124,12 +124,12 @@ def test_the_command_prints_one_object_and_its_exit_code(folder: Path) -> None:
 
 
 def test_needs_are_those_of_the_head_where_the_target_is_known(folder: Path) -> None:
-    """One layer of the head has a window, which not every device serves."""
+    """One layer of the head has a window."""
     alone = inspect_head(str(folder / "dspark_tree"))
     assert "context_window" not in alone["needs"]["capabilities"]
     assert "may need more" in alone["reason"]
     needs = inspect_head(str(folder / "dspark_tree"), _target(folder))["needs"]
-    assert "context_window" in needs["capabilities"] and needs["devices"] == ["cpu"]
+    assert "context_window" in needs["capabilities"] and needs["devices"] == ["cpu", "cuda"]
 
 
 def test_devices_are_those_that_give_what_the_method_needs(

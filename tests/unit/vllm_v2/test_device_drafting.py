@@ -106,7 +106,7 @@ def on_the_device(
     backend = CudaTreeBackend("auto", 4, limits, META)
     backend.kernel = kernel
     layers: Any = [
-        SimpleNamespace(kv_cache=numbers(9, spec.num_kv_heads, 16, 2 * spec.head_dim))
+        SimpleNamespace(kv_cache=numbers(9, spec.num_kv_heads, 16, 2 * spec.head_dim), spec=spec)
         for spec in made.cache_specs()
     ]
     table = numbers(4, 9, dtype=torch.int32)

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 
 import numpy as np
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
+from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels, StepLimits, TreeBuffers
 from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLayer
@@ -48,6 +50,7 @@ class CudaDraftRows:
         self.kv_caches = kv_caches
         views = backend.views_of(kv_caches[0])
         self.views = [views(cache) for cache in kv_caches]
+        self.features = [PLAIN] * len(kv_caches)
         self.kernel: ChosenKernel | None = None
 
     def attention_of(
@@ -68,7 +71,9 @@ class CudaDraftRows:
                 # Here, because the kernel may differ from the target's.
                 self.backend.fill_words(metadata, kernel)
                 needs_words = False
-            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value)
+            features = self.features[layer]
+            more = {} if features.is_plain else {"features": features}
+            kernel.run(query, *self.views[layer], output, metadata, self.scale, key, value, **more)
             return output
 
         return attend
@@ -110,7 +115,9 @@ class CudaDraftRows:
         if self.kernel is None:
             block_size = self.views[0][0].shape[1]
             shape = (query.shape[1], key.shape[1], query.shape[2], block_size)
-            self.kernel = self.backend.choose(KernelShape.of(shape, query.dtype), for_drafts=True)
+            kinds = list(dict.fromkeys(features.kind for features in self.features))
+            shape_of_kinds = KernelShape.of(shape, query.dtype, kinds)
+            self.kernel = self.backend.choose(shape_of_kinds, for_drafts=True)
         return self.kernel
 
 
@@ -125,6 +132,7 @@ class CudaDraftCache(CudaDraftRows):
         scale: float,
     ) -> None:
         super().__init__(backend, [layer.kv_cache for layer in layers], block_table, scale)
+        self.features = [AttnFeatures(window=layer.spec.window or 0) for layer in layers]
         self.write_layer = backend.cache_writer()
         limits = backend.limits
         self.buffers = TreeBuffers(
@@ -147,8 +155,7 @@ class CudaDraftCache(CudaDraftRows):
         self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Returns the attention of `rows` block rows per request over its context and the block."""
-        # Masks differ between layers only with sliding windows, which this cache does not support.
-        assert isinstance(causal, bool), causal
+        masks = [causal] * len(self.views) if isinstance(causal, bool) else causal
         if isinstance(requests, DeviceRequests):
             chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
             parents = chain.repeat(len(requests), 1)
@@ -162,9 +169,12 @@ class CudaDraftCache(CudaDraftRows):
                 [block] * len(requests),
                 self.block_table(),
             )
-        if not causal:
-            metadata.mask_kind = "full"
-        return self.attention_of(metadata)
+        attend = {}
+        for mask in set(masks):
+            own = copy(metadata)
+            own.mask_kind = "tree" if mask else "full"
+            attend[mask] = self.attention_of(own)
+        return lambda layer, query, key, value: attend[masks[layer]](layer, query, key, value)
 
     def tree_attention(
         self,
