@@ -75,8 +75,8 @@ class TreeAttnConfig:
             block_m, block_n = min(block_m, 32 if head_dim > 128 and major < 9 else 64), 32
         if (dense or kind.token_scales) and major >= 10:
             block_m = min(block_m, 64)
-        if (kind.alibi or kind.token_scales) and major < 9:
-            # With slopes or token scales, more rows spill.
+        if (kind.alibi or kind.token_scales or (dense and kind.window)) and major < 9:
+            # With slopes, token scales, or a window before a dense tail, more rows spill.
             block_m = min(block_m, 32)
         # K and V of a tile per stage, and the query once.
         padded = triton.next_power_of_2(head_dim)

@@ -35,12 +35,12 @@ KV_HEADS = 8
 
 def tree_attention(
     arch: int, packed_rows: int, *, head_dim: int = 128, page: int = 16, dense: bool = False,
-    dtype: str = "bf16", prefix: bool = False, small: bool = False,
+    dtype: str = "bf16", prefix: bool = False, small: bool = False, full: bool = False,
     features: tuple[str, ...] = (),
 ) -> Compiled:  # fmt: skip
     """The attention kernel with the tiles its wrapper chooses; split, unless `dense` or behind
-    another kernel's `prefix`, there with `small` tiles or not. `features` are names of
-    `FEATURES`."""
+    another kernel's `prefix`, there with `small` tiles or not; `full` attends all rows of a block.
+    `features` are names of `FEATURES`."""
     import triton.language as tl
 
     from vllm_specplug.kernels.features import FeatureKind
@@ -85,7 +85,8 @@ def tree_attention(
     )  # fmt: skip
     compiled = compile_kernel(
         f"tree_attn rows {packed_rows} dim {head_dim} page {page} {dtype}{' dense' * dense}"
-        f"{' prefix' * prefix}{' small' * small}{''.join(f' {f}' for f in features)}",
+        f"{' prefix' * prefix}{' small' * small}{' full' * full}"
+        f"{''.join(f' {f}' for f in features)}",
         _tree_attn_kernel,
         arch,
         {
@@ -125,7 +126,7 @@ def tree_attention(
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "DENSE_TAIL": dense,
-            "FULL_TAIL": False,
+            "FULL_TAIL": full,
             "HAS_PREFIX": prefix,
             "STORE_LSE": False,
             "PRECISION": "ieee" if dtype == "fp32" else "tf32",
@@ -555,6 +556,8 @@ def main(arch: int, all_shapes: bool) -> None:
     kernels += small_kernels(arch) + partial_cache_kernels(arch) + state_kernels(arch)
     kernels += candidate_kernels(arch) + row_kernels(arch)
     kernels += [tree_attention(arch, 4, dense=True)]
+    # Blocks of published DFlash2 heads.
+    kernels += [tree_attention(arch, 8 * 4, dense=True, full=True, features=("window",))]
     kernels += [tree_attention(arch, 64 * 4, prefix=True, small=s) for s in (False, True)]
     kernels += [tree_attention(arch, 64 * 4, head_dim=256, dense=d) for d in (False, True)]
     # Gemma 4's without a window.
