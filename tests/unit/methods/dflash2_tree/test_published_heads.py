@@ -97,6 +97,20 @@ def test_a_chain_takes_the_likeliest_candidate_of_each_step(tmp_path: Path) -> N
     assert tree.token_ids.tolist() == chain[1:]
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_node_has_at_most_the_selectors_candidates(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = PublishedHead(tmp_path / "head", ZLAB)
+    drafter, requests = head.drafter(get_method("dflash2_tree"))
+    requests.widths[0], requests.budgets[0], requests.depths[0] = 12, 24, 1
+    if not compiled:
+        monkeypatch.setattr(drafter.local_tree, "weights", None)
+    (tree,) = drafter.propose(requests)
+    likeliest = head.logits(first=1, causal=False, windows=[2048, 2048])[0].topk(TOP_K).indices
+    assert set(tree.token_ids.tolist()) == set(likeliest.tolist()) and tree.num_nodes == TOP_K
+
+
 def test_the_scale_of_inputs_is_that_of_other_embeddings(tmp_path: Path) -> None:
     plain = PublishedHead(tmp_path / "plain", ZLAB)
     scaled = PublishedHead(tmp_path / "scaled", changed(ZLAB, dflash_config={
