@@ -30,6 +30,20 @@ def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 
 
+def test_table_of_checkpoints_is_the_one_the_checks_make() -> None:
+    script = load_script("checkpoint_table")
+    listed = {*script.BLOCK_HEADS, *script.EAGLE3_HEADS}
+    published = {
+        name
+        for module in (script.block, script.eagle3)
+        for name, value in vars(module).items()
+        if isinstance(value, dict)
+        and {"architectures", "hidden_act"} <= {*value, *value.get("transformer_layer_config", {})}
+    }
+    assert published <= listed
+    assert script.table() in script.PAGE.read_text(), "run scripts/checkpoint_table.py --write"
+
+
 def test_options_table_is_the_one_the_code_makes() -> None:
     script = load_script("options_table")
     assert script.tables() in script.PAGE.read_text(), "run scripts/options_table.py --write"

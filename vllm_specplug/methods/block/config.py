@@ -60,7 +60,12 @@ OTHER_ARCHITECTURES = {
     "QwenDFlareDraftModel": "DFlare: each layer weighs the target's layers by itself, and projects "
     "the context by matrices of its own",
 }
-OTHER_SPECULATORS_TYPES = {"dflash2": _DFLASH2, "domino": _DOMINO}
+OTHER_SPECULATORS_TYPES = {
+    "dflash2": _DFLASH2,
+    "domino": _DOMINO,
+    "jetspec": "JetSpec of speculators: its rows read the drafted tokens, not masks, so a tree needs "
+    "a forward pass per level",
+}
 _OTHER_PROJECTORS = {
     "dflash2": _DFLASH2,
     "lilicorr": _LILICORR,

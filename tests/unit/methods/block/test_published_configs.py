@@ -56,7 +56,7 @@ def test_sliding_layers_of_speculators_heads_are_causal_unless_they_say_otherwis
         ("DEEPSPEC_DSPARK_QWEN3_4B", ["markov_rank = 256", "method dspark_tree"]),
         ("SPECFORGE_DSPARK_QWEN3_4B", ["projector_type = 'dspark'", "method dspark_tree"]),
         ("MODELOPT_DSPARK_QWEN3_8B", ["projector_type = 'dspark'", "method dspark_tree"]),
-        ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'"]),
+        ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'", "not masks"]),
         ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
     ],
 )
