@@ -29,7 +29,7 @@ def _adapters(adapters: list[Any] | None) -> list[Any] | None:
     return [None if adapter is None else LoRARequest(*adapter) for adapter in adapters]
 
 
-def _fork_workers() -> None:
+def fork_workers() -> None:
     """Lets the engine and its workers be forks of this process: vLLM's CPU build spawns them, and
     then each imports all of vLLM again."""
     import multiprocessing
@@ -89,7 +89,7 @@ def main(job_path: str, result_path: str) -> None:
     from vllm import LLM
 
     if job["own_processes"]:
-        _fork_workers()
+        fork_workers()
     llm = LLM(disable_log_stats=False, **job["engine"])
     results = []
     for call in job["calls"]:

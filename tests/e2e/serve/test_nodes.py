@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One server over two nodes: tensor parallel ranks and data parallel replicas, as plain vLLM."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import run_engine
+from tests.e2e.nodes import Served, serve_nodes
+from tests.e2e.tiny import make_head, make_text_target
+from tests.e2e.tiny_engine import tiny_engine
+from vllm_specplug.bench.server import free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("nodes")]
+
+PROMPTS = [[7, 40, 41], [60, 61, 62, 63], [100, 9], [270, 280, 290, 11, 12], [8], [33, 34]]
+SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7}]
+METHODS: dict[str, dict[str, Any]] = {
+    "ngram_tree": {"method": "ngram_tree", "tree_budget": 12},
+    # The default budget, which follows the clock; every third request has its own budget.
+    "jetspec": {"method": "jetspec", "model": "head"},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("nodes")
+    target = make_text_target(folder / "target")
+    make_head(folder / "head", json.loads((target / "config.json").read_text())["vocab_size"])
+    return folder
+
+
+def _common(models: Path, method: str | None) -> list[str]:
+    arguments = [
+        str(models / "target"), "--dtype", "float32", "--enforce-eager", "--max-model-len", "256",
+        "--max-num-seqs", "4", "--block-size", "32", "--no-enable-prefix-caching",
+    ]  # fmt: skip
+    if method is not None:
+        spec = {"num_speculative_tokens": 12, "max_step_rows": 512, **METHODS[method]}
+        if "model" in spec:
+            spec["model"] = str(models / spec["model"])
+        arguments += ["--speculative-config", json.dumps(spec)]
+    return arguments
+
+
+def _requests(models: Path, *, own_budgets: bool) -> list[dict[str, Any]]:
+    requests = [
+        {"model": str(models / "target"), "prompt": prompt, "max_tokens": 48, "ignore_eos": True,
+         **sampling}
+        for prompt in PROMPTS for sampling in SAMPLING
+    ]  # fmt: skip
+    if own_budgets:
+        for request in requests[::3]:
+            request["vllm_xargs"] = {"specplug_tree_budget": 8}
+    return requests
+
+
+def _ranks(
+    models: Path, folder: Path, method: str | None, *sabotages: str, kill_last: bool = False
+) -> Served:
+    """A tensor parallel rank on each node."""
+    port = free_port()
+    common = [
+        *_common(models, method), "--tensor-parallel-size", "2", "--nnodes", "2",
+        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+    ]  # fmt: skip
+    nodes = [
+        [*common, "--node-rank", "0", "--host", "127.0.0.1", "--port", str(port)],
+        [*common, "--node-rank", "1", "--headless"],
+    ]
+    requests = _requests(models, own_budgets=method == "jetspec")
+    return serve_nodes(
+        nodes, port, requests, folder, *sabotages, is_plain=method is None, kill_last=kill_last
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return _ranks(models, tmp_path_factory.mktemp("plain"), None)
+
+
+@pytest.mark.parametrize("method", ["ngram_tree", pytest.param("jetspec", marks=pytest.mark.full)])
+def test_ranks_on_two_nodes_keep_the_output(
+    models: Path, tmp_path: Path, plain: Served, method: str
+) -> None:
+    """The second rank drafts other trees by another clock, and all ranks verify the first's."""
+    trees = _ranks(models, tmp_path, method, "clock", "drafts")
+    assert trees.token_ids == plain.token_ids
+    assert len(set(map(tuple, trees.token_ids))) > len(PROMPTS)
+    assert trees.drafted["0"] > trees.accepted["0"] > 0
+    assert not plain.drafted
+
+
+@pytest.mark.full
+def test_nodes_with_trees_of_their_own_would_be_noticed(
+    models: Path, tmp_path: Path, plain: Served
+) -> None:
+    trees = _ranks(models, tmp_path, "ngram_tree", "drafts", "own_trees")
+    assert trees.token_ids != plain.token_ids
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", [None, "ngram_tree"], ids=["plain", "trees"])
+def test_a_node_that_dies_ends_the_engine(models: Path, tmp_path: Path, method: str | None) -> None:
+    assert _ranks(models, tmp_path, method, kill_last=True).ended
+
+
+def test_replicas_on_two_nodes_keep_the_output(models: Path, tmp_path: Path) -> None:
+    port = free_port()
+    common = [
+        *_common(models, "ngram_tree"), "--data-parallel-size", "2", "--data-parallel-size-local",
+        "1", "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()),
+    ]  # fmt: skip
+    nodes = [
+        [*common, "--api-server-count", "1", "--host", "127.0.0.1", "--port", str(port)],
+        [*common, "--data-parallel-start-rank", "1", "--headless"],
+    ]
+    served = serve_nodes(nodes, port, _requests(models, own_budgets=False), tmp_path)
+    params = {"max_tokens": 48, "ignore_eos": True}
+    call = {
+        "prompts": [prompt for prompt in PROMPTS for _ in SAMPLING],
+        "params": [{**params, **sampling} for _ in PROMPTS for sampling in SAMPLING],
+    }
+    plain = run_engine({**tiny_engine(models / "target"), "skip_tokenizer_init": False}, [call])
+    assert served.token_ids == plain.token_ids()
+    assert len(set(map(tuple, served.token_ids))) > len(PROMPTS)
+    assert set(served.drafted) == {"0", "1"}
+    for engine, drafted in served.drafted.items():
+        assert drafted > served.accepted[engine] > 0, engine
