@@ -80,8 +80,9 @@ def check_engine_config(vllm_config: Any) -> None:
         _refuse(
             method,
             f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
-            "vLLM drafts only on the last rank, but every rank's layers need the tree's parents "
-            "and the accepted path: use pipeline_parallel_size=1 (tensor parallelism works)",
+            "vLLM's last rank drafts and sends the other ranks only token ids, but their layers "
+            "also need the tree's parents and the accepted path: use pipeline_parallel_size=1 "
+            "(tensor parallelism works, also over nodes)",
         )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")

@@ -172,7 +172,7 @@ def test_tree_options_of_other_methods_are_refused(target: Path) -> None:
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*drafts only on the last rank"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*last rank drafts.*only token"),
         ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
         ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True"),
