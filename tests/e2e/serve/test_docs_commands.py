@@ -44,6 +44,8 @@ NOT_RUN = {
     r"^(make|\.venv/bin/)": "the project's own checks, which run without this test",
     r"^pip install": "test_pip_install.py runs the recipe",
     r"^specplug (bench|tune|report)": "an hour; test_bench.py runs shorter ones",
+    r" --nnodes | --data-parallel-size-local ": "test_nodes.py runs such commands, on two nodes",
+    r" --distributed-executor-backend ray": "test_ray.py runs Ray, where it is installed",
     r"--init-from HEAD |^python bench/block_trees": "hours of training on the author's features",
     r"--features dev$": "the features are the author's",
 }

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 
 from tests.e2e.harness import run_engine
 from tests.e2e.nodes import Served, serve_nodes
+from tests.e2e.serve.test_docs_commands import commands_of
 from tests.e2e.tiny import make_head, make_text_target
 from tests.e2e.tiny_engine import tiny_engine
+from tests.unit.scripts import ROOT
 from vllm_specplug.bench.server import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("nodes")]
@@ -59,28 +63,39 @@ def _requests(models: Path, *, own_budgets: bool) -> list[dict[str, Any]]:
     return requests
 
 
-def _ranks(
-    models: Path, folder: Path, method: str | None, *sabotages: str, kill_last: bool = False
-) -> Served:
+def _rank_nodes(common: list[str], address: list[str]) -> list[list[str]]:
     """A tensor parallel rank on each node."""
-    port = free_port()
     common = [
-        *_common(models, method), "--tensor-parallel-size", "2", "--nnodes", "2",
-        "--master-addr", "127.0.0.1", "--master-port", str(free_port()),
+        *common, "--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "127.0.0.1",
+        "--master-port", str(free_port()),
     ]  # fmt: skip
-    nodes = [
-        [*common, "--node-rank", "0", "--host", "127.0.0.1", "--port", str(port)],
-        [*common, "--node-rank", "1", "--headless"],
-    ]
+    return [[*common, "--node-rank", "0", *address], [*common, "--node-rank", "1", "--headless"]]
+
+
+def _replica_nodes(common: list[str], address: list[str]) -> list[list[str]]:
+    common = [
+        *common, "--data-parallel-size", "2", "--data-parallel-size-local", "1",
+        "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()),
+    ]  # fmt: skip
+    second = ["--data-parallel-start-rank", "1", "--headless"]
+    return [[*common, "--api-server-count", "1", *address], [*common, *second]]
+
+
+def _serve(
+    models: Path, folder: Path, method: str | None, *sabotages: str,
+    nodes: Callable[[list[str], list[str]], list[list[str]]] = _rank_nodes, kill_last: bool = False,
+) -> Served:  # fmt: skip
+    port = free_port()
+    commands = nodes(_common(models, method), ["--host", "127.0.0.1", "--port", str(port)])
     requests = _requests(models, own_budgets=method == "jetspec")
     return serve_nodes(
-        nodes, port, requests, folder, *sabotages, is_plain=method is None, kill_last=kill_last
+        commands, port, requests, folder, *sabotages, is_plain=method is None, kill_last=kill_last
     )
 
 
 @pytest.fixture(scope="module")
 def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return _ranks(models, tmp_path_factory.mktemp("plain"), None)
+    return _serve(models, tmp_path_factory.mktemp("plain"), None)
 
 
 @pytest.mark.parametrize("method", ["ngram_tree", pytest.param("jetspec", marks=pytest.mark.full)])
@@ -88,7 +103,7 @@ def test_ranks_on_two_nodes_keep_the_output(
     models: Path, tmp_path: Path, plain: Served, method: str
 ) -> None:
     """The second rank drafts other trees by another clock, and all ranks verify the first's."""
-    trees = _ranks(models, tmp_path, method, "clock", "drafts")
+    trees = _serve(models, tmp_path, method, "clock", "drafts")
     assert trees.token_ids == plain.token_ids
     assert len(set(map(tuple, trees.token_ids))) > len(PROMPTS)
     assert trees.drafted["0"] > trees.accepted["0"] > 0
@@ -99,27 +114,18 @@ def test_ranks_on_two_nodes_keep_the_output(
 def test_nodes_with_trees_of_their_own_would_be_noticed(
     models: Path, tmp_path: Path, plain: Served
 ) -> None:
-    trees = _ranks(models, tmp_path, "ngram_tree", "drafts", "own_trees")
+    trees = _serve(models, tmp_path, "ngram_tree", "drafts", "own_trees")
     assert trees.token_ids != plain.token_ids
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", [None, "ngram_tree"], ids=["plain", "trees"])
 def test_a_node_that_dies_ends_the_engine(models: Path, tmp_path: Path, method: str | None) -> None:
-    assert _ranks(models, tmp_path, method, kill_last=True).ended
+    assert _serve(models, tmp_path, method, kill_last=True).ended
 
 
 def test_replicas_on_two_nodes_keep_the_output(models: Path, tmp_path: Path) -> None:
-    port = free_port()
-    common = [
-        *_common(models, "ngram_tree"), "--data-parallel-size", "2", "--data-parallel-size-local",
-        "1", "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port()),
-    ]  # fmt: skip
-    nodes = [
-        [*common, "--api-server-count", "1", "--host", "127.0.0.1", "--port", str(port)],
-        [*common, "--data-parallel-start-rank", "1", "--headless"],
-    ]
-    served = serve_nodes(nodes, port, _requests(models, own_budgets=False), tmp_path)
+    served = _serve(models, tmp_path, "ngram_tree", nodes=_replica_nodes)
     params = {"max_tokens": 48, "ignore_eos": True}
     call = {
         "prompts": [prompt for prompt in PROMPTS for _ in SAMPLING],
@@ -131,3 +137,21 @@ def test_replicas_on_two_nodes_keep_the_output(models: Path, tmp_path: Path) -> 
     assert set(served.drafted) == {"0", "1"}
     for engine, drafted in served.drafted.items():
         assert drafted > served.accepted[engine] > 0, engine
+
+
+def test_the_page_has_these_commands() -> None:
+    page = [
+        set(filter(_is_option, shlex.split(command, comments=True)))
+        for command in commands_of(ROOT / "docs" / "several_machines.md")
+        if " ray" not in command
+    ]
+    nodes = [*_rank_nodes([], []), *_replica_nodes([], [])]
+    assert len(page) == len(nodes)
+    for documented, command in zip(page, nodes, strict=True):
+        # Ports have defaults, and one API server is enough for a test.
+        used = set(filter(_is_option, command)) - {"--master-port", "--api-server-count"}
+        assert documented - {"--speculative-config"} == used
+
+
+def _is_option(argument: str) -> bool:
+    return argument.startswith("--")
