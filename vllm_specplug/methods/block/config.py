@@ -63,8 +63,8 @@ OTHER_ARCHITECTURES = {
 OTHER_SPECULATORS_TYPES = {
     "dflash2": _DFLASH2,
     "domino": _DOMINO,
-    "jetspec": "JetSpec of speculators: its rows read the drafted tokens, not masks, so a tree needs "
-    "a forward pass per level",
+    "jetspec": "JetSpec of speculators: its rows read the drafted tokens, not masks, so a tree "
+    "needs a forward pass per level",
 }
 _OTHER_PROJECTORS = {
     "dflash2": _DFLASH2,
