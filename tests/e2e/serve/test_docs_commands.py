@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.serve.doc_commands import commands_of
 from tests.unit.scripts import ROOT
 from vllm_specplug.bench.process_group import ProcessGroup
 from vllm_specplug.bench.server import free_port
@@ -27,17 +27,6 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-PROGRAMS = (
-    "vllm",
-    "specplug",
-    "pip",
-    "make",
-    "python",
-    "curl",
-    ".venv/bin/",
-    "bench/",
-    "examples/",
-)
 NOT_RUN = {
     r"DFLASH2_HEAD": "no head of this kind is shipped",
     r" \.\.\.": "abbreviated; the page names what was left out",
@@ -68,29 +57,6 @@ TRAINING = ("specplug data ", "specplug train ")
 def run_in_full(test: Callable[..., None]) -> Callable[..., None]:
     """Marks a test that starts engines for minutes."""
     return pytest.mark.e2e(pytest.mark.slow(pytest.mark.full(test)))
-
-
-def commands_of(page: Path) -> Iterator[str]:
-    """The commands in a page's blocks, each in one line of the page or continued as in a shell."""
-    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S):
-        if language not in ("", "bash"):
-            continue
-        lines = iter(block.splitlines())
-        for line in lines:
-            if not line.startswith(PROGRAMS):
-                continue
-            while not is_whole(line):
-                line += "\n" + next(lines)
-            yield line
-
-
-def is_whole(command: str) -> bool:
-    """Whether a shell would not wait for another line."""
-    try:
-        shlex.split(command, comments=True)
-    except ValueError:
-        return False
-    return not command.endswith("\\")
 
 
 def all_commands() -> list[str]:

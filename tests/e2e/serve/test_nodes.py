@@ -13,7 +13,7 @@ import pytest
 
 from tests.e2e.harness import run_engine
 from tests.e2e.nodes import Served, serve_nodes
-from tests.e2e.serve.test_docs_commands import commands_of
+from tests.e2e.serve.doc_commands import commands_of
 from tests.e2e.tiny import make_head, make_text_target
 from tests.e2e.tiny_engine import tiny_engine
 from tests.unit.scripts import ROOT
