@@ -4,4 +4,4 @@
 Importing the package imports neither torch nor vLLM; its subpackages import them when needed.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
