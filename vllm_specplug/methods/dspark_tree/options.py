@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DSparkSettings:
-    """Resolved options of a DSpark head; implements `methods.local.tree.LocalTreeOptions`."""
+    """Resolved options of a block head with a Markov head; implements
+    `methods.local.tree.LocalTreeOptions`."""
 
     num_candidates: int
     """Number of tokens per depth that the Markov head scores."""
