@@ -46,8 +46,8 @@ _LILICORR = (
     "own method dflash drafts chains with such heads"
 )
 _XPRESS = (
-    "XPress: a refiner mixes all tokens before a slot, which trees do not give it; vLLM 0.33's own "
-    "method dflash drafts chains with such heads"
+    "XPress: a refiner mixes all tokens before a slot, and its form for branches is missing; vLLM "
+    "0.33's own method dflash drafts chains with such heads"
 )
 _DOMINO = "Domino: a recurrent head reads the block's states at every node of a tree"
 OTHER_ARCHITECTURES = {
