@@ -207,8 +207,11 @@ def make_dflash2_head(
     block = make_block_head(
         vocab_size, causal=False, seed=seed, hidden=hidden, block_size=block_size, windows=windows
     )
-    selector = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 16}
-    head = BlockHead(DFlash2Config(**{**vars(block.config), **selector, "selector_top_k": 12}))
+    selector = {
+        "conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 16,
+        "selector_top_k": min(12, vocab_size),
+    }  # fmt: skip
+    head = BlockHead(DFlash2Config(**{**vars(block.config), **selector}))
     head.load_state_dict(block.state_dict(), strict=False)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
