@@ -153,7 +153,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
     "use_local_argmax_reduction": (False, "tree drafting needs the top candidates, not one"),
     "enable_adaptive_verification": (
         False,
-        'an option of method dspark; the tree methods have tree_budget "auto"',
+        'an option for chains; the tree methods have tree_budget "auto"',
     ),
 }
 

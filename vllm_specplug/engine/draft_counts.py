@@ -44,7 +44,7 @@ def exclude_unused_rows(scheduler_output: Any, nodes: Mapping[str, int]) -> None
     invalid = dict(scheduler_output.num_invalid_spec_tokens or {})
     for req_id, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
         unused = max(0, len(drafts) - nodes.get(req_id, 0))
-        # The rows that a grammar forbids include the unused ones.
+        # The grammar's count already includes the unused rows.
         invalid[req_id] = max(unused, invalid.get(req_id, 0))
     scheduler_output.num_invalid_spec_tokens = invalid
 
@@ -53,12 +53,24 @@ def wrap_make_spec_decoding_stats(original: Callable[..., Any]) -> Callable[...,
     """`Scheduler.make_spec_decoding_stats`, which skips a draft without nodes."""
 
     def make_spec_decoding_stats(
-        self: Any, stats: Any, num_draft_tokens: int, **kwargs: Any
+        self: Any,
+        spec_decoding_stats: Any,
+        num_draft_tokens: int,
+        num_accepted_tokens: int,
+        num_invalid_spec_tokens: dict[str, int] | None,
+        request_id: str,
     ) -> Any:
-        invalid = (kwargs["num_invalid_spec_tokens"] or {}).get(kwargs["request_id"], 0)
-        if num_draft_tokens == invalid and tree_config(self.vllm_config) is not None:
-            return stats
-        return original(self, stats, num_draft_tokens=num_draft_tokens, **kwargs)
+        invalid = (num_invalid_spec_tokens or {}).get(request_id, 0)
+        if tree_config(self.vllm_config) is not None and num_draft_tokens == invalid:
+            return spec_decoding_stats
+        return original(
+            self,
+            spec_decoding_stats,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            num_invalid_spec_tokens=num_invalid_spec_tokens,
+            request_id=request_id,
+        )
 
     return make_spec_decoding_stats
 

@@ -302,9 +302,9 @@ RUNNER_USES: tuple[Seam, ...] = (
     ),
     *overrides(
         "runner_step",
-        "the sizes of trees are attached to a step's output once it is on the host",
+        "the sizes of trees are attached to a step's output after the copy to the host",
         HAS_TREES,
-        "vllm.v1.outputs:AsyncModelRunnerOutput",
+        f"{_WORKER}.async_utils:AsyncOutput",
         "get_output",
     ),
     *overrides(

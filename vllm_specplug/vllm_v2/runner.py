@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.logger import init_logger
-from vllm.v1.outputs import AsyncModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
@@ -58,15 +58,14 @@ else:
     _Runner = object
 
 
-class TreeOutput(AsyncModelRunnerOutput):
-    """The output of a step, to which the sizes of its trees are attached once it is on the host."""
+class TreeOutput(AsyncOutput):
+    """A step's output; `get_output` also attaches the number of nodes of each tree."""
 
-    def __init__(self, output: Any, tree_nodes: Callable[[], dict[str, int]]) -> None:
-        self._output, self._tree_nodes = output, tree_nodes
+    tree_nodes: Callable[[], dict[str, int]]
 
     def get_output(self) -> Any:
-        output = self._output.get_output()
-        setattr(output, TREE_NODES_ATTRIBUTE, self._tree_nodes())
+        output = super().get_output()
+        setattr(output, TREE_NODES_ATTRIBUTE, self.tree_nodes())
         return output
 
 
@@ -302,7 +301,7 @@ class TreeRunnerMixin(_Runner):
                 attribute = RESERVED_ROWS_ATTRIBUTE
                 setattr(output.model_runner_output, attribute, self.speculator.reserved)
             if self.step.tree_nodes is not None:
-                return TreeOutput(output, self.step.tree_nodes)
+                output.__class__, output.tree_nodes = TreeOutput, self.step.tree_nodes
         return output
 
     def take_draft_token_ids(self) -> Any:

@@ -277,7 +277,7 @@ class CudaKernels:
         """Returns the kernel for one attention shape, the same on all tensor parallel ranks."""
         requested = self.requested
         if for_drafts and requested != "reference" and any(kind.window for kind in shape.kinds):
-            # Others give rows of a bidirectional block no position.
+            # Only Triton's kernel gives rows of a bidirectional block a position.
             requested = "triton"
         return choose_cuda_kernel(
             requested,

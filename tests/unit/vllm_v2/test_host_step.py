@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 import torch
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from tests.unit.tree.candidates import columns_of, tree_of
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.metrics import TREE_NODES_ATTRIBUTE
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.host_step import TreesCopy
+from vllm_specplug.vllm_v2.runner import TreeOutput
 
 N = 5
 TREES = [
@@ -73,3 +79,12 @@ def test_some_requests_are_drafted_for_and_their_trees_spread() -> None:
     whole = TreesCopy(on_device([TREES[0], TREES[2]]).scatter(rows, 4), ints + 9)
     wanted = [DraftTree.empty(), TREES[0], DraftTree.empty(), TREES[2]]
     assert all(same(whole.merged[row], tree) for row, tree in enumerate(wanted))
+
+
+def test_an_output_carries_the_sizes_of_its_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It stays one of vLLM's outputs, whatever a release adds to those."""
+    monkeypatch.setattr(AsyncOutput, "get_output", lambda self: self.model_runner_output)
+    output = object.__new__(AsyncOutput)
+    output.model_runner_output = SimpleNamespace()
+    output.__class__, output.tree_nodes = TreeOutput, lambda: {"a": 3}
+    assert getattr(output.get_output(), TREE_NODES_ATTRIBUTE) == {"a": 3}

@@ -120,7 +120,7 @@ class GatedMLP(nn.Module):
 
 
 class BlockConv(nn.Module):
-    """Convolutions along the slots of a block, before and behind one sublayer of DFlash2.
+    """Convolutions along the slots of a block, before and after one sublayer of DFlash2.
 
     With x [T, H] whole blocks of B slots and s the sublayer's normed input, side 0 or 1 gives
 

@@ -20,7 +20,9 @@ from vllm_specplug.methods.block.recognise import (
     stated_values,
     without_keys,
 )
+from vllm_specplug.methods.local import LOCAL_CANDIDATES
 
+_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 PREDECESSORS = "candidate_selector.predecessor_codebook"
 SUCCESSORS = "candidate_selector.successor_codebook"
 PROJECTION = "candidate_selector.hidden_projection.weight"
@@ -51,7 +53,9 @@ class DFlash2Config(BlockHeadConfig):
             f"a divisor of hidden_size = {self.hidden_size}",
         )
         require_size("selector_rank", self.selector_rank)
-        require_size("selector_top_k", self.selector_top_k, self.draft_vocab_size)
+        # The selector gathers a row of a codebook for each candidate of each slot.
+        most = min(LOCAL_CANDIDATES, self.draft_vocab_size)
+        require_size("selector_top_k", self.selector_top_k, most)
         for name in ("input_embedding_scale", "output_multiplier"):
             value = getattr(self, name)
             require(is_positive(value), name, value, "a positive number")
@@ -73,6 +77,13 @@ class DFlash2Config(BlockHeadConfig):
             _block_part(raw), num_target_layers=num_target_layers, causal=causal
         )
         own = stated_values(raw, SELECTOR_KEYS)
+        # As in vLLM: a top-level value is of the target config that the head was made from.
+        inner = raw.get("dflash_config")
+        inner = inner if isinstance(inner, Mapping) else {}
+        for key in _SCALES:
+            own.pop(key, None)
+            if inner.get(key) is not None:
+                own[key] = inner[key]
         projector = own.pop("projector_type", "dflash2")
         require(projector == "dflash2", "projector_type", projector, "absent or 'dflash2'")
         return cls(**{**vars(block), **own})

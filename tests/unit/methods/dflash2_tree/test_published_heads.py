@@ -42,11 +42,19 @@ def logits_of(head: PublishedHead, windows: list[int | None] | None) -> torch.Te
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    # A window that is shorter than the context masks some of it.
+    [*((name, {}) for name in FORMATS), (FORMATS[0], {"sliding_window": 6})],
+)
 def test_each_branch_is_a_walk_of_the_selector(
-    name: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    changes: dict[str, Any],
+    compiled: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    head = PublishedHead(tmp_path / "head", tiny(getattr(published, name)))
+    head = PublishedHead(tmp_path / "head", tiny(getattr(published, name), **changes))
     assert recognise_head(head.folder).name == "dflash2_tree"
     drafter, requests = head.drafter(get_method("dflash2_tree"))
     if not compiled:
@@ -135,6 +143,15 @@ def test_published_values() -> None:
     glimmer = DFlash2Config.from_dict(published.MUSE_DFLASH2_GLIMMER_30B, num_target_layers=52)
     assert (glimmer.output_multiplier, glimmer.final_logit_softcapping) == (26**-0.5, 20.0)
     assert DFlash2Config.from_dict(glimmer.to_dict()) == glimmer
+    # Beside the container these are values of the target's config.
+    raw = changed(published.ZLAB_DFLASH2_QWEN38_27B, final_logit_softcapping=30.0)
+    assert DFlash2Config.from_dict(raw, num_target_layers=64) == qwen
+
+
+def test_candidates_are_bounded() -> None:
+    raw = changed(published.ZLAB_DFLASH2_QWEN38_27B, dflash_config={"selector_top_k": 129})
+    with pytest.raises(ValueError, match=r"selector_top_k = 129.*1 to 128"):
+        DFlash2Config.from_dict(raw, num_target_layers=64)
 
 
 @pytest.mark.parametrize(
