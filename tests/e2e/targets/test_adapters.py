@@ -157,7 +157,7 @@ def test_adapters_are_added_and_removed() -> None:
         assert all(engine.add_lora(adapter) for engine in engines)
         made.compare(**batch(PROMPTS, (None, adapter)))
         assert all(engine.remove_lora(adapter.lora_int_id) for engine in engines)
-        assert not any(engine.list_loras() for engine in engines)
+        assert not any(adapter.lora_int_id in engine.list_loras() for engine in engines)
     # Loaded again by a request that names it.
     made.compare(**batch(PROMPTS, (adapter,)))
 

@@ -168,7 +168,8 @@ def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
     )
     monkeypatch.setattr(backend, "choose", lambda *args, **use: ChosenKernel("triton", print, ""))
     monkeypatch.setattr(backend, "cache_writer", lambda: None)
-    layer = SimpleNamespace(kv_cache=torch.zeros(2, 1, 16, 8))
+    spec = SimpleNamespace(window=None)
+    layer = SimpleNamespace(kv_cache=torch.zeros(2, 1, 16, 8), spec=spec)
     layers: Any = [layer, layer]
     drafts = CudaDraftCache(backend, layers, lambda: TABLE, 1.0)
     requests = DraftRequests(token_ids=[np.array([1])], context_lens=[0], req_indices=[0])
