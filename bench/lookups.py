@@ -54,7 +54,7 @@ ENGINES = {"plain float32": {"dtype": "float32"}}
 
 PACE = (
     " In a closed loop a faster system takes in more prompts during each of its answers, which "
-    "TPOT counts; pace is an answer's time per token over the steps of the first ratio alone."
+    "TPOT counts; pace is an answer's time per token over only the steps of the first ratio."
 )
 TIES = " They differ from plain decoding's where bfloat16 logits tie within rounding."
 AGAIN = (

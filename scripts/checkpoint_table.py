@@ -23,7 +23,7 @@ from safetensors.torch import save_file  # noqa: E402
 from tests.unit.methods.block import published as block  # noqa: E402
 from tests.unit.methods.block.published_heads import PublishedHead, Shared  # noqa: E402
 from tests.unit.methods.eagle3_tree import published as eagle3  # noqa: E402
-from vllm_specplug.bench.tables import markdown_table  # noqa: E402
+from vllm_specplug.bench.tables import markdown_table, replace_between  # noqa: E402
 from vllm_specplug.drafting.head_files import read_head_files  # noqa: E402
 from vllm_specplug.drafting.method import TargetInfo  # noqa: E402
 from vllm_specplug.engine.spec_config import CAPABILITIES  # noqa: E402
@@ -43,7 +43,7 @@ BLOCK_HEADS = {
     "SPECULATORS_JETSPEC": ("JetSpec", "speculators", "Qwen3-8B"),
     "ZLAB_DFLASH2_QWEN38_27B": ("DFlash2", "z-lab", "Qwen3.8-27B"),
     "INCO_DFLASH2_GLM53_FLASH": ("DFlash2", "Inco AI", "GLM-5.3-Flash"),
-    "MUSE_DFLASH2_GLIMMER_30B": ("DFlash2", "Muse", "Glimmer-30B"),
+    "MUSE_DFLASH2_GLIMMER_30B": ("DFlash2", "unknown", "Muse-Glimmer-30B"),
     "LIGHTSEEK_DFLASH2_KIMI_K3": ("DFlash2", "lightseek", "Kimi-K3"),
     "SPECULATORS_DFLASH2": ("DFlash2", "speculators", "Qwen3-8B"),
     "DEEPSPEC_DSPARK_QWEN3_4B": ("DSpark", "DeepSpec", "Qwen3-4B"),
@@ -97,7 +97,7 @@ def _reason(message: str) -> str:
     """Returns what a refusal says of the head: the text in brackets if there is one."""
     message = message.removeprefix("draft head config: ").partition("; correct")[0]
     in_brackets = re.search(r"\((.*)\)$", message)
-    return message if in_brackets is None or "mla" in message else in_brackets[1]
+    return message if in_brackets is None else in_brackets[1]
 
 
 def rows() -> list[tuple[str, ...]]:
@@ -125,9 +125,7 @@ def main() -> None:
     if "--write" not in sys.argv[1:]:
         print(table())
         return
-    block_of_page = f"{_START}\n\n{table()}\n\n{_END}"
-    page = re.sub(f"{_START}.*{_END}", lambda _: block_of_page, PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(page)
+    PAGE.write_text(replace_between(PAGE.read_text(), _START, _END, f"\n{table()}\n"))
 
 
 if __name__ == "__main__":

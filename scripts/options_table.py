@@ -6,11 +6,10 @@ python scripts/options_table.py [--write]
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
-from vllm_specplug.bench.tables import markdown_table
+from vllm_specplug.bench.tables import markdown_table, replace_between
 from vllm_specplug.option_docs import HEADER, method_options, shared_options
 from vllm_specplug.registry import methods
 
@@ -31,9 +30,7 @@ def main() -> None:
     if "--write" not in sys.argv[1:]:
         print(tables())
         return
-    block = f"{_START}\n\n{tables()}\n\n{_END}"
-    page = re.sub(f"{_START}.*{_END}", lambda _: block, PAGE.read_text(), flags=re.DOTALL)
-    PAGE.write_text(page)
+    PAGE.write_text(replace_between(PAGE.read_text(), _START, _END, f"\n{tables()}\n"))
 
 
 if __name__ == "__main__":

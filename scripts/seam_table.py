@@ -6,10 +6,10 @@ python scripts/seam_table.py [--write]
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
+from vllm_specplug.bench.tables import markdown_table, replace_between
 from vllm_specplug.seams import ALL_SEAMS
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "vllm_releases.md"
@@ -22,20 +22,18 @@ def table() -> str:
     for seam in ALL_SEAMS:
         kinds = topics.setdefault((seam.key, seam.why), {})
         kinds.setdefault(seam.kind, []).append(f"`{seam.name.removeprefix('vllm.')}`")
-    rows = ["| seam | what | why |", "|---|---|---|"]
+    rows = []
     for (key, why), kinds in topics.items():
         what = "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())
-        rows.append(f"| `{key}` | {what} | {why} |")
-    return "\n".join(rows)
+        rows.append((f"`{key}`", what, why))
+    return markdown_table(("seam", "what", "why"), rows)
 
 
 def main() -> None:
     if "--write" not in sys.argv[1:]:
         print(table())
         return
-    page = PAGE.read_text()
-    block = f"{_START}\n{table()}\n{_END}"
-    PAGE.write_text(re.sub(f"{_START}.*{_END}", lambda _: block, page, flags=re.DOTALL))
+    PAGE.write_text(replace_between(PAGE.read_text(), _START, _END, table()))
 
 
 if __name__ == "__main__":

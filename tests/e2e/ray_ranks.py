@@ -112,6 +112,7 @@ def main(job_path: str, result_path: str) -> None:
         engine_process.main(job_path, result_path)
         status = 0
     except Exception:
+        # Ray and its nodes must stop whatever failed; the status reports the failure.
         traceback.print_exc()
     ray.shutdown()
     cluster.shutdown()

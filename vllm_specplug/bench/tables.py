@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 
@@ -16,3 +17,8 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def replace_between(text: str, start: str, end: str, block: str) -> str:
+    """Returns `text` with `block` in place of everything between two markers."""
+    return re.sub(f"{start}.*{end}", lambda _: f"{start}\n{block}\n{end}", text, flags=re.DOTALL)

@@ -54,8 +54,7 @@ def make_heads(folder: Path, windows: tuple[int | None, ...]) -> tuple[Path, Pat
 
 
 def show_drafts(llm: Any) -> None:
-    """Puts the drafts of vLLM's V2 model runner, which stay on its device, where its scheduler
-    shows those of V1."""
+    """Shows the scheduler the drafts of vLLM's V2 model runner, which stay on the device."""
     core, drafts = core_of(llm), {}
     speculator = core.model_executor.driver_worker.worker.model_runner.speculator
     propose, schedule = speculator.propose, core.scheduler.schedule

@@ -201,8 +201,8 @@ _SITUATIONS_OF = {
     "dflash2_tree": {"mixed_batch"},
     "ngram_tree": {"mixed_batch", "preemption", "prefix_cache"},
 }
-# n-grams alone draft too seldom in short answers for these to say anything of them; ddtree,
-# dspark_tree and dflash2_tree are jetspec's drafter.
+# `ngram_tree` drafts too seldom in short answers for these tests. The drafters of ddtree,
+# dspark_tree and dflash2_tree are jetspec's.
 HEAD_METHODS = ["jetspec", "jetspec_ngrams"]
 _LIKE_JETSPEC = ("ddtree", "dspark_tree", "dflash2_tree")
 CACHE_METHODS = [name for name in METHODS if name not in _LIKE_JETSPEC]

@@ -320,7 +320,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         "absent or true (rotary embedding over halves)",
     )
     mode = raw.get("attention_mode")
-    require(mode in (None, "gqa"), "attention_mode", mode, "absent or 'gqa' (as in Qwen3's layers)")
+    require(mode in (None, "gqa"), "attention_mode", mode, "absent or 'gqa'")
     require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
     require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
 
