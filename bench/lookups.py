@@ -42,6 +42,8 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "plain float32": None,
     # The difference between equal engines, whose memory lies elsewhere.
     "plain again": None,
+    # What the plugin's products bring without drafts.
+    "no drafts": {"method": "ngram_tree", "tree_budget": 0},
     "ngram": VLLM_CONFIGS["ngram"],
     "ngram_tree": {"method": "ngram_tree"},
     "head": {**JETSPEC, "ngram_topk": 0},
@@ -141,8 +143,9 @@ def page(cells: Cells) -> ResultPage:
         "per CPU second of one thread, over the steps in which that many requests were decoded and "
         "no prompt was taken in. Ratios are medians of the rounds' ratios, in brackets the lowest "
         "and the highest. The head is the shipped JetSpec head under the adaptive budget, at most "
-        "32 nodes; `ngram_tree` has its defaults; vLLM's `ngram` drafts 6 tokens after matches of "
-        "2 to 4. TPOT is a whole answer's, other requests' prompts and the last answers in smaller "
+        "32 nodes; `ngram_tree` has its defaults; `no drafts` is `ngram_tree` with budget 0, which "
+        "shows what the target's products bring; vLLM's `ngram` drafts 6 tokens after matches of 2 "
+        "to 4. TPOT is a whole answer's, other requests' prompts and the last answers in smaller "
         "company included; answers have half to all of the most tokens."
         + ("" if temperature else TIES)
         + (PACE if paces else "")
