@@ -45,6 +45,7 @@ _EXPORTS = {
     "make_ngram_index": "ngram_index",
     "markov_weights": "local_tree",
     "move_latents": "latent_spans",
+    "multiply_experts": "experts",
     "norm_rotate_heads": "row_ops",
     "pinned": "device_copy",
     "prefix_attn": "dispatch",

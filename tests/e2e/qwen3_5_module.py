@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random multi-token-prediction modules in the layouts of Qwen3.5's repositories."""
+"""Random multi-token-prediction modules in the layouts of Qwen's repositories."""
 
 from __future__ import annotations
 
@@ -20,10 +20,36 @@ NAMES = {
 }
 
 
+def mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the module's MLP: dense, with joined experts (Qwen3.5), or with tensors for each
+    expert (Qwen3-Next)."""
+    hidden, kind = config["hidden_size"], config["model_type"]
+
+    def dense(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+        return {
+            f"{prefix}.gate_proj.weight": (width, hidden),
+            f"{prefix}.up_proj.weight": (width, hidden),
+            f"{prefix}.down_proj.weight": (hidden, width),
+        }
+
+    if kind in ("qwen3_5", "qwen3_5_text"):
+        return dense("mlp", config["intermediate_size"])
+    experts, width = config["num_experts"], config["moe_intermediate_size"]
+    shapes = dense("mlp.shared_expert", config["shared_expert_intermediate_size"])
+    shapes |= {"mlp.gate.weight": (experts, hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
+    if kind == "qwen3_next":
+        for expert in range(experts):
+            shapes |= dense(f"mlp.experts.{expert}", width)
+    else:
+        shapes["mlp.experts.gate_up_proj"] = (experts, 2 * width, hidden)
+        shapes["mlp.experts.down_proj"] = (experts, hidden, width)
+    return shapes
+
+
 def module_tensors(config: dict[str, Any], seed: int = 6) -> dict[str, torch.Tensor]:
-    """Random tensors of the module of a dense text model, by their public names."""
+    """Random tensors of the module of a text model, by their public names."""
     torch.manual_seed(seed)
-    hidden, width, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    hidden, dim = config["hidden_size"], config["head_dim"]
     q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, 2 * hidden), "norm.weight": (hidden,),
@@ -35,9 +61,7 @@ def module_tensors(config: dict[str, Any], seed: int = 6) -> dict[str, torch.Ten
         "layers.0.self_attn.v_proj.weight": (kv, hidden),
         "layers.0.self_attn.o_proj.weight": (hidden, q),
         "layers.0.self_attn.q_norm.weight": (dim,), "layers.0.self_attn.k_norm.weight": (dim,),
-        "layers.0.mlp.gate_proj.weight": (width, hidden),
-        "layers.0.mlp.up_proj.weight": (width, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, width),
+        **{f"layers.0.{name}": shape for name, shape in mlp_shapes(config).items()},
     }  # fmt: skip
     return {
         f"mtp.{name}": torch.randn(shape) * (0.2 if "norm" in name else shape[-1] ** -0.5)
@@ -49,7 +73,8 @@ def add_module(folder: Path) -> Path:
     """Puts a module into a random target's checkpoint of one file, as the public ones hold it."""
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
-    text["mtp_num_hidden_layers"] = 1
+    if text["model_type"] != "qwen3_next":
+        text["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
     file = folder / "model.safetensors"
     save_file({**load_file(file), **module_tensors(text)}, file, metadata={"format": "pt"})

@@ -13,6 +13,7 @@ import torch
 
 from vllm_specplug.drafting.drafter import Drafter, DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.kernels import multiply_experts
 from vllm_specplug.methods.block.fused_head import plain_linear
 
 USUAL = {
@@ -39,6 +40,7 @@ def load_drafter(
         TargetWeights(
             embed_tokens=lm_head if embed is None else embed, lm_head=lm_head, dtype=torch.float32,
             device=lm_head.device, make_linear=plain_linear,
+            multiply_experts=multiply_experts,
             text_config=text_config
             or SimpleNamespace(hidden_size=hidden, vocab_size=vocab, num_hidden_layers=2),
         )

@@ -42,6 +42,20 @@ class LinearFactory(Protocol):
         """x [T, in] -> [T, out] for weight [out, in] and bias [out] or None."""
 
 
+class ExpertProducts(Protocol):
+    """Multiplies rows with the experts of an MLP; see `kernels.multiply_experts`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """[T, H], [E, 2I, H], [E, H, I], float32 [T, K] and integers [T, K] -> [T, H]."""
+
+
 @dataclass(frozen=True)
 class DrafterOptions:
     """The resolved options of a drafter."""
@@ -76,6 +90,7 @@ class TargetWeights:
     text_config: object
     """The target's Hugging Face text config."""
     make_linear: LinearFactory
+    multiply_experts: ExpertProducts
     heads: list[TargetHead] = field(default_factory=list)
     """The heads that `make_lm_head` built from the target's rows."""
 

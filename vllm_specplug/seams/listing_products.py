@@ -45,4 +45,10 @@ PRODUCT_USES: tuple[Seam, ...] = (
         "vllm._custom_ops:cutlass_scaled_mm",
         "vllm._custom_ops:cutlass_scaled_mm_supports_fp8",
     ),
+    *uses(
+        "draft_experts",
+        "the experts of a draft layer must run inside CUDA graphs, in one launch per product",
+        "torch's grouped product runs on every GPU",
+        "vllm.model_executor.layers.fused_moe:fused_experts",
+    ),
 )

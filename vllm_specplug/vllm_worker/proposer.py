@@ -21,7 +21,7 @@ from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.registry import get_method, headless_methods
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
-from vllm_specplug.vllm_worker.target.linear import draft_linear
+from vllm_specplug.vllm_worker.target.linear import draft_linear, expert_products
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers, prepare_state_layers
 from vllm_specplug.vllm_worker.target.weight_updates import kept_asleep
 
@@ -101,6 +101,7 @@ class DrafterHost:
             make_linear=draft_linear(
                 self.vllm_config.speculative_config.draft_weights, config.dtype
             ),
+            multiply_experts=expert_products(),
         )
 
     @torch.inference_mode()

@@ -45,10 +45,13 @@ def test_text_model_with_experts(tmp_path: Path) -> None:
     compared(engines(tmp_path, "Qwen3_5MoeText"), least_accepted=60)
 
 
-def test_its_own_module(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"])
+def test_its_own_module(family: str, tmp_path: Path) -> None:
     """The multi-token-prediction module in the target's checkpoint, found without a "model"."""
     rope = {**ROPE_ON_AXES, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
-    make_hybrid_target(tmp_path, "Qwen3_5Text", VOCAB, rope_parameters=rope)
+    if family == "Qwen3Next":
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    make_hybrid_target(tmp_path, family, VOCAB, rope_parameters=rope)
     made = hybrid_pairs.engines("mtp_tree", model=str(add_module(tmp_path)))
     params = [greedy(max_tokens=40, detokenize=False), seeded(3, max_tokens=40, detokenize=False)]
     prompts = [prompt for prompt in PROMPTS for _ in params]

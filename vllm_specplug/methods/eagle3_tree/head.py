@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_specplug.drafting.drafter import LinearFactory
-from vllm_specplug.kernels import add_rms_norm, gated_silu, rms_norm, rotate_heads
+from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
+from vllm_specplug.kernels import add_rms_norm, multiply_experts, rms_norm, rotate_heads
 from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.head import (
     AttentionProjections,
@@ -29,6 +29,7 @@ from vllm_specplug.methods.block.head import (
     apply_rotary,
     rotary_cos_sin,
 )
+from vllm_specplug.methods.block.mlp import fuse_mlp
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 # (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
@@ -145,6 +146,7 @@ class FusedDraftLayer(ABC):
         norm: the norm before the LM head.
         max_positions: positions that the rotary tables cover.
         make_linear: makes a linear layer from a weight and a bias.
+        multiply: products of experts, for an MLP that has them.
     """
 
     def __init__(
@@ -154,16 +156,16 @@ class FusedDraftLayer(ABC):
         norm: RMSNorm,
         max_positions: int,
         make_linear: LinearFactory,
+        multiply: ExpertProducts = multiply_experts,
     ) -> None:
-        attn, mlp = layer.self_attn, layer.mlp
+        attn = layer.self_attn
         self.shape, self.eps = config, config.rms_norm_eps
         self.key_value = make_linear(*joined_weights(attn.k_proj, attn.v_proj))
         gates = (attn.gate_proj,) if hasattr(attn, "gate_proj") else ()
         self.is_gated = bool(gates)
         self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
-        self.gate_up = make_linear(*joined_weights(mlp.gate_proj, mlp.up_proj))
-        self.down = make_linear(mlp.down_proj.weight, None)
+        self.mlp = fuse_mlp(layer.mlp, make_linear, multiply)
         self.mlp_norm, self.norm = layer.post_attention_layernorm.weight, norm.weight
         # [(Hq + Hkv) * Dh], or None
         self.qk_norm = None
@@ -209,8 +211,7 @@ class FusedDraftLayer(ABC):
         if self.is_gated:
             mixed = mixed * gate.sigmoid()
         x, normed = add_rms_norm(residual, self.output(mixed.flatten(-2)), self.mlp_norm, self.eps)
-        delta = self.down(gated_silu(self.gate_up(normed)))
-        x, normed = add_rms_norm(x, delta, self.norm, self.eps)
+        x, normed = add_rms_norm(x, self.mlp(normed), self.norm, self.eps)
         return normed, normed if self.shape.norm_output else x
 
     __call__ = forward

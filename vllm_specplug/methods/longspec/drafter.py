@@ -34,6 +34,7 @@ from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
+from vllm_specplug.methods.block.mlp import FusedMLP
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend
 from vllm_specplug.tree.beam import Expand, Frontier
@@ -63,8 +64,7 @@ class FusedLongSpecHead:
         self.self_output = make_linear(own.o_proj.weight, None)
         self.cross_query = make_linear(cross.q_proj.weight, cross.q_proj.bias)
         self.cross_output = make_linear(cross.o_proj.weight, None)
-        self.gate_up = make_linear(*joined_weights(head.mlp.gate_proj, head.mlp.up_proj))
-        self.down = make_linear(head.mlp.down_proj.weight, None)
+        self.mlp = FusedMLP(head.mlp, make_linear)
         self.input_norm = head.input_layernorm.weight
         self.cross_norm = head.post_self_attention_layernorm.weight
         self.mlp_norm = head.post_cross_attention_layernorm.weight
@@ -97,8 +97,7 @@ class FusedLongSpecHead:
         x = embeds + self.self_output(mixed.flatten(-2))
         query = self.cross_query(self._rms_norm(x, self.cross_norm)).unflatten(-1, (heads, dim))
         x = x + self.cross_output(cross_attend(self._rotate(query, positions)).flatten(-2))
-        gate, up = self.gate_up(self._rms_norm(x, self.mlp_norm)).chunk(2, dim=-1)
-        x = x + self.down(F.silu(gate) * up)
+        x = x + self.mlp(self._rms_norm(x, self.mlp_norm))
         return x if self.norm is None else self._rms_norm(x, self.norm)
 
     __call__ = forward

@@ -18,7 +18,7 @@ from vllm_specplug.methods.mtp_tree.head import MtpModule
 # Prefix in MiMo's checkpoints and in speculators' format. Only the first module is read: it
 # predicts the token after next, and its outputs feed the next level.
 PREFIX = "mtp_layers.0."
-# Prefixes in Qwen3.5's checkpoints, and the names of the tensors around the layer.
+# Prefixes in Qwen's checkpoints, and the names of the tensors around the layer.
 _QWEN_PREFIX = "mtp."
 _QWEN_LAYER = "mtp.layers.0."
 _QWEN_NAMES = {
@@ -28,6 +28,11 @@ _QWEN_NAMES = {
     "mtp.pre_fc_norm_hidden.weight": "hidden_layernorm.weight",
 }
 _QUERY, _GATE = "self_attn.q_proj.weight", "self_attn.gate_proj.weight"
+# Joined weights of all experts, and their parts in checkpoints with tensors for each expert.
+_EXPERTS = {
+    "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
+    "mlp.experts.down_proj": ("down_proj",),
+}
 
 
 def inspect_mtp_module(directory: str | Path, target_config: Any) -> MtpConfig:
@@ -80,7 +85,19 @@ def _as_module(config: MtpConfig, stored: dict[str, torch.Tensor]) -> dict[str, 
         heads = (config.num_attention_heads, 2, config.head_dim)
         query, gate = stored[_QUERY].unflatten(0, heads).unbind(1)
         tensors[_QUERY], tensors[_GATE] = query.flatten(0, 1), gate.flatten(0, 1)
+    if config.experts is not None and not tensors.keys() >= _EXPERTS.keys():
+        for name, parts in _EXPERTS.items():
+            tensors[name] = torch.stack(
+                [
+                    torch.cat([tensors.pop(_part_of(expert, part)) for part in parts])
+                    for expert in range(config.experts.num_experts)
+                ]
+            )
     return tensors
+
+
+def _part_of(expert: int, part: str) -> str:
+    return f"mlp.experts.{expert}.{part}.weight"
 
 
 def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -88,5 +105,11 @@ def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tenso
     if config.gated:
         rows, columns = expected.pop(_GATE)
         expected[_QUERY] = (2 * rows, columns)
+    if config.experts is not None and not tensors.keys() >= _EXPERTS.keys():
+        for name, parts in _EXPERTS.items():
+            num_experts, rows, columns = expected.pop(name)
+            for expert in range(num_experts):
+                shape = (rows // len(parts), columns)
+                expected.update({_part_of(expert, part): shape for part in parts})
     what = f"the module {PREFIX}* or {_QWEN_PREFIX}* of {str(directory)!r}"
     check_tensors(what, expected, tensors)

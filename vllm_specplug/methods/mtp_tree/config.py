@@ -11,11 +11,13 @@ from typing import Any
 from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require
 from vllm_specplug.methods.block.layer_config import read_rotary, rotated_size
+from vllm_specplug.methods.block.mlp import ExpertsConfig
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.methods.mtp_tree.recognise import layer_config, module_count
 
-# Model types whose module is one dense layer of full attention over the target's last state.
-_QWEN = ("qwen3_5", "qwen3_5_text")
+# Model types whose module is one layer of full attention over the target's last state.
+_QWEN_EXPERTS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
+_QWEN = ("qwen3_5", "qwen3_5_text", *_QWEN_EXPERTS)
 MODEL_TYPES = ("mimo", *_QWEN)
 
 
@@ -23,9 +25,10 @@ MODEL_TYPES = ("mimo", *_QWEN)
 class MtpConfig:
     """Shape of an MTP module, which has the shape of one layer of its target.
 
-    `is_qwen` distinguishes Qwen3.5's modules from MiMo's. Qwen3.5 stores norm weights minus one,
-    norms queries and keys, has the embedding before the state in its projection, and reads the
-    token after the first one. `gated` says that a sigmoid gate scales each head's output.
+    `is_qwen` distinguishes Qwen's modules from MiMo's. Qwen stores norm weights minus one, norms
+    queries and keys, has the embedding before the state in its projection, and reads the token
+    after the first one. `gated` says that a sigmoid gate scales each head's output. With `experts`,
+    `intermediate_size` is the width of one expert.
     """
 
     hidden_size: int
@@ -41,6 +44,7 @@ class MtpConfig:
     norm_output: bool = True
     is_qwen: bool = False
     gated: bool = False
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         check_layer_shape(self)
@@ -77,8 +81,8 @@ class MtpConfig:
             kind in MODEL_TYPES,
             "model_type",
             kind,
-            f"{', '.join(MODEL_TYPES)} (modules of other targets are mixtures of experts, MLA, "
-            "linear or sliding-window layers, and only run in vLLM's own method mtp)",
+            f"{', '.join(MODEL_TYPES)} (modules of other targets have other routers, MLA, linear "
+            "or sliding-window layers, and only run in vLLM's own method mtp)",
         )
         require(count > 0, name, stated, "1 or more (the target ships no module)")
         is_qwen = kind in _QWEN
@@ -99,9 +103,10 @@ class MtpConfig:
         require(isinstance(dim, int), "head_dim", dim, "an integer")
         assert isinstance(dim, int)
         rotated = rotated_size(rope["partial_rotary_factor"], dim)
+        experts = ExpertsConfig.from_dict(raw) if kind in _QWEN_EXPERTS else None
         return cls(
             hidden_size=hidden,  # type: ignore[arg-type]  # checked with all sizes
-            intermediate_size=raw.get("intermediate_size"),  # type: ignore[arg-type]
+            intermediate_size=experts.width if experts else raw.get("intermediate_size"),  # type: ignore[arg-type]
             num_attention_heads=heads,  # type: ignore[arg-type]
             num_key_value_heads=raw.get("num_key_value_heads") or heads,  # type: ignore[arg-type]
             head_dim=dim,
@@ -118,4 +123,5 @@ class MtpConfig:
             attention_bias=not is_qwen and raw.get("attention_bias", True) is not False,
             is_qwen=is_qwen,
             gated=is_qwen and raw.get("attn_output_gate", True) is not False,
+            experts=experts,
         )

@@ -26,7 +26,9 @@ class MtpDrafter(StateDrafter):
         self.target_ids = None
         self.draft_vocab_size = module.config.vocab_size
         self.lm_head = target.make_lm_head(None)
-        self.head = FusedMtpModule(module, self.options.max_model_len, target.make_linear)
+        self.head = FusedMtpModule(
+            module, self.options.max_model_len, target.make_linear, target.multiply_experts
+        )
         self.ngrams = ngram_branches(self.options)
         self.begin_context(module.config.hidden_size)
 

@@ -12,9 +12,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
+from vllm_specplug.kernels import multiply_experts
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.head import AttentionProjections, GatedMLP, RMSNorm
+from vllm_specplug.methods.block.mlp import ExpertMLP
 from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayer
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
 
@@ -36,7 +38,11 @@ class MtpModule(nn.Module):
             inner = config.num_attention_heads * config.head_dim
             self.self_attn.gate_proj = nn.Linear(hidden, inner, bias=config.attention_bias)
         self.post_attention_layernorm = RMSNorm(*norm)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp: nn.Module
+        if config.experts is None:
+            self.mlp = GatedMLP(hidden, config.intermediate_size)
+        else:
+            self.mlp = ExpertMLP(config.experts, hidden)
         self.final_layernorm = RMSNorm(*norm)
 
 
@@ -44,9 +50,15 @@ class FusedMtpModule(FusedDraftLayer):
     """Serving form of an `MtpModule` on its device and in its dtype."""
 
     def __init__(
-        self, module: MtpModule, max_positions: int, make_linear: LinearFactory = plain_linear
+        self,
+        module: MtpModule,
+        max_positions: int,
+        make_linear: LinearFactory = plain_linear,
+        multiply: ExpertProducts = multiply_experts,
     ) -> None:
-        super().__init__(module.config, module, module.final_layernorm, max_positions, make_linear)
+        super().__init__(
+            module.config, module, module.final_layernorm, max_positions, make_linear, multiply
+        )
         self.input = make_linear(module.input_proj.weight, None)
         self.token_norm = module.token_layernorm.weight
         self.state_norm = module.hidden_layernorm.weight

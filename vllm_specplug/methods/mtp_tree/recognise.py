@@ -32,10 +32,18 @@ def layer_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def module_count(config: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns the key under which a config states its number of modules, and the number."""
-    for source in (config, layer_config(config)):
-        for name in COUNT_KEYS:
-            value = source.get(name) if isinstance(source, Mapping) else None
-            if is_integer(value) and value > 0:
-                return name, value
-    return COUNT_KEYS[0], 0
+    """Returns the key under which a config states its number of modules, and the number.
+
+    Qwen3-Next's configs state none, and its checkpoints have one module.
+    """
+    stated = [
+        (name, source[name])
+        for source in (config, layer_config(config))
+        for name in COUNT_KEYS
+        if source.get(name) is not None
+    ]
+    for name, value in stated:
+        if is_integer(value) and value > 0:
+            return name, value
+    has_one = not stated and layer_config(config).get("model_type") == "qwen3_next"
+    return COUNT_KEYS[0], int(has_one)

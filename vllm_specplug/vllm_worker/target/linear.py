@@ -18,7 +18,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.platforms import current_platform
 
-from vllm_specplug.drafting.drafter import LinearFactory
+from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
+from vllm_specplug.kernels import multiply_experts
 from vllm_specplug.kernels.fp8_linear import FP8_CAPABILITY, Fp8Linear
 from vllm_specplug.kernels.packed_linear import (
     PackedInt8Linear,
@@ -87,6 +88,21 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
         return packed_linear
     logger.info_once("Draft weights: int8, by row (draft_weights=%r)", weights)
     return int8_linear
+
+
+def expert_products() -> ExpertProducts:
+    """Returns the products of a draft head's experts: on a GPU vLLM's, which graphs can capture.
+
+    Seam: draft_experts.
+    """
+    if current_platform.is_cpu():
+        return multiply_experts
+    # Imported here: it needs Triton.
+    from vllm.model_executor.layers.fused_moe import fused_experts
+
+    return lambda x, gate_up, down, weights, expert_ids: fused_experts(
+        x, gate_up, down, weights, expert_ids
+    )
 
 
 def int8_linear(

@@ -4,6 +4,7 @@ refused by name."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,6 +60,8 @@ QWEN: dict[str, Any] = {
         "rope_theta": 10000000, "rope_type": "default",
     },
 }  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+           "shared_expert_intermediate_size": 20}  # fmt: skip
 TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=4)
 
 
@@ -73,10 +76,21 @@ def write_target(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     return {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
 
 
-def write_qwen(folder: Path, layout: str = "text", **changes: Any) -> dict[str, torch.Tensor]:
-    """A target of Qwen3.5 with its module, or the module alone in speculators' format."""
-    folder.mkdir(exist_ok=True)
+def qwen_config(layout: str, **changes: Any) -> dict[str, Any]:
+    """The text part of a target's config; a layout may be the model type of one with experts."""
     text = {**QWEN, **changes}
+    if layout in ("qwen3_5_moe_text", "qwen3_next"):
+        text = {**text, **EXPERTS, "model_type": layout, **changes}
+        del text["intermediate_size"]
+    if layout == "qwen3_next":
+        del text["mtp_num_hidden_layers"]
+    return text
+
+
+def write_qwen(folder: Path, layout: str = "text", **changes: Any) -> dict[str, torch.Tensor]:
+    """A target of Qwen with its module, or the module alone in speculators' format."""
+    folder.mkdir(exist_ok=True)
+    text = qwen_config(layout, **changes)
     config: dict[str, Any] = {"architectures": ["Qwen3_5ForCausalLM"], **text}
     if layout == "multimodal":
         config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
@@ -85,7 +99,7 @@ def write_qwen(folder: Path, layout: str = "text", **changes: Any) -> dict[str, 
         config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp",
                   "num_nextn_predict_layers": 1, "transformer_layer_config": text}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = qwen3_5_module.module_tensors(QWEN)
+    tensors = qwen3_5_module.module_tensors(qwen_config(layout))
     stored = dict(tensors)
     if layout == "speculators":
         stored = {}
@@ -168,16 +182,38 @@ class QwenModule(Module):
         mixed = torch.einsum("hij,jhd->ihd", weights, value) * gate
         x = x + mixed.reshape(count, -1) @ w[f"{attn}o_proj.weight"].T
         y = norm(x, "layers.0.post_attention_layernorm")
-        inner = torch.nn.functional.silu(y @ w["layers.0.mlp.gate_proj.weight"].T)
-        x = (
-            x
-            + (inner * (y @ w["layers.0.mlp.up_proj.weight"].T))
-            @ w["layers.0.mlp.down_proj.weight"].T
-        )
-        return norm(x, "norm")
+        return norm(x + self.mlp(y), "norm")
+
+    def mlp(self, y: torch.Tensor) -> torch.Tensor:
+        w = {n.removeprefix("layers.0.mlp."): t for n, t in self.w.items() if ".mlp." in n}
+
+        def dense(x: torch.Tensor, prefix: str) -> torch.Tensor:
+            gate, up = (x @ w[f"{prefix}{name}_proj.weight"].T for name in ("gate", "up"))
+            return (torch.nn.functional.silu(gate) * up) @ w[f"{prefix}down_proj.weight"].T
+
+        if "gate.weight" not in w:
+            return dense(y, "")
+        for expert, joined in enumerate(w.get("experts.gate_up_proj", ())):
+            gate, up = joined.chunk(2)
+            w[f"experts.{expert}.gate_proj.weight"], w[f"experts.{expert}.up_proj.weight"] = (
+                gate,
+                up,
+            )
+            w[f"experts.{expert}.down_proj.weight"] = w["experts.down_proj"][expert]
+        rows = []
+        for row in y:
+            chances = (w["gate.weight"] @ row).softmax(-1)
+            best = chances.argsort(descending=True)[:2].tolist()
+            total = sum(chances[expert] for expert in best)
+            parts = [chances[e] / total * dense(row, f"experts.{e}.") for e in best]
+            shared = (w["shared_expert_gate.weight"] @ row).sigmoid() * dense(row, "shared_expert.")
+            rows.append(sum(parts, shared))
+        return torch.stack(rows)
 
 
-@pytest.mark.parametrize("kind", ["mimo", "text", "multimodal", "speculators"])
+@pytest.mark.parametrize(
+    "kind", ["mimo", "text", "multimodal", "speculators", "qwen3_5_moe_text", "qwen3_next"]
+)
 def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> None:
     if kind == "mimo":
         reference = Module(write_target(tmp_path))
@@ -220,20 +256,24 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
         check_branches(tree, scores_along, list(range(VOCAB)), 5e-4)
 
 
-def test_qwen3_5s_layer_is_that_of_transformers(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout", "family"), [("text", "Qwen3_5"), ("qwen3_5_moe_text", "Qwen3_5Moe")]
+)
+def test_qwen3_5s_layer_is_that_of_transformers(layout: str, family: str, tmp_path: Path) -> None:
     """An implementation by others of what the reference above writes out."""
-    from transformers import Qwen3_5TextConfig
-    from transformers.models.qwen3_5 import modeling_qwen3_5 as public
+    import transformers
 
-    tensors = write_qwen(tmp_path)
-    config = Qwen3_5TextConfig(**QWEN)
-    config._attn_implementation = "eager"
-    layer = public.Qwen3_5DecoderLayer(config, 3).float().eval()
+    name = layout.removesuffix("_text") if layout != "text" else "qwen3_5"
+    public = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    tensors = write_qwen(tmp_path, layout)
+    config = getattr(transformers, f"{family}TextConfig")(**qwen_config(layout))
+    config._attn_implementation = config._experts_implementation = "eager"
+    layer = getattr(public, f"{family}DecoderLayer")(config, 3).float().eval()
     own = {n.removeprefix("layers.0."): t for n, t in tensors.items() if n.startswith("layers.0.")}
     layer.load_state_dict(own)
     norms = {}
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
-        norms[name] = public.Qwen3_5RMSNorm(HIDDEN, eps=QWEN["rms_norm_eps"])
+        norms[name] = getattr(public, f"{family}RMSNorm")(HIDDEN, eps=QWEN["rms_norm_eps"])
         norms[name].load_state_dict({"weight": tensors[f"{name}.weight"]})
     torch.manual_seed(2)
     count = 9
@@ -241,7 +281,7 @@ def test_qwen3_5s_layer_is_that_of_transformers(tmp_path: Path) -> None:
     parts = (norms["pre_fc_norm_embedding"](embeds), norms["pre_fc_norm_hidden"](states))
     x = (torch.cat(parts, -1) @ tensors["fc.weight"].T)[None]
     mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
-    turned = public.Qwen3_5TextRotaryEmbedding(config)(x, at.expand(3, 1, -1))
+    turned = getattr(public, f"{family}TextRotaryEmbedding")(config)(x, at.expand(3, 1, -1))
     with torch.no_grad():
         expected = norms["norm"](layer(x, position_embeddings=turned, attention_mask=mask))[0]
 
@@ -267,8 +307,7 @@ def test_a_target_is_found_by_its_module(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3', legal: mimo, .*method mtp"),
-        ({"model_type": "qwen3_next"}, "model_type = 'qwen3_next'"),
-        ({"model_type": "qwen3_5_moe_text"}, "model_type = 'qwen3_5_moe_text'"),
+        ({"model_type": "glm4_moe"}, "model_type = 'glm4_moe'"),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"hidden_size": 2 * HIDDEN}, "hidden_size = 32, legal: 16 .*leave model out"),
@@ -302,4 +341,32 @@ def test_modules_of_another_shape_are_refused_by_name(
 ) -> None:
     write_qwen(tmp_path, **changes)
     with pytest.raises(ValueError, match=message):
+        inspect_mtp_module(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("layout", ["qwen3_5_moe_text", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": None}, "num_experts = None, legal: an integer from 1"),
+        ({"num_experts_per_tok": 7}, r"num_experts_per_tok = 7, legal: 1..6 \(num_experts\)"),
+        ({"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size = 0"),
+        ({"norm_topk_prob": "yes"}, "norm_topk_prob = 'yes', legal: true or false"),
+        ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\], legal: absent or \[\]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2, legal: absent or 1"),
+        ({"moe_intermediate_size": 13}, "(misshapen mlp.experts.*){2}"),
+        ({"num_experts": 8}, "(misshapen mlp.experts.gate_up_proj|missing mlp.experts.7.up_proj)"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(
+    layout: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_qwen(tmp_path, layout, **changes)
+    with pytest.raises(ValueError, match=message):
+        inspect_mtp_module(tmp_path, TARGET)
+
+
+def test_a_qwen3_next_without_a_module_is_refused(tmp_path: Path) -> None:
+    write_qwen(tmp_path, "qwen3_next", num_nextn_predict_layers=0)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers = 0, legal: 1 or more"):
         inspect_mtp_module(tmp_path, TARGET)
