@@ -8,6 +8,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -74,7 +75,9 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
         if not HAS_TRITON and hasattr(kernels, "enable_jit_warmup"):
             kernels.enable_jit_warmup = False
         times = super().compile_or_warm_up_model()
-        self.model_runner.start_budget()
+        # vLLM has seeded the generators for requests.
+        with torch.random.fork_rng([]):
+            self.model_runner.start_budget()
         return times
 
     def init_device(self) -> None:

@@ -107,7 +107,10 @@ class RunnerView:
         """Runs `rows` dummy rows over `context` tokens and returns hidden states [>= rows, H]."""
         # vLLM creates one request per row while there are slots, and adds the context before it.
         longest = -(-rows // min(rows, self.max_requests))
-        hidden, _ = self.runner._dummy_run(rows, context_len=max(0, context - longest))
+        # Rows of equal tokens would all take the same experts.
+        hidden, _ = self.runner._dummy_run(
+            rows, context_len=max(0, context - longest), randomize_inputs=True
+        )
         return hidden
 
     def tree_forward(self, rows: int, context: int) -> torch.Tensor:
@@ -135,7 +138,10 @@ class RunnerView:
         tokens. Not for layers with a recurrent state."""
         rows = self.drafter_options.num_nodes + 1
         self.runner._dummy_run(
-            trees * rows, uniform_decode=True, context_len=max(0, context - rows)
+            trees * rows,
+            uniform_decode=True,
+            context_len=max(0, context - rows),
+            randomize_inputs=True,
         )
 
     def _state_forward(self, rows: int, context: int) -> torch.Tensor:

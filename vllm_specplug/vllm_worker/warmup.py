@@ -34,12 +34,13 @@ def dummy_requests(
 ) -> Iterator[DraftRequests]:
     """Yields `count` dummy requests of `context` tokens and an anchor, for drafts of `depth` levels
     and at most `nodes` nodes."""
-    tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     options = state.drafter_options
+    tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     requests = DraftRequests(
         req_ids=[f"specplug-warmup-{i}" for i in range(count)],
-        token_ids=[tokens] * count,
-        context_lens=[len(tokens) - 1] * count,
+        # Rows of equal tokens would all take the same experts.
+        token_ids=[(tokens + 7 * i) % options.vocab_size for i in range(count)],
+        context_lens=[context] * count,
         req_indices=list(range(count)),
         budgets=[min(nodes or options.num_nodes, options.num_nodes)] * count,
         widths=[options.tree_width] * count,

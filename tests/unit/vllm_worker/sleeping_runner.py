@@ -57,7 +57,7 @@ class SleepingRunner:
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(
             drafter=SleepingDrafter(),
-            options=SimpleNamespace(num_nodes=8, tree_width=4),
+            options=SimpleNamespace(num_nodes=8, tree_width=4, vocab_size=100),
             state_layers=StateLayers(),
         )
         self.scheduler_config = SimpleNamespace(max_num_seqs=16)

@@ -37,7 +37,7 @@ class _Drafter:
 def state(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a device; it counts how often it was waited for."""
     monkeypatch.setattr(module, "any_failed", bool)
-    options = SimpleNamespace(num_nodes=8, tree_width=4)
+    options = SimpleNamespace(num_nodes=8, tree_width=4, vocab_size=20)
     runner = SimpleNamespace(
         drafter=SimpleNamespace(drafter=_Drafter(), options=options),
         device=torch.device("meta"),
@@ -71,6 +71,9 @@ def test_a_draft_that_fails_is_forgotten_too(state: Any) -> None:
     with pytest.raises(ZeroDivisionError), dummy_requests(state, 2, 3) as requests:
         state.drafter.propose(requests)
     assert [len(tokens) for tokens in requests.token_ids] == [8, 8]
+    # Requests differ, so that their rows take different experts.
+    first, second = (set(tokens.tolist()) for tokens in requests.token_ids)
+    assert first.isdisjoint(second) and max(first | second) < 20
     assert state.drafter.forgotten == ["specplug-warmup-0", "specplug-warmup-1"]
 
 

@@ -234,7 +234,11 @@ def device_runner(
     runner.scheduler_config.max_num_seqs = 128
     runner.drafter.options.num_nodes = nodes
 
-    def dummy_run(rows: int, context_len: int, *, uniform_decode: bool = False) -> Any:
+    def dummy_run(
+        rows: int, context_len: int, *, randomize_inputs: bool, uniform_decode: bool = False
+    ) -> Any:
+        # Rows of equal tokens would all take the same experts.
+        assert randomize_inputs
         requests = rows // (nodes + 1) if uniform_decode else min(rows, 128)
         context = context_len + -(-rows // requests)
         calls.append((rows, uniform_decode))
