@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,10 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.e2e.cuda.cuda_hybrids import compared, engines, target
+from tests.e2e.cuda.cuda_drafts import knowing_levels
+from tests.e2e.cuda.cuda_hybrids import VOCAB, compared, engines, target
 from tests.e2e.cuda.cuda_pairs import INTERPRETED
+from tests.e2e.hybrids import make_hybrid_target
 from tests.e2e.pair import Pair, core_of, sequences_of, watch_prefix_hits
+from tests.e2e.qwen3_5_module import add_module
 from tests.e2e.requests import greedy, seeded
+from vllm_specplug.methods.block.mlp import FusedExpertMLP
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 
 pytestmark = [*INTERPRETED, pytest.mark.full, pytest.mark.usefixtures("device_states")]
@@ -45,6 +50,16 @@ def _check_one_state(made: Pair) -> None:
 def test_text_models_of_qwen3_5() -> None:
     """Their queries, keys and values come from one projection, side by side."""
     compared(engines(ahead=True, model=target("Qwen3_5Text")), least_accepted=10)
+
+
+def test_a_module_with_experts(tmp_path: Path) -> None:
+    """On a GPU its experts run in vLLM's kernel."""
+    model = make_hybrid_target(tmp_path, "Qwen3Next", VOCAB)
+    with knowing_levels() as drafts:
+        made = engines(method="mtp_tree", ahead=True, ngram_topk=0, model=str(add_module(model)))
+        compared(made, least_accepted=0)
+    assert isinstance(made.runner.drafter.drafter.head.mlp, FusedExpertMLP)
+    assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
 _made, _apply_paths = DeviceStateStep.__init__, DeviceStateStep.apply_paths
