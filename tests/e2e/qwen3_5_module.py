@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random multi-token-prediction modules in the layouts of Qwen's repositories."""
+"""Random multi-token-prediction modules in the layouts of Qwen's and GLM's repositories."""
 
 from __future__ import annotations
 
@@ -34,10 +34,17 @@ def mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
     if kind in ("qwen3_5", "qwen3_5_text"):
         return dense("mlp", config["intermediate_size"])
-    experts, width = config["num_experts"], config["moe_intermediate_size"]
-    shapes = dense("mlp.shared_expert", config["shared_expert_intermediate_size"])
-    shapes |= {"mlp.gate.weight": (experts, hidden), "mlp.shared_expert_gate.weight": (1, hidden)}
-    if kind == "qwen3_next":
+    width = config["moe_intermediate_size"]
+    if kind == "glm4_moe":
+        experts = config["n_routed_experts"]
+        shapes = dense("mlp.shared_experts", width * config["n_shared_experts"])
+        shapes["mlp.gate.e_score_correction_bias"] = (experts,)
+    else:
+        experts = config["num_experts"]
+        shapes = dense("mlp.shared_expert", config["shared_expert_intermediate_size"])
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+    shapes["mlp.gate.weight"] = (experts, hidden)
+    if kind in ("qwen3_next", "glm4_moe"):
         for expert in range(experts):
             shapes |= dense(f"mlp.experts.{expert}", width)
     else:
@@ -69,13 +76,45 @@ def module_tensors(config: dict[str, Any], seed: int = 6) -> dict[str, torch.Ten
     }
 
 
+def glm_tensors(config: dict[str, Any], seed: int = 6) -> dict[str, torch.Tensor]:
+    """Random tensors of the module of a GLM-4 with experts, by their public names."""
+    torch.manual_seed(seed)
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        **{f"{n}.weight": (hidden,) for n in ("enorm", "hnorm", "shared_head.norm")},
+        **{f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")},
+        "eh_proj.weight": (hidden, 2 * hidden),
+        "self_attn.q_proj.weight": (q, hidden), "self_attn.o_proj.weight": (hidden, q),
+        "self_attn.k_proj.weight": (kv, hidden), "self_attn.v_proj.weight": (kv, hidden),
+        **mlp_shapes(config),
+    }  # fmt: skip
+    if config.get("attention_bias"):
+        shapes |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
+    if config.get("use_qk_norm"):
+        shapes |= {f"self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+    tensors = {}
+    for name, shape in shapes.items():
+        is_norm = "norm" in name
+        scale = 0.2 if is_norm or len(shape) == 1 else shape[-1] ** -0.5
+        tensors[name] = is_norm + scale * torch.randn(shape)
+    # The copies of the target's tables that checkpoints hold are never read.
+    tables = {f"{n}.weight": torch.zeros(1, 1) for n in ("embed_tokens", "shared_head.head")}
+    prefix = f"model.layers.{config['num_hidden_layers']}."
+    return {prefix + name: tensor for name, tensor in (tensors | tables).items()}
+
+
 def add_module(folder: Path) -> Path:
     """Puts a module into a random target's checkpoint of one file, as the public ones hold it."""
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
-    if text["model_type"] != "qwen3_next":
+    make = module_tensors
+    if text["model_type"] == "glm4_moe":
+        make = glm_tensors
+        text["num_nextn_predict_layers"] = 1
+    elif text["model_type"] != "qwen3_next":
         text["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
     file = folder / "model.safetensors"
-    save_file({**load_file(file), **module_tensors(text)}, file, metadata={"format": "pt"})
+    save_file({**load_file(file), **make(text)}, file, metadata={"format": "pt"})
     return folder

@@ -38,7 +38,7 @@ def load_drafter(
     drafter = cls(DrafterOptions(head_path=str(head), settings=settings, **{**USUAL, **options}))
     drafter.load(
         TargetWeights(
-            embed_tokens=lm_head if embed is None else embed, lm_head=lm_head, dtype=torch.float32,
+            embed_tokens=lm_head if embed is None else embed, lm_head=lm_head, dtype=lm_head.dtype,
             device=lm_head.device, make_linear=plain_linear,
             multiply_experts=multiply_experts,
             text_config=text_config

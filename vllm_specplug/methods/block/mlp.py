@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_specplug.drafting.checkpoint_files import is_positive
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
 from vllm_specplug.drafting.head_config import require, required_size
 from vllm_specplug.kernels import gated_silu, multiply_experts
@@ -32,27 +33,56 @@ class ExpertsConfig:
     """Width of the shared expert, which all rows pass."""
     normalises: bool
     """Whether the weights of a row's experts are divided by their sum."""
+    uses_sigmoid: bool = False
+    """Whether the router has independent scores and a bias for the choice, as DeepSeek-V3's, and
+    the shared expert no gate."""
+    scale: float = 1.0
+    """Factor of the weights of a row's experts."""
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> ExpertsConfig:
-        """Returns the fields of a parsed `config.json`, under Qwen's names."""
-        normalises = raw.get("norm_topk_prob", True)
-        require(isinstance(normalises, bool), "norm_topk_prob", normalises, "true or false")
-        for name, legal in (("decoder_sparse_step", (None, 1)), ("mlp_only_layers", (None, []))):
-            require(raw.get(name) in legal, name, raw.get(name), f"absent or {legal[1]!r}")
-        num_experts, chosen = (
-            required_size(raw, name) for name in ("num_experts", "num_experts_per_tok")
-        )
-        require(
-            chosen <= num_experts, "num_experts_per_tok", chosen, f"1..{num_experts} (num_experts)"
-        )
+    def of_qwen(cls, raw: Mapping[str, Any]) -> ExpertsConfig:
+        """Returns the fields of a parsed `config.json` of Qwen3-Next or Qwen3.5."""
+        _require_only(raw, decoder_sparse_step=1, mlp_only_layers=[])
         return cls(
-            num_experts,
-            chosen,
+            *_routing(raw, "num_experts"),
             required_size(raw, "moe_intermediate_size"),
             required_size(raw, "shared_expert_intermediate_size"),
-            normalises,
+            _normalises(raw),
         )
+
+    @classmethod
+    def of_glm(cls, raw: Mapping[str, Any]) -> ExpertsConfig:
+        """Returns the fields of a parsed `config.json` of GLM-4 with experts."""
+        _require_only(raw, n_group=1, topk_group=1)
+        width, scale = required_size(raw, "moe_intermediate_size"), raw.get("routed_scaling_factor")
+        scale = 1.0 if scale is None else scale
+        require(is_positive(scale), "routed_scaling_factor", scale, "a positive number")
+        return cls(
+            *_routing(raw, "n_routed_experts"),
+            width,
+            width * required_size(raw, "n_shared_experts"),
+            _normalises(raw),
+            uses_sigmoid=True,
+            scale=float(scale),
+        )
+
+
+def _require_only(raw: Mapping[str, Any], **fields: Any) -> None:
+    for name, legal in fields.items():
+        require(raw.get(name) in (None, legal), name, raw.get(name), f"absent or {legal!r}")
+
+
+def _routing(raw: Mapping[str, Any], name: str) -> tuple[int, int]:
+    """Returns the number of experts, field `name`, and how many a row takes."""
+    num_experts, chosen = required_size(raw, name), required_size(raw, "num_experts_per_tok")
+    require(chosen <= num_experts, "num_experts_per_tok", chosen, f"1..{num_experts} ({name})")
+    return num_experts, chosen
+
+
+def _normalises(raw: Mapping[str, Any]) -> bool:
+    value = raw.get("norm_topk_prob", True)
+    require(isinstance(value, bool), "norm_topk_prob", value, "true or false")
+    return bool(value)
 
 
 class Experts(nn.Module):
@@ -66,7 +96,7 @@ class Experts(nn.Module):
 
 
 class ExpertMLP(nn.Module):
-    """Weights of an MLP with routed experts and a gated shared expert, under Qwen's names."""
+    """Weights of an MLP with routed experts and a shared expert, under Qwen's names."""
 
     def __init__(self, config: ExpertsConfig, hidden: int) -> None:
         super().__init__()
@@ -74,7 +104,10 @@ class ExpertMLP(nn.Module):
         self.gate = nn.Linear(hidden, config.num_experts, bias=False)
         self.experts = Experts(config, hidden)
         self.shared_expert = GatedMLP(hidden, config.shared_width)
-        self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
+        if config.uses_sigmoid:
+            self.choice_bias = nn.Parameter(torch.zeros(config.num_experts))
+        else:
+            self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
 
 class FusedMLP:
@@ -95,18 +128,32 @@ class FusedExpertMLP:
         self, mlp: ExpertMLP, make_linear: LinearFactory, multiply: ExpertProducts
     ) -> None:
         self.config, self.multiply = mlp.config, multiply
-        # [E + 1, H]: router and gate of the shared expert read the same rows.
-        self.gates = torch.cat((mlp.gate.weight, mlp.shared_expert_gate.weight))
+        if mlp.config.uses_sigmoid:
+            # As in the target, scores are computed in float32.
+            self.gates, self.choice_bias = mlp.gate.weight.float(), mlp.choice_bias.float()
+        else:
+            # [E + 1, H]: router and gate of the shared expert read the same rows.
+            self.gates = torch.cat((mlp.gate.weight, mlp.shared_expert_gate.weight))
         self.gate_up, self.down = mlp.experts.gate_up_proj, mlp.experts.down_proj
         self.shared = FusedMLP(mlp.shared_expert, make_linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        scores, gate = F.linear(x, self.gates).split((self.config.num_experts, 1), dim=-1)
-        weights, ids = scores.softmax(-1, dtype=torch.float32).topk(self.config.experts_per_row)
-        if self.config.normalises:
+        config = self.config
+        gates = F.linear(x.to(self.gates.dtype), self.gates)
+        if config.uses_sigmoid:
+            scores = gates.sigmoid()
+            ids = (scores + self.choice_bias).topk(config.experts_per_row).indices
+            weights = scores.gather(1, ids)
+        else:
+            scores = gates[:, :-1].softmax(-1, dtype=torch.float32)
+            weights, ids = scores.topk(config.experts_per_row)
+        if config.normalises:
             weights = weights / weights.sum(-1, keepdim=True)
         routed = self.multiply(x, self.gate_up, self.down, weights, ids)
-        return torch.addcmul(routed, gate.sigmoid(), self.shared(x))
+        shared = self.shared(x)
+        if config.uses_sigmoid:
+            return torch.add(shared, routed, alpha=config.scale)
+        return torch.addcmul(routed, gates[:, -1:].sigmoid(), shared)
 
 
 def fuse_mlp(

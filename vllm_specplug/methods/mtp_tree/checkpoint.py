@@ -19,7 +19,6 @@ from vllm_specplug.methods.mtp_tree.head import MtpModule
 # predicts the token after next, and its outputs feed the next level.
 PREFIX = "mtp_layers.0."
 # Prefixes in Qwen's checkpoints, and the names of the tensors around the layer.
-_QWEN_PREFIX = "mtp."
 _QWEN_LAYER = "mtp.layers.0."
 _QWEN_NAMES = {
     "mtp.fc.weight": "input_proj.weight",
@@ -27,6 +26,16 @@ _QWEN_NAMES = {
     "mtp.pre_fc_norm_embedding.weight": "token_layernorm.weight",
     "mtp.pre_fc_norm_hidden.weight": "hidden_layernorm.weight",
 }
+# In GLM's checkpoints, behind "layers.N." of the layer after the target's last one.
+_GLM_NAMES = {
+    "eh_proj.weight": "input_proj.weight",
+    "shared_head.norm.weight": "final_layernorm.weight",
+    "enorm.weight": "token_layernorm.weight",
+    "hnorm.weight": "hidden_layernorm.weight",
+    "mlp.gate.e_score_correction_bias": "mlp.choice_bias",
+}
+# Copies of the target's tables.
+_GLM_TABLES = ("embed_tokens.weight", "shared_head.head.weight")
 _QUERY, _GATE = "self_attn.q_proj.weight", "self_attn.gate_proj.weight"
 # Joined weights of all experts, and their parts in checkpoints with tensors for each expert.
 _EXPERTS = {
@@ -46,7 +55,7 @@ def inspect_mtp_module(directory: str | Path, target_config: Any) -> MtpConfig:
         target_config,
         "this module belongs to another target; leave model out to use the target's own",
     )
-    _check(Path(directory), config, _read(Path(directory), headers_only=True))
+    _check(Path(directory), config, _read(Path(directory), config, headers_only=True))
     return config
 
 
@@ -58,12 +67,21 @@ def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
             missing, unexpected or misshapen tensors (all in one message).
     """
     config = inspect_mtp_module(directory, target_config)
-    tensors = _as_module(config, _read(Path(directory), headers_only=False))
+    tensors = _as_module(config, _read(Path(directory), config, headers_only=False))
     return load_module(lambda: MtpModule(config), tensors)
 
 
-def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
+def _read(directory: Path, config: MtpConfig, headers_only: bool) -> dict[str, torch.Tensor]:
     """Returns the stored tensors of the module under the names of `MtpModule`."""
+    if config.family == "glm":
+        prefix = f"layers.{config.layer}."
+        found = read_tensors(directory, headers_only=headers_only, prefixes=(prefix,))
+        plain = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
+        return {
+            _GLM_NAMES.get(name) or name.replace(".shared_experts.", ".shared_expert."): tensor
+            for name, tensor in plain.items()
+            if name not in _GLM_TABLES
+        }
     prefixes = (PREFIX, *_QWEN_NAMES, _QWEN_LAYER)
     found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
     tensors: dict[str, torch.Tensor] = {}
@@ -75,9 +93,12 @@ def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
 
 def _as_module(config: MtpConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the stored tensors in the form that `MtpModule` computes with."""
-    if not config.is_qwen:
+    if config.family == "mimo":
         return stored
-    tensors = {n: t.float() + 1.0 if n.endswith("norm.weight") else t for n, t in stored.items()}
+    tensors = dict(stored)
+    if config.family == "qwen":
+        norms = {n: t.float() + 1.0 for n, t in stored.items() if n.endswith("norm.weight")}
+        tensors |= norms
     embedding, state = stored["input_proj.weight"].chunk(2, dim=1)
     tensors["input_proj.weight"] = torch.cat((state, embedding), dim=1)
     if config.gated:
@@ -111,5 +132,6 @@ def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tenso
             for expert in range(num_experts):
                 shape = (rows // len(parts), columns)
                 expected.update({_part_of(expert, part): shape for part in parts})
-    what = f"the module {PREFIX}* or {_QWEN_PREFIX}* of {str(directory)!r}"
+    prefixes = f"layers.{config.layer}.*" if config.family == "glm" else f"{PREFIX}* or mtp.*"
+    what = f"the module {prefixes} of {str(directory)!r}"
     check_tensors(what, expected, tensors)

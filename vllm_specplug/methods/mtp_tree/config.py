@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from vllm_specplug.drafting.checkpoint_files import open_config
-from vllm_specplug.drafting.head_config import check_layer_shape, require
+from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
 from vllm_specplug.methods.block.layer_config import read_rotary, rotated_size
 from vllm_specplug.methods.block.mlp import ExpertsConfig
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
@@ -17,18 +17,32 @@ from vllm_specplug.methods.mtp_tree.recognise import layer_config, module_count
 
 # Model types whose module is one layer of full attention over the target's last state.
 _QWEN_EXPERTS = ("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text")
-_QWEN = ("qwen3_5", "qwen3_5_text", *_QWEN_EXPERTS)
-MODEL_TYPES = ("mimo", *_QWEN)
+Family = Literal["mimo", "qwen", "glm"]
+FAMILIES: dict[str, Family] = {
+    "mimo": "mimo",
+    "qwen3_5": "qwen",
+    "qwen3_5_text": "qwen",
+    **dict.fromkeys(_QWEN_EXPERTS, "qwen"),
+    "glm4_moe": "glm",
+}
+# Fields of a family's configs that must be absent or have this value.
+_ONLY: dict[Family, dict[str, Any]] = {
+    "mimo": {"qk_norm": False},
+    "qwen": {"attention_bias": False},
+    "glm": {},
+}
 
 
 @dataclass(frozen=True)
 class MtpConfig:
     """Shape of an MTP module, which has the shape of one layer of its target.
 
-    `is_qwen` distinguishes Qwen's modules from MiMo's. Qwen stores norm weights minus one, norms
-    queries and keys, has the embedding before the state in its projection, and reads the token
-    after the first one. `gated` says that a sigmoid gate scales each head's output. With `experts`,
-    `intermediate_size` is the width of one expert.
+    MiMo's projection takes the state before the embedding, the others' the embedding first. Qwen
+    stores norm weights minus one and reads the token after the first one; the others' modules were
+    trained without it. `norm_output` says that a drafted token's state is the module's output after
+    the final norm, not before it. `gated` says that a sigmoid gate scales each head's output. With
+    `experts`, `intermediate_size` is the width of one expert. `layer` is the number of the module's
+    layer in a GLM checkpoint.
     """
 
     hidden_size: int
@@ -39,21 +53,17 @@ class MtpConfig:
     vocab_size: int
     rms_norm_eps: float
     rotary: Rotary
-    attention_bias: bool = True
-    # A drafted token's state is the module's normed output.
-    norm_output: bool = True
-    is_qwen: bool = False
+    family: Family
+    attention_bias: bool
+    qk_norm: bool
+    norm_output: bool
     gated: bool = False
     experts: ExpertsConfig | None = None
+    layer: int = 0
 
     def __post_init__(self) -> None:
         check_layer_shape(self)
         self.rotary.check()
-
-    @property
-    def qk_norm(self) -> bool:
-        """Whether queries and keys are normed."""
-        return self.is_qwen
 
     @property
     def draft_vocab_size(self) -> int:
@@ -78,24 +88,24 @@ class MtpConfig:
         raw = layer_config(raw)
         kind = raw.get("model_type")
         require(
-            kind in MODEL_TYPES,
+            kind in FAMILIES,
             "model_type",
             kind,
-            f"{', '.join(MODEL_TYPES)} (modules of other targets have other routers, MLA, linear "
+            f"{', '.join(FAMILIES)} (modules of other targets have other routers, MLA, linear "
             "or sliding-window layers, and only run in vLLM's own method mtp)",
         )
         require(count > 0, name, stated, "1 or more (the target ships no module)")
-        is_qwen = kind in _QWEN
+        family = FAMILIES[str(kind)]
         for key, legal in {
-            "hidden_act": (None, "silu"),
-            "use_sliding_window": (None, False),
-            "layer_scale": (None, False),
-            "mtp_use_dedicated_embeddings": (None, False),
-            "attention_bias" if is_qwen else "qk_norm": (None, False),
+            "hidden_act": "silu",
+            "use_sliding_window": False,
+            "layer_scale": False,
+            "mtp_use_dedicated_embeddings": False,
+            **_ONLY[family],
         }.items():
-            require(raw.get(key) in legal, key, raw.get(key), f"absent or {legal[1]!r}")
+            require(raw.get(key) in (None, legal), key, raw.get(key), f"absent or {legal!r}")
         hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
-        rope = read_rotary(raw)
+        rope = read_rotary({"partial_rotary_factor": 0.5, **raw} if family == "glm" else raw)
         scaling = dict(rope["rope_scaling"] or {})
         dim = raw.get("head_dim")
         if dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
@@ -103,7 +113,14 @@ class MtpConfig:
         require(isinstance(dim, int), "head_dim", dim, "an integer")
         assert isinstance(dim, int)
         rotated = rotated_size(rope["partial_rotary_factor"], dim)
-        experts = ExpertsConfig.from_dict(raw) if kind in _QWEN_EXPERTS else None
+        experts = None
+        if family == "glm":
+            experts = ExpertsConfig.of_glm(raw)
+        elif kind in _QWEN_EXPERTS:
+            experts = ExpertsConfig.of_qwen(raw)
+        # MiMo's layers have biases by default, GLM's do not.
+        bias = raw.get("attention_bias")
+        bias = family == "mimo" if bias is None else bias is not False
         return cls(
             hidden_size=hidden,  # type: ignore[arg-type]  # checked with all sizes
             intermediate_size=experts.width if experts else raw.get("intermediate_size"),  # type: ignore[arg-type]
@@ -120,8 +137,11 @@ class MtpConfig:
                 scaling or None,
                 rope["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
             ),
-            attention_bias=not is_qwen and raw.get("attention_bias", True) is not False,
-            is_qwen=is_qwen,
-            gated=is_qwen and raw.get("attn_output_gate", True) is not False,
+            family=family,
+            attention_bias=bias,
+            qk_norm=family == "qwen" or raw.get("use_qk_norm") is True,
+            norm_output=family != "glm",
+            gated=family == "qwen" and raw.get("attn_output_gate", True) is not False,
             experts=experts,
+            layer=required_size(raw, "num_hidden_layers") if family == "glm" else 0,
         )

@@ -20,8 +20,15 @@ class MtpDrafter(StateDrafter):
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
         module = load_mtp_module(self.options.head_path, target.text_config)
+        biases = {
+            name: tensor.to(target.device, torch.float32)
+            for name, tensor in module.state_dict().items()
+            if name.endswith("choice_bias")
+        }
         module = module.to(device=target.device, dtype=target.dtype)
-        self.reads_first = module.config.is_qwen
+        # The biases of two experts may differ by less than bfloat16 can tell.
+        module.load_state_dict(biases, strict=False, assign=True)
+        self.reads_first = module.config.family == "qwen"
         self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
         self.target_ids = None
         self.draft_vocab_size = module.config.vocab_size
@@ -40,5 +47,5 @@ class MtpDrafter(StateDrafter):
         embeds = super()._embed(token_ids, positions)
         if self.reads_first:
             return embeds
-        # MiMo trains its modules without the embedding of the token after the first one.
+        # MiMo and GLM train their modules without the embedding of the token after the first one.
         return embeds.masked_fill((positions == 0).unsqueeze(-1), 0.0)

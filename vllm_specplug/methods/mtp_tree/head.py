@@ -2,9 +2,10 @@
 """A target's multi-token-prediction module: one of its decoder layers behind a projection.
 
 Row i takes the token at position i + 1 and a state of position i, and predicts the token at i + 2.
-The state of a committed position is the output of the target's last layer before the final norm.
-The state of a drafted token is the module's own output. State and embedding are normed, joined in
-this order and projected to the layer's input.
+The state of a committed position is what the target's forward returns: the output of its last
+layer, for MiMo before the final norm, for the others after it. The state of a drafted token is the
+module's own output. State and embedding are normed, joined in this order and projected to the
+layer's input.
 """
 
 from __future__ import annotations

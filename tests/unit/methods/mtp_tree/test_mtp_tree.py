@@ -62,6 +62,17 @@ QWEN: dict[str, Any] = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
            "shared_expert_intermediate_size": 20}  # fmt: skip
+# zai-org/GLM-4.5-Air's config in small, with the norms of GLM-4.5.
+GLM: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "head_dim": 8, "hidden_act": "silu", "hidden_size": HIDDEN, "partial_rotary_factor": 0.5,
+    "intermediate_size": 24, "max_position_embeddings": 64, "model_type": "glm4_moe",
+    "moe_intermediate_size": 12, "norm_topk_prob": True, "num_attention_heads": 4, "n_group": 1,
+    "topk_group": 1, "n_routed_experts": 6, "n_shared_experts": 1, "routed_scaling_factor": 2.5,
+    "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_hidden_layers": 4,
+    "num_key_value_heads": 2, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-05,
+    "rope_scaling": None, "rope_theta": 1000000, "use_qk_norm": True, "vocab_size": VOCAB,
+}  # fmt: skip
 TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=4)
 
 
@@ -110,6 +121,14 @@ def write_qwen(folder: Path, layout: str = "text", **changes: Any) -> dict[str, 
     return {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
 
 
+def write_glm(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**GLM, **changes}))
+    tensors = qwen3_5_module.glm_tensors(GLM)
+    save_file(tensors, folder / "model.safetensors")
+    return {name.removeprefix("model.layers.4."): tensor for name, tensor in tensors.items()}
+
+
 class Module:
     """The equations in plain torch: whole sequences, no cache."""
 
@@ -143,6 +162,10 @@ class Module:
         x = x + (gate * (y @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T
         return rms(x, w["final_layernorm.weight"], eps)
 
+    def logit_input(self, row: torch.Tensor) -> torch.Tensor:
+        """What the LM head reads of a row of `run`."""
+        return row
+
     def along(
         self, tokens: torch.Tensor, branch: list[int], states: torch.Tensor, embed: torch.Tensor
     ) -> torch.Tensor:
@@ -153,7 +176,7 @@ class Module:
                 inputs.append(token)
                 states = torch.cat((states, out[-1:]))
             out = self.run(embed[torch.tensor(inputs)], states)
-        return out[-1]
+        return self.logit_input(out[-1])
 
 
 class QwenModule(Module):
@@ -211,12 +234,51 @@ class QwenModule(Module):
         return torch.stack(rows)
 
 
+class GlmModule(Module):
+    """GLM's layer is that of transformers; its state is passed on before the final norm."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(tensors)
+        from transformers import Glm4MoeConfig
+        from transformers.models.glm4_moe import modeling_glm4_moe as public
+
+        config = Glm4MoeConfig(**GLM)
+        config._attn_implementation = config._experts_implementation = "eager"
+        self.layer = public.Glm4MoeDecoderLayer(config, 3).float().eval()
+        self.rotary = public.Glm4MoeRotaryEmbedding(config)
+        own = {name: t for name, t in tensors.items() if name in self.layer.state_dict()}
+        parts = [
+            [tensors[f"mlp.experts.{e}.{name}_proj.weight"] for e in range(6)]
+            for name in ("gate", "up", "down")
+        ]
+        gate, up, down = map(torch.stack, parts)
+        own |= {"mlp.experts.gate_up_proj": torch.cat((gate, up), 1), "mlp.experts.down_proj": down}
+        self.layer.load_state_dict(own)
+
+    def run(self, embeds: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        w, eps, count = self.w, GLM["rms_norm_eps"], len(embeds)
+        embeds = embeds.clone()
+        embeds[0] = 0.0
+        parts = (rms(embeds, w["enorm.weight"], eps), rms(states, w["hnorm.weight"], eps))
+        x = (torch.cat(parts, -1) @ w["eh_proj.weight"].T)[None]
+        mask = torch.full((count, count), -torch.inf).triu(1)[None, None]
+        turned = self.rotary(x, torch.arange(count)[None])
+        with torch.no_grad():
+            return self.layer(x, position_embeddings=turned, attention_mask=mask)[0]
+
+    def logit_input(self, row: torch.Tensor) -> torch.Tensor:
+        return rms(row, self.w["shared_head.norm.weight"], GLM["rms_norm_eps"])
+
+
 @pytest.mark.parametrize(
-    "kind", ["mimo", "text", "multimodal", "speculators", "qwen3_5_moe_text", "qwen3_next"]
+    "kind",
+    ["mimo", "text", "multimodal", "speculators", "qwen3_5_moe_text", "qwen3_next", "glm4_moe"],
 )
 def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> None:
     if kind == "mimo":
         reference = Module(write_target(tmp_path))
+    elif kind == "glm4_moe":
+        reference = GlmModule(write_glm(tmp_path))
     else:
         reference = QwenModule(write_qwen(tmp_path, kind))
     assert recognise_head(tmp_path).name == "mtp_tree"
@@ -307,7 +369,7 @@ def test_a_target_is_found_by_its_module(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3', legal: mimo, .*method mtp"),
-        ({"model_type": "glm4_moe"}, "model_type = 'glm4_moe'"),
+        ({"model_type": "glm4_moe_lite"}, "model_type = 'glm4_moe_lite'"),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"hidden_size": 2 * HIDDEN}, "hidden_size = 32, legal: 16 .*leave model out"),
@@ -370,3 +432,35 @@ def test_a_qwen3_next_without_a_module_is_refused(tmp_path: Path) -> None:
     write_qwen(tmp_path, "qwen3_next", num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match="num_nextn_predict_layers = 0, legal: 1 or more"):
         inspect_mtp_module(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n_group": 4}, "n_group = 4, legal: absent or 1"),
+        ({"topk_group": 2}, "topk_group = 2, legal: absent or 1"),
+        ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0, legal: a positive number"),
+        ({"n_routed_experts": None}, "n_routed_experts = None, legal: an integer from 1"),
+        ({"n_shared_experts": 2}, r"misshapen mlp.shared_expert.down_proj.weight"),
+        ({"use_qk_norm": False}, "unexpected self_attn.k_norm.weight"),
+        ({"attention_bias": False}, "unexpected self_attn.k_proj.bias"),
+        ({"num_hidden_layers": 5}, r"the module layers.5.\* .* missing"),
+        ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
+    ],
+)
+def test_glm_modules_that_do_not_fit_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    write_glm(tmp_path, **changes)
+    with pytest.raises(ValueError, match=message):
+        inspect_mtp_module(tmp_path, TARGET)
+
+
+def test_a_choice_of_experts_is_not_rounded(tmp_path: Path) -> None:
+    """In bfloat16 the biases of two experts would be equal."""
+    write_glm(tmp_path)
+    table = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)
+    drafter = load_drafter(MtpDrafter, tmp_path, None, table, table, TARGET)
+    stored = load_mtp_module(tmp_path, TARGET).state_dict()["mlp.choice_bias"]
+    assert torch.equal(drafter.head.mlp.choice_bias, stored)
+    assert not torch.equal(stored, stored.bfloat16().float())
