@@ -16,8 +16,8 @@ from tests.e2e.cuda.cuda_drafts import knowing_levels
 from tests.e2e.cuda.cuda_hybrids import VOCAB, compared, engines, target
 from tests.e2e.cuda.cuda_pairs import INTERPRETED
 from tests.e2e.hybrids import make_hybrid_target
+from tests.e2e.mtp_modules import add_module
 from tests.e2e.pair import Pair, core_of, sequences_of, watch_prefix_hits
-from tests.e2e.qwen3_5_module import add_module
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.methods.block.mlp import FusedExpertMLP
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep

@@ -10,16 +10,34 @@ import pytest
 from tests.e2e.eagle3_chains import CHAIN, compare_drafts, own_engine
 from tests.e2e.mimo import make_mimo_target
 from tests.e2e.mtp import PROMPTS, VOCAB
+from tests.e2e.mtp_modules import add_module
 from tests.e2e.pair import make_engine, pair
 from tests.e2e.requests import greedy, seeded
+from tests.e2e.tiny import make_other_target
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 LONG = [3 + (7 * i * i + 3 * i) % 20 for i in range(101)]
 
 
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = make_mimo_target(tmp_path_factory.mktemp("target"), VOCAB)
+GLM: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+    "intermediate_size": 128, "max_position_embeddings": 256, "num_hidden_layers": 2,
+    "moe_intermediate_size": 32, "n_routed_experts": 8, "num_experts_per_tok": 2,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5,
+    "use_qk_norm": True, "attention_bias": True, "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["mimo", "glm"])
+def target(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("target")
+    if request.param == "mimo":
+        make_mimo_target(folder, VOCAB)
+    else:
+        add_module(make_other_target(folder, "Glm4Moe", VOCAB, **GLM))
     return {"model": str(folder), "skip_tokenizer_init": True, "trust_remote_code": True}
 
 

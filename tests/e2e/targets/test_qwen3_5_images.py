@@ -15,8 +15,8 @@ import pytest
 from tests.e2e import hybrid_pairs, vision
 from tests.e2e.hybrid_pairs import WRONG
 from tests.e2e.hybrids import wrapped_hybrid
+from tests.e2e.mtp_modules import add_module
 from tests.e2e.pair import Pair, changed, core_of, pair, watch_preemptions, watch_prefix_hits
-from tests.e2e.qwen3_5_module import add_module
 from tests.e2e.vision import compare, compare_answers, prompts
 
 pytestmark = [

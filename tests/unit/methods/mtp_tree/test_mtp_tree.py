@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.e2e import qwen3_5_module
+from tests.e2e import mtp_modules
 from tests.e2e.mimo import PREFIX, module_tensors
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.eagle3_tree.reference import rms, rotate
@@ -110,13 +110,13 @@ def write_qwen(folder: Path, layout: str = "text", **changes: Any) -> dict[str, 
         config = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp",
                   "num_nextn_predict_layers": 1, "transformer_layer_config": text}  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
-    tensors = qwen3_5_module.module_tensors(qwen_config(layout))
+    tensors = mtp_modules.module_tensors(qwen_config(layout))
     stored = dict(tensors)
     if layout == "speculators":
         stored = {}
         for name, tensor in tensors.items():
-            old = max((n for n in qwen3_5_module.NAMES if name.startswith(n)), key=len)
-            stored[qwen3_5_module.NAMES[old] + name.removeprefix(old)] = tensor
+            old = max((n for n in mtp_modules.NAMES if name.startswith(n)), key=len)
+            stored[mtp_modules.NAMES[old] + name.removeprefix(old)] = tensor
     save_file(stored, folder / "model.safetensors")
     return {name.removeprefix("mtp."): tensor for name, tensor in tensors.items()}
 
@@ -124,7 +124,7 @@ def write_qwen(folder: Path, layout: str = "text", **changes: Any) -> dict[str, 
 def write_glm(folder: Path, **changes: Any) -> dict[str, torch.Tensor]:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**GLM, **changes}))
-    tensors = qwen3_5_module.glm_tensors(GLM)
+    tensors = mtp_modules.glm_tensors(GLM)
     save_file(tensors, folder / "model.safetensors")
     return {name.removeprefix("model.layers.4."): tensor for name, tensor in tensors.items()}
 

@@ -116,5 +116,11 @@ def add_module(folder: Path) -> Path:
         text["mtp_num_hidden_layers"] = 1
     (folder / "config.json").write_text(json.dumps(config))
     file = folder / "model.safetensors"
-    save_file({**load_file(file), **make(text)}, file, metadata={"format": "pt"})
+    tensors = load_file(file)
+    module = make(text)
+    for name, own in (("embed_tokens", "model.embed_tokens"), ("shared_head.head", "lm_head")):
+        copy = f"model.layers.{text['num_hidden_layers']}.{name}.weight"
+        if copy in module:
+            module[copy] = tensors[f"{own}.weight"].clone()
+    save_file({**tensors, **module}, file, metadata={"format": "pt"})
     return folder
