@@ -45,7 +45,9 @@ def test_text_model_with_experts(tmp_path: Path) -> None:
     compared(engines(tmp_path, "Qwen3_5MoeText"), least_accepted=60)
 
 
-@pytest.mark.parametrize("family", ["Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"])
+@pytest.mark.parametrize(
+    "family", ["Qwen3_5Text", pytest.param("Qwen3_5MoeText", marks=pytest.mark.full), "Qwen3Next"]
+)
 def test_its_own_module(family: str, tmp_path: Path) -> None:
     """The multi-token-prediction module in the target's checkpoint, found without a "model"."""
     rope = {**ROPE_ON_AXES, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]}
