@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table in docs/checkpoints.md: which published draft heads are served.
+"""The table in docs/checkpoints.md, and tables and commands in docs/recipes/.
 
     python scripts/checkpoint_table.py [--write]
 
 Each head is made in a small size with the config and the tensor names of its format, and goes
-through the checks of `specplug inspect`.
+through the checks of `specplug inspect`. Sizes are those of the configs as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
@@ -23,6 +25,7 @@ from safetensors.torch import save_file  # noqa: E402
 from tests.unit.methods.block import published as block  # noqa: E402
 from tests.unit.methods.block.published_heads import PublishedHead, Shared  # noqa: E402
 from tests.unit.methods.eagle3_tree import published as eagle3  # noqa: E402
+from tests.unit.methods.hub_heads import RECIPES, HubHead  # noqa: E402
 from vllm_specplug.bench.tables import markdown_table, replace_between  # noqa: E402
 from vllm_specplug.drafting.head_files import read_head_files  # noqa: E402
 from vllm_specplug.drafting.method import TargetInfo  # noqa: E402
@@ -32,6 +35,20 @@ from vllm_specplug.registry import head_owners, recognise_head  # noqa: E402
 PAGE = ROOT / "docs" / "checkpoints.md"
 _START, _END = "<!-- checkpoints: scripts/checkpoint_table.py --write -->", "<!-- /checkpoints -->"
 HEADER = ("head", "written by", "for", "method", "CPU", "CUDA", "remark")
+RECIPE_PAGES = {name: ROOT / "docs" / "recipes" / f"{name}.md" for name in RECIPES}
+_HEADS = "<!-- heads: scripts/checkpoint_table.py --write -->"
+_END_HEADS = "<!-- /heads -->"
+RECIPE_HEADER = (
+    "head",
+    "for",
+    "method",
+    "parameters",
+    "bfloat16",
+    "CPU",
+    "CUDA",
+    "config",
+    "remark",
+)
 # Configs of `published`: kind, trainer or publisher, and target.
 BLOCK_HEADS = {
     "ZLAB_QWEN3_8B": ("DFlash", "z-lab, SpecForge", "Qwen3-8B"),
@@ -100,20 +117,40 @@ def _reason(message: str) -> str:
     return message if in_brackets is None else in_brackets[1]
 
 
+def make_block_head(folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Writes a small head with a block head's config; returns the sizes of a target for it."""
+    PublishedHead(folder, block.tiny(config))
+    return block.TINY_TARGET
+
+
+def make_eagle3_head(folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Writes a small head with an EAGLE-3 head's config; returns the sizes of a target for it."""
+    folder.mkdir(parents=True)
+    raw = eagle3.small(config)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(eagle3.tensors_of(raw), folder / "model.safetensors")
+    return eagle3.SMALL
+
+
+def make_hub_head(folder: Path, head: HubHead) -> dict[str, int]:
+    """Writes a small head with the config of a head on a hub, as the two functions above."""
+    assert head.config is not None
+    make = make_block_head if head.is_block_head else make_eagle3_head
+    return make(folder, head.config)
+
+
 def rows() -> list[tuple[str, ...]]:
     """Returns a row per published config."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, (kind, writer, target) in BLOCK_HEADS.items():
-            head = PublishedHead(Path(folder) / name, block.tiny(getattr(block, name)))
-            found.append((kind, writer, target, *verdict(head.folder, block.TINY_TARGET)))
-        for name, (kind, writer, target) in EAGLE3_HEADS.items():
-            path = Path(folder) / f"eagle3-{name}"
-            path.mkdir()
-            raw = eagle3.small(getattr(eagle3, name))
-            (path / "config.json").write_text(json.dumps(raw))
-            save_file(eagle3.tensors_of(raw), path / "model.safetensors")
-            found.append((kind, writer, target, *verdict(path, eagle3.SMALL)))
+        for heads, make, module in (
+            (BLOCK_HEADS, make_block_head, block),
+            (EAGLE3_HEADS, make_eagle3_head, eagle3),
+        ):
+            for name, (kind, writer, target) in heads.items():
+                path = Path(folder) / module.__name__ / name
+                sizes = make(path, getattr(module, name))
+                found.append((kind, writer, target, *verdict(path, sizes)))
     return found
 
 
@@ -121,11 +158,44 @@ def table() -> str:
     return markdown_table(HEADER, rows())
 
 
+def recipe(heads: Iterable[HubHead]) -> str:
+    """Returns the table of a recipe's heads, then one block of commands per served head."""
+    found, commands = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        for head in heads:
+            method, cpu, cuda, reason = "-", "-", "-", ""
+            size = ("-", "-", "-")
+            if head.config is not None:
+                count = head.parameters()
+                size = (f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.2f} GiB", head.source)
+                path = Path(folder) / head.hub_id
+                method, cpu, cuda, reason = verdict(path, make_hub_head(path, head))
+                if head.latent_target and cuda == "yes":
+                    cuda, reason = "no", "MLA targets run on a CPU only"
+            if head.refused:
+                cpu, cuda, reason = "no", "no", head.refused
+            remark = "; ".join(part for part in (reason, head.remark) if part)
+            found.append((
+                f"`{head.hub_id}`", f"`{head.target}`", method, size[0], size[1], cpu, cuda,
+                size[2], remark,
+            ))  # fmt: skip
+            if "yes" in (cpu, cuda):
+                config = json.dumps({"method": method.strip("`"), "model": head.hub_id})
+                commands.append(
+                    f"```\nhf download {head.hub_id}\n"
+                    f"vllm serve {head.target} --speculative-config '{config}'\n```"
+                )
+    return "\n\n".join([markdown_table(RECIPE_HEADER, found), *commands])
+
+
 def main() -> None:
     if "--write" not in sys.argv[1:]:
         print(table())
         return
     PAGE.write_text(replace_between(PAGE.read_text(), _START, _END, f"\n{table()}\n"))
+    for name, page in RECIPE_PAGES.items():
+        text = f"\n{recipe(RECIPES[name])}\n"
+        page.write_text(replace_between(page.read_text(), _HEADS, _END_HEADS, text))
 
 
 if __name__ == "__main__":

@@ -29,67 +29,93 @@ class Shared:
         self.tree_depth, self.ngram_topk = None, 0
 
 
+def settings_of(config: dict[str, Any]) -> dict[str, Any]:
+    """Everything that a config says beside its layers' sizes, whichever container says it."""
+    return {**config, **(config.get("dflash_config") or {}), **(config.get("dspark_config") or {})}
+
+
+def num_target_layers(config: dict[str, Any]) -> int:
+    """How many of the target's layers the head reads."""
+    ids = settings_of(config).get("target_layer_ids") or config["aux_hidden_state_layer_ids"]
+    return len(ids)
+
+
+def head_shapes(config: dict[str, Any], *, tables: bool = False) -> dict[str, tuple[int, ...]]:
+    """Shapes of a head's floating-point tensors by the names that most trainers write.
+
+    Args:
+        tables: whether the head ships the embedding and the LM head.
+    """
+    layer, own = layer_config(config), settings_of(config)
+    hidden, width, vocab = (layer[n] for n in ("hidden_size", "intermediate_size", "vocab_size"))
+    size = layer["head_dim"]
+    heads, kv_heads = layer["num_attention_heads"] * size, layer["num_key_value_heads"] * size
+    draft_vocab = config.get("draft_vocab_size") or vocab
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, num_target_layers(config) * hidden),
+        "hidden_norm.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for i in range(layer["num_hidden_layers"]):
+        parts = {
+            "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
+            "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
+            "self_attn.q_norm": (size,), "self_attn.k_norm": (size,),
+            "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden),
+            "mlp.down_proj": (hidden, width), "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }  # fmt: skip
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in parts.items()}
+        for name in ("attention_conv", "mlp_conv") if own.get("conv_kernel_size") else ():
+            taps, groups = own["conv_kernel_size"], hidden // own["conv_group_size"]
+            shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, hidden)
+            shapes[f"layers.{i}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    if rank := own.get("selector_rank"):
+        for name in ("predecessor", "successor"):
+            shapes[f"candidate_selector.{name}_codebook"] = (vocab, rank)
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+    rank = own.get("markov_rank") or 0
+    if rank:
+        shapes["markov_head.markov_w1.weight"] = (vocab, rank)
+        shapes["markov_head.markov_w2.weight"] = (draft_vocab, rank)
+    # Model-Optimizer's head reads the Markov row whatever else is said.
+    flat = bool(own.get("use_confidence_head"))
+    if flat or own.get("enable_confidence_head"):
+        inputs = hidden + (rank if flat or own["confidence_head_with_markov"] else 0)
+        shapes["confidence_head.proj.weight"] = (1, inputs)
+        shapes["confidence_head.proj.bias"] = (1,)
+    if tables:
+        shapes["embed_tokens.weight"] = (vocab, hidden)
+        shapes["lm_head.weight"] = (draft_vocab, hidden)
+    return shapes
+
+
+def _scale(name: str) -> float:
+    """Keeps the activations of a random head in a range where its drafts differ."""
+    if name.startswith("layers.") and "_conv." not in name:
+        return 0.5
+    if name == "candidate_selector.hidden_projection.weight":
+        return 0.3
+    return 0.2 if name == "fc.weight" or name.endswith("kernel_projection.weight") else 1.0
+
+
 class PublishedHead:
     """A head in the layout of a published `config`, its target's tables, and a context."""
 
     def __init__(self, folder: Path, config: dict[str, Any], *, tables: bool = False) -> None:
         self.folder, self.raw = folder, config
-        layer = layer_config(config)
+        layer, own = layer_config(config), settings_of(config)
         generator = torch.Generator().manual_seed(0)
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=generator)
 
-        hidden, width, vocab = (
-            layer[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
-        )
-        size = layer["head_dim"]
-        heads, kv_heads = layer["num_attention_heads"] * size, layer["num_key_value_heads"] * size
-        inner = config.get("dflash_config") or {}
-        own = {**config, **inner, **(config.get("dspark_config") or {})}
-        self.layers = len(
-            inner.get("target_layer_ids")
-            or config.get("target_layer_ids")
-            or config["aux_hidden_state_layer_ids"]
-        )
+        hidden, vocab = layer["hidden_size"], layer["vocab_size"]
+        self.layers = num_target_layers(config)
         self.tensors = {
-            "fc.weight": random(hidden, self.layers * hidden) * 0.2,
-            "hidden_norm.weight": random(hidden),
-            "norm.weight": random(hidden),
+            name: random(*shape) * _scale(name) for name, shape in head_shapes(config).items()
         }
-        for i in range(layer["num_hidden_layers"]):
-            shapes = {
-                "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
-                "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
-                "self_attn.q_norm": (size,), "self_attn.k_norm": (size,),
-                "mlp.gate_proj": (width, hidden), "mlp.up_proj": (width, hidden),
-                "mlp.down_proj": (hidden, width), "input_layernorm": (hidden,),
-                "post_attention_layernorm": (hidden,),
-            }  # fmt: skip
-            for name, shape in shapes.items():
-                self.tensors[f"layers.{i}.{name}.weight"] = random(*shape) * 0.5
-            for name in ("attention_conv", "mlp_conv") if own.get("conv_kernel_size") else ():
-                taps, groups = own["conv_kernel_size"], hidden // own["conv_group_size"]
-                conv = f"layers.{i}.{name}."
-                self.tensors[conv + "base_kernel"] = random(2, taps, hidden)
-                projection = random(2 * taps * groups, hidden) * 0.2
-                self.tensors[conv + "kernel_projection.weight"] = projection
         self.draft_vocab = config.get("draft_vocab_size") or vocab
-        if selector := own.get("selector_rank"):
-            for name in ("predecessor", "successor"):
-                self.tensors[f"candidate_selector.{name}_codebook"] = random(vocab, selector)
-            projection = random(selector, hidden) * 0.3
-            self.tensors["candidate_selector.hidden_projection.weight"] = projection
-        rank = own.get("markov_rank") or 0
-        if rank:
-            self.tensors["markov_head.markov_w1.weight"] = random(vocab, rank)
-            self.tensors["markov_head.markov_w2.weight"] = random(self.draft_vocab, rank)
-        # Model-Optimizer's head reads the Markov row whatever else is said.
-        flat = bool(own.get("use_confidence_head"))
-        if flat or own.get("enable_confidence_head"):
-            inputs = hidden + (rank if flat or own["confidence_head_with_markov"] else 0)
-            self.tensors["confidence_head.proj.weight"] = random(1, inputs)
-            self.tensors["confidence_head.proj.bias"] = random(1)
         self.target_ids = torch.arange(vocab)
         if self.draft_vocab < vocab:
             self.target_ids = torch.randperm(vocab, generator=generator)[: self.draft_vocab]
@@ -99,11 +125,11 @@ class PublishedHead:
         if tables:
             self.tensors["embed_tokens.weight"] = self.embed
             self.tensors["lm_head.weight"] = self.lm_head[self.target_ids]
-        self.mask = inner.get("mask_token_id", config.get("mask_token_id"))
+        self.mask = own.get("mask_token_id")
         self.context = random(CONTEXT, self.layers * hidden)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(config))
-        names = MODELOPT_NAMES if flat else {}
+        names = MODELOPT_NAMES if own.get("use_confidence_head") else {}
         self.written = {names.get(name, name): tensor for name, tensor in self.tensors.items()}
         save_file(self.written, folder / "model.safetensors")
 

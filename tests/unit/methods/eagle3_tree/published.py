@@ -156,14 +156,15 @@ def small(raw: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     return {**made, **changes}
 
 
-def tensors_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
-    """Random tensors of a head with config `raw`, by the names of its trainer."""
+def shapes_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str, tuple[int, ...]]:
+    """Shapes of the floating-point tensors of a head with config `raw`, by its trainer's names."""
     c = {**raw, **raw.get("transformer_layer_config", {})}
-    h, dim = c["hidden_size"], c["head_dim"]
+    h = c["hidden_size"]
+    dim = c.get("head_dim") or h // c["num_attention_heads"]
     q, kv = c["num_attention_heads"] * dim, c["num_key_value_heads"] * dim
     joined = 3 * (raw.get("target_hidden_size") or h)
     draft_vocab = c.get("draft_vocab_size") or c["vocab_size"]
-    shapes = {
+    shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (h, joined),
         f"{prefix}input_layernorm.weight": (h,),
         f"{prefix}hidden_norm.weight": (h,),
@@ -185,11 +186,19 @@ def tensors_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str
         shapes.update({f"fc_norm.{i}.weight": (joined // 3,) for i in range(3)})
     if raw.get("norm_before_fc"):
         shapes["input_norm.weight"] = (joined,)
+    return shapes
+
+
+def tensors_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
+    """Random tensors of a head with config `raw`, by the names of its trainer."""
+    shapes = shapes_of(raw, prefix=prefix)
     torch.manual_seed(5)
     made = {name: torch.randn(shape) * 0.4 for name, shape in shapes.items()}
     for name in made:
         if "norm" in name:
             made[name] = 1 + 0.3 * made[name]
+    c = {**raw, **raw.get("transformer_layer_config", {})}
+    draft_vocab = c.get("draft_vocab_size") or c["vocab_size"]
     if draft_vocab == c["vocab_size"]:
         return made
     ids = torch.randperm(c["vocab_size"])[:draft_vocab].sort().values
