@@ -44,6 +44,16 @@ def test_table_of_checkpoints_is_the_one_the_checks_make() -> None:
     assert script.table() in script.PAGE.read_text(), "run scripts/checkpoint_table.py --write"
 
 
+def test_model_cards_are_those_of_the_heads() -> None:
+    script = load_script("model_cards")
+    assert set(script.CARDS) == {folder.name for folder in script.HEADS.iterdir()}
+    for name, about in script.CARDS.items():
+        text = (script.HEADS / name / "README.md").read_text()
+        assert text == script.card(name), "run scripts/model_cards.py --write"
+        for page in (about.note.partition("#")[0], *about.results):
+            assert (ROOT / page).is_file(), page
+
+
 def test_options_table_is_the_one_the_code_makes() -> None:
     script = load_script("options_table")
     assert script.tables() in script.PAGE.read_text(), "run scripts/options_table.py --write"
