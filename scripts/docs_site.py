@@ -5,6 +5,10 @@ Pages in docs/ link to results, sources and files at the top of the repository, 
 their own. Every file that can be reached from docs/ is added to the site at its path in the
 repository (docs/ is the site's root), and relative links are rewritten. A link to a missing file is
 kept, so that MkDocs reports it.
+
+A comment "README: NAME" in a page becomes the README's part between the comments "NAME" and
+"/NAME", and "README: commands" its first block. In tables, long code may break between the parts
+of a path, other code not at all.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ DOCS = "docs/"
 # MkDocs makes a README the index page of its folder, but the site's root has docs/index.md.
 README, OVERVIEW = "README.md", "overview.md"
 _LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
+_README_PART = re.compile(r"<!-- README: (.+?) -->")
+_TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
+_LONG_CODE = re.compile(r"<code>([^<]{40,})</code>")
 
 
 def site_path(path: str) -> str:
@@ -69,10 +76,22 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
-def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Rewrites links between files of the repository to links between their paths in the site."""
-    source = page.file.src_uri
-    folder = posixpath.dirname(repository_path(source))
+def readme_part(name: str) -> str:
+    """Returns a part of the README; an error names one that it does not have."""
+    text = (ROOT / README).read_text()
+    start, end = (
+        ("```\n", "\n```") if name == "commands" else (f"<!-- {name} -->", f"<!-- /{name} -->")
+    )
+    part = re.search(f"{re.escape(start)}(.*?){re.escape(end)}", text, re.DOTALL)
+    if part is None:
+        raise ValueError(f"{README} has no part {name!r}")
+    return part[0] if name == "commands" else part[1]
+
+
+def relinked(text: str, path: str, source: str) -> str:
+    """Returns text of the repository's file `path` with links as the site's page `source` needs
+    them."""
+    folder = posixpath.dirname(path)
 
     def rewritten(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, match[2]))
@@ -81,4 +100,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         link = posixpath.relpath(site_path(target), posixpath.dirname(source) or ".")
         return f"{match[1]}{link}{match[3]}"
 
-    return _LINK.sub(rewritten, markdown)
+    return _LINK.sub(rewritten, text)
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Rewrites links between files of the repository, and fills in parts of the README."""
+    source = page.file.src_uri
+    text = relinked(markdown, repository_path(source), source)
+    return _README_PART.sub(lambda part: relinked(readme_part(part[1]), README, source), text)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets long code in tables break after the slashes and colons of a path."""
+
+    def breakable(code: re.Match[str]) -> str:
+        parts = re.sub(r"(/|::|, )", r"\1<wbr>", code[1])
+        return f'<code class="long">{parts}</code>'
+
+    return _TABLE.sub(lambda table: _LONG_CODE.sub(breakable, table[0]), html)
