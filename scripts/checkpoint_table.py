@@ -164,26 +164,28 @@ def recipe(heads: Iterable[HubHead]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for head in heads:
             method, cpu, cuda, reason = "-", "-", "-", ""
-            size = ("-", "-", "-")
             if head.config is not None:
-                count = head.parameters()
-                size = (f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.2f} GiB", head.source)
                 path = Path(folder) / head.hub_id
                 method, cpu, cuda, reason = verdict(path, make_hub_head(path, head))
-                if head.latent_target and cuda == "yes":
-                    cuda, reason = "no", "MLA targets run on a CPU only"
             if head.refused:
                 cpu, cuda, reason = "no", "no", head.refused
+            elif head.latent_target and cuda == "yes":
+                cuda, reason = "no", "MLA targets run on a CPU only"
+            served = "yes" in (cpu, cuda)
+            count = head.parameters() if served else 0
+            size = (f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.2f} GiB") if served else "--"
+            source = head.source if head.config is not None else "-"
             remark = "; ".join(part for part in (reason, head.remark) if part)
             found.append((
-                f"`{head.hub_id}`", f"`{head.target}`", method, size[0], size[1], cpu, cuda,
-                size[2], remark,
+                f"`{head.hub_id}`", f"`{head.target}`", method, *size, cpu, cuda, source, remark,
             ))  # fmt: skip
-            if "yes" in (cpu, cuda):
+            if served:
                 config = json.dumps({"method": method.strip("`"), "model": head.hub_id})
+                # Compiled, vLLM routes tokens to the wrong experts of these targets on a CPU.
+                eager = "--enforce-eager " if head.latent_target else ""
                 commands.append(
                     f"```\nhf download {head.hub_id}\n"
-                    f"vllm serve {head.target} --speculative-config '{config}'\n```"
+                    f"vllm serve {head.target} {eager}--speculative-config '{config}'\n```"
                 )
     return "\n\n".join([markdown_table(RECIPE_HEADER, found), *commands])
 
