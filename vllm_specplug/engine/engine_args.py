@@ -101,6 +101,14 @@ def check_engine_config(vllm_config: Any) -> None:
             "of a step",
         )
     _check_row_features(method, vllm_config)
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.kv_load_failure_policy != "fail":
+        _refuse(
+            method,
+            f"kv_load_failure_policy={transfer.kv_load_failure_policy!r}",
+            "vLLM's Model Runner V2 does not recompute blocks whose load failed, so the request "
+            'would answer wrongly: use "fail", the default',
+        )
     if _dtype_name(vllm_config) not in ("float32", "bfloat16", "float16"):
         _refuse(
             method,
