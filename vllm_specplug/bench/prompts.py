@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FIELDS = ("prompt", "turns", "question", "messages")
+from vllm_specplug.rows import RowFile, conversation_of
 
 MAX_PROMPT_CHARS = 6000
 
@@ -24,34 +23,16 @@ class PromptSet:
 
 
 def prompt_of(row: Any) -> str:
-    """Returns the first user message of a row.
-
-    Rows have `prompt` (text), `turns` (texts or messages), `question` (text) or `messages`. A row
-    with `entry_point` is a HumanEval task and becomes a request to complete the function.
+    """Returns the first user message of a row (see `rows`).
 
     Raises:
-        ValueError: for other rows.
+        ValueError: for a row without one.
     """
-    if not isinstance(row, Mapping):
-        raise ValueError("not a JSON object")
-    field = next((name for name in FIELDS if name in row), None)
-    if field is None:
-        have = ", ".join(row) or "none"
-        raise ValueError(f"none of the fields {', '.join(FIELDS)} (fields there: {have})")
-    value = row[field]
-    if field in ("turns", "messages"):
-        if not isinstance(value, list) or not value:
-            raise ValueError(f"field {field!r} is not a list with something in it")
-        if field == "messages":
-            users = (m for m in value if isinstance(m, Mapping) and m.get("role") == "user")
-            value = next(users, None)
-        else:
-            value = value[0]
-        if isinstance(value, Mapping):
-            value = value.get("content")
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"field {field!r} holds no text")
-    return f"Complete this Python function.\n\n{value}" if "entry_point" in row else value
+    users = (m["content"] for m in conversation_of(row).messages if m["role"] == "user")
+    text = next(users, "")
+    if not text.strip():
+        raise ValueError("it is raw text, not a prompt")
+    return text
 
 
 def _set_name(path: Path) -> str:
@@ -65,18 +46,12 @@ def read_prompts(path: Path, max_chars: int = MAX_PROMPT_CHARS) -> PromptSet:
         ValueError: if the file is missing, has no usable prompt or an unreadable line, whose number
             is in the message.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"data file {path} cannot be read: {error}.") from error
-    prompts = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+    rows, prompts = RowFile(path), []
+    for index in range(len(rows)):
         try:
-            prompts.append(prompt_of(json.loads(line)))
-        except ValueError as error:  # a JSONDecodeError is one
-            raise ValueError(f"{path}, line {number}: {error}.") from error
+            prompts.append(prompt_of(rows[index][1]))
+        except ValueError as error:
+            raise ValueError(f"{rows.place(index)}: {error}.") from error
     fitting = [prompt for prompt in prompts if len(prompt) <= max_chars]
     if not fitting:
         raise ValueError(f"{path} holds no prompt of up to {max_chars} characters.")
@@ -104,8 +79,8 @@ def load_sets(paths: Sequence[Path], max_chars: int = MAX_PROMPT_CHARS) -> list[
             files.append(path)
         else:
             raise ValueError(
-                f"{path} does not exist. Point --data at a JSONL file, or a folder of them, with "
-                f"one of the fields {', '.join(FIELDS)} in each row."
+                f"{path} does not exist. Point --data at a JSONL file of prompts, or a folder of "
+                "them."
             )
     sets = [read_prompts(file, max_chars) for file in files]
     names = [prompt_set.name for prompt_set in sets]

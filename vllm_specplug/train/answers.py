@@ -3,7 +3,8 @@
 
 A data folder holds `prompts.jsonl` (the plan: one request per line, written first) and
 `answers-00000.jsonl`, .. of a fixed number of requests each. A shard gets its name when it is
-complete, so generation resumes with the shards that are missing.
+complete, so generation resumes with the shards that are missing. Imported answers have the same
+files; their plan is written last.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 PLAN_NAME = "prompts.jsonl"
+# Shorter answers teach nothing and are left out.
+MIN_ANSWER_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,10 @@ def missing_shards(folder: Path, shard_size: int = 512) -> list[int]:
     return [shard for shard in range(shards) if not answer_path(folder, shard).is_file()]
 
 
-def generate_missing(folder: Path, generate: Generate, shard_size: int = 512) -> Iterator[int]:
-    """Makes the shards of the plan that do not exist yet; yields the tokens of each."""
+def generate_missing(
+    folder: Path, generate: Generate, shard_size: int = 512
+) -> Iterator[list[Answer]]:
+    """Makes the shards of the plan that do not exist yet; yields the answers of each."""
     requests = read_plan(folder)
     for shard in missing_shards(folder, shard_size):
         part = requests[shard * shard_size : (shard + 1) * shard_size]
@@ -113,7 +118,50 @@ def generate_missing(folder: Path, generate: Generate, shard_size: int = 512) ->
             for r, (ids, finished) in zip(part, generate(part), strict=True)
         ]
         _write_lines(answer_path(folder, shard), answers, _ANSWER)
-        yield sum(len(a.answer_ids) for a in answers)
+        yield answers
+
+
+class AnswerWriter:
+    """Writes answers to the shards of a new data folder, and their plan at the end.
+
+    Raises:
+        ValueError: if the folder holds a plan.
+    """
+
+    def __init__(self, folder: Path, shard_size: int = 512):
+        if (folder / PLAN_NAME).is_file():
+            raise ValueError(f"{folder} holds answers already; name another folder")
+        self.folder, self.shard_size, self.count = folder, shard_size, 0
+        self._waiting: list[Answer] = []
+
+    def __enter__(self) -> AnswerWriter:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # An interrupted import may have had other shards.
+        for path in answer_shards(self.folder):
+            path.unlink()
+        self._plan = (self.folder / PLAN_NAME).with_suffix(".tmp").open("wb")
+        return self
+
+    def add(self, answer: Answer) -> None:
+        """Adds one answer."""
+        request = Request(answer.source, answer.prompt_ids, answer.temperature, 0)
+        self._plan.write(_REQUEST.dump_json(request) + b"\n")
+        self._waiting.append(answer)
+        self.count += 1
+        if len(self._waiting) == self.shard_size:
+            self._write()
+
+    def _write(self) -> None:
+        shard = (self.count - 1) // self.shard_size
+        _write_lines(answer_path(self.folder, shard), self._waiting, _ANSWER)
+        self._waiting = []
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None and self._waiting:
+            self._write()
+        self._plan.close()
+        if kind is None:
+            os.replace(self._plan.name, self.folder / PLAN_NAME)
 
 
 def answer_path(folder: Path, shard: int) -> Path:
@@ -141,41 +189,54 @@ def is_repetitive(answer_ids: Sequence[int], window: int = 96, distinct: int = 2
 def keep_answer(answer: Answer, rng: random.Random, repetitive_share: float = 0.7) -> bool:
     """Whether to keep an answer: not if it is very short, and only a share of those that end in a
     loop. A small target also produces loops when it is served, so some stay."""
-    if len(answer.answer_ids) < 4:
+    if len(answer.answer_ids) < MIN_ANSWER_TOKENS:
         return False
     return not is_repetitive(answer.answer_ids) or rng.random() < repetitive_share
 
 
-def split_answers(
-    files: Sequence[Path], heldout: int, repetitive_share: float
-) -> Iterator[tuple[str, list[Answer], list[Answer]]]:
-    """Yields the name of each shard, its held-out answers and those to train on.
+@dataclass(frozen=True)
+class Split:
+    """How the answers of some shards are split: the first `heldout` greedy ones are held out. More
+    shards do not change them."""
 
-    The greedy answers of the first shards are held out, so that more data does not change them.
-    """
-    left = heldout
-    for number, path in enumerate(files):
-        rng = random.Random(number)
-        kept = [a for a in read_answers(path) if keep_answer(a, rng, repetitive_share)]
-        aside = [a for a in kept if a.temperature == 0][:left]
-        left -= len(aside)
-        yield path.stem.replace("answers", "shard"), aside, [a for a in kept if a not in aside]
+    files: Sequence[Path]
+    heldout: int
+    repetitive_share: float
 
+    def parts(self) -> Iterator[tuple[str, list[Answer], list[Answer]]]:
+        """Yields the name of each shard, its held-out answers and those to train on."""
+        left = self.heldout
+        for number, path in enumerate(self.files):
+            rng = random.Random(number)
+            kept = [a for a in read_answers(path) if keep_answer(a, rng, self.repetitive_share)]
+            aside = [a for a in kept if a.temperature == 0][:left]
+            left -= len(aside)
+            yield path.stem.replace("answers", "shard"), aside, [a for a in kept if a not in aside]
 
-def check_heldout(files: Sequence[Path], heldout: int, repetitive_share: float) -> str | None:
-    """Returns a warning if more answers are held out than left to train on.
+    def check(self) -> list[str]:
+        """Returns what a user should know: how many answers are left out, and whether more are held
+        out than left to train on.
 
-    Raises:
-        ValueError: if none would be left.
-    """
-    aside = rest = 0
-    for _, held, others in split_answers(files, heldout, repetitive_share):
-        aside += len(held)
-        rest += len(others)
-    told = f"--heldout-answers {heldout} holds {aside} of {aside + rest} answers out"
-    if not rest:
-        raise ValueError(f"{told} and leaves none to train on; lower it, or generate more answers")
-    return f"{told} and leaves {rest} to train on" if aside > rest else None
+        Raises:
+            ValueError: if none would be left.
+        """
+        aside = rest = 0
+        for _, held, others in self.parts():
+            aside += len(held)
+            rest += len(others)
+        told = f"--heldout-answers {self.heldout} holds {aside} of {aside + rest} answers out"
+        if not rest:
+            raise ValueError(
+                f"{told} and leaves none to train on; lower it, or generate more answers"
+            )
+        lines = [f"{told} and leaves {rest} to train on"] if aside > rest else []
+        left_out = sum(1 for path in self.files for _ in read_answers(path)) - aside - rest
+        if left_out:
+            lines.append(
+                f"{left_out} answers left out: shorter than {MIN_ANSWER_TOKENS} tokens, or ending "
+                f"in a loop (--repetitive-share {self.repetitive_share} of those stay)"
+            )
+        return lines
 
 
 def _write_lines(path: Path, rows: Iterable[Any], kind: TypeAdapter[Any]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,10 @@ def generate(
     out: Annotated[Path, typer.Option(help="Data folder; an unfinished one is continued.")],
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(help="JSONL prompt files (rows with messages, turns, prompt or question)."),
+        typer.Option(
+            help="Prompt files, JSONL or JSON: questions, conversations, or a server's logged "
+            "requests. Answers in them are left out."
+        ),
     ] = None,
     make: Annotated[
         list[str] | None,
@@ -51,23 +55,34 @@ def generate(
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer.")] = 320,
+    max_prompt_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Longer prompts are left out; 0: all that the target can read."),
+    ] = 0,
     sampled_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers sampled instead of greedy.")
     ] = 0.3,
     temperatures: Annotated[str, typer.Option(help="Temperatures to sample with.")] = "0.7,1.0",
+    chat_template_kwargs: common.TemplateKwargs = "",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Answers decoded concurrently.")] = 128,
-    shard_size: Annotated[int, typer.Option(min=1, help="Answers per file.")] = 512,
+    tensor_parallel_size: Annotated[
+        int, typer.Option(min=1, help="Devices that share the target.")
+    ] = 1,
+    shard_size: common.ShardSize = 512,
     eager: Annotated[
         bool, typer.Option(help="Skip compilation: starts faster, runs slower.")
     ] = True,
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
 ) -> None:
     """Writes prompts, then has the target answer them with offline vLLM."""
+    from vllm_specplug.rows import LeftOut
     from vllm_specplug.train import answers
-    from vllm_specplug.train.generate import VllmGenerator, make_prompts
+    from vllm_specplug.train import generate as generation
+    from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
+    from vllm_specplug.train.prompts import read_prompt_file
 
     with common.friendly_errors():
-        counts = parse_counts(make or [])
+        counts, template = parse_counts(make or []), parse_template_kwargs(chat_template_kwargs)
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
             raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
@@ -76,34 +91,113 @@ def generate(
             return
         check_target(str(target))
         heat = [float(t) for t in temperatures.split(",")]
-        generator = VllmGenerator(
-            target, max_tokens=max_tokens, max_num_seqs=max_num_seqs, eager=eager
+        chat, left_out = ChatTokenizer.of(target, template), LeftOut()
+        limit = common.length_limit(target, max_prompt_tokens, reserved=max_tokens)
+        if planned:
+            given = [(r.source, r.prompt_ids) for r in answers.read_plan(out)]
+        else:
+            rows = (row for path in prompts or [] for row in read_prompt_file(path, left_out))
+            given = list(generation.render_all(rows, chat, limit, left_out))
+        longest = max((len(ids) for _, ids in given), default=0)
+        if counts:
+            longest = max(longest, min(limit, generation.MADE_PROMPT_TOKENS))
+        common.report(left_out)
+        if not longest:
+            raise ValueError("no prompt is left to answer; see the lines above")
+        generator = generation.VllmGenerator(
+            target,
+            chat,
+            max_prompt_tokens=longest,
+            max_tokens=max_tokens,
+            max_num_seqs=max_num_seqs,
+            eager=eager,
+            tensor_parallel_size=tensor_parallel_size,
         )
         if not planned:
-            made = make_prompts(counts, prompts or [], seed, generator.texts)
+            left_out = LeftOut()
+            made = generation.make_prompts(counts, seed, generator.texts)
             requests = answers.plan_requests(
-                generator.render_all(made),
+                [*given, *generation.render_all(made, chat, longest, left_out)],
                 temperatures=heat,
                 sampled_share=sampled_share,
                 seed=seed,
             )
+            common.report(left_out)
             settings = {
                 "target": str(target),
                 "files": [str(p) for p in prompts or []],
                 "make": counts,
                 "max_tokens": max_tokens,
+                "max_prompt_tokens": limit,
                 "sampled_share": sampled_share,
                 "temperatures": heat,
+                "chat_template_kwargs": template,
                 "seed": seed,
             }
             answers.write_plan(out, requests, settings)
         tokens = 0
+        left = len(answers.missing_shards(out, shard_size)) * shard_size
         with common.progress() as bar:
-            task = bar.add_task("answers", total=len(answers.missing_shards(out, shard_size)))
-            for new in answers.generate_missing(out, generator, shard_size):
-                tokens += new
-                bar.update(task, advance=1, description=f"answers, {tokens:,} new tokens")
+            task = bar.add_task("answers", total=min(left, len(answers.read_plan(out))))
+            for shard in answers.generate_missing(out, generator, shard_size):
+                tokens += sum(len(answer.answer_ids) for answer in shard)
+                described = f"answers, {tokens:,} new tokens"
+                bar.update(task, advance=len(shard), description=described)
         typer.echo(f"{tokens:,} new answer tokens in {out}")
+
+
+@data_app.command("import")
+def import_(
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="JSONL or JSON files of conversations or texts, or text files."),
+    ],
+    target: common.Target,
+    out: Annotated[Path, typer.Option(help="Data folder, as of `specplug data generate`.")],
+    max_length: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Most tokens of a prompt with its answer; 0: all that the target can read."
+        ),
+    ] = 0,
+    chat_template_kwargs: common.TemplateKwargs = "",
+    shard_size: common.ShardSize = 512,
+    seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
+) -> None:
+    """Imports answers that you have, as the target's chat template renders them."""
+    from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
+    from vllm_specplug.train.imports import LEFT_OUT_NAME, import_answers
+
+    with common.friendly_errors():
+        template = parse_template_kwargs(chat_template_kwargs)
+        check_target(str(target))
+        chat, limit = ChatTokenizer.of(target, template), common.length_limit(target, max_length)
+        with common.progress() as bar:
+            task = bar.add_task("rows", total=None)
+            done = import_answers(
+                files,
+                out,
+                chat,
+                max_length=limit,
+                shard_size=shard_size,
+                seed=seed,
+                on_row=lambda row, total: bar.update(task, completed=row, total=total),
+            )
+        settings = {
+            "target": str(target),
+            "files": [str(file) for file in files],
+            "max_length": limit,
+            "chat_template_kwargs": template,
+            "seed": seed,
+        }
+        (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+    common.report(done.left_out)
+    if done.left_out.places:
+        typer.echo(f"all places: {out / LEFT_OUT_NAME}", err=True)
+    typer.echo(
+        f"{done.answers:,} answers of {done.rows:,} rows in {out}: {done.answer_tokens:,} tokens "
+        f"after {done.prompt_tokens:,} of prompts"
+    )
 
 
 @data_app.command("features")
@@ -130,29 +224,19 @@ def features(
     """Runs the target once over its answers and stores the features for training."""
     import torch
 
-    from vllm_specplug.train.features import TokenSequence, write_shard
+    from vllm_specplug.train.features import TokenSequence, chosen_layers, write_shard
     from vllm_specplug.train.target import decoder_of, load_target
 
     with common.friendly_errors():
         files = common.finished_answers(data)
         if not (target / "config.json").is_file():
             raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
-        common.warn_of_split(files, heldout_answers, repetitive_share)
-        model = load_target(target, torch.bfloat16)
-        depth = len(decoder_of(model).layers)
-        ids = [int(i) for i in layers.split(",")] if layers else spread_layers(depth)
-        wrong = [i for i in ids if not 0 <= i < depth]
-        if wrong:
-            raise ValueError(f"--layers {wrong}, legal: 0..{depth - 1}; correct them")
+        process = common.Process()
+        split = common.checked_split(files, heldout_answers, repetitive_share)
+        model = load_target(target, torch.bfloat16).to(process.device)
+        ids = chosen_layers(layers, len(decoder_of(model).layers))
 
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(files, heldout_answers, repetitive_share, out, heldout, write)
-
-
-def spread_layers(num_target_layers: int, count: int = 4) -> list[int]:
-    """Returns the default layers: a low one, then evenly up to and including the last."""
-    last = num_target_layers - 1
-    low = min(2, last)
-    return sorted({round(low + i * (last - low) / (count - 1)) for i in range(count)})
+        common.write_split(split, out, heldout, write, process)

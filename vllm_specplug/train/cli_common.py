@@ -12,15 +12,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress
+from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
+from rich.text import Text
 
 from vllm_specplug.train.options import Recipe, RunOptions
 
 if TYPE_CHECKING:
+    from vllm_specplug.rows import LeftOut
+    from vllm_specplug.train.answers import Split
     from vllm_specplug.train.features import TokenSequence
 
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
 Seed = Annotated[int, typer.Option()]
+ShardSize = Annotated[int, typer.Option(min=1, help="Answers per file.")]
+TemplateKwargs = Annotated[
+    str,
+    typer.Option(
+        help="JSON object of arguments for the chat template, as the requests to be served have "
+        "them."
+    ),
+]
 
 
 @contextmanager
@@ -33,9 +44,57 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+class _Rate(ProgressColumn):
+    """The rate of a task."""
+
+    def render(self, task: Task) -> Text:
+        return Text("" if task.speed is None else f"{task.speed:,.1f}/s")
+
+
 def progress() -> Progress:
-    """Returns a progress bar with counts."""
-    return Progress(*Progress.get_default_columns(), MofNCompleteColumn())
+    """Returns a progress bar with counts, rate and remaining time."""
+    return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), _Rate())
+
+
+def report(left_out: LeftOut) -> None:
+    """Prints what was left out."""
+    for line in left_out.lines():
+        typer.echo(f"left out or changed: {line}", err=True)
+
+
+def length_limit(target: Path, wanted: int, reserved: int = 0) -> int:
+    """Returns the most tokens of a sequence: `wanted`, or all that the target's context holds
+    beside `reserved` tokens.
+
+    Raises:
+        ValueError: if `wanted` is more.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
+    most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20) - reserved
+    if not 0 <= wanted <= most:
+        raise ValueError(f"a length of {wanted} tokens, legal: 0..{most} for this target; lower it")
+    return wanted or most
+
+
+class Process:
+    """This process of an `accelerate launch`: its device and its share of the work."""
+
+    def __init__(self) -> None:
+        from accelerate import PartialState
+
+        self._state = PartialState()
+        self.device = self._state.device
+        self.is_main = self._state.is_main_process
+
+    def takes(self, number: int) -> bool:
+        """Whether a numbered piece of work is this process's."""
+        return number % self._state.num_processes == self._state.process_index
+
+    def wait(self) -> None:
+        """Waits for all processes."""
+        self._state.wait_for_everyone()
 
 
 def finished_answers(data: Path) -> list[Path]:
@@ -48,53 +107,51 @@ def finished_answers(data: Path) -> list[Path]:
 
     files = answers.answer_shards(data)
     if not files:
-        raise ValueError(f"{data} holds no finished answers; run `specplug data generate` first")
+        raise ValueError(
+            f"{data} holds no finished answers; run `specplug data generate` or `specplug data "
+            "import` first"
+        )
     return files
 
 
-def warn_of_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> None:
-    """Warns if `write_split` would hold out most answers.
+def checked_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> Split:
+    """Returns a split of answers, and prints what a user should know about it.
 
     Raises:
         ValueError: if it would leave none to train on.
     """
-    from vllm_specplug.train import answers
+    from vllm_specplug.train.answers import Split
 
-    warning = answers.check_heldout(files, heldout_answers, repetitive_share)
-    if warning is not None:
-        typer.echo(warning, err=True)
+    split = Split(files, heldout_answers, repetitive_share)
+    for line in split.check():
+        typer.echo(line, err=True)
+    return split
 
 
 def write_split(
-    files: list[Path],
-    heldout_answers: int,
-    repetitive_share: float,
+    split: Split,
     out: Path,
     heldout: Path | None,
     write: Callable[[Path, list[TokenSequence], int], None],
+    process: Process,
 ) -> None:
-    """Writes shards of each file of answers, to `out` and to `heldout`; keeps finished shards.
+    """Writes shards of each file of answers, to `out` and to `heldout`; keeps finished shards. Each
+    process writes those of its share of the files.
 
     Args:
         write: called with the folder of a shard, its sequences and the number of its file.
     """
-    import numpy as np
-
-    from vllm_specplug.train import answers
     from vllm_specplug.train.features import TokenSequence
 
-    def sequence(answer: answers.Answer) -> TokenSequence:
-        tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int64)
-        return TokenSequence(tokens, len(answer.prompt_ids), answer.source)
-
     with progress() as bar:
-        task = bar.add_task("features", total=len(files))
-        parts = answers.split_answers(files, heldout_answers, repetitive_share)
-        for number, (name, aside, rest) in enumerate(parts):
+        task = bar.add_task("features", total=len(split.files), visible=process.is_main)
+        for number, (name, aside, rest) in enumerate(split.parts()):
             for folder, part in ((heldout, aside), (out, rest)):
-                if folder and part and not (folder / name / "meta.json").is_file():
-                    write(folder / name, [sequence(answer) for answer in part], number)
+                is_missing = folder and part and not (folder / name / "meta.json").is_file()
+                if is_missing and process.takes(number):
+                    write(folder / name, [TokenSequence.of(answer) for answer in part], number)
             bar.update(task, completed=number + 1)
+    process.wait()
 
 
 def add_training(

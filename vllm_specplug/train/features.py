@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from vllm_specplug.train.answers import Answer
 from vllm_specplug.train.target import decoder_of
 
 
@@ -38,6 +40,12 @@ class TokenSequence:
     tokens: np.ndarray
     prompt_len: int
     source: str = ""
+
+    @classmethod
+    def of(cls, answer: Answer) -> TokenSequence:
+        """Returns an answer after its prompt."""
+        tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
+        return cls(tokens, len(answer.prompt_ids), answer.source)
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,51 @@ class FeatureShard:
         )
 
 
-class FeatureStore:
+class SequenceStore(ABC):
+    """Sequences of a run by index. What a step reads is chosen from their tokens, and only the
+    chosen ones need the target's states."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any: ...
+
+    def text(self, index: int) -> Any:
+        """Returns a sequence, of which only tokens and prompt length are needed."""
+        return self[index]
+
+    def with_states(self, sequences: list[Any]) -> list[Any]:
+        """Returns sequences of `text` with the target's states."""
+        return sequences
+
+
+class Features(SequenceStore):
+    """Sequences with states of the target: stored, or computed when a step needs them."""
+
+    folder: Path
+    # Zero-based layers whose outputs are in `aux`.
+    target_layer_ids: tuple[int, ...]
+
+    @abstractmethod
+    def answers(self) -> Iterator[np.ndarray]:
+        """Yields the tokens after each prompt."""
+
+    @abstractmethod
+    def sources(self) -> dict[str, int]:
+        """Counts sequences by the first part of their source."""
+
+    @abstractmethod
+    def length(self, index: int) -> int:
+        """Returns the number of tokens of a sequence, without computing its states."""
+
+    @property
+    def num_answer_tokens(self) -> int:
+        """Number of tokens after the prompts."""
+        return sum(len(answer) for answer in self.answers())
+
+
+class FeatureStore(Features):
     """The finished shards of a folder as a sequence of `FeatureSequence`."""
 
     def __init__(self, folder: str | Path):
@@ -89,16 +141,13 @@ class FeatureStore:
                 "with `specplug data features`"
             )
         self.items = [(s, i) for s, shard in enumerate(self.shards) for i in range(len(shard))]
+        self.target_layer_ids = tuple(self.shards[0].meta["target_layer_ids"])
 
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Zero-based layers whose outputs are in `aux`."""
-        return tuple(self.shards[0].meta["target_layer_ids"])
-
-    @property
-    def num_answer_tokens(self) -> int:
-        """Number of tokens after the prompts."""
-        return sum(len(s.tokens) - int(s.prompt_lens.sum()) for s in self.shards)
+    def answers(self) -> Iterator[np.ndarray]:
+        for shard in self.shards:
+            for i in range(len(shard)):
+                start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
+                yield shard.tokens[start : int(shard.offsets[i + 1])]
 
     def sources(self, rows: Iterable[int] | None = None) -> dict[str, int]:
         """Counts sequences (of `rows`, if given) by the first part of their source."""
@@ -106,7 +155,6 @@ class FeatureStore:
         return count_sources(self.shards[s].meta["sources"][i] for s, i in chosen)
 
     def length(self, index: int) -> int:
-        """Returns the number of tokens of a sequence, without reading it."""
         shard, i = self.items[index]
         return int(self.shards[shard].offsets[i + 1] - self.shards[shard].offsets[i])
 
@@ -121,6 +169,28 @@ class FeatureStore:
 def count_sources(names: Iterable[str]) -> dict[str, int]:
     """Returns the number of names by their part before a slash, sorted."""
     return dict(sorted(Counter(name.split("/")[0] for name in names).items()))
+
+
+def spread_layers(num_target_layers: int, count: int = 4) -> tuple[int, ...]:
+    """Returns the default layers: a low one, then evenly up to and including the last."""
+    last = num_target_layers - 1
+    low = min(2, last)
+    return tuple(sorted({round(low + i * (last - low) / (count - 1)) for i in range(count)}))
+
+
+def chosen_layers(text: str, num_target_layers: int) -> tuple[int, ...]:
+    """Returns the layers that an option names, or the default ones.
+
+    Raises:
+        ValueError: for layers that the target does not have.
+    """
+    if not text:
+        return spread_layers(num_target_layers)
+    legal = range(num_target_layers)
+    parts = text.split(",")
+    if not all(part.strip().isdigit() and int(part) in legal for part in parts):
+        raise ValueError(f"--layers {text}, legal: 0..{legal[-1]}; correct them")
+    return tuple(int(part) for part in parts)
 
 
 def write_shard(
@@ -199,12 +269,16 @@ def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[li
         yield batch
 
 
-@torch.inference_mode()
+# Not inference_mode, whose tensors a trainer cannot keep for its backward pass.
+@torch.no_grad()
 def forward_features(
-    model: nn.Module, tokens: Sequence[np.ndarray], target_layer_ids: Sequence[int]
+    model: nn.Module,
+    tokens: Sequence[np.ndarray],
+    target_layer_ids: Sequence[int],
+    to: torch.device | str = "cpu",
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the outputs of the selected layers, bfloat16 [S, L*Ht] on the CPU, and the final
-    normed hidden states [S, Ht] of each sequence.
+    """Returns the outputs of the selected layers, bfloat16 [S, L*Ht], and the final normed hidden
+    states [S, Ht] of each sequence, on a device.
 
     Sequences are padded on the right, so causal attention needs no mask.
     """
@@ -228,8 +302,8 @@ def forward_features(
     finally:
         for handle in handles:
             handle.remove()
-    states = torch.cat([captured[i] for i in target_layer_ids], dim=-1).to("cpu", torch.bfloat16)
-    final = final.to("cpu", torch.bfloat16)
+    states = torch.cat([captured[i] for i in target_layer_ids], dim=-1).to(to, torch.bfloat16)
+    final = final.to(to, torch.bfloat16)
     lengths = [len(t) for t in tokens]
     return (
         [states[i, :n] for i, n in enumerate(lengths)],

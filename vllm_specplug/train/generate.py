@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.rows import LeftOut
 from vllm_specplug.train import prompts as makers
 from vllm_specplug.train.answers import Request
+from vllm_specplug.train.chat import ChatTokenizer
 from vllm_specplug.train.prompts import Prompt
 
-MAX_PROMPT_TOKENS = 1024
+# Prompts of the makers are shorter.
+MADE_PROMPT_TOKENS = 1024
 # Kinds of prompts that need no target.
 MAKERS: dict[str, Callable[[random.Random], Iterator[Prompt]]] = {
     "topic": makers.topic_prompts,
@@ -30,62 +33,50 @@ class VllmGenerator:
 
     Args:
         target: model folder.
+        max_prompt_tokens: longest prompt.
         max_tokens: longest answer.
         max_num_seqs: requests decoded at once.
         eager: whether to skip compilation.
+        tensor_parallel_size: number of devices that share the target.
     """
 
     def __init__(
         self,
         target: str | Path,
+        chat: ChatTokenizer,
         *,
+        max_prompt_tokens: int = MADE_PROMPT_TOKENS,
         max_tokens: int = 320,
         max_num_seqs: int = 128,
         eager: bool = True,
+        tensor_parallel_size: int = 1,
     ):
         # A missing file must not become a download.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         # GiB. By default vLLM takes 92 % of a CPU's memory, and fails if less is free.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         from vllm import LLM
+        from vllm.platforms import current_platform
 
-        self.max_tokens = max_tokens
-        longest = MAX_PROMPT_TOKENS + max_tokens
+        self.chat, self.max_tokens = chat, max_tokens
+        longest = max_prompt_tokens + max_tokens
+        limits: dict[str, Any] = {}
+        if current_platform.is_cpu():
+            # A seeded request whose prompt is chunked ends vLLM's engine on a CPU.
+            limits = {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(2048, longest),
+            }
         self.llm = LLM(
             str(target),
             dtype="bfloat16",
             enforce_eager=eager,
             max_num_seqs=max_num_seqs,
             max_model_len=longest,
-            max_num_batched_tokens=max(2048, longest),
-            # On a CPU a seeded request whose prompt is chunked ends vLLM's engine.
-            enable_chunked_prefill=False,
+            tensor_parallel_size=tensor_parallel_size,
             disable_log_stats=True,
+            **limits,
         )
-        self.tokenizer = self.llm.get_tokenizer()
-
-    def render(self, prompt: Prompt) -> list[int]:
-        """Token ids as serving makes them: the chat template with its default system message."""
-        tokenizer: Any = self.tokenizer
-        messages = list(prompt.messages)
-        if not prompt.opens_user_turn:
-            return list(
-                tokenizer.apply_chat_template(
-                    messages, add_generation_prompt=True, return_dict=False
-                )
-            )
-        mark = "<<user>>"
-        text = tokenizer.apply_chat_template(
-            [*messages, {"role": "user", "content": mark}], tokenize=False
-        )
-        return list(tokenizer.encode(text.partition(mark)[0], add_special_tokens=False))
-
-    def render_all(self, prompts: Sequence[Prompt]) -> Iterator[tuple[str, list[int]]]:
-        """Yields (source, token ids) of the prompts that are not too long."""
-        for prompt in prompts:
-            ids = self.render(prompt)
-            if len(ids) <= MAX_PROMPT_TOKENS:
-                yield prompt.source, ids
 
     def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:
         """Returns one (answer ids, finished) per request."""
@@ -124,7 +115,7 @@ class VllmGenerator:
             for i in range(len(prompts))
         ]
         outputs = self.llm.generate(
-            [{"prompt_token_ids": self.render(p)} for p in prompts],  # type: ignore[arg-type]
+            [{"prompt_token_ids": render(p, self.chat)} for p in prompts],  # type: ignore[arg-type]
             params,
             use_tqdm=False,
         )
@@ -137,13 +128,38 @@ class VllmGenerator:
         return texts
 
 
+def render(prompt: Prompt, chat: ChatTokenizer) -> list[int]:
+    """Returns the token ids of a prompt.
+
+    Raises:
+        ValueError: for a prompt that the target's chat template cannot hold.
+    """
+    ids = chat.user_prompt_ids if prompt.opens_user_turn else chat.prompt_ids
+    return ids(prompt.messages)
+
+
+def render_all(
+    prompts: Sequence[Prompt], chat: ChatTokenizer, limit: int, left_out: LeftOut
+) -> Iterator[tuple[str, list[int]]]:
+    """Yields (source, token ids) of the prompts of up to `limit` tokens; counts the others."""
+    for prompt in prompts:
+        try:
+            ids = render(prompt, chat)
+        except ValueError as error:
+            left_out.add(str(error), prompt.place or prompt.source)
+            continue
+        if len(ids) > limit:
+            left_out.add(f"prompt of more than {limit} tokens", prompt.place or prompt.source)
+        else:
+            yield prompt.source, ids
+
+
 def make_prompts(
     counts: Mapping[str, int],
-    files: Sequence[str | Path],
     seed: int,
     write_texts: Callable[[Sequence[Prompt], float, int, int], list[str]],
 ) -> list[Prompt]:
-    """Returns the prompts of a plan: every row of `files`, and `counts[kind]` new ones per kind.
+    """Returns `counts[kind]` new prompts of every kind.
 
     Args:
         write_texts: called with prompts, temperature, most tokens and seed, lets the target write
@@ -155,7 +171,7 @@ def make_prompts(
     unknown = sorted(set(counts) - set(KINDS))
     if unknown:
         raise ValueError(f"prompt kinds {unknown}, legal: {', '.join(KINDS)}; correct the name")
-    prompts = [prompt for path in files for prompt in makers.read_prompt_file(path)]
+    prompts: list[Prompt] = []
     for offset, kind in enumerate(KINDS):
         count, rng = counts.get(kind, 0), random.Random(seed * 101 + offset)
         if count <= 0:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import gettext
-import json
 import random
 import re
 import sysconfig
@@ -17,6 +16,8 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from vllm_specplug.rows import LeftOut, RowFile, conversation_of
 
 _DATA = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
 
@@ -45,12 +46,13 @@ def _filled(kind: str, rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One chat prompt; `source` names its maker, for statistics."""
+    """One chat prompt; `source` names its maker, for statistics, and `place` its row."""
 
     source: str
     messages: tuple[dict[str, str], ...] = ()
     opens_user_turn: bool = False
     """Whether the prompt ends where a user would speak after `messages`."""
+    place: str = ""
 
     @staticmethod
     def user(source: str, text: str) -> Prompt:
@@ -58,38 +60,25 @@ class Prompt:
         return Prompt(source, ({"role": "user", "content": text},))
 
 
-def read_prompt_file(path: str | Path) -> Iterator[Prompt]:
-    """Prompts of a JSONL file whose rows have `messages`, `turns` (the first is taken), `prompt` or
-    `question`.
+def read_prompt_file(path: str | Path, left_out: LeftOut) -> Iterator[Prompt]:
+    """Yields the prompts of a file's rows (see `rows`), without the answers that the rows hold.
 
-    Raises:
-        ValueError: for a row that has none of them; the message names file and line.
+    Rows without a prompt are counted, and so are later turns, which depend on an answer.
     """
-    path = Path(path)
-    source = path.stem
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path}:{number} is not JSON ({error}); one object a line"
-                ) from None
-            if row.get("messages"):
-                yield Prompt(source, tuple(row["messages"]))
-                continue
-            if row.get("turns"):
-                yield Prompt.user(source, row["turns"][0])
-                continue
-            text = row.get("prompt") or row.get("question")
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"{path}:{number} has none of the keys 'messages', 'turns', 'prompt', "
-                    f"'question' (found {sorted(row)}); add one of them"
-                )
-            yield Prompt.user(source, text)
+    rows = RowFile(path)
+    for index in range(len(rows)):
+        place = rows.place(index)
+        try:
+            conversation = conversation_of(rows[index][1])
+            messages = conversation.asked()
+            if conversation.text:
+                messages = ({"role": "user", "content": conversation.text},)
+        except ValueError as error:
+            left_out.add(str(error), place)
+            continue
+        if conversation.follow_ups:
+            left_out.add("later turns of a prompt", place)
+        yield Prompt(rows.path.stem, messages, place=place)
 
 
 def topic_prompts(rng: random.Random) -> Iterator[Prompt]:

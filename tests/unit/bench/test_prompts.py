@@ -45,24 +45,25 @@ def test_each_shape_of_row(row: dict[str, Any], prompt: str) -> None:
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"quest": "b"}, r"none of the fields prompt, turns, question, messages .*quest"),
+        ({"quest": "b"}, r"none of the fields messages, .*quest"),
+        ({"text": "b"}, "raw text, not a prompt"),
         ({"prompt": ""}, "'prompt' holds no text"),
         ({"prompt": 7}, "'prompt' holds no text"),
         ({"turns": []}, "'turns' is not a list with something in it"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "'messages' holds no text"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "'messages' holds no text of a user"),
         ("text", "not a JSON object"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, row: Any, reason: str) -> None:
     path = write_rows(tmp_path / "some.jsonl", [{"prompt": "a"}, row])
-    with pytest.raises(ValueError, match=rf"some.jsonl, line 2: .*{reason}"):
+    with pytest.raises(ValueError, match=rf"some.jsonl:2: .*{reason}"):
         read_prompts(path)
 
 
 def test_broken_json_is_named_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text('{"prompt": "a"}\n\n{"prompt": ')
-    with pytest.raises(ValueError, match="line 3: "):
+    with pytest.raises(ValueError, match="some.jsonl:3: not JSON"):
         read_prompts(path)
 
 

@@ -3,14 +3,25 @@
 
 from __future__ import annotations
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import vllm
+from typer.testing import CliRunner
 
-from vllm_specplug.train.generate import VllmGenerator
+from tests.unit.train.chat_targets import chat_target, word_tokenizer
+from vllm_specplug.rows import LeftOut
+from vllm_specplug.train import generate
+from vllm_specplug.train.answers import read_plan
+from vllm_specplug.train.chat import ChatTokenizer
+from vllm_specplug.train.cli import data_app
+from vllm_specplug.train.generate import VllmGenerator, render_all
 from vllm_specplug.train.prompts import Prompt
+
+runner = CliRunner()
 
 
 class Engine:
@@ -18,9 +29,7 @@ class Engine:
 
     def __init__(self, target: str, **options: Any) -> None:
         self.kv_cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
-
-    def get_tokenizer(self) -> None:
-        return None
+        self.options = options
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "1"), ("6", "6")])
@@ -32,27 +41,66 @@ def test_the_kv_cache_has_a_size_unless_the_user_gave_one(
     if given is None:
         del os.environ["VLLM_CPU_KVCACHE_SPACE"]
     monkeypatch.setattr(vllm, "LLM", Engine)
-    assert VllmGenerator("somewhere").llm.kv_cache_gib == used  # type: ignore[attr-defined]
+    chat = ChatTokenizer(word_tokenizer("plain"))
+    assert VllmGenerator("somewhere", chat).llm.kv_cache_gib == used  # type: ignore[attr-defined]
 
 
-class Tokenizer:
-    """A chat template of words, one token per character."""
-
-    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
-        return "".join(f"<{m['role']}> {m['content']} </{m['role']}>" for m in messages)
-
-    def encode(self, text: str, add_special_tokens: bool) -> str:
-        return text
+def test_the_engine_reads_the_longest_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "LLM", Engine)
+    chat = ChatTokenizer(word_tokenizer("plain"))
+    made = VllmGenerator("somewhere", chat, max_prompt_tokens=5000, max_tokens=100)
+    options = made.llm.options  # type: ignore[attr-defined]
+    assert (options["max_model_len"], options["max_num_batched_tokens"]) == (5100, 5100)
 
 
-@pytest.mark.parametrize(
-    ("messages", "rendered"),
-    [((), "<user> "), (({"role": "system", "content": "s"},), "<system> s </system><user> ")],
-)
-def test_a_prompt_can_end_where_the_user_would_speak(
-    messages: tuple[dict[str, str], ...], rendered: str
+def test_long_prompts_are_counted_with_their_places() -> None:
+    chat, left_out = ChatTokenizer(word_tokenizer("plain")), LeftOut()
+    prompts = [
+        Prompt("a", ({"role": "user", "content": " ".join(["w9"] * n)},), place=f"a.jsonl:{n}")
+        for n in (2, 9, 1)
+    ]
+    kept = list(render_all(prompts, chat, 6, left_out))
+    assert [len(ids) for _, ids in kept] == [5, 4]
+    assert left_out.places == {"prompt of more than 6 tokens": ["a.jsonl:9"]}
+
+
+class Generator:
+    """Answers every prompt with four tokens."""
+
+    made: list[dict[str, Any]] = []
+
+    def __init__(self, target: Any, chat: Any, **options: Any) -> None:
+        self.made.append(options)
+
+    texts = None
+
+    def __call__(self, requests: Any) -> Any:
+        return [([9, 10, 11, 2], True) for _ in requests]
+
+
+@pytest.mark.parametrize("template", ["plain", None])
+def test_prompts_of_any_length_are_answered_also_by_base_models(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, template: str | None
 ) -> None:
-    generator = VllmGenerator.__new__(VllmGenerator)
-    generator.tokenizer = Tokenizer()  # type: ignore[assignment]
-    prompt = Prompt("self", messages, opens_user_turn=True)
-    assert "".join(generator.render(prompt)) == rendered  # type: ignore[arg-type]
+    monkeypatch.setattr(generate, "VllmGenerator", Generator)
+    Generator.made.clear()
+    target = chat_target(tmp_path / "chat", target_folder, template)
+    rows = [{"prompt": "w9 " * 200}, {"prompt": "w10"}, {"prompt": "w11 " * 240}, {"other": 1}]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["generate", "--target", str(target), "--prompts", str(path), "--max-tokens", "40"]
+    result = runner.invoke(data_app, [*command, "--out", str(tmp_path / "data")])
+    assert result.exit_code == 0, result.output
+    # The context of 256 tokens, without the answer's.
+    assert f"1 x prompt of more than 216 tokens: {path}:3" in result.stderr.replace("\n", "")
+    assert f"{path}:4" in result.stderr.replace("\n", "")
+    framed = 0 if template is None else 3
+    lengths = sorted(len(r.prompt_ids) for r in read_plan(tmp_path / "data"))
+    assert lengths == [1 + framed, 200 + framed]
+    assert Generator.made[0]["max_prompt_tokens"] == 200 + framed
+    result = runner.invoke(
+        data_app, [*command, "--out", str(tmp_path / "less"), "--max-prompt-tokens", "100"]
+    )
+    assert result.exit_code == 0, result.output
+    assert "2 x prompt of more than 100 tokens" in result.stderr.replace("\n", "")
+    assert len(read_plan(tmp_path / "less")) == 1

@@ -10,6 +10,7 @@ import random
 
 import pytest
 
+from vllm_specplug.rows import LeftOut
 from vllm_specplug.train import prompts
 from vllm_specplug.train.generate import KINDS, make_prompts
 
@@ -71,15 +72,28 @@ def test_prompt_files_of_every_key(tmp_path):
         {"messages": [{"role": "user", "content": "m"}]},
     ]
     path.write_text("\n".join(json.dumps(r) for r in rows) + "\n")
-    read = list(prompts.read_prompt_file(path))
+    left_out = LeftOut()
+    read = list(prompts.read_prompt_file(path, left_out))
     assert [p.messages[-1]["content"] for p in read] == ["q", "p", "first", "m"]
     assert {p.source for p in read} == {"mine"}
-    path.write_text('{"text": "no key"}\n')
-    with pytest.raises(ValueError, match=r"mine\.jsonl:1 .*question"):
-        list(prompts.read_prompt_file(path))
-    path.write_text("not json\n")
-    with pytest.raises(ValueError, match=r"mine\.jsonl:1 is not JSON"):
-        list(prompts.read_prompt_file(path))
+    assert [p.place for p in read] == [f"{path}:{line}" for line in range(1, 5)]
+    assert left_out.places == {"later turns of a prompt": [f"{path}:3"]}
+
+
+def test_bad_rows_of_a_prompt_file_are_counted(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"other": "no key"}\nnot json\n{"prompt": "p"}\n')
+    left_out = LeftOut()
+    assert len(list(prompts.read_prompt_file(path, left_out))) == 1
+    assert list(left_out.places.values()) == [[f"{path}:1"], [f"{path}:2"]]
+
+
+def test_an_answer_in_a_conversation_is_not_part_of_the_prompt(tmp_path):
+    path = tmp_path / "logs.jsonl"
+    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    path.write_text(json.dumps({"body": {"model": "m", "messages": said}}) + "\n")
+    (prompt,) = prompts.read_prompt_file(path, LeftOut())
+    assert prompt.messages == ({"role": "user", "content": "q"},)
 
 
 def test_make_prompts_uses_the_target_for_turns_and_documents(tmp_path):
@@ -89,11 +103,11 @@ def test_make_prompts_uses_the_target_for_turns_and_documents(tmp_path):
         asked.append((len(requests), temperature))
         return [f"Please tell me about subject number {i}. " * 8 for i in range(len(requests))]
 
-    made = make_prompts({"self": 5, "article_document": 4, "topic": 3}, [], 0, write_texts)
+    made = make_prompts({"self": 5, "article_document": 4, "topic": 3}, 0, write_texts)
     kinds = [p.source.split("/")[0] for p in made]
     assert kinds.count("topic") == 3
     assert kinds.count("self") == 5
     assert kinds.count("document") == 4
     assert sorted(n for n, _ in asked) == [4, 5]
     with pytest.raises(ValueError, match=", ".join(KINDS)):
-        make_prompts({"poems": 1}, [], 0, write_texts)
+        make_prompts({"poems": 1}, 0, write_texts)

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from vllm_specplug.train import answers
 from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
-from vllm_specplug.train.cli import data_app, parse_counts, spread_layers, train_app
+from vllm_specplug.train.cli import data_app, parse_counts, train_app
+from vllm_specplug.train.features import spread_layers
 
 runner = CliRunner()
 
@@ -193,7 +194,7 @@ def test_a_fixed_length_takes_answers_that_loop_and_holds_none_out(
     data, tmp_path, target_with_tokenizer, monkeypatch
 ):
     # Nothing is left of answers that all loop.
-    monkeypatch.setattr(answers, "split_answers", lambda *arguments: [])
+    monkeypatch.setattr(answers.Split, "parts", lambda split: [])
     places = ["--target", str(target_with_tokenizer), "--data", str(data), "--out"]
     command = ["longspec-features", *places, str(tmp_path / "f"), "--length", "16"]
     result = runner.invoke(data_app, command)
@@ -235,5 +236,5 @@ def test_make_counts_are_parsed_strictly():
 
 
 def test_default_layers_spread_to_the_last():
-    assert spread_layers(30) == [2, 11, 20, 29]
-    assert spread_layers(2) == [1]
+    assert spread_layers(30) == (2, 11, 20, 29)
+    assert spread_layers(2) == (1,)

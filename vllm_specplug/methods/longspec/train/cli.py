@@ -89,12 +89,13 @@ def features(
         files = common.finished_answers(data)
         documents = text_files(text or [])
         aside = 0 if heldout is None else heldout_answers
-        if not length:
-            common.warn_of_split(files, aside, repetitive_share)
+        split = None if length else common.checked_split(files, aside, repetitive_share)
         check_target(str(target))
+        process = common.Process()
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=torch.bfloat16, local_files_only=True
-        ).eval()
+        )
+        model = model.eval().to(process.device)
         most = model.config.max_position_embeddings
         if length > most:
             raise ValueError(f"--length {length}, legal: 0..{most} (the target's); lower it")
@@ -105,8 +106,8 @@ def features(
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
             write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
 
-        if not length:
-            common.write_split(files, aside, repetitive_share, out, heldout, write)
+        if split is not None:
+            common.write_split(split, out, heldout, write, process)
             return
         tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
         made = [
@@ -116,12 +117,13 @@ def features(
             )
         ]
         with common.progress() as bar:
-            task = bar.add_task("features", total=len(made))
+            task = bar.add_task("features", total=len(made), visible=process.is_main)
             for number, start in enumerate(range(0, len(made), 16)):
                 folder = out / f"shard-{length}-{number:05d}"
-                if not (folder / "meta.json").is_file():
+                if process.takes(number) and not (folder / "meta.json").is_file():
                     write(folder, made[start : start + 16], number)
                 bar.update(task, completed=min(start + 16, len(made)))
+        process.wait()
 
 
 def _streams(

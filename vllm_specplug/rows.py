@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of data files: conversations, prompts and texts, recognised by their fields.
+
+A row is read by the fields that it has, never by the name of its file:
+
+    messages, conversations      roles with texts (OpenAI, ShareGPT)
+    turns                        user turns (MT-Bench, Spec-Bench); a list in `prompt` likewise
+    instruction, input, output   Alpaca
+    context, input               LongBench
+    question_content             LiveCodeBench, with its starter code
+    prompt                       a prompt (HumanEval, with `entry_point`), and its completion if any
+    text, with test_list         MBPP
+    question, problem            GSM8K, MATH, AIME
+    text                         raw text
+    body                         a logged request, whose own fields are read
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_ROLES = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "system": "system", "tool": "tool",
+}  # fmt: skip
+_COMPLETIONS = ("completion", "response", "output")
+_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a row holds: `messages` of a conversation, whose last one may be an answer, or a raw
+    `text`. `follow_ups` are later user turns, to be asked after the answer."""
+
+    messages: tuple[dict[str, str], ...] = ()
+    follow_ups: tuple[str, ...] = ()
+    text: str = ""
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether a message is an assistant's."""
+        return any(message["role"] == "assistant" for message in self.messages)
+
+    def asked(self) -> tuple[dict[str, str], ...]:
+        """Returns the messages up to the last one that is not an answer."""
+        last = len(self.messages)
+        while last and self.messages[last - 1]["role"] == "assistant":
+            last -= 1
+        return self.messages[:last]
+
+
+def conversation_of(row: Any) -> Conversation:
+    """Returns the conversation, prompt or text of a row.
+
+    Raises:
+        ValueError: for a row with none of the known fields, or with a field of another kind.
+    """
+    if not isinstance(row, Mapping):
+        raise ValueError("not a JSON object")
+    if isinstance(row.get("body"), Mapping):
+        row = row["body"]
+    for field, read in _READERS.items():
+        if field in row:
+            return read(row, field)
+    have = ", ".join(row) or "none"
+    raise ValueError(f"none of the fields {', '.join(_READERS)} (fields there: {have})")
+
+
+def _chat(row: Mapping[str, Any], field: str) -> Conversation:
+    value = row[field]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"field {field!r} is not a list with something in it")
+    messages = tuple(_message(part, field) for part in value)
+    if not any(m["role"] == "user" and m["content"].strip() for m in messages):
+        raise ValueError(f"field {field!r} holds no text of a user")
+    return Conversation(messages)
+
+
+def _message(part: Any, field: str) -> dict[str, str]:
+    if not isinstance(part, Mapping):
+        raise ValueError(f"field {field!r} holds something that is not a message")
+    role = part.get("role", part.get("from"))
+    if role not in _ROLES:
+        raise ValueError(f"field {field!r} has the role {role!r}, legal: {', '.join(_ROLES)}")
+    content = part.get("content", part.get("value"))
+    if isinstance(content, list):
+        kinds = {piece.get("type") for piece in content if isinstance(piece, Mapping)}
+        if kinds != {"text"}:
+            raise ValueError(f"field {field!r} has message parts {sorted(map(str, kinds))}, "
+                             "legal: text")  # fmt: skip
+        content = "".join(piece["text"] for piece in content)
+    if not isinstance(content, str):
+        raise ValueError(f"field {field!r} has a message without text")
+    return {"role": _ROLES[role], "content": content}
+
+
+def _turns(row: Mapping[str, Any], field: str) -> Conversation:
+    turns = row[field]
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"field {field!r} is not a list with something in it")
+    if isinstance(turns[0], Mapping):
+        return _chat(row, field)
+    first, *later = (_text(turn, field) for turn in turns)
+    return Conversation(_asked(first), tuple(later))
+
+
+def _instruction(row: Mapping[str, Any], field: str) -> Conversation:
+    text, more = _text(row[field], field), row.get("input")
+    return _answered(row, f"{text}\n\n{more}" if more else text)
+
+
+def _long_context(row: Mapping[str, Any], field: str) -> Conversation:
+    text, question = _text(row[field], field), row.get("input")
+    return Conversation(_asked(f"{text}\n\n{question}" if question else text))
+
+
+def _programming_task(row: Mapping[str, Any], field: str) -> Conversation:
+    text, code = _text(row[field], field), row.get("starter_code")
+    return Conversation(_asked(f"{text}\n\n```python\n{code}\n```" if code else text))
+
+
+def _prompt(row: Mapping[str, Any], field: str) -> Conversation:
+    if isinstance(row[field], list):
+        return _turns(row, field)
+    text = _text(row[field], field)
+    if "entry_point" in row:
+        text = f"Complete this Python function.\n\n{text}"
+    return _answered(row, text)
+
+
+def _raw(row: Mapping[str, Any], field: str) -> Conversation:
+    text = _text(row[field], field)
+    return Conversation(_asked(text)) if "test_list" in row else Conversation(text=text)
+
+
+def _text(value: Any, field: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"field {field!r} holds no text")
+    return value
+
+
+def _asked(text: str) -> tuple[dict[str, str], ...]:
+    return ({"role": "user", "content": text},)
+
+
+def _answered(row: Mapping[str, Any], prompt: str) -> Conversation:
+    """Returns a prompt with its completion, where the row has one."""
+    system = row.get("system")
+    messages = [{"role": "system", "content": system}] if system else []
+    messages += _asked(prompt)
+    answer = next((row[name] for name in _COMPLETIONS if row.get(name)), None)
+    if isinstance(answer, str):
+        messages.append({"role": "assistant", "content": answer})
+    return Conversation(tuple(messages))
+
+
+# The first field that a row has decides. Rows with several of them exist: Alpaca's also have
+# `text`, some chats repeat their first turn in `prompt`.
+_READERS: dict[str, Callable[[Mapping[str, Any], str], Conversation]] = {
+    "messages": _chat, "conversations": _chat, "turns": _turns, "instruction": _instruction,
+    "context": _long_context, "question_content": _programming_task, "prompt": _prompt,
+    "question": _prompt, "problem": _prompt, "text": _raw,
+}  # fmt: skip
+
+
+class RowFile(Sequence[tuple[str, Any]]):
+    """The rows of a file, each with its place ("file:line").
+
+    JSON lines are read when they are asked for. A file that is a JSON list is read at once. A text
+    file is one row.
+
+    Raises:
+        ValueError: for a file that cannot be read or of another kind.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        # Number and offset of each line, or number and row.
+        self._lines: list[tuple[int, int]] = []
+        self._rows: list[tuple[int, Any]] | None = None
+        try:
+            with self.path.open("rb") as stream:
+                if self.path.suffix in _TEXT_SUFFIXES:
+                    self._rows = [(1, {"text": stream.read().decode("utf-8")})]
+                elif self.path.suffix not in (".json", ".jsonl"):
+                    raise ValueError(
+                        f"data file {path} is not usable: it ends in {self.path.suffix!r}, legal: "
+                        f".jsonl, .json, {', '.join(_TEXT_SUFFIXES)}; convert it"
+                    )
+                elif stream.read(64).lstrip().startswith(b"["):
+                    stream.seek(0)
+                    self._rows = list(enumerate(json.load(stream), 1))
+                else:
+                    stream.seek(0)
+                    self._index(stream)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"data file {path} cannot be read: {error}.") from error
+
+    def _index(self, stream: Any) -> None:
+        offset = 0
+        for number, line in enumerate(stream, 1):
+            if line.strip():
+                self._lines.append((number, offset))
+            offset += len(line)
+
+    def __len__(self) -> int:
+        return len(self._lines if self._rows is None else self._rows)
+
+    def place(self, index: int) -> str:
+        """Returns "file:line"; of a JSON list, the number of the row."""
+        number = (self._lines if self._rows is None else self._rows)[index][0]
+        return f"{self.path}:{number}"
+
+    def __getitem__(self, index: Any) -> tuple[str, Any]:
+        """Returns the place and the row.
+
+        Raises:
+            ValueError: for a line that is not JSON.
+        """
+        if self._rows is not None:
+            return self.place(index), self._rows[index][1]
+        with self.path.open("rb") as stream:
+            stream.seek(self._lines[index][1])
+            line = stream.readline()
+        try:
+            return self.place(index), json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"not JSON ({error})") from None
+
+
+class LeftOut:
+    """Counts what was left out or changed, with the places."""
+
+    def __init__(self) -> None:
+        self.places: dict[str, list[str]] = {}
+
+    def add(self, what: str, place: str) -> None:
+        """Counts one place."""
+        self.places.setdefault(what, []).append(place)
+
+    def lines(self) -> Iterator[str]:
+        """Yields one line per kind, with the first places."""
+        for what, places in self.places.items():
+            more = f", and {len(places) - 3:,} more" if len(places) > 3 else ""
+            yield f"{len(places):,} x {what}: {', '.join(places[:3])}{more}"

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token ids of conversations and texts, as a server of the target makes them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from vllm_specplug.rows import Conversation
+
+# Marks that a template puts around what the assistant says.
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Messages = Sequence[dict[str, str]]
+TokenIds = list[int]
+
+
+def parse_template_kwargs(text: str) -> dict[str, Any]:
+    """Returns the arguments of a chat template from the command line.
+
+    Raises:
+        ValueError: unless it is a JSON object.
+    """
+    try:
+        found = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(
+            f"--chat-template-kwargs {text!r}, legal: a JSON object such as "
+            """'{"enable_thinking": false}'; correct it"""
+        )
+    return found
+
+
+class ChatTokenizer:
+    """A target's tokenizer with its chat template; a base model may have none.
+
+    Args:
+        end_ids: tokens that end a turn.
+        template_kwargs: arguments of the template, as in a request's `chat_template_kwargs`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_ids: Sequence[int] = (),
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
+        self.end_ids = {*end_ids, *filter(None, [tokenizer.eos_token_id])}
+        template = tokenizer.chat_template
+        self.has_template = template is not None
+        self._marks_answers = tokenizer.is_fast and bool(_GENERATION.search(str(template)))
+
+    @classmethod
+    def of(cls, target: str | Path, template_kwargs: dict[str, Any] | None = None) -> ChatTokenizer:
+        """Returns the tokenizer in a target's folder.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        from transformers import AutoTokenizer, GenerationConfig
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"target {str(target)!r} has no tokenizer that transformers reads ({error}); give "
+                "the folder of a Hugging Face model"
+            ) from error
+        try:
+            ends = GenerationConfig.from_pretrained(target, local_files_only=True).eos_token_id
+        except OSError:
+            ends = None
+        return cls(tokenizer, [ends] if isinstance(ends, int) else ends or (), template_kwargs)
+
+    def text_ids(self, text: str) -> TokenIds:
+        """Returns the ids of a raw text, with the tokens that a server adds."""
+        return list(self.tokenizer(text)["input_ids"])
+
+    def prompt_ids(self, messages: Messages) -> TokenIds:
+        """Returns the ids of a prompt: the template up to where the assistant begins. Without a
+        template, the text of a single user message.
+
+        Raises:
+            ValueError: for messages that the template refuses or that need one.
+        """
+        if self.has_template:
+            return self._render(messages, add_generation_prompt=True)
+        if [message["role"] for message in messages] != ["user"]:
+            raise ValueError("a conversation, and the target has no chat template")
+        return self.text_ids(messages[0]["content"])
+
+    def user_prompt_ids(self, messages: Messages) -> TokenIds:
+        """Returns the ids of a prompt that ends where a user would speak after `messages`.
+
+        Raises:
+            ValueError: for a target without a chat template.
+        """
+        if not self.has_template:
+            raise ValueError("a prompt of kind 'self' needs a target with a chat template")
+        mark = "<<user>>"
+        text = self.tokenizer.apply_chat_template(
+            [*messages, {"role": "user", "content": mark}], tokenize=False, **self.template_kwargs
+        )
+        return list(self.tokenizer.encode(text.partition(mark)[0], add_special_tokens=False))
+
+    def answers(self, conversation: Conversation) -> Iterator[tuple[TokenIds, TokenIds]]:
+        """Yields the ids of the prompt and of the answer of every assistant's message.
+
+        The tokens of an answer are those that the template marks as generated. In a template
+        without such marks they are what a message adds to its prompt. All tokens of a raw text but
+        the first are an answer.
+
+        Raises:
+            ValueError: for messages that the template refuses, or whose answer it does not add at
+                the end of the prompt.
+        """
+        messages = conversation.messages
+        if conversation.text:
+            ids = self.text_ids(conversation.text)
+            yield ids[:1], ids[1:]
+        elif not self.has_template:
+            yield self._completion(messages)
+        elif self._marks_answers:
+            yield from self._marked_answers(messages)
+        else:
+            for at, message in enumerate(messages):
+                if message["role"] == "assistant":
+                    prompt = self.prompt_ids(messages[:at])
+                    whole = self._render(messages[: at + 1])
+                    if whole[: len(prompt)] != prompt:
+                        raise ValueError("an answer that the chat template does not put after its "
+                                         "prompt")  # fmt: skip
+                    yield prompt, self._to_the_end(whole[len(prompt) :])
+
+    def is_finished(self, answer: Sequence[int]) -> bool:
+        """Whether an answer ends a turn."""
+        return bool(answer) and answer[-1] in self.end_ids
+
+    def _completion(self, messages: Messages) -> tuple[TokenIds, TokenIds]:
+        if [message["role"] for message in messages] != ["user", "assistant"]:
+            raise ValueError("a conversation, and the target has no chat template")
+        prompt = self.text_ids(messages[0]["content"])
+        answer = self.tokenizer.encode(messages[1]["content"], add_special_tokens=False)
+        end = self.tokenizer.eos_token_id
+        return prompt, [*answer, *([] if end is None else [end])]
+
+    def _marked_answers(self, messages: Messages) -> Iterator[tuple[TokenIds, TokenIds]]:
+        out = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
+        ids, start = list(out["input_ids"]), 0
+        for is_answer, group in groupby(out["assistant_masks"]):
+            end = start + len(list(group))
+            if is_answer:
+                # Some templates end the mark before the token that ends the turn.
+                more = end < len(ids) and ids[end] in self.end_ids
+                yield ids[:start], self._to_the_end(ids[start : end + more])
+            start = end
+
+    def _to_the_end(self, answer: TokenIds) -> TokenIds:
+        """Returns an answer up to the token that ends the turn: the target generates no more."""
+        ends = [at for at, token in enumerate(answer) if token in self.end_ids]
+        return answer[: ends[-1] + 1] if ends else answer
+
+    def _render(self, messages: Messages, add_generation_prompt: bool = False) -> TokenIds:
+        return list(
+            self._apply(messages, add_generation_prompt=add_generation_prompt, return_dict=False)
+        )
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), **options, **self.template_kwargs
+            )
+        except (TemplateError, TypeError) as error:
+            raise ValueError(f"messages that the chat template refuses ({error})") from error
