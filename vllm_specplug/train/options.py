@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 from typer import Option
 
 OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("linear", "cosine")
 LOSSES = ("forward_kl", "reverse_kl", "sft")
 STATE_NAME = "state.pt"
 
@@ -24,9 +26,20 @@ class Recipe:
     )
     learning_rate: Annotated[float, Option(help="Learning rate of Muon.")] = 3e-3
     adam_learning_rate: Annotated[float, Option(help="Learning rate of AdamW.")] = 1e-3
+    adam_beta2: Annotated[float, Option(help="Decay of AdamW's second moment.")] = 0.95
     weight_decay: Annotated[float, Option(min=0)] = 0.0
+    schedule: Annotated[
+        str,
+        Option(
+            help="linear: constant rate, then to 0 over --decay-share; cosine: to 0 from the "
+            "warm-up on."
+        ),
+    ] = "linear"
     warmup_steps: Annotated[int, Option(min=0)] = 50
     total_steps: Annotated[int, Option(min=1, help="May be changed on --resume.")] = 2000
+    gradient_accumulation: Annotated[
+        int, Option(min=1, help="Batches per step; the sizes below are of one batch.")
+    ] = 1
     decay_share: Annotated[
         float, Option(help="Final share of the steps, over which the rate falls to 0.")
     ] = 0.3
@@ -37,9 +50,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         self.require_one_of("optimizer", OPTIMIZERS)
-        self.require_least(total_steps=1, warmup_steps=0, weight_decay=0)
+        self.require_one_of("schedule", SCHEDULES)
+        self.require_least(total_steps=1, warmup_steps=0, weight_decay=0, gradient_accumulation=1)
         self.require_positive("learning_rate", "adam_learning_rate", "grad_clip")
-        self.require_share("decay_share", "ema_decay")
+        self.require_share("decay_share", "ema_decay", "adam_beta2")
 
     def require_one_of(self, name: str, legal: Iterable[str]) -> None:
         """Raises ValueError unless the field is one of `legal`."""
@@ -69,12 +83,16 @@ class Recipe:
                 raise ValueError(f"{name} = {getattr(self, name)}, legal: 0..1; correct it")
 
     def lr_scale(self, step: int) -> float:
-        """Returns the learning rate's factor: warm-up, constant, then linear to zero over the last
-        `decay_share` of the steps.
+        """Returns the learning rate's factor: warm-up, then the schedule.
 
-        The constant part does not depend on `total_steps`, so a run can be extended on resume.
+        The constant part of the linear schedule does not depend on `total_steps`, so a run can be
+        extended on resume.
         """
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        if self.schedule == "cosine":
+            length = max(1, self.total_steps - self.warmup_steps)
+            done = min(1.0, max(0, step - self.warmup_steps) / length)
+            return warm * 0.5 * (1.0 + math.cos(math.pi * done))
         decay_steps = max(1, round(self.total_steps * self.decay_share))
         left = (self.total_steps - step) / decay_steps
         return warm * min(1.0, max(0.0, left))
@@ -109,6 +127,9 @@ class RunOptions:
         float, Option(min=0, help="Save and stop after this time; 0: no limit.")
     ] = 0.0
     resume: Annotated[bool, Option(help="Continue OUT exactly from where it was saved.")] = False
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print time, disk and memory of the run, and stop.")
+    ] = False
 
     def refuse_overwriting(self) -> None:
         """Raises ValueError if a new run would overwrite a saved one."""
@@ -121,10 +142,37 @@ class RunOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureRunOptions(RunOptions):
-    """A run that reads features of the target."""
+    """A run that reads features of the target: stored ones, or those of a target beside it."""
 
-    features: Annotated[Path, Option(help="Folder made by `specplug data features`.")]
-    heldout: Annotated[Path, Option(help="Held-out features of the same kind and layers.")]
+    features: Annotated[
+        Path | None, Option(help="Stored features, made by `specplug data features`.")
+    ] = None
+    heldout: Annotated[
+        Path | None, Option(help="Held-out features of the same kind and layers.")
+    ] = None
+    answers: Annotated[
+        Path | None,
+        Option(
+            help="Instead of both: folder of answers. The target runs beside the trainer and its "
+            "features are not stored."
+        ),
+    ] = None
+    layers: Annotated[
+        str, Option(help="With --answers: target layers, as in `specplug data features`.")
+    ] = ""
+    heldout_answers: Annotated[
+        int, Option(min=1, help="With --answers: greedy answers kept for the acceptance estimate.")
+    ] = 64
+
+    def __post_init__(self) -> None:
+        stored = (self.features, self.heldout)
+        if (None in stored) == (self.answers is None) or (self.answers and any(stored)):
+            given = {"--features": self.features, "--heldout": self.heldout}
+            names = [name for name, path in {**given, "--answers": self.answers}.items() if path]
+            raise ValueError(
+                f"{' and '.join(names) or 'no data'}, legal: --features with --heldout, or "
+                "--answers; give one of the two"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,19 +4,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
-from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.answers import Split, answer_shards
+from vllm_specplug.train.estimate import estimate, estimate_from_config
+from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
+from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import FeatureRunOptions, Recipe, RunOptions
-from vllm_specplug.train.order import evenly_spread
+from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
-from vllm_specplug.train.target import TargetTables, TargetWeights
+from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, load_target
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
     VOCABULARY_NAME,
@@ -26,11 +31,13 @@ from vllm_specplug.train.vocabulary import (
     vocabulary_of,
 )
 
+# As in `specplug data features`.
+REPETITIVE_SHARE = 0.7
+
 Log = Callable[[str], None]
 OnStep = Callable[[int, dict[str, float]], None]
 
 S = TypeVar("S")
-F = TypeVar("F", bound=FeatureStore)
 
 
 class Measured(Protocol):
@@ -48,7 +55,7 @@ class Training(Generic[S]):
     run: RunOptions
     accelerator: Accelerator
     store: S
-    held: list[Any]
+    held: Sequence[Any]
     weights: TargetWeights
     tables: TargetTables
 
@@ -100,31 +107,70 @@ class HeadInTraining:
     save: Callable[[Path, Any], Any]
 
 
+def new_accelerator() -> Accelerator:
+    """Returns the accelerator of a run. Other processes wait while the main one evaluates."""
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=4))
+    return Accelerator(mixed_precision="bf16", kwargs_handlers=[patience])
+
+
 def open_training(run: RunOptions, recipe: Recipe, store: S, heldout: Any) -> Training[S]:
     """Reads the target of a run and seeds torch."""
-    accelerator = Accelerator(mixed_precision="bf16")
+    accelerator = new_accelerator()
     weights = TargetWeights(run.target)
     torch.manual_seed(recipe.seed)
-    held = evenly_spread(heldout, run.eval_sequences)
+    held = EvenlySpread(heldout, run.eval_sequences)
     return Training(run, accelerator, store, held, weights, weights.tables())
 
 
-def open_features(run: FeatureRunOptions, recipe: Recipe, kind: type[F]) -> Training[F]:
-    """Opens a run over stores of a `kind`.
+def open_features(
+    run: FeatureRunOptions,
+    recipe: Recipe,
+    stored: type[FeatureStore] = FeatureStore,
+    online: type[OnlineFeatures] = OnlineFeatures,
+) -> Training[Features]:
+    """Opens a run over stored features, or over answers with the target beside the trainer.
+
+    Args:
+        stored, online: the stores of a method.
 
     Raises:
-        ValueError: if training and held-out features do not hold the same layers.
+        ValueError: if training and held-out features do not hold the same layers, or there are no
+            answers.
     """
-    store, held = kind(run.features), kind(run.heldout)
-    if store.target_layer_ids != held.target_layer_ids:
+    if run.answers is None:
+        assert run.features is not None and run.heldout is not None
+        store, held = stored(run.features), stored(run.heldout)
+        if store.target_layer_ids != held.target_layer_ids:
+            raise ValueError(
+                f"features hold layers {store.target_layer_ids}, held-out features "
+                f"{held.target_layer_ids}; make both with the same layers"
+            )
+        return open_training(run, recipe, store, held)
+    files = answer_shards(run.answers)
+    if not files:
         raise ValueError(
-            f"features hold layers {store.target_layer_ids}, held-out features "
-            f"{held.target_layer_ids}; make both with the same layers"
+            f"{run.answers} holds no finished answers; run `specplug data generate` or `specplug "
+            "data import` first"
         )
-    return open_training(run, recipe, store, held)
+    split = Split(files, run.heldout_answers, REPETITIVE_SHARE)
+    split.check()
+    device = new_accelerator().device
+    model = load_target(run.target, torch.bfloat16).requires_grad_(False).to(device)
+    layers = chosen_layers(run.layers, len(decoder_of(model).layers))
+    parts: list[list[TokenSequence]] = [[], []]
+    for _, *both in split.parts():
+        for part, answers in zip(parts, both, strict=True):
+            part += map(TokenSequence.of, answers)
+    if not parts[0]:
+        raise ValueError(
+            f"{run.answers} holds no greedy answer to hold out; generate some, since sampled ones "
+            "tell less about acceptance"
+        )
+    aside, rest = (online(run.answers, part, model, layers, device) for part in parts)
+    return open_training(run, recipe, rest, aside)
 
 
-def draft_ids(training: Training[F], size: int, vocab_from: str = "") -> torch.Tensor:
+def draft_ids(training: Training[Features], size: int, vocab_from: str = "") -> torch.Tensor:
     """Returns the target token of each draft id, int64 [V'].
 
     They are those of a resumed run, else of the head `vocab_from`, else the `size` most frequent
@@ -146,20 +192,20 @@ def draft_ids(training: Training[F], size: int, vocab_from: str = "") -> torch.T
 
 def save_setup(training: Training[Any], setup: Any) -> None:
     """Writes what a resumed run must not compute again; only the main process writes."""
-    if training.accelerator.is_main_process:
+    if training.accelerator.is_main_process and not training.run.dry_run:
         training.run.out.mkdir(parents=True, exist_ok=True)
         torch.save(setup, training.run.out / VOCABULARY_NAME)
 
 
-def layer_scales(store: FeatureStore, sequences: int = 32) -> list[float]:
+def layer_scales(store: Features, sequences: int = 32) -> list[float]:
     """Returns the root mean square of every selected layer's output over a sample. The first token
     is skipped, because its state is an outlier in language models."""
-    rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
+    rows = torch.cat([sample.aux[1:].float() for sample in EvenlySpread(store, sequences)])
     parts = rows.chunk(len(store.target_layer_ids), dim=-1)
     return [float(part.pow(2).mean().sqrt()) for part in parts]
 
 
-def data_facts(store: FeatureStore, ids: torch.Tensor) -> dict[str, Any]:
+def data_facts(store: Features, ids: torch.Tensor) -> dict[str, Any]:
     """Returns facts about the data of a head that drafts the tokens `ids`, for provenance.json."""
     return {
         "answer_tokens": store.num_answer_tokens,
@@ -188,10 +234,20 @@ def train_head(
         ValueError: if a new run would overwrite a saved one, and for data or heads that do not
             fit.
     """
+    if run.dry_run and not any(run.target.glob("*.safetensors")):
+        if not isinstance(run, FeatureRunOptions):
+            raise ValueError(f"--dry-run needs the weights of {run.target}; add them")
+        for line in estimate_from_config(run, recipe):
+            log(line)
+        return {}
     run.refuse_overwriting()
     made = start(run, recipe)
     training = made.training
     trainer = Trainer(made.head, made.tables, training.store, made.objective, training.accelerator)
+    if run.dry_run:
+        for line in estimate(trainer, run.out):
+            log(line)
+        return {}
     if run.resume:
         trainer.resume(run.out)
     data = {
@@ -261,6 +317,9 @@ def run_loop(
             )
         done = trainer.step >= total
         late = run.max_minutes > 0 and time.monotonic() - began > run.max_minutes * 60
+        if run.max_minutes > 0:
+            # Their clocks differ, and a process that stops alone leaves the others waiting.
+            (late,) = broadcast_object_list([late])
         if main:
             if trainer.step % run.save_every == 0 or done or late:
                 trainer.save(run.out)

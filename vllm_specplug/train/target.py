@@ -126,6 +126,23 @@ def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Mod
     Raises:
         ValueError: if transformers has no such model.
     """
+    model = _model_class(folder).from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return model.eval()
+
+
+def empty_target(folder: str | Path) -> nn.Module:
+    """Returns a target of the shape of its config, without memory for its weights."""
+    with torch.device("meta"):
+        model: nn.Module = _model_class(folder).from_config(_config_of(Path(folder)))
+    return model
+
+
+def _model_class(folder: str | Path) -> Any:
+    """Returns the class that loads a target.
+
+    Raises:
+        ValueError: if transformers has no such model.
+    """
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -142,8 +159,7 @@ def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Mod
             f"legal: one that transformers {transformers.__version__} loads with "
             "AutoModelForCausalLM or AutoModelForImageTextToText; heads cannot be trained for it"
         )
-    model = known[0].from_pretrained(folder, dtype=dtype, local_files_only=True)
-    return model.eval()
+    return known[0]
 
 
 def decoder_of(model: nn.Module) -> Decoder:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from vllm_specplug.train.answers import answer_shards, keep_answer, read_answers
-from vllm_specplug.train.features import FeatureStore, count_sources
+from vllm_specplug.train.features import FeatureStore, SequenceStore, count_sources
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TextSequence:
         return len(self.tokens) - self.prompt_len
 
 
-class TextStore:
+class TextStore(SequenceStore):
     """The answers of a folder made by `specplug data generate`, or by `specplug data features`
     (which also holds the target's states).
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -90,6 +91,8 @@ class Trainer:
         # Draft id of each target token, -1 for none.
         self.to_draft = tables.draft_ids().to(self.device)
         self.step = 0
+        # Batch of the step, of `gradient_accumulation`.
+        self.part = 0
         self.seconds = 0.0
         self.slots_trained = 0
         # Moving average of the reported losses; NaN before the first step.
@@ -102,10 +105,9 @@ class Trainer:
         self.ema = {name: p.detach().clone() for name, p in head.named_parameters()}
 
     def step_generator(self) -> torch.Generator:
-        """Returns the random number generator of the next step on this process."""
-        return torch.Generator().manual_seed(
-            (self.options.seed * 7919 + self.step) * 1024 + self.accelerator.process_index
-        )
+        """Returns the random number generator of the next batch on this process."""
+        number = (self.options.seed * 7919 + self.step) * 1024 + self.accelerator.process_index
+        return torch.Generator().manual_seed(number + 1_000_003 * self.part)
 
     def next_index(self) -> int:
         """Returns the index of the next sequence of this process.
@@ -131,13 +133,13 @@ class Trainer:
         sequences: list[Any] = []
         rows: list[torch.Tensor] = []
         while wanted > 0:
-            sequence = self.store[self.next_index()]
+            sequence = self.store.text(self.next_index())
             picked = pick(sequence, wanted)
             if len(picked):
                 sequences.append(sequence)
                 rows.append(picked)
                 wanted -= len(picked)
-        return sequences, rows
+        return self.store.with_states(sequences), rows
 
     def forward(self, *inputs: Any) -> Any:
         """The objective's forward in autocast."""
@@ -168,15 +170,23 @@ class Trainer:
         )
 
     def step_loss(self) -> StepLoss:
-        """Returns the loss of the next step on this process."""
+        """Returns the loss of the next batch on this process."""
         batch = to_device(self.objective.draw(self), self.device)
         return self.objective.loss(self, batch)
 
     def train_step(self) -> dict[str, float]:
         """Runs one optimiser step; returns its loss (a weighted mean per slot) and rates."""
         began = time.perf_counter()
-        loss = self.step_loss()
-        self.accelerator.backward(loss.total)
+        count = self.options.gradient_accumulation
+        value, supervised, slots = 0.0, 0, 0
+        for self.part in range(count):
+            # Gradients of several processes are averaged once per step.
+            is_last = self.part == count - 1
+            with nullcontext() if is_last else self.accelerator.no_sync(self._forward):
+                loss = self.step_loss()
+                self.accelerator.backward(loss.total / count)
+            value += float(loss.reported.detach()) / count
+            supervised, slots = supervised + loss.supervised, slots + loss.slots
         norm = self.accelerator.clip_grad_norm_(self.head.parameters(), self.options.grad_clip)
         scale = self.options.lr_scale(self.step)
         for optimizer in self.optimizers:
@@ -186,10 +196,9 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         self._update_ema()
         self.step += 1
-        self.slots_trained += loss.supervised * self.accelerator.num_processes
+        self.slots_trained += supervised * self.accelerator.num_processes
         elapsed = time.perf_counter() - began
         self.seconds += elapsed
-        value = float(loss.reported.detach())
         if not math.isfinite(value):
             raise RuntimeError(
                 f"the loss became {value} at step {self.step}; lower the learning "
@@ -202,7 +211,7 @@ class Trainer:
             "loss_average": self.loss_average,
             "grad_norm": float(norm),
             "lr_scale": scale,
-            "slots_per_second": loss.slots / elapsed,
+            "slots_per_second": slots / elapsed,
         }
 
     def _update_ema(self) -> None:
@@ -321,7 +330,8 @@ def make_optimizers(recipe: Recipe, module: nn.Module) -> list[torch.optim.Optim
         ]
     groups = [group for group in groups if group["params"]]
     if groups:
-        made.append(torch.optim.AdamW(groups, lr=recipe.adam_learning_rate, betas=(0.9, 0.95)))
+        betas = (0.9, recipe.adam_beta2)
+        made.append(torch.optim.AdamW(groups, lr=recipe.adam_learning_rate, betas=betas))
     for optimizer in made:
         for group in optimizer.param_groups:
             group["base_lr"] = group["lr"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.features import Features
 from vllm_specplug.train.walk import Slots
 
 VOCABULARY_NAME = "draft_ids.pt"
@@ -44,7 +44,7 @@ class DraftTables:
 
 
 def draft_vocabulary(
-    store: FeatureStore, size: int, vocab_size: int, always: Sequence[int] = ()
+    store: Features, size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> torch.Tensor:
     """Returns the `size` most frequent answer tokens including `always` (end-of-turn ids): int64
     [size], ascending."""
@@ -56,17 +56,15 @@ def draft_vocabulary(
     return torch.tensor(sorted(ranked[:size]), dtype=torch.int64)
 
 
-def answer_token_counts(store: FeatureStore) -> Counter[int]:
+def answer_token_counts(store: Features) -> Counter[int]:
     """Returns how often each token is in an answer."""
     counts: Counter[int] = Counter()
-    for shard in store.shards:
-        for i in range(len(shard)):
-            start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
-            counts.update(shard.tokens[start : int(shard.offsets[i + 1])].tolist())
+    for answer in store.answers():
+        counts.update(answer.tolist())
     return counts
 
 
-def vocabulary_coverage(store: FeatureStore, ids: torch.Tensor) -> float:
+def vocabulary_coverage(store: Features, ids: torch.Tensor) -> float:
     """Returns the share of the answer tokens that are in `ids`."""
     counts = answer_token_counts(store)
     return sum(counts[t] for t in ids.tolist()) / max(sum(counts.values()), 1)

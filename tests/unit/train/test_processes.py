@@ -38,9 +38,9 @@ class Recording:
     def __init__(self, store: Any) -> None:
         self.store, self.read = store, []
 
-    def __getitem__(self, index: int) -> Any:
+    def text(self, index: int) -> Any:
         self.read.append(index)
-        return self.store[index]
+        return self.store.text(index)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)

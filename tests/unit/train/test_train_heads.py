@@ -24,6 +24,7 @@ from vllm_specplug.methods.tokenswift.head import load_heads
 from vllm_specplug.train.cli import train_app
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import vocabulary_of
 
 LOADERS: dict[str, Callable[..., Any]] = {
@@ -77,7 +78,7 @@ def test_a_command_trains_with_the_options_given_and_shows_progress(
     options = ["--total-steps=1", "--draft-vocab-size=48", "--weight-decay=0.2", "--no-compile"]
     result = CliRunner().invoke(train_app, [kind, *folders, *options])
     assert result.exit_code == 0, result.output
-    assert re.search(r"loss \d.* slots/s .* 100% .* 1/1\n", result.output)
+    assert re.search(r"loss \d.* slots/s .* 100% .* 1/1 .*\n", result.output)
     facts = json.loads((job.head / "provenance.json").read_text())
     (recipe,) = facts["recipes"]
     assert (recipe["total_steps"], recipe["weight_decay"]) == (1, 0.2)
@@ -225,12 +226,44 @@ def test_schedule_warms_up_holds_and_decays_and_can_be_extended(make_job: MakeJo
     assert 0 < scales[99] < 0.1
     longer = replace(recipe, total_steps=200)
     assert [longer.lr_scale(s) for s in range(80)] == scales[:80]
+    cosine = replace(recipe, schedule="cosine")
+    assert [cosine.lr_scale(s) for s in (0, 9, 10)] == [0.1, 1.0, 1.0]
+    assert cosine.lr_scale(55) == pytest.approx(0.5) and cosine.lr_scale(100) == pytest.approx(0)
+
+
+def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
+    """The gradient is the mean over the batches, each with anchors of its own."""
+    gradients, losses = [], []
+    for parts in (1, 2):
+        job = make_job("jetspec", gradient_accumulation=parts)
+        made = job.start(job.run, job.recipe)
+        trainer = Trainer(made.head, made.tables, made.training.store, made.objective)
+        drawn: list[Any] = []
+        for trainer.part in range(parts):
+            loss = trainer.step_loss()
+            (loss.total / parts).backward()
+            drawn.append(float(loss.reported))
+        gradients.append({n: p.grad.clone() for n, p in trainer.head.named_parameters()})
+        trainer.head.zero_grad()
+        losses.append(drawn)
+        again = job.start(job.run, job.recipe)
+        whole = Trainer(again.head, again.tables, again.training.store, again.objective)
+        steps: list[Any] = []
+        for optimizer in whole.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: steps.append(1))  # noqa: B023
+        numbers = whole.train_step()
+        assert numbers["loss"] == pytest.approx(sum(drawn) / parts)
+        assert len(steps) == len(whole.optimizers)
+    assert losses[1][0] == losses[0][0] != losses[1][1]
+    assert any(not torch.equal(gradients[0][n], gradients[1][n]) for n in gradients[0])
 
 
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
         *((kind, "optimizer", "sgd") for kind in KINDS),
+        ("jetspec", "schedule", "step"),
+        ("jetspec", "gradient_accumulation", 0),
         *((kind, "loss", "kl") for kind in KINDS if kind != "dspark"),
         ("jetspec", "total_steps", 0),
         ("jetspec", "learning_rate", 0.0),

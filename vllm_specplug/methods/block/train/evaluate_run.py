@@ -27,7 +27,7 @@ from vllm_specplug.methods.dels.train.evaluate import (
 )
 from vllm_specplug.methods.dels.unigram import load_unigram
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.order import evenly_spread
+from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.train.walk import AcceptanceReport, walk
@@ -73,7 +73,7 @@ class Evaluation:
         embed = tables.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
         self.draft = DraftTables(tables.embed_tokens, rows, ids).to(torch.bfloat16)
         self.config, self.depth = module.config, module.config.num_draft_tokens
-        chosen = evenly_spread(store, sequences or len(store))
+        chosen = EvenlySpread(store, sequences or len(store))
         # The head reads its own embeddings if it has any; the local head reads the target's.
         own = replace(self.draft, embed_tokens=embed.to(torch.bfloat16))
         self.drafted = list(draft_sequences(module, chosen, own, candidates))

@@ -21,7 +21,7 @@ from vllm_specplug.methods.block.train.start import (
     head_config_for,
     init_from_target,
 )
-from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
     HeadInTraining,
     Training,
@@ -42,7 +42,7 @@ DEFAULT_NUM_LAYERS, DEFAULT_BLOCK_SIZE, DEFAULT_DRAFT_VOCAB_SIZE = 2, 8, 8192
 def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
     """Returns a new head from the target's layers, the head in `run.init_from`, or that of a
     resumed run."""
-    training = open_features(run, recipe, FeatureStore)
+    training = open_features(run, recipe)
     store, weights, tables = training.store, training.weights, training.tables
     setup_path = run.out / VOCABULARY_NAME
     initial: BlockHead | None = None
@@ -91,7 +91,7 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
 
 
 def load_initial(
-    run: BlockRun, training: Training[FeatureStore]
+    run: BlockRun, training: Training[Features]
 ) -> tuple[BlockHead | None, torch.Tensor | None]:
     """Returns the head of `run.init_from` and its draft ids, or (None, None) without one.
 
@@ -123,7 +123,7 @@ def load_initial(
 def wanted_config(
     run: BlockRun,
     target: dict[str, Any],
-    store: FeatureStore,
+    store: Features,
     draft_vocab_size: int,
     initial: BlockHeadConfig | None,
     may_grow: bool,
@@ -176,7 +176,7 @@ def grows(initial: BlockHeadConfig, wanted: BlockHeadConfig) -> bool:
 
 
 def _draft_ids(
-    run: BlockRun, training: Training[FeatureStore], initial: torch.Tensor | None
+    run: BlockRun, training: Training[Features], initial: torch.Tensor | None
 ) -> torch.Tensor:
     if initial is not None and run.draft_vocab_size in (0, len(initial)):
         return initial

@@ -19,7 +19,7 @@ from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.evaluate import evaluate_dspark
 from vllm_specplug.methods.dspark_tree.train.objective import DSparkModel, DSparkObjective
 from vllm_specplug.methods.dspark_tree.train.options import DSparkRecipe, DSparkRun
-from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
     HeadInTraining,
     Training,
@@ -35,7 +35,7 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
     """Returns a new head from the target's layers, or the head in `run.init_from`."""
     if run.markov_rank < 1:
         raise ValueError(f"--markov-rank {run.markov_rank}, legal: 1 or more; raise it")
-    training = open_features(run, recipe, FeatureStore)
+    training = open_features(run, recipe)
     store, weights = training.store, training.weights
     if run.init_from:
         model, ids = _continued(run, training)
@@ -108,9 +108,7 @@ def _with_markov(run: DSparkRun, block: BlockHeadConfig, rank: int) -> DSparkCon
     return DSparkConfig(block, rank, block.hidden_size + rank if run.confidence else 0)
 
 
-def _continued(
-    run: DSparkRun, training: Training[FeatureStore]
-) -> tuple[DSparkModel, torch.Tensor]:
+def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkModel, torch.Tensor]:
     """Returns the model of the head in `run.init_from`, and its draft vocabulary."""
     head, extras, markov, _ = load_dspark_head(run.init_from, training.weights.config)
     layers = training.store.target_layer_ids

@@ -17,7 +17,6 @@ from vllm_specplug.methods.eagle3_tree.train.objective import (
     init_eagle3_from_target,
 )
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe, Eagle3Run
-from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.run import (
     HeadInTraining,
     data_facts,
@@ -62,7 +61,7 @@ def eagle3_config(
 
 def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
     """Returns a new head from the target's layers, or the head and LM head in `run.init_from`."""
-    training = open_features(run, recipe, FeatureStore)
+    training = open_features(run, recipe)
     store, weights = training.store, training.weights
     layers = store.target_layer_ids
     lm_head: torch.Tensor | None = None

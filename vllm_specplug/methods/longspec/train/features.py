@@ -22,6 +22,10 @@ import torch
 from torch import nn
 
 from vllm_specplug.train.features import FeatureStore, TokenSequence, write_features
+from vllm_specplug.train.online import OnlineFeatures, Text
+
+# Of the paper; its code draws 0 to 4.
+KEPT_POSITIONS = 4
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,39 @@ class KVFeatureStore(FeatureStore):
         )
 
 
+class OnlineKV(OnlineFeatures):
+    """Answers as `KVSequence`, with shifted positions in training."""
+
+    def forward(
+        self, texts: Sequence[Text], device: torch.device | str, is_training: bool
+    ) -> list[KVSequence]:
+        most = int(self.model.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
+        offsets = [
+            draw_offset(len(text), most, np.random.default_rng(text.index))
+            if is_training
+            else (0, 0)
+            for text in texts
+        ]
+        shape = kv_shape(self.model.config)
+        tokens = [text.tokens.numpy() for text in texts]
+        pairs, hidden = forward_kv(self.model, tokens, offsets, device)
+        made = []
+        for text, pair, final, (keep, offset) in zip(texts, pairs, hidden, offsets, strict=True):
+            key, value = pair.unflatten(-1, (2, *shape)).unbind(1)
+            positions = torch.from_numpy(offset_positions(len(text), keep, offset))
+            made.append(
+                KVSequence(text.tokens, positions, text.prompt_len, key, value, final, text.source)
+            )
+        return made
+
+
+def kv_shape(config: Any) -> tuple[int, int]:
+    """Returns the number of KV heads of a target and their size."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def offset_positions(length: int, keep: int, offset: int) -> np.ndarray:
     """Returns positions int64 [length], all but the first `keep` shifted by `offset`."""
     positions = np.arange(length, dtype=np.int64)
@@ -78,9 +115,9 @@ def offset_positions(length: int, keep: int, offset: int) -> np.ndarray:
 
 
 def draw_offset(length: int, max_position: int, rng: np.random.Generator) -> tuple[int, int]:
-    """Returns (keep, offset) of a sequence: 0 to 4 kept positions, and a uniform shift that fits
-    below `max_position`."""
-    return int(rng.integers(0, 5)), int(rng.integers(0, max(1, max_position - length)))
+    """Returns (keep, offset) of a sequence: the kept positions, and a uniform shift that fits below
+    `max_position` and 30,000, as published."""
+    return KEPT_POSITIONS, int(rng.integers(0, max(1, min(max_position, 30_000) - length)))
 
 
 def write_kv_shard(
@@ -93,9 +130,7 @@ def write_kv_shard(
 ) -> None:
     """Runs the target over `sequences` with shifted positions and writes one shard."""
     config: Any = model.config
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads, head_dim = kv_shape(config)
 
     def forward(rows: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return forward_kv(model, [sequences[r].tokens for r in rows], [offsets[r] for r in rows])
@@ -116,12 +151,16 @@ def write_kv_shard(
     )
 
 
-@torch.inference_mode()
+# Not inference_mode, whose tensors a trainer cannot keep for its backward pass.
+@torch.no_grad()
 def forward_kv(
-    model: nn.Module, tokens: Sequence[np.ndarray], offsets: Sequence[tuple[int, int]]
+    model: nn.Module,
+    tokens: Sequence[np.ndarray],
+    offsets: Sequence[tuple[int, int]],
+    to: torch.device | str = "cpu",
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns last-layer [keys | values] [S, 2 * Hkv * Dh] and final normed states [S, Ht] of
-    right-padded sequences, bfloat16, on the CPU."""
+    right-padded sequences, bfloat16, on a device."""
     from transformers import DynamicCache
 
     width = max(len(t) for t in tokens)
@@ -143,7 +182,7 @@ def forward_kv(
     last = cache.layers[-1]
     # [B, Hkv, S, Dh] twice -> [B, S, 2 * Hkv * Dh]
     pairs = torch.stack([last.keys, last.values], dim=1).permute(0, 3, 1, 2, 4).flatten(2)
-    pairs, final = (t.to("cpu", torch.bfloat16) for t in (pairs, output.last_hidden_state))
+    pairs, final = (t.to(to, torch.bfloat16) for t in (pairs, output.last_hidden_state))
     lengths = [len(t) for t in tokens]
     return (
         [pairs[i, :n] for i, n in enumerate(lengths)],

@@ -29,7 +29,9 @@ STAGES: dict[str, dict[str, Any]] = {
 class LongSpecRun(NewHeadOptions):
     """Folders and shape of a run. `init_from` is the head of the previous stage."""
 
-    features: Annotated[Path, Option(help="Folder made by `specplug data longspec-features`.")]
+    features: Annotated[
+        Path | None, Option(help="Folder made by `specplug data longspec-features`.")
+    ] = None
     stage: Annotated[
         str,
         Option(

@@ -10,7 +10,7 @@ from vllm_specplug.methods.longspec.checkpoint import load_longspec_head, save_l
 from vllm_specplug.methods.longspec.config import LongSpecConfig, check_window
 from vllm_specplug.methods.longspec.head import LongSpecHead
 from vllm_specplug.methods.longspec.train.evaluate import evaluate_longspec
-from vllm_specplug.methods.longspec.train.features import KVFeatureStore
+from vllm_specplug.methods.longspec.train.features import KVFeatureStore, OnlineKV
 from vllm_specplug.methods.longspec.train.objective import (
     LongSpecObjective,
     init_longspec_from_target,
@@ -29,7 +29,7 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
     """Returns a new layer from the target's last one, or the head of the previous stage."""
     recipe = recipe.of_stage(run.stage)
     check_window("window_size", run.window_size)
-    training = open_features(run, recipe, KVFeatureStore)
+    training = open_features(run, recipe, KVFeatureStore, OnlineKV)
     config, vocab_size = training.weights.config, training.vocab_size
     if run.init_from:
         head, target_ids = load_longspec_head(run.init_from, config, dtype=torch.float32)

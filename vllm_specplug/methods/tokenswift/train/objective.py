@@ -15,12 +15,12 @@ import torch
 
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe
-from vllm_specplug.train.features import FeatureSequence, FeatureStore
+from vllm_specplug.train.features import Features, FeatureSequence
 from vllm_specplug.train.losses import head_loss
 from vllm_specplug.train.trainer import StepLoss, Trainer
 
 
-def last_layer_columns(store: FeatureStore, num_layers: int, hidden_size: int) -> slice:
+def last_layer_columns(store: Features, num_layers: int, hidden_size: int) -> slice:
     """Returns the columns of `aux` that hold the last decoder layer's output.
 
     Raises:
@@ -43,9 +43,9 @@ def training_rows(sequence: FeatureSequence, num_heads: int) -> tuple[int, int]:
     return first, max(len(sequence.tokens) - num_heads - 1, first)
 
 
-def require_rows(store: FeatureStore, num_heads: int) -> None:
+def require_rows(store: Features, num_heads: int) -> None:
     """Raises ValueError for features without a position to train on."""
-    bounds = (training_rows(store[index], num_heads) for index in range(len(store)))
+    bounds = (training_rows(store.text(index), num_heads) for index in range(len(store)))
     if not any(end > first for first, end in bounds):
         raise ValueError(
             f"no answer in {str(store.folder)!r} is longer than {num_heads + 1} tokens; "

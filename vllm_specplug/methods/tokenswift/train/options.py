@@ -18,7 +18,9 @@ from vllm_specplug.train.options import FeatureRunOptions, Recipe
 class TokenSwiftRun(FeatureRunOptions):
     """Folders and shape of a run; published heads draft the whole vocabulary."""
 
-    features: Annotated[Path, Option(help="Features that include the target's last layer.")]
+    features: Annotated[
+        Path | None, Option(help="Features that include the target's last layer.")
+    ] = None
     num_heads: Annotated[int, Option(min=1, max=16, help="Number of chained heads.")] = 3
     draft_vocab_size: Annotated[
         int, Option(min=0, help="Most frequent answer tokens; 0: the whole vocabulary.")

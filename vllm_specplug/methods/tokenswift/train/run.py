@@ -12,7 +12,6 @@ from vllm_specplug.methods.tokenswift.train.objective import (
     require_rows,
 )
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe, TokenSwiftRun
-from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.run import (
     HeadInTraining,
     data_facts,
@@ -24,7 +23,7 @@ from vllm_specplug.train.run import (
 
 def start(run: TokenSwiftRun, recipe: TokenSwiftRecipe) -> HeadInTraining:
     """Returns new heads that repeat the target's prediction."""
-    training = open_features(run, recipe, FeatureStore)
+    training = open_features(run, recipe)
     config, vocab = training.weights.config, training.vocab_size
     final_norm = training.tables.final_norm
     columns = last_layer_columns(

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A target beside the trainer gives what stored features give, and nothing is stored."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.conftest import LAYERS, greedy_sequences
+from tests.unit.train.heads import Job
+from vllm_specplug.methods.longspec.train import features as longspec
+from vllm_specplug.train import estimate, run
+from vllm_specplug.train.answers import Answer, AnswerWriter, Split, answer_shards
+from vllm_specplug.train.features import FeatureStore, TokenSequence, write_shard
+from vllm_specplug.train.online import OnlineFeatures
+
+KINDS = ("jetspec", "dflash", "dspark", "eagle3", "tokenswift", "longspec")
+HELD = 4
+MakeJob = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def target_float32(target_model: nn.Module, target_folder: Path) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def answers(target_float32: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("answers")
+    with AnswerWriter(folder, shard_size=6) as writer:
+        for made in greedy_sequences(target_float32, 16, 3):
+            tokens = made.tokens.tolist()
+            prompt, answer = tokens[: made.prompt_len], tokens[made.prompt_len :]
+            writer.add(Answer(made.source, tuple(prompt), tuple(answer), 0.0, True))
+    return folder
+
+
+@pytest.fixture
+def jobs(
+    answers: Path, target_float32: nn.Module, make_job: MakeJob, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[str], tuple[Job, Job]]:  # fmt: skip
+    """`jobs(kind)` is a run over stored features, and the same with the target beside it; both of a
+    target in float32."""
+    monkeypatch.setattr(run, "load_target", lambda *_: target_float32)
+    # Their positions are drawn, with other generators.
+    monkeypatch.setattr(longspec, "draw_offset", lambda *_: (4, 7))
+
+    def make(kind: str) -> tuple[Job, Job]:
+        folders = tmp_path / "stored", tmp_path / "held"
+        for name, aside, rest in Split(answer_shards(answers), HELD, 0.7).parts():
+            for folder, part, offset in ((folders[0], rest, (4, 7)), (folders[1], aside, (0, 0))):
+                rows = [TokenSequence.of(answer) for answer in part]
+                if rows and kind == "longspec":
+                    offsets = [offset] * len(rows)
+                    longspec.write_kv_shard(folder / name, rows, offsets, target_float32)
+                elif rows:
+                    write_shard(folder / name, rows, target_float32, LAYERS)
+        stored = make_job(kind, "a").changed(features=folders[0], heldout=folders[1])
+        online = stored.changed(
+            features=None, heldout=None, answers=answers, heldout_answers=HELD,
+            layers=",".join(map(str, LAYERS)), out=tmp_path / "b",
+        )  # fmt: skip
+        return stored, online
+
+    return make
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_equal_those_of_stored_features(kind: str, jobs: Any) -> None:
+    """The weights stay, so that a difference of rounding does not grow over the steps.
+
+    Other sequences are run together, so states differ in the last bits of float32. Of the steps
+    that read no state whose rounding to bfloat16 this changes, the losses are equal.
+    """
+    frozen = {"learning_rate": 1e-30, "adam_learning_rate": 1e-30}
+    stored, online = (job.changed(**frozen) for job in jobs(kind))
+    losses, facts = stored.train()
+    beside, found = online.train()
+    assert len(set(losses)) == 12
+    assert beside == pytest.approx(losses, rel=1e-3)
+    equal = [a == pytest.approx(b, rel=1e-6) for a, b in zip(beside, losses, strict=True)]
+    assert sum(equal) >= 9
+    for name in ("sequences", "by_source", "answer_tokens"):
+        assert found["data"][name] == facts["data"][name]
+    assert found["heldout"] == facts["heldout"] and facts["heldout"]["sequences"] == HELD
+
+
+@pytest.mark.parametrize("kind", ["jetspec", "longspec"])
+def test_a_head_learns_beside_the_target(kind: str, jobs: Any) -> None:
+    _, online = jobs(kind)
+    losses, _ = online.changed(total_steps=40).train()
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_a_resumed_run_reads_the_same_sequences(jobs: Any, tmp_path: Path) -> None:
+    _, whole = jobs("jetspec")
+    losses, _ = whole.train()
+    whole.changed(out=tmp_path / "split", max_minutes=1e-9).train()
+    resumed, _ = whole.changed(out=tmp_path / "split", resume=True).train()
+    assert resumed == losses[1:]
+
+
+def test_only_chosen_sequences_are_run_and_batched(target_float32: nn.Module, tmp_path) -> None:
+    sequences = greedy_sequences(target_float32, 5, 1)
+    store = OnlineFeatures(tmp_path, sequences, target_float32, LAYERS)
+    ran: list[int] = []
+    hook = target_float32.model.register_forward_pre_hook(  # type: ignore[union-attr]
+        lambda _m, _a, kw: ran.append(len(kw["input_ids"])), with_kwargs=True
+    )
+    texts = [store.text(index) for index in (4, 0, 2)]
+    assert ran == [] and store.length(0) == len(sequences[0].tokens)
+    made = store.with_states(texts)
+    hook.remove()
+    assert ran == [3]
+    for text, sequence in zip(texts, made, strict=True):
+        assert torch.equal(text.tokens, sequence.tokens)
+        alone = store[text.index]
+        torch.testing.assert_close(sequence.aux, alone.aux, rtol=0.01, atol=1e-3)
+        assert not sequence.aux.is_inference() and not sequence.aux.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"heldout": None}, "--features, legal: --features with --heldout, or --answers"),
+        ({"answers": Path("x")}, "--features and --heldout and --answers, legal"),
+        ({"features": None, "heldout": None}, "no data, legal"),
+    ],
+)
+def test_a_run_has_one_kind_of_data(make_job: MakeJob, changes: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_job("jetspec", **changes)
+
+
+def test_answers_that_cannot_be_split_are_named(jobs: Any, tmp_path: Path) -> None:
+    _, online = jobs("jetspec")
+    with pytest.raises(ValueError, match="holds no finished answers"):
+        online.changed(answers=tmp_path).train()
+    with pytest.raises(ValueError, match="leaves none to train on"):
+        online.changed(heldout_answers=16).train()
+    with AnswerWriter(tmp_path / "sampled") as writer:
+        writer.add(Answer("x", (3,), tuple(range(4, 20)), 0.7, True))
+    with pytest.raises(ValueError, match="no greedy answer to hold out"):
+        online.changed(answers=tmp_path / "sampled").train()
+
+
+def test_a_dry_run_tells_what_is_needed_and_writes_nothing(jobs: Any) -> None:
+    stored, online = jobs("jetspec")
+    online = online.changed(dry_run=True)
+    assert online.train() == ([], {})
+    told = "\n".join(online.lines)
+    assert re.search(r"an epoch is about \d+ steps", told)
+    assert re.search(r"--answers .* s per step; no disk; .* more memory", told)
+    store = FeatureStore(stored.run.features)
+    tokens = sum(store.length(i) for i in range(len(store)))
+    assert f"{len(store)} sequences, {tokens:,} tokens" in told
+    # Two layers and the final states of 32 values of two bytes.
+    assert estimate._size(tokens * 3 * 32 * 2) + " of disk" in told
+    assert "take --answers" in told or "take stored features" in told
+    assert not online.run.out.exists()
+    stored = stored.changed(dry_run=True)
+    stored.train()
+    assert any(line.startswith("training: ") for line in stored.lines)
+
+
+def test_a_dry_run_without_weights_says_that_nothing_was_measured(
+    jobs: Any, target_folder: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "config only"
+    target.mkdir()
+    (target / "config.json").write_text((target_folder / "config.json").read_text())
+    stored, online = (job.changed(target=target, dry_run=True) for job in jobs("jetspec"))
+    online.train()
+    told = "\n".join(online.lines)
+    assert "nothing is measured; device-hours at 200 TFLOP/s" in told
+    assert "192 B per token" in told
+    with pytest.raises(ValueError, match="needs --answers"):
+        stored.train()
+
+
+def test_advice_follows_disk_and_time() -> None:
+    assert estimate.advice(95, 100, 1.0, 0.1).startswith("take --answers: 100 B of disk are free")
+    assert estimate.advice(10, 100, 1.0, 0.5).startswith("take stored features")
+    assert estimate.advice(10, 100, 1.0, 1.1).startswith("take --answers: as fast")
+    assert estimate._duration(45) == "45 s" and estimate._duration(7200) == "2.0 hours"
+    assert estimate._size(49_152) == "49.2 KB"

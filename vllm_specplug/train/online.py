@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The target beside the trainer: its states are computed when a step needs them, and not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from vllm_specplug.train.features import (
+    Features,
+    FeatureSequence,
+    TokenSequence,
+    count_sources,
+    forward_features,
+    length_batches,
+)
+
+# Padded tokens of one forward of the target.
+TOKENS_PER_BATCH = 8192
+
+
+@dataclass(frozen=True)
+class Text:
+    """A sequence without states: tokens int64 [S], and its index in the store."""
+
+    tokens: torch.Tensor
+    prompt_len: int
+    source: str
+    index: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+class OnlineFeatures(Features):
+    """Answers as `FeatureSequence`, like a `FeatureStore` of the same answers.
+
+    Args:
+        model: the frozen target.
+        device: where the states of a step's sequences are returned. Sequences taken by index have
+            theirs on the CPU, as stored ones.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        sequences: Iterable[TokenSequence],
+        model: nn.Module,
+        target_layer_ids: tuple[int, ...],
+        device: torch.device | str = "cpu",
+    ):
+        self.folder, self.model, self.device = folder, model, device
+        self.target_layer_ids = target_layer_ids
+        self._sequences = list(sequences)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._run([self.text(index)], "cpu", is_training=False)[0]
+
+    def text(self, index: int) -> Text:
+        stored = self._sequences[index]
+        tokens = torch.from_numpy(stored.tokens.astype(np.int64))
+        return Text(tokens, stored.prompt_len, stored.source, index)
+
+    def with_states(self, sequences: list[Any]) -> list[Any]:
+        return self._run(sequences, self.device, is_training=True)
+
+    def answers(self) -> Iterator[np.ndarray]:
+        for stored in self._sequences:
+            yield stored.tokens[stored.prompt_len :]
+
+    def sources(self) -> dict[str, int]:
+        return count_sources(stored.source for stored in self._sequences)
+
+    def length(self, index: int) -> int:
+        return len(self._sequences[index].tokens)
+
+    def _run(
+        self, texts: Sequence[Text], device: torch.device | str, is_training: bool
+    ) -> list[Any]:
+        made: list[Any] = [None] * len(texts)
+        for rows in length_batches([len(text) for text in texts], TOKENS_PER_BATCH):
+            batch = self.forward([texts[row] for row in rows], device, is_training)
+            for row, sequence in zip(rows, batch, strict=True):
+                made[row] = sequence
+        return made
+
+    def forward(
+        self, texts: Sequence[Text], device: torch.device | str, is_training: bool
+    ) -> list[Any]:
+        """Returns sequences with their states on a device; a method may need other states, and
+        others in training."""
+        tokens = [text.tokens.numpy() for text in texts]
+        aux, hidden = forward_features(self.model, tokens, self.target_layer_ids, device)
+        return [
+            FeatureSequence(text.tokens, text.prompt_len, a, h, text.source)
+            for text, a, h in zip(texts, aux, hidden, strict=True)
+        ]
