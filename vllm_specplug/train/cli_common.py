@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -161,6 +161,7 @@ def add_training(
     start: str,
     run: type[RunOptions],
     recipe: type[Recipe],
+    recipes: Mapping[str, Mapping[str, Any]],
     **decided: Any,
 ) -> None:
     """Adds a command that trains a head with `train.run.train_head` under a progress bar.
@@ -169,35 +170,88 @@ def add_training(
         start: the method's function, "module:function", imported when the command runs.
         run, recipe: their fields with an `Option` are the command's options: required ones first,
             then the method's own, then the shared ones.
+        recipes: options that `--recipe` sets unless they are on the command line.
         decided: values of the other fields.
     """
     kinds: tuple[type[Any], ...] = (run, recipe)
 
-    def command(**given: Any) -> None:
+    def command(context: typer.Context, recipe: str, **given: Any) -> None:
         from vllm_specplug.train.run import train_head
 
         with friendly_errors(), progress() as bar:
-            chosen = {**given, **decided}
+            typed = {name for name in given if _is_typed(context, name)}
+            named = recipe_options(recipe, recipes, given, typed)
+            epochs = named.pop("epochs", None)
+            chosen = {**given, **named, **decided}
             chosen_run, chosen_recipe = (
                 kind(**{f.name: chosen[f.name] for f in fields(kind)}) for kind in kinds
             )
             module, _, function = start.partition(":")
-            task = bar.add_task("training", total=given["total_steps"])
+            task = bar.add_task("training", total=chosen["total_steps"])
 
             def on_step(step: int, numbers: dict[str, float]) -> None:
                 loss, speed = numbers["loss_average"], numbers["slots_per_second"]
                 described = f"loss {loss:.3f}, {speed:.0f} slots/s"
                 bar.update(task, completed=step, description=described)
 
+            if epochs and "total_steps" not in typed:
+                bar.console.print(
+                    f"recipe {recipe} trains for {epochs} epochs; --dry-run prints the steps of an "
+                    f"epoch, and this run has --total-steps {chosen['total_steps']}"
+                )
             begin = getattr(importlib.import_module(module), function)
             train_head(begin, chosen_run, chosen_recipe, bar.console.print, on_step)
 
     shared = {f.name for kind in (RunOptions, Recipe) for f in fields(kind)}
     options = [option for kind in kinds for option in _options(kind)]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    options.append(inspect.Parameter("context", keyword, annotation=typer.Context))
+    options.append(
+        inspect.Parameter(
+            "recipe",
+            keyword,
+            default="",
+            annotation=Annotated[
+                str,
+                typer.Option(
+                    help=f"Published values: {', '.join(recipes)}. Other options override them."
+                ),
+            ],
+        )
+    )
     options.sort(key=lambda p: (p.default is not p.empty, p.name in shared))
     # typer reads the signature.
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     app.command(name, help=summary)(command)
+
+
+def recipe_options(
+    name: str,
+    recipes: Mapping[str, Mapping[str, Any]],
+    given: Mapping[str, Any],
+    typed: Set[str],
+) -> dict[str, Any]:
+    """Returns the options that a recipe sets; "" names no recipe.
+
+    Args:
+        given: all options of the command.
+        typed: those of them that are on the command line, which a recipe does not change.
+
+    Raises:
+        ValueError: for an unknown recipe.
+    """
+    if name and name not in recipes:
+        raise ValueError(f"--recipe {name!r}, legal: {', '.join(recipes)}; choose one of them")
+    values = {key: value for key, value in recipes.get(name, {}).items() if key not in typed}
+    share = values.pop("warmup_share", None)
+    if share is not None and "warmup_steps" not in typed:
+        values["warmup_steps"] = round(share * values.get("total_steps", given["total_steps"]))
+    return values
+
+
+def _is_typed(context: typer.Context, option: str) -> bool:
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:

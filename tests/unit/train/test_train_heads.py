@@ -242,7 +242,7 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
         for trainer.part in range(parts):
             loss = trainer.step_loss()
             (loss.total / parts).backward()
-            drawn.append(float(loss.reported))
+            drawn.append(float(loss.reported.detach()))
         gradients.append({n: p.grad.clone() for n, p in trainer.head.named_parameters()})
         trainer.head.zero_grad()
         losses.append(drawn)
@@ -250,7 +250,7 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
         whole = Trainer(again.head, again.tables, again.training.store, again.objective)
         steps: list[Any] = []
         for optimizer in whole.optimizers:
-            optimizer.register_step_pre_hook(lambda *_: steps.append(1))  # noqa: B023
+            optimizer.optimizer.register_step_pre_hook(lambda *_: steps.append(1))  # noqa: B023
         numbers = whole.train_step()
         assert numbers["loss"] == pytest.approx(sum(drawn) / parts)
         assert len(steps) == len(whole.optimizers)

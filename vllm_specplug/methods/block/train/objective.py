@@ -78,7 +78,7 @@ def draw_blocks(
     def pick(sequence: FeatureSequence, left: int) -> torch.Tensor:
         at = sample_anchors(sequence, recipe.anchor_stride, generator)
         at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)
-        return random_subset(at, left, generator)
+        return random_subset(at, min(left, recipe.anchors_per_sequence or left), generator)
 
     sequences, anchors = trainer.draw_rows(wanted, pick)
     return pack_blocks(sequences, anchors, block_size, _CONTEXT_MULTIPLE, first_slot)

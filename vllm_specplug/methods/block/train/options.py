@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import DistillationRecipe, FeatureRunOptions, Recipe
 
@@ -19,10 +20,13 @@ class AnchorRecipe(Recipe):
 
     anchors_per_step: Annotated[int, Option(min=1, help="Blocks per step and process.")] = 640
     anchor_stride: Annotated[int, Option(min=1, help="One anchor per this many tokens.")] = 3
+    anchors_per_sequence: Annotated[
+        int, Option(min=0, help="Maximum blocks of an answer; 0: no limit.")
+    ] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_least(anchors_per_step=1, anchor_stride=1)
+        self.require_least(anchors_per_step=1, anchor_stride=1, anchors_per_sequence=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,24 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds both commands."""
     start = "vllm_specplug.methods.block.train.run:start"
     summary = "Trains a JetSpec head: a block head whose slots see the earlier slots."
-    add_training(train_app, "jetspec", summary, start, BlockRun, BlockRecipe, causal=True)
+    add_training(
+        train_app,
+        "jetspec",
+        summary,
+        start,
+        BlockRun,
+        BlockRecipe,
+        recipes_of("jetspec"),
+        causal=True,
+    )
     summary = "Trains a DFlash head: a block head whose slots see the whole block."
-    add_training(train_app, "dflash", summary, start, BlockRun, WholeBlockRecipe, causal=False)
+    add_training(
+        train_app,
+        "dflash",
+        summary,
+        start,
+        BlockRun,
+        WholeBlockRecipe,
+        recipes_of("dflash"),
+        causal=False,
+    )

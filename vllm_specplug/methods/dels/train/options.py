@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train import cli_common as common
 from vllm_specplug.train.options import DistillationRecipe, RunOptions
 
@@ -137,4 +138,6 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     data_app.command("unigram")(unigram)
     summary = "Trains the short-context head of DeLS; needs only text and the target's embeddings."
     start = "vllm_specplug.methods.dels.train.run:start"
-    common.add_training(train_app, "dels", summary, start, LocalRun, LocalRecipe)
+    common.add_training(
+        train_app, "dels", summary, start, LocalRun, LocalRecipe, recipes_of("dels")
+    )

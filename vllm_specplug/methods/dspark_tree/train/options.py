@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from vllm_specplug.methods.block.train.options import AnchorRecipe
+from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import NewHeadOptions
 
@@ -60,4 +61,4 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains a DSpark head: a block head with a Markov and a confidence head."
     start = "vllm_specplug.methods.dspark_tree.train.run:start"
-    add_training(train_app, "dspark", summary, start, DSparkRun, DSparkRecipe)
+    add_training(train_app, "dspark", summary, start, DSparkRun, DSparkRecipe, recipes_of("dspark"))

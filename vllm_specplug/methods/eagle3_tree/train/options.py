@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
 
@@ -57,4 +58,4 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains an EAGLE-3 head by training-time test; vLLM's own method reads it too."
     start = "vllm_specplug.methods.eagle3_tree.train.run:start"
-    add_training(train_app, "eagle3", summary, start, Eagle3Run, Eagle3Recipe)
+    add_training(train_app, "eagle3", summary, start, Eagle3Run, Eagle3Recipe, recipes_of("eagle3"))

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
+from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.options import check_target
 from vllm_specplug.train import cli_common as common
 
@@ -170,4 +171,6 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     data_app.command("longspec-features")(features)
     summary = "Trains a LongSpec layer over the target's last-layer keys and values."
     start = "vllm_specplug.methods.longspec.train.run:start"
-    common.add_training(train_app, "longspec", summary, start, LongSpecRun, LongSpecRecipe)
+    common.add_training(
+        train_app, "longspec", summary, start, LongSpecRun, LongSpecRecipe, recipes_of("longspec")
+    )

@@ -3,26 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
 from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
-
-# The published schedules (appendix of the paper); batch sizes there are in sequences.
-_LONG = {
-    "optimizer": "adamw",
-    "adam_learning_rate": 5e-6,
-    "weight_decay": 0.1,
-    "gradient_checkpointing": True,
-}
-STAGES: dict[str, dict[str, Any]] = {
-    "short": {"optimizer": "adamw", "adam_learning_rate": 5e-4, "weight_decay": 0.1},
-    "long": _LONG,
-    "sft": _LONG,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +19,6 @@ class LongSpecRun(NewHeadOptions):
     features: Annotated[
         Path | None, Option(help="Folder made by `specplug data longspec-features`.")
     ] = None
-    stage: Annotated[
-        str,
-        Option(
-            help="Published optimiser settings: short, long or sft; they override the options "
-            "below. Default: none."
-        ),
-    ] = ""
     window_size: Annotated[
         int, Option(help="Tokens that self-attention looks back; not with --init-from.")
     ] = 512
@@ -60,13 +40,3 @@ class LongSpecRecipe(DistillationRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_least(tokens_per_step=2, max_staleness=1)
-
-    def of_stage(self, stage: str) -> LongSpecRecipe:
-        """The recipe with the published settings of a stage; "" changes none.
-
-        Raises:
-            ValueError: for an unknown stage.
-        """
-        if stage and stage not in STAGES:
-            raise ValueError(f"--stage {stage!r}, legal: {', '.join(STAGES)}; choose one of them")
-        return replace(self, **STAGES.get(stage, {}))

@@ -27,7 +27,6 @@ from vllm_specplug.train.run import (
 
 def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
     """Returns a new layer from the target's last one, or the head of the previous stage."""
-    recipe = recipe.of_stage(run.stage)
     check_window("window_size", run.window_size)
     training = open_features(run, recipe, KVFeatureStore, OnlineKV)
     config, vocab_size = training.weights.config, training.vocab_size

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import FeatureRunOptions, Recipe
 
@@ -49,4 +50,12 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains TokenSwift heads; the target stays frozen."
     start = "vllm_specplug.methods.tokenswift.train.run:start"
-    add_training(train_app, "tokenswift", summary, start, TokenSwiftRun, TokenSwiftRecipe)
+    add_training(
+        train_app,
+        "tokenswift",
+        summary,
+        start,
+        TokenSwiftRun,
+        TokenSwiftRecipe,
+        recipes_of("tokenswift"),
+    )

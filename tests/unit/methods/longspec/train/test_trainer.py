@@ -223,13 +223,3 @@ def test_evaluation_accepts_what_a_perfect_drafter_knows(store: KVFeatureStore) 
             assert sum(c.accepted for c in by_source) == counts.accepted
     # The last round of a text has less than the full depth to accept.
     assert lengths[Successor]["chain"] > 3.5 > 2.0 > lengths[LongSpecHead]["chain"]
-
-
-def test_a_stage_has_the_published_settings() -> None:
-    recipe = LongSpecRecipe(loss="sft")
-    assert recipe.of_stage("") == recipe
-    long = recipe.of_stage("long")
-    assert (long.optimizer, long.adam_learning_rate, long.loss) == ("adamw", 5e-6, "sft")
-    assert long.gradient_checkpointing and not recipe.of_stage("short").gradient_checkpointing
-    with pytest.raises(ValueError, match="--stage 'mid', legal: short, long, sft"):
-        recipe.of_stage("mid")
