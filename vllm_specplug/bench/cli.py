@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specplug bench`, `specplug report` and `specplug tune`."""
+"""`specplug bench`, `specplug report`, `specplug tune` and `specplug evaluate`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,19 +11,20 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from vllm_specplug.bench.load import LoadError
 from vllm_specplug.bench.page import write_page
 from vllm_specplug.bench.plan import AUTO, BenchPlan, PlanError, make_plan, read_plan_file
 from vllm_specplug.bench.plan import split_list as _names
 from vllm_specplug.bench.process_group import raise_on_termination
-from vllm_specplug.bench.server import ServerError
+from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
 from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
 from vllm_specplug.bench.sweep import Sweep
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
 from vllm_specplug.provenance import provenance
-from vllm_specplug.registry import default_method
+from vllm_specplug.registry import BY_HEAD, default_method
 from vllm_specplug.targets import TargetError, cache_dir, prepare_target
 
 DEFAULT_SERVERS = ("plain", "ngram", default_method().name)
@@ -32,6 +34,7 @@ INCOMPLETE = 3
 bench_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 report_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 tune_app = typer.Typer(add_completion=False, rich_markup_mode=None)
+evaluate_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 ModelOption = Annotated[str | None, typer.Option(help="Target model; default SmolLM2.")]
 HeadOption = Annotated[str | None, typer.Option(help="Draft head; default the shipped one.")]
@@ -45,8 +48,7 @@ DataOption = Annotated[
     list[Path] | None,
     typer.Option(
         envvar="SPECPLUG_DATA",
-        help="JSONL file or folder of them; rows with prompt, turns, question or messages. "
-        "May be repeated.",
+        help="JSONL or JSON file of prompts, or folder of JSONL files; may be repeated.",
     ),
 ]
 
@@ -273,3 +275,86 @@ def tune(
     console.print(outcome.advice(), markup=False, highlight=False, soft_wrap=True)
     if outcome.best is not None:
         typer.echo(outcome.best_json())
+
+
+@evaluate_app.command()
+def evaluate(
+    data: DataOption = None,
+    model: ModelOption = None,
+    head: HeadOption = None,
+    method: Annotated[
+        str, typer.Option(help="Method; default: the one that the head is for.")
+    ] = BY_HEAD,
+    sizes: Annotated[str, typer.Option(help="Tree sizes in nodes.")] = "8,16,32",
+    requests: Annotated[int, typer.Option(min=0, help="First prompts of a file; 0: all.")] = 0,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
+    output_len: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 0.0,
+    max_model_len: Annotated[int, typer.Option(min=16, help="Longest prompt and answer.")] = 4096,
+    dtype: Annotated[str, typer.Option(help="Precision.")] = "bfloat16",
+    eager: EagerOption = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
+) -> None:
+    """Measure a head's acceptance by data set, tree size and depth, in a server.
+
+    Rows of benchmarks are read by their fields: HumanEval, MBPP, GSM8K, MATH, AIME, LiveCodeBench,
+    MT-Bench (both turns), Alpaca, LongBench, Spec-Bench.
+    """
+    from rich.progress import Progress
+
+    from vllm_specplug.bench.evaluate import measure, read_questions
+    from vllm_specplug.bench.prompts import data_files, set_name
+    from vllm_specplug.rows import LeftOut
+
+    raise_on_termination()
+    console = Console()
+    with _plain_errors(console):
+        counts, values = _numbers(sizes, int, "--sizes"), {"model": model, "head": head}
+        if not counts or min(counts) < 1:
+            raise PlanError(f"--sizes {sizes!r}, legal: numbers of nodes from 1 on; correct them")
+        if not data:
+            raise PlanError("no prompts: point --data at a JSONL or JSON file")
+        _fill_model(values, console)
+        left_out = LeftOut()
+        sets = {
+            set_name(path): read_questions(path, requests, left_out) for path in data_files(data)
+        }
+        config: dict[str, Any] = {
+            "method": method, "num_speculative_tokens": max(counts),
+            "max_request_budget": max(counts),
+        }  # fmt: skip
+        if values["head"] is not None:
+            config["model"] = values["head"]
+        spec = ServerSpec("evaluate", str(values["model"]), config, max_model_len, dtype=dtype,
+                          enforce_eager=eager)  # fmt: skip
+        total = len(counts) * sum(map(len, sets.values()))
+        with VllmServer(spec, cache_dir() / "logs" / "evaluate.log") as server:
+            with console.status("starting the server") as status:
+                server.wait_healthy(progress=status.update)
+            with Progress(console=console) as bar:
+                task = bar.add_task("answers", total=total)
+                cells = measure(
+                    server, sets, counts, concurrency=concurrency, left_out=left_out,
+                    sampling={"max_tokens": output_len, "temperature": temperature},
+                    on_answer=lambda: bar.advance(task),
+                )  # fmt: skip
+    for line in left_out.lines():
+        console.print(f"left out: {line}", markup=False, soft_wrap=True)
+    table = Table(
+        "data", "nodes", "answers", "drafts", "mean acceptance length", "to depth 1, 2, .."
+    )
+    for cell in cells:
+        length = cell.counters.mean_acceptance_length
+        table.add_row(
+            cell.data, str(cell.size), str(cell.answers), f"{cell.counters.drafts:.0f}",
+            "-" if length is None else f"{length:.2f}",
+            " ".join(f"{share:.2f}" for share in cell.by_depth),
+        )  # fmt: skip
+    console.print(table)
+    if out is not None:
+        results = {
+            "provenance": provenance(), "speculative_config": config, "output_len": output_len,
+            "temperature": temperature, "results": [cell.to_json() for cell in cells],
+            "left_out": left_out.places,
+        }  # fmt: skip
+        out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

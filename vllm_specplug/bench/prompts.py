@@ -35,7 +35,8 @@ def prompt_of(row: Any) -> str:
     return text
 
 
-def _set_name(path: Path) -> str:
+def set_name(path: Path) -> str:
+    """Returns the name of a data file's set."""
     return path.stem.removesuffix("_dev").removesuffix("_test")
 
 
@@ -56,17 +57,17 @@ def read_prompts(path: Path, max_chars: int = MAX_PROMPT_CHARS) -> PromptSet:
     if not fitting:
         raise ValueError(f"{path} holds no prompt of up to {max_chars} characters.")
     random.Random(0).shuffle(fitting)
-    return PromptSet(_set_name(path), tuple(fitting))
+    return PromptSet(set_name(path), tuple(fitting))
 
 
-def load_sets(paths: Sequence[Path], max_chars: int = MAX_PROMPT_CHARS) -> list[PromptSet]:
-    """Returns the sets of all `paths`, files or folders of *.jsonl files.
+def data_files(paths: Sequence[Path]) -> list[Path]:
+    """Returns the files of all `paths`, files or folders of *.jsonl files.
 
     Files of a folder with "train" in their name are skipped, because a head may know their prompts.
 
     Raises:
-        ValueError: if a path does not exist, a folder has no such file, a file cannot be read, or
-            two sets have the same name.
+        ValueError: if a path does not exist, a folder has no such file, or two files have the same
+            name.
     """
     files: list[Path] = []
     for path in paths:
@@ -82,12 +83,20 @@ def load_sets(paths: Sequence[Path], max_chars: int = MAX_PROMPT_CHARS) -> list[
                 f"{path} does not exist. Point --data at a JSONL file of prompts, or a folder of "
                 "them."
             )
-    sets = [read_prompts(file, max_chars) for file in files]
-    names = [prompt_set.name for prompt_set in sets]
+    names = [set_name(file) for file in files]
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"two data files are called {name!r}; rename one of them.")
-    return sets
+    return files
+
+
+def load_sets(paths: Sequence[Path], max_chars: int = MAX_PROMPT_CHARS) -> list[PromptSet]:
+    """Returns the sets of the `data_files` of all paths.
+
+    Raises:
+        ValueError: if there are none, or a file cannot be read.
+    """
+    return [read_prompts(file, max_chars) for file in data_files(paths)]
 
 
 def mixed_prompts(sets: Sequence[Sequence[str]], start: int, count: int) -> list[str]:

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance is the difference of a server's counters over the answers to one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from vllm_specplug.bench import evaluate
+from vllm_specplug.bench.evaluate import measure, read_questions
+from vllm_specplug.bench.server import RunningServer, ServerSpec
+from vllm_specplug.rows import LeftOut
+
+ROWS: dict[str, list[Any]] = {
+    "mt_bench": [{"question_id": 81, "turns": ["one", "two"]}],
+    "gsm8k": [{"question": "2 + 2?", "answer": "4"}, {"wrong": 1}, {"question": "too long"}],
+    "books": [{"text": "once upon"}],
+}
+
+
+class Server(ThreadingHTTPServer):
+    """Of a draft of n nodes, it accepts one token less than the digits of n, to depth 1."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.accepted = 0
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_GET(self) -> None:
+        lines = []
+        for name, value in (("drafts", len(self.server.asked)), ("draft_tokens", 0),
+                            ("accepted_tokens", self.server.accepted)):  # fmt: skip
+            lines += [f"# TYPE vllm:spec_decode_num_{name}_total counter",
+                      f"vllm:spec_decode_num_{name}_total {value}"]  # fmt: skip
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        lines += [
+            f"# TYPE {name}_total counter",
+            f'{name}_total{{position="0"}} {self.server.accepted}',
+        ]
+        self._answer(200, "\n".join(lines).encode() + b"\n")
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "too long" in json.dumps(body):
+            self._answer(400, b'{"error": {"message": "a long prompt"}}')
+            return
+        self.server.asked.append(body)
+        self.server.accepted += len(str(body["vllm_xargs"]["specplug_tree_budget"])) - 1
+        said = {"role": "assistant", "content": f"answer {len(self.server.asked)}"}
+        choice = {"index": 0, "message": said, "text": "x", "finish_reason": "stop"}
+        reply = {"id": "1", "object": "x", "created": 1, "model": "m", "choices": [choice]}
+        self._answer(200, json.dumps(reply).encode())
+
+    def _answer(self, code: int, content: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    monkeypatch.setattr(evaluate, "_SETTLED_S", 0.01)
+    made = Server()
+    Thread(target=made.serve_forever, daemon=True).start()
+    yield made
+    made.shutdown()
+
+
+def test_cells_by_data_and_tree_size(server: Server, tmp_path: Path) -> None:
+    left_out, sets = LeftOut(), {}
+    for name, rows in ROWS.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sets[name] = read_questions(path, 0, left_out)
+    running = RunningServer(ServerSpec("x", "m"), f"http://127.0.0.1:{server.server_port}")
+    done: list[int] = []
+    cells = measure(
+        running, sets, [8, 16], concurrency=1, sampling={"max_tokens": 5, "temperature": 0.0},
+        left_out=left_out, on_answer=lambda: done.append(1),
+    )  # fmt: skip
+    found = [(c.data, c.size, c.answers, c.counters.drafts, c.by_depth) for c in cells]
+    assert found == [
+        ("mt_bench", 8, 2, 2.0, []), ("mt_bench", 16, 2, 2.0, [1.0]),
+        ("gsm8k", 8, 1, 1.0, []), ("gsm8k", 16, 1, 1.0, [1.0]),
+        ("books", 8, 1, 1.0, []), ("books", 16, 1, 1.0, [1.0]),
+    ]  # fmt: skip
+    assert cells[1].to_json()["mean_acceptance_length"] == 2.0
+    assert len(done) == 8
+    places = {what[:24]: [Path(p).name for p in where] for what, where in left_out.places.items()}
+    assert places == {
+        "none of the fields messa": ["gsm8k.jsonl:2"],
+        "the server refuses it (E": ["gsm8k.jsonl:3"],
+    }
+    # The second turn follows the server's own answer.
+    said = [(m["role"], m["content"]) for m in server.asked[1]["messages"]]
+    assert said == [("user", "one"), ("assistant", "answer 1"), ("user", "two")]
+    assert server.asked[-1]["prompt"] == "once upon"
+    assert {body["max_tokens"] for body in server.asked} == {5}
+
+
+def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"wrong": 1}, *({"question": f"q{i}"} for i in range(5))]))
+    left_out = LeftOut()
+    questions = read_questions(path, 2, left_out)
+    assert [q.conversation.messages[0]["content"] for q in questions] == ["q0", "q1"]
+    assert [q.place for q in questions] == [f"{path}:2", f"{path}:3"]
+    assert list(left_out.places.values()) == [[f"{path}:1"]]

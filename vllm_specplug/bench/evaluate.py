@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Acceptance of a head on prompt files, measured in a server: by data set, tree size and depth.
+
+One server answers every prompt once per tree size; a request asks for its size with
+`specplug_tree_budget`. Later turns of a prompt follow the server's own answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_specplug.bench.counters import SpecCounters
+from vllm_specplug.bench.server import VllmServer
+from vllm_specplug.rows import Conversation, LeftOut, RowFile, conversation_of
+
+# Seconds without a change after which a server's counters hold all finished requests.
+_SETTLED_S = 0.5
+
+
+@dataclass(frozen=True)
+class Question:
+    """A conversation to be answered, and its place."""
+
+    place: str
+    conversation: Conversation
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Counters of one data set with one tree size."""
+
+    data: str
+    size: int
+    answers: int
+    counters: SpecCounters
+
+    @property
+    def by_depth(self) -> list[float]:
+        """Share of the drafts that were accepted to depth 1, 2, .. or deeper."""
+        reached = self.counters.accepted_by_depth
+        deepest = max((depth for depth, count in reached.items() if count), default=0)
+        drafts = max(self.counters.drafts, 1.0)
+        return [reached.get(depth, 0.0) / drafts for depth in range(1, deepest + 1)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the results by name."""
+        return {
+            "data": self.data,
+            "tree_size": self.size,
+            "answers": self.answers,
+            "drafts": self.counters.drafts,
+            "mean_acceptance_length": self.counters.mean_acceptance_length,
+            "accepted_to_depth": self.by_depth,
+        }
+
+
+def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Question]:
+    """Returns the first `limit` prompts of a file (see `rows`), 0 for all; counts other rows."""
+    rows, questions = RowFile(path), []
+    for index in range(len(rows)):
+        if limit and len(questions) == limit:
+            break
+        try:
+            questions.append(Question(rows.place(index), conversation_of(rows[index][1])))
+        except ValueError as error:
+            left_out.add(str(error), rows.place(index))
+    return questions
+
+
+def measure(
+    server: VllmServer,
+    sets: Mapping[str, Sequence[Question]],
+    sizes: Sequence[int],
+    *,
+    concurrency: int,
+    sampling: Mapping[str, Any],
+    left_out: LeftOut,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[Cell]:
+    """Returns a cell for each data set and tree size.
+
+    Args:
+        sampling: fields of every request, such as `max_tokens` and `temperature`.
+        left_out: counts prompts that the server refuses, once per prompt.
+    """
+    cells = []
+    for name, questions in sets.items():
+        for size in sizes:
+            refused = left_out if size == sizes[0] else LeftOut()
+            before = settled_counters(server)
+            fields = {**sampling, "extra_body": {"vllm_xargs": {"specplug_tree_budget": size}}}
+            answers = asyncio.run(
+                _ask_all(server, questions, concurrency, fields, refused, on_answer)
+            )
+            cells.append(Cell(name, size, answers, settled_counters(server) - before))
+    return cells
+
+
+def settled_counters(server: VllmServer) -> SpecCounters:
+    """Returns a server's counters when they do not change any more."""
+    last = SpecCounters.parse(server.metrics_text())
+    while True:
+        time.sleep(_SETTLED_S)
+        found = SpecCounters.parse(server.metrics_text())
+        if found == last:
+            return found
+        last = found
+
+
+async def _ask_all(
+    server: VllmServer,
+    questions: Sequence[Question],
+    concurrency: int,
+    fields: Mapping[str, Any],
+    refused: LeftOut,
+    on_answer: Callable[[], None],
+) -> int:
+    """Returns the number of answers to all turns of all questions."""
+    from openai import AsyncOpenAI, BadRequestError
+
+    gate = asyncio.Semaphore(concurrency)
+    async with AsyncOpenAI(
+        base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=3600.0
+    ) as client:
+
+        async def one(question: Question) -> int:
+            async with gate:
+                try:
+                    return await _ask(client, server.spec.model, question.conversation, fields)
+                except BadRequestError as error:
+                    refused.add(f"the server refuses it ({error.message})", question.place)
+                    return 0
+                finally:
+                    on_answer()
+
+        return sum(await asyncio.gather(*(one(question) for question in questions)))
+
+
+async def _ask(
+    client: Any, model: str, conversation: Conversation, fields: Mapping[str, Any]
+) -> int:
+    if conversation.text:
+        await client.completions.create(model=model, prompt=conversation.text, **fields)
+        return 1
+    messages: list[dict[str, str]] = list(conversation.asked())
+    later = list(conversation.follow_ups)
+    while True:
+        reply = await client.chat.completions.create(model=model, messages=messages, **fields)
+        if not later:
+            return 1 + len(conversation.follow_ups)
+        said = reply.choices[0].message.content or ""
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": later.pop(0)},
+        ]
