@@ -18,7 +18,7 @@ A row is read by the fields that it has, never by the name of its file:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ _READERS: dict[str, Callable[[Mapping[str, Any], str], Conversation]] = {
 }  # fmt: skip
 
 
-class RowFile(Sequence[tuple[str, Any]]):
+class RowFile:
     """The rows of a file, each with its place ("file:line").
 
     JSON lines are read when they are asked for. A file that is a JSON list is read at once. A text
@@ -215,7 +215,7 @@ class RowFile(Sequence[tuple[str, Any]]):
         number = (self._lines if self._rows is None else self._rows)[index][0]
         return f"{self.path}:{number}"
 
-    def __getitem__(self, index: Any) -> tuple[str, Any]:
+    def __getitem__(self, index: int) -> tuple[str, Any]:
         """Returns the place and the row.
 
         Raises:

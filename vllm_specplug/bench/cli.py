@@ -309,7 +309,8 @@ def evaluate(
     raise_on_termination()
     console = Console()
     with _plain_errors(console):
-        counts, values = _numbers(sizes, int, "--sizes"), {"model": model, "head": head}
+        counts = _numbers(sizes, int, "--sizes")
+        values: dict[str, Any] = {"model": model} | ({} if head is None else {"head": head})
         if not counts or min(counts) < 1:
             raise PlanError(f"--sizes {sizes!r}, legal: numbers of nodes from 1 on; correct them")
         if not data:
@@ -323,8 +324,8 @@ def evaluate(
             "method": method, "num_speculative_tokens": max(counts),
             "max_request_budget": max(counts),
         }  # fmt: skip
-        if values["head"] is not None:
-            config["model"] = values["head"]
+        if values.get("head") is not None:
+            config["model"] = str(values["head"])
         spec = ServerSpec("evaluate", str(values["model"]), config, max_model_len, dtype=dtype,
                           enforce_eager=eager)  # fmt: skip
         total = len(counts) * sum(map(len, sets.values()))

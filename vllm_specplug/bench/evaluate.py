@@ -61,7 +61,8 @@ class Cell:
 
 def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Question]:
     """Returns the first `limit` prompts of a file (see `rows`), 0 for all; counts other rows."""
-    rows, questions = RowFile(path), []
+    rows = RowFile(path)
+    questions: list[Question] = []
     for index in range(len(rows)):
         if limit and len(questions) == limit:
             break

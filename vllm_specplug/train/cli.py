@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -93,6 +94,7 @@ def generate(
         heat = [float(t) for t in temperatures.split(",")]
         chat, left_out = ChatTokenizer.of(target, template), LeftOut()
         limit = common.length_limit(target, max_prompt_tokens, reserved=max_tokens)
+        given: list[tuple[str, Sequence[int]]]
         if planned:
             given = [(r.source, r.prompt_ids) for r in answers.read_plan(out)]
         else:

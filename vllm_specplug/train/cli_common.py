@@ -147,8 +147,9 @@ def write_split(
         task = bar.add_task("features", total=len(split.files), visible=process.is_main)
         for number, (name, aside, rest) in enumerate(split.parts()):
             for folder, part in ((heldout, aside), (out, rest)):
-                is_missing = folder and part and not (folder / name / "meta.json").is_file()
-                if is_missing and process.takes(number):
+                if folder is None or not part or not process.takes(number):
+                    continue
+                if not (folder / name / "meta.json").is_file():
                     write(folder / name, [TokenSequence.of(answer) for answer in part], number)
             bar.update(task, completed=number + 1)
     process.wait()

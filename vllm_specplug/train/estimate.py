@@ -103,22 +103,23 @@ def estimate_from_config(run: FeatureRunOptions, recipe: Recipe) -> list[str]:
     layers = len(chosen_layers(run.layers, len(decoder.layers)))
     target = sum(p.numel() for p in model.parameters())
     table = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    tokens = rows = 0
+    stride, most = (getattr(recipe, f"anchor{part}", 0) for part in ("_stride", "s_per_sequence"))
+    tokens = anchors = 0
     for path in answer_shards(run.answers):
         for answer in read_answers(path):
-            tokens += len(answer.prompt_ids) + len(answer.answer_ids)
-            rows += len(answer.answer_ids)
+            length = len(answer.answer_ids)
+            tokens += len(answer.prompt_ids) + length
+            anchors += min(length // (stride or 1), most or length)
     layer = sum(p.numel() for p in decoder.layers[0].parameters())
     head = layer * (getattr(run, "num_layers", 1) or 2) + layers * hidden**2
     batch = getattr(recipe, "anchors_per_step", 0) or getattr(recipe, "tokens_per_step", 1)
-    anchors = rows / getattr(recipe, "anchor_stride", 1)
     per_anchor = getattr(run, "block_size", 1) or getattr(recipe, "steps", 1)
     positions = batch * per_anchor * recipe.gradient_accumulation
     epoch = max(1.0, anchors / batch / recipe.gradient_accumulation)
     # 2 FLOPs per weight and position forward, 4 backward; three products with the LM head: logits
     # of the draft, of the target, and a gradient.
     step = positions * 6 * (head + table) / ASSUMED_FLOPS
-    forward = 2 * (target - table) * tokens / ASSUMED_FLOPS
+    forward = 2 * layer * len(decoder.layers) * tokens / ASSUMED_FLOPS
     disk = tokens * 2 * hidden * (layers + 1)
     stored = forward + step * recipe.total_steps
     online = (forward / epoch + step) * recipe.total_steps

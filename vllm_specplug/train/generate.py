@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def render(prompt: Prompt, chat: ChatTokenizer) -> list[int]:
 
 
 def render_all(
-    prompts: Sequence[Prompt], chat: ChatTokenizer, limit: int, left_out: LeftOut
+    prompts: Iterable[Prompt], chat: ChatTokenizer, limit: int, left_out: LeftOut
 ) -> Iterator[tuple[str, list[int]]]:
     """Yields (source, token ids) of the prompts of up to `limit` tokens; counts the others."""
     for prompt in prompts:

@@ -6,6 +6,7 @@ Placeholders become what the repository ships, and amounts of data and training 
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -38,6 +39,8 @@ NOT_RUN = {
     r" --distributed-executor-backend ray": "test_ray.py runs Ray, where it is installed",
     r"--init-from HEAD |^python bench/block_trees": "hours of training on the author's features",
     r"--features dev$": "the features are the author's",
+    r"Qwen3-8B": "eight GPUs; the commands for a small model run",
+    r"^specplug evaluate": "the data are the user's; test_evaluate.py measures",
 }
 HEADS = {
     "DFLASH_HEAD": "smollm2-135m-dflash",
@@ -50,6 +53,7 @@ SMALLER = {
     r"=(\d+)\b(?=( |$))": "=3",
     r" --total-steps \d+": " --total-steps 2",
     r"^specplug data features": "specplug data features --heldout-answers 4",
+    r"--answers data/answers": "--answers data/answers --heldout-answers 4",
 }
 STEPS = " --total-steps 2"
 TRAINING = ("specplug data ", "specplug train ")
@@ -156,6 +160,8 @@ def test_a_head_is_trained_by_the_commands_in_their_order(
     rows = [f'{{"prompt": "Name {n} things that are {what}."}}'
             for n in range(2, 12) for what in ("red", "round", "old")]  # fmt: skip
     (tmp_path / "my_prompts.jsonl").write_text("\n".join(rows) + "\n")
+    chats = [{"prompt": f"Count to {n}.", "completion": "One, two, three."} for n in range(10)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)) + "\n")
     for command in TRAINED:
         command = filled_in(command)
         for what, smaller in SMALLER.items():
