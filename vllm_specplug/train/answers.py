@@ -214,23 +214,27 @@ class Split:
             yield path.stem.replace("answers", "shard"), aside, [a for a in kept if a not in aside]
 
     def check(self) -> list[str]:
-        """Returns what a user should know: how many answers are left out, and whether more are held
-        out than left to train on.
-
-        Raises:
-            ValueError: if none would be left.
-        """
+        """Returns the `remarks` on the split, for which it reads all answers."""
         aside = rest = 0
         for _, held, others in self.parts():
             aside += len(held)
             rest += len(others)
+        return self.remarks(aside, rest)
+
+    def remarks(self, aside: int, rest: int) -> list[str]:
+        """Returns what a user should know: how many answers are left out, and whether more are held
+        out than left to train on.
+
+        Raises:
+            ValueError: if none are left to train on.
+        """
         told = f"--heldout-answers {self.heldout} holds {aside} of {aside + rest} answers out"
         if not rest:
             raise ValueError(
                 f"{told} and leaves none to train on; lower it, or generate more answers"
             )
         lines = [f"{told} and leaves {rest} to train on"] if aside > rest else []
-        left_out = sum(1 for path in self.files for _ in read_answers(path)) - aside - rest
+        left_out = sum(1 for path in self.files for _ in path.open("rb")) - aside - rest
         if left_out:
             lines.append(
                 f"{left_out} answers left out: shorter than {MIN_ANSWER_TOKENS} tokens, or ending "

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -52,8 +53,10 @@ class _Rate(ProgressColumn):
 
 
 def progress() -> Progress:
-    """Returns a progress bar with counts, rate and remaining time."""
-    return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), _Rate())
+    """Returns a progress bar with counts, rate and remaining time; only the main process of several
+    shows it."""
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _Rate())
+    return Progress(*columns, disable=os.environ.get("RANK", "0") != "0")
 
 
 def report(left_out: LeftOut) -> None:
@@ -86,7 +89,6 @@ class Process:
 
         self._state = PartialState()
         self.device = self._state.device
-        self.is_main = self._state.is_main_process
 
     def takes(self, number: int) -> bool:
         """Whether a numbered piece of work is this process's."""
@@ -144,7 +146,7 @@ def write_split(
     from vllm_specplug.train.features import TokenSequence
 
     with progress() as bar:
-        task = bar.add_task("features", total=len(split.files), visible=process.is_main)
+        task = bar.add_task("features", total=len(split.files))
         for number, (name, aside, rest) in enumerate(split.parts()):
             for folder, part in ((heldout, aside), (out, rest)):
                 if folder is None or not part or not process.takes(number):

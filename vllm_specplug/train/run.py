@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from vllm_specplug.train.vocabulary import (
 
 # As in `specplug data features`.
 REPETITIVE_SHARE = 0.7
+
+logger = logging.getLogger(__name__)
 
 Log = Callable[[str], None]
 OnStep = Callable[[int, dict[str, float]], None]
@@ -153,7 +156,6 @@ def open_features(
             "data import` first"
         )
     split = Split(files, run.heldout_answers, REPETITIVE_SHARE)
-    split.check()
     device = new_accelerator().device
     model = load_target(run.target, torch.bfloat16).requires_grad_(False).to(device)
     layers = chosen_layers(run.layers, len(decoder_of(model).layers))
@@ -161,6 +163,8 @@ def open_features(
     for _, *both in split.parts():
         for part, answers in zip(parts, both, strict=True):
             part += map(TokenSequence.of, answers)
+    for line in split.remarks(*map(len, parts)):
+        logger.warning(line)
     if not parts[0]:
         raise ValueError(
             f"{run.answers} holds no greedy answer to hold out; generate some, since sampled ones "
@@ -218,6 +222,10 @@ def started_from(init_from: str) -> dict[str, Any]:
     return {"init_from": head_identity(init_from) if init_from else None}
 
 
+def _silent(_line: str) -> None:
+    pass
+
+
 def train_head(
     start: Callable[[Any, Any], HeadInTraining],
     run: RunOptions,
@@ -240,9 +248,12 @@ def train_head(
         for line in estimate_from_config(run, recipe):
             log(line)
         return {}
-    run.refuse_overwriting()
+    if not run.dry_run:
+        run.refuse_overwriting()
     made = start(run, recipe)
     training = made.training
+    if not training.accelerator.is_main_process:
+        log = _silent
     trainer = Trainer(made.head, made.tables, training.store, made.objective, training.accelerator)
     if run.dry_run:
         for line in estimate(trainer, run.out):

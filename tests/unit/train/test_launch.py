@@ -21,7 +21,6 @@ from vllm_specplug.train.answers import Answer, AnswerWriter
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.trainer import Trainer
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 

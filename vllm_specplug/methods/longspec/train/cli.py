@@ -118,7 +118,7 @@ def features(
             )
         ]
         with common.progress() as bar:
-            task = bar.add_task("features", total=len(made), visible=process.is_main)
+            task = bar.add_task("features", total=len(made))
             for number, start in enumerate(range(0, len(made), 16)):
                 folder = out / f"shard-{length}-{number:05d}"
                 if process.takes(number) and not (folder / "meta.json").is_file():

@@ -28,6 +28,11 @@ from vllm_specplug.train.run import (
 def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
     """Returns a new layer from the target's last one, or the head of the previous stage."""
     check_window("window_size", run.window_size)
+    if run.layers:
+        raise ValueError(
+            f"--layers {run.layers}, legal: none, because the layer reads the target's last one; "
+            "leave it out"
+        )
     training = open_features(run, recipe, KVFeatureStore, OnlineKV)
     config, vocab_size = training.weights.config, training.vocab_size
     if run.init_from:
