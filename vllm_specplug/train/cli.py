@@ -118,13 +118,16 @@ def generate(
         if not planned:
             left_out = LeftOut()
             made = generation.make_prompts(counts, seed, generator.texts)
+            given += generation.render_all(made, chat, longest, left_out)
             requests = answers.plan_requests(
-                [*given, *generation.render_all(made, chat, longest, left_out)],
+                given,
                 temperatures=heat,
                 sampled_share=sampled_share,
                 seed=seed,
             )
             common.report(left_out)
+            if len(requests) < len(given):
+                typer.echo(f"{len(given) - len(requests):,} repeated prompts left out", err=True)
             settings = {
                 "target": str(target),
                 "files": [str(p) for p in prompts or []],

@@ -190,7 +190,8 @@ def add_training(
                 kind(**{f.name: chosen[f.name] for f in fields(kind)}) for kind in kinds
             )
             module, _, function = start.partition(":")
-            task = bar.add_task("training", total=chosen["total_steps"])
+            shown = not chosen["dry_run"]
+            task = bar.add_task("training", total=chosen["total_steps"], visible=shown)
 
             def on_step(step: int, numbers: dict[str, float]) -> None:
                 loss, speed = numbers["loss_average"], numbers["slots_per_second"]

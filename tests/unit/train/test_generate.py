@@ -85,15 +85,22 @@ def test_prompts_of_any_length_are_answered_also_by_base_models(
     monkeypatch.setattr(generate, "VllmGenerator", Generator)
     Generator.made.clear()
     target = chat_target(tmp_path / "chat", target_folder, template)
-    rows = [{"prompt": "w9 " * 200}, {"prompt": "w10"}, {"prompt": "w11 " * 240}, {"other": 1}]
+    rows = [
+        {"prompt": "w9 " * 200},
+        {"prompt": "w10"},
+        {"question": "w10"},
+        {"prompt": "w11 " * 240},
+        {"other": 1},
+    ]
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = ["generate", "--target", str(target), "--prompts", str(path), "--max-tokens", "40"]
     result = runner.invoke(data_app, [*command, "--out", str(tmp_path / "data")])
     assert result.exit_code == 0, result.output
+    assert "1 repeated prompts left out" in result.stderr
     # The context of 256 tokens, without the answer's.
-    assert f"1 x prompt of more than 216 tokens: {path}:3" in result.stderr.replace("\n", "")
-    assert f"{path}:4" in result.stderr.replace("\n", "")
+    assert f"1 x prompt of more than 216 tokens: {path}:4" in result.stderr.replace("\n", "")
+    assert f"{path}:5" in result.stderr.replace("\n", "")
     framed = 0 if template is None else 3
     lengths = sorted(len(r.prompt_ids) for r in read_plan(tmp_path / "data"))
     assert lengths == [1 + framed, 200 + framed]
