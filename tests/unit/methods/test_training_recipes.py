@@ -16,7 +16,7 @@ from tests.unit.train.heads import Job
 from vllm_specplug.methods.recipes import all_recipes, recipes_of
 from vllm_specplug.train.cli import train_app
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "recipes.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "training_recipes.md"
 CONVERTED = {"epochs": "total_steps", "warmup_share": "warmup_steps"}
 runner = CliRunner()
 
