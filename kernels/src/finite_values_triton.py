@@ -41,30 +41,37 @@ def _store_isolated_kernel(
     token,
     head,
     PAGE: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    PADDED_KEY: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     slot = tl.load(slots + row, mask=row < num_rows, other=-1)
+    stored = (slot >= 0)[:, None]
+    at = slot // PAGE * block + slot % PAGE * token + tl.program_id(1).to(tl.int64) * head
     dims = tl.arange(0, PADDED_DIM)
-    inside = (slot >= 0)[:, None] & (dims < HEAD_DIM)[None, :]
+    inside = stored & (dims < HEAD_DIM)[None, :]
     in_head = tl.program_id(1) * HEAD_DIM + dims[None, :]
-    k = tl.load(key + row[:, None] * key_row + in_head, mask=inside, other=0.0)
     v = tl.load(value + row[:, None] * value_row + in_head, mask=inside, other=0.0)
     bad, in_bad_row = _nonfinite(v)
-    nan = tl.full(k.shape, float("nan"), tl.float32).to(k.dtype)
-    at = slot // PAGE * block + slot % PAGE * token + tl.program_id(1).to(tl.int64) * head
-    tl.store(keys + at[:, None] + dims[None, :], tl.where(in_bad_row, nan, k), mask=inside)
     v = tl.where(bad, tl.zeros_like(v), v)
     tl.store(values + at[:, None] + dims[None, :], v, mask=inside)
+    dims = tl.arange(0, PADDED_KEY)
+    inside = stored & (dims < KEY_DIM)[None, :]
+    in_head = tl.program_id(1) * KEY_DIM + dims[None, :]
+    k = tl.load(key + row[:, None] * key_row + in_head, mask=inside, other=0.0)
+    nan = tl.full(k.shape, float("nan"), tl.float32).to(k.dtype)
+    tl.store(keys + at[:, None] + dims[None, :], tl.where(in_bad_row, nan, k), mask=inside)
 
 
 def store_isolated_triton(
-    # [T, H, D] each, heads of a row side by side
+    # [T, H, Dk] and [T, H, Dv], heads of a row side by side
     key: torch.Tensor,
     value: torch.Tensor,
-    # [num_blocks, block_size, H, D] of equal strides and of their dtype, written in place
+    # [num_blocks, block_size, H, Dk] and [.., Dv] of equal strides and of their dtype, written in
+    # place
     keys: torch.Tensor,
     values: torch.Tensor,
     # int64 [S], S <= T; negative for rows that are not stored
@@ -74,15 +81,20 @@ def store_isolated_triton(
     safe."""
     assert len(slots) <= len(key), (slots.shape, key.shape)
     _, page, heads, head_dim = values.shape
+    key_dim = keys.shape[3]
     assert keys.stride() == values.stride() and values.stride(3) == 1, values.stride()
-    for tensor in (key, value):
-        assert tensor.dtype == values.dtype and tensor.shape[1:] == values.shape[2:], tensor.shape
-        assert tensor.stride(2) == 1 and tensor.stride(1) == head_dim, tensor.stride()
+    for tensor, cache in ((key, keys), (value, values)):
+        assert tensor.dtype == cache.dtype and tensor.shape[1:] == cache.shape[2:], tensor.shape
+        # The stride of a single head is undefined.
+        assert tensor.stride(2) == 1 and (heads == 1 or tensor.stride(1) == tensor.shape[2]), (
+            tensor.stride()
+        )
     rows = len(slots)
     if rows:
         _store_isolated_kernel[(triton.cdiv(rows, _ROWS), heads)](
             key, value, keys, values, slots, rows, key.stride(0), value.stride(0),
-            *values.stride()[:3], PAGE=page, HEAD_DIM=head_dim,
+            *values.stride()[:3], PAGE=page, KEY_DIM=key_dim,
+            PADDED_KEY=triton.next_power_of_2(key_dim), HEAD_DIM=head_dim,
             PADDED_DIM=triton.next_power_of_2(head_dim), ROWS=_ROWS, num_warps=4,
         )  # fmt: skip
 

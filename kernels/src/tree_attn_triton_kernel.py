@@ -34,6 +34,15 @@ def _attend(
         scores = tl.where(scores < 0.0, -capped, capped)
     if slope_log2 is not None:
         scores -= slope_log2[:, None] * distance
+    return add_columns(scores, v, shown, row_max, row_sum, acc, value_scales, MASKED, PRECISION)
+
+
+@triton.jit
+def add_columns(
+    scores, v, shown, row_max, row_sum, acc, value_scales, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Adds columns with base-2 `scores` and values `v` to the state of the online softmax."""
     if MASKED:
         scores = tl.where(shown, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))

@@ -34,7 +34,7 @@ SPILLS = {
 }
 # Tiles of 16 rows take `mma.sync` on sm_90 too.
 LARGE_TILES = re.compile(r"rows (256|64) dim 128 page 16 (bf|fp)16( dense)?$")
-COUNTS = {80: 59, 90: 65, 100: 63}
+COUNTS = {80: 62, 90: 68, 100: 66}
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma", 100: "tcgen05.mma"}
 
 
@@ -62,7 +62,7 @@ def test_kernels_compile_without_spills(arch: int) -> None:
         assert not STEP_ARGUMENTS & {*kernel["specialised"]}, kernel
     halves = [k for k in kernels if LARGE_TILES.search(k["name"])]
     singles = [k for k in kernels if " fp32" in k["name"]]
-    assert (len(halves), len(singles)) == (4, 6)
+    assert (len(halves), len(singles)) == (4, 7)
     for kernel in halves + singles:
         made = {k: n for k, n in kernel["instructions"].items() if "mma" in k and n}
         # Matrix products of float32 would round its factors to those of TF32.

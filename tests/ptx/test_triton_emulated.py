@@ -52,6 +52,7 @@ from tests.kernels import (
     test_triton_step as step,
 )
 from tests.kernels.device_trees import FP8, FP16, FP32, DeviceTrees, other_scales
+from tests.kernels.latent_trees import LatentTrees
 from tests.ptx.ptx_machine import Timing
 from tests.ptx.triton_compiler import Compiler
 from tests.ptx.triton_machine import Stepped, stepped
@@ -90,6 +91,10 @@ def ran(machine: Stepped, fragment: str) -> int:
 
 def half(specs: list[tuple[int, int]], **options: Any) -> DeviceTrees:
     return DeviceTrees(specs, **{"dtype": BF16, "head_dim": 64, **options})
+
+
+def latent(specs: list[tuple[int, int]], **options: Any) -> LatentTrees:
+    return LatentTrees(specs, **{"dtype": BF16, "heads": 4, "latent": 64, **options})
 
 
 # -- attention -----------------------------------------------------------------------------
@@ -344,6 +349,18 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
         lambda patch: partial_caches.test_tokens_that_are_taken_in_are_counted(),
         {"_count_tokens_kernel"},
     ),
+    "latent rows": (
+        lambda patch: latent([(70, 9), (3, 0), (64, 5)]).check(splits=1),
+        {"_latent_attn_kernel"},
+    ),
+    "latent rows in parts": (
+        lambda patch: latent([(600, 9), (3, 0)]).check(splits=2, skipped=1),
+        {"_latent_attn_kernel", "_merge_parts_kernel"},
+    ),
+    "latent rows of DeepSeek's": (
+        lambda patch: latent([(70, 2)], heads=16, latent=512, rotary=64, page=64).check(splits=1),
+        {"_latent_attn_kernel"},
+    ),
     "values that are not finite": (
         lambda patch: finite.test_the_devices_kernel_stores_what_the_hosts_does(FP16, float("nan")),
         {"_isolate_nonfinite_kernel"},
@@ -377,8 +394,9 @@ STEPS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = {
 
 # All kernels of these run in other cases too.
 REPEATED = {
-    "best-first trees", "ties of best-first trees", "n-gram branches", "the delta rule",
-    "the delta rule beside what is not finite", "values that are infinite",
+    "latent rows of DeepSeek's", "best-first trees", "ties of best-first trees",
+    "n-gram branches", "the delta rule", "the delta rule beside what is not finite",
+    "values that are infinite",
 }  # fmt: skip
 
 

@@ -144,6 +144,55 @@ def tree_attention(
     return compiled
 
 
+def latent_attention(arch: int, rows: int, heads: int, dtype: str = "bf16") -> Compiled:
+    """The kernel over latent rows of DeepSeek's targets, split, with the tiles its wrapper
+    chooses."""
+    from vllm_specplug.kernels.latent_attn_triton import _latent_attn_kernel, choose_config
+    from vllm_specplug.kernels.tree_attn_triton import MIN_TILES
+
+    config = choose_config(rows * heads, 4 if dtype == "fp32" else 2)
+    pointers = ("q_latent", "q_rotary", "cache", "output")
+    strides = (
+        "latent_row", "latent_head", "rotary_row", "rotary_head", "output_row", "output_head",
+        "cache_block", "cache_token",
+    )  # fmt: skip
+    numbers = (
+        "num_trees", "forced_parts", "resident_ctas", "extra", "part_rows", "plan_stride",
+        "words_stride", "table_stride",
+    )  # fmt: skip
+    compiled = compile_kernel(
+        f"latent_attn rows {rows} heads {heads} {dtype}",
+        _latent_attn_kernel,
+        arch,
+        {
+            **dict.fromkeys(pointers, f"*{dtype}"),
+            **dict.fromkeys(("part_out", "part_lse"), "*fp32"),
+            **dict.fromkeys(("part_record", "plan", "block_table"), "*i32"),
+            "words": "*i64",
+            "scale_log2": "fp32",
+            **dict.fromkeys((*strides, *numbers), "i32"),
+        },
+        {
+            "HEADS": heads,
+            "LATENT": 512,
+            "PADDED_LATENT": 512,
+            "ROTARY": 64,
+            "PADDED_ROTARY": 64,
+            "PAGE": 64,
+            "SPLIT": True,
+            "MIN_PART_TILES": MIN_TILES,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "PRECISION": "ieee" if dtype == "fp32" else "tf32",
+        },
+        aligned=(*pointers, "part_out", *strides),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    assert compiled.shared_memory <= {80: 163, 90: 227, 100: 227}[arch] * 1024, compiled
+    return compiled
+
+
 def small_kernels(arch: int) -> list[Compiled]:
     """Everything but the attention, for trees of 256 nodes."""
     import triton.language as tl
@@ -204,7 +253,8 @@ def small_kernels(arch: int) -> list[Compiled]:
             "store_isolated", _store_isolated_kernel, arch,
             {**pointers("bf16", "key", "value", "keys", "values"), "slots": "*i64",
              **ints("num_rows", "key_row", "value_row", "block", "token", "head")},
-            {"PAGE": 16, "HEAD_DIM": 128, "PADDED_DIM": 128, "ROWS": _ROWS},
+            {"PAGE": 16, "KEY_DIM": 128, "PADDED_KEY": 128, "HEAD_DIM": 128, "PADDED_DIM": 128,
+             "ROWS": _ROWS},
         ),
         compile_kernel(
             "isolate_token_scales", _isolate_token_scales_kernel, arch,
@@ -510,6 +560,9 @@ def main(arch: int, all_shapes: bool) -> None:
         # Roots alone, large pages, another head size.
         kernels.append(tree_attention(arch, 4, page=128))
         kernels.append(tree_attention(arch, 64 * 4, head_dim=96, page=64))
+    # DeepSeek-V3 over eight ranks and over one, a single row and a tree.
+    kernels += [latent_attention(arch, 1, 16), latent_attention(arch, 16, 128)]
+    kernels += [latent_attention(arch, 16, 16, dtype="fp32")]
     # float32 is what outputs are compared in first, on small models with heads of 64.
     kernels += [tree_attention(arch, 64 * 4, dtype="fp16")]
     kernels += [tree_attention(arch, 16 * 4, dtype="fp16", dense=True)]
