@@ -54,10 +54,13 @@ from vllm_specplug.tree.step_trees import (
     set_positions,
     walk_trees,
 )
+from vllm_specplug.vllm_attention.latent_gpu import TreeMLAImplMixin
+from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows
 from vllm_specplug.vllm_v2 import draft_inputs, host_step
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
+from vllm_specplug.vllm_v2.latent_device import LatentDeviceBackend
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_worker import warmup
@@ -315,6 +318,52 @@ def _take_steps(served: Served, launches: Launches, kernels: set[str]) -> None:
         sizes = rng.integers(1, 1 + rng.choice([3, nodes]), count).tolist()
         longest = int(rng.choice([1, 300, 600, CONTEXT - nodes - 1]))
         served.step(sizes, rng.integers(0, longest, count).tolist(), bool(rng.integers(2)))
+        launched = launches.taken()
+        assert launched and not launched - warmed, _difference(launched - warmed, warmed)
+
+
+@pytest.mark.parametrize(("nodes", "heads"), [(7, 16), (40, 2), (256, 128)])
+def test_latent_rows_launch_what_was_warmed_up(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, nodes: int, heads: int
+) -> None:
+    monkeypatch.setattr(step_trees, "has_kernels", lambda device: True)
+    limits = StepLimits(REQUESTS, REQUESTS * (nodes + 1), nodes + 1, CONTEXT)
+    backend = LatentDeviceBackend("auto", heads, limits, CPU)
+    cache = torch.zeros(4, PAGE, 576, dtype=torch.bfloat16)
+    backend.bind([CacheGroup(0, {"a": cache}, num_heads=heads, latent_size=512)])
+    impl = TreeMLAImplMixin()
+    impl.kv_lora_rank, impl.scale = 512, 0.1
+    launches.taken()
+    backend.run_every_variant(lambda: None)
+    warmed = launches.taken()
+    attention = {"_latent_attn_kernel", "_merge_parts_kernel", "_tree_words_kernel"}
+    kernels = {*STEP_KERNELS} - ATTENTION | attention
+    assert {name for name, *_ in warmed} >= kernels
+    table = torch.zeros(REQUESTS, -(-CONTEXT // PAGE), dtype=torch.int32)
+    rng, store = np.random.default_rng(1), TreeStore(REQUESTS, nodes, nodes, CPU)
+    for _ in range(20):
+        count = int(rng.integers(1, REQUESTS))
+        sizes = rng.integers(1, 1 + rng.choice([3, nodes]), count).tolist()
+        starts = rng.integers(0, CONTEXT - nodes - 1, count).tolist()
+        batch = input_batch(list(range(count)), starts, sizes, [0] * count)
+        batch.query_start_loc = batch.cu_num_logits
+        batch.query_start_loc_np = batch.cu_num_logits_np
+        trees = attach_trees(store, step_rows(batch, nodes))
+        row = batch.num_tokens
+        metadata: Any = SimpleNamespace(
+            num_decodes=count, num_decode_tokens=row, num_prefills=0,
+            decode=SimpleNamespace(block_table=table[:count]),
+        )  # fmt: skip
+        attach_tree_rows(metadata, backend._decoded_rows(metadata, batch, trees, table))
+        # Queries and rows are parts of joint projections, as in vLLM's layers.
+        rotary = torch.zeros(row, heads, 192, dtype=torch.bfloat16)[..., 128:]
+        latent = torch.zeros(row, heads, 512, dtype=torch.bfloat16)
+        launches.taken()
+        impl.forward_mqa((latent, rotary), cache, metadata, None)
+        stored_rows = torch.zeros(row, 576, dtype=torch.bfloat16)
+        keys, values = stored_rows[:, None, 512:], stored_rows[:, :512]
+        slots = torch.zeros(3 * row, dtype=torch.int64)[row % 5 : row % 5 + row]
+        impl.do_kv_cache_update(values, keys, cache, slots, "auto", ONE)
         launched = launches.taken()
         assert launched and not launched - warmed, _difference(launched - warmed, warmed)
 

@@ -96,7 +96,7 @@ def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
     """Returns the attention shape of a model on each of its ranks.
 
     Raises:
-        ValueError: if the target cannot be read.
+        ValueError: if the target cannot be read, or its attention cannot be tested here.
     """
     import torch
     from vllm.engine.arg_utils import EngineArgs
@@ -111,6 +111,11 @@ def target_shape(target: str, num_ranks: int = 1) -> KernelShape:
         raise ValueError(f"target {target!r} cannot be read: {first_message(error)}") from error
     model = engine.model_config
     assert isinstance(model.dtype, torch.dtype), model.dtype
+    if model.use_mla and torch.cuda.is_available():
+        raise ValueError(
+            f"target {target!r} has latent attention (MLA), whose kernel is tested when a server "
+            "starts, and not here: leave --target out"
+        )
     heads = model.get_num_attention_heads(engine.parallel_config)
     kv_heads = model.get_total_num_kv_heads()
     if heads % num_ranks:

@@ -212,34 +212,39 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         )
 
 
-def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Refuses multi-head latent attention except on a CPU, where trees read the cache of vLLM's
-    reference backend.
+# Legal values of `tree_kernel` for latent attention, by device.
+_LATENT_KERNELS = {"cpu": ("auto", "reference"), "cuda": ("auto", "triton")}
 
-    Workers check the kind of each layer, and its rotary operator, once they are built.
+
+def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Refuses what trees over latent caches (multi-head latent attention) do not support.
+
+    Workers check the kind of each layer, and on a CPU its rotary operator, once they are built.
     """
     model = vllm_config.model_config
     target = f"an MLA target ({model.architectures[0]})"
     device = vllm_config.device_config.device_type
-    if device != "cpu":
+    kernels = _LATENT_KERNELS.get(device, ())
+    if not kernels:
         _refuse(
             method,
             f"{target} on {device!r}",
-            "Trees over latent caches are only computed on CPUs; use a target with MHA or GQA, or "
-            "one of vLLM's own chain methods",
+            "Trees over latent caches are computed on CPUs and on CUDA; use a target with MHA or "
+            "GQA, or one of vLLM's own chain methods",
         )
-    if spec.tree_kernel not in ("auto", "reference"):
+    if spec.tree_kernel not in kernels:
         _refuse(
             method,
             f"tree_kernel={spec.tree_kernel!r} on {target}",
-            'Only torch kernels read latent caches: use tree_kernel="auto" or "reference"',
+            "One kernel reads latent caches here: use tree_kernel="
+            + " or ".join(f'"{kernel}"' for kernel in kernels),
         )
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", _dtype_name(vllm_config)):
         _refuse(
             method,
             f"kv_cache_dtype={cache_dtype!r} on {target}",
-            'vLLM\'s CPU_MLA backend supports only kv_cache_dtype="auto"',
+            'Trees read only unquantised latent caches: use kv_cache_dtype="auto"',
         )
     scheduler = vllm_config.scheduler_config
     limit = scheduler.max_num_scheduled_tokens

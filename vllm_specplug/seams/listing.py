@@ -402,7 +402,8 @@ ALL_SEAMS: tuple[Seam, ...] = tuple(
             *STATE_SEAMS.seams,
             *CPU_STATE_SEAMS.seams,
             *DEVICE_STATE_SEAMS.seams,
-            *LATENT_SEAMS.seams,
+            *LATENT_SEAMS["cpu"].seams,
+            *LATENT_SEAMS["cuda"].seams,
             CPU_ADMISSION,
         )
     )

@@ -26,6 +26,10 @@ _WHY = (
     "vLLM expands the full context of a request with drafts and attends the drafts causally; tree "
     "rows attend their ancestors over the latent cache"
 )
+_WHY_RAGGED = "requests of any number of rows are decoded together, by a kernel with a mask per row"
+_WHY_DRAFT_BACKEND = (
+    "a backend that is asked for by name must serve latent rows, which draft layers do not have"
+)
 _WHY_BLOCK_SIZES = (
     "vLLM's latent caches have blocks of 16 tokens, which its other CPU backend refuses; draft "
     "layers use that backend"
@@ -41,7 +45,24 @@ _WHY_ROUTING = (
 )
 _RIGHT_ROUTING = "compiled and eager answers of plain vLLM agree for such targets"
 
-LATENT_SEAMS = SeamSet(
+_LAYER_ATTRIBUTES = attributes(
+    "latent_backend",
+    _WHY,
+    HAS_MASKS,
+    _MLA,
+    "impl",
+    "attn_backend",
+    "indexer",
+    "sliding_window",
+    "use_sparse",
+    "non_causal_multi_token_decode",
+    "num_heads",
+    "num_kv_heads",
+    "head_size",
+    "kv_lora_rank",
+)
+
+_CPU_SEAMS = SeamSet(
     (
         Register(
             "latent_backend",
@@ -82,21 +103,7 @@ LATENT_SEAMS = SeamSet(
             f"{BACKENDS}.mla.cpu_mla:CPUMLAImpl",
             "do_kv_cache_update",
         ),
-        *attributes(
-            "latent_backend",
-            _WHY,
-            HAS_MASKS,
-            _MLA,
-            "impl",
-            "attn_backend",
-            "indexer",
-            "sliding_window",
-            "use_sparse",
-            "non_causal_multi_token_decode",
-            "num_heads",
-            "num_kv_heads",
-            "head_size",
-        ),
+        *_LAYER_ATTRIBUTES,
         *overrides(
             "latent_drafts",
             _WHY_BLOCK_SIZES,
@@ -137,3 +144,62 @@ LATENT_SEAMS = SeamSet(
         ),
     )
 )
+
+_GPU_SEAMS = SeamSet(
+    (
+        *(
+            Register(
+                "latent_gpu_backend",
+                f"{BACKENDS}.registry:AttentionBackendEnum.{name}",
+                _WHY,
+                HAS_MASKS,
+                path=f"vllm_specplug.vllm_attention.latent_gpu.{name}",
+            )
+            for name in (
+                "TRITON_MLA",
+                "FLASHMLA",
+                "FLASH_ATTN_MLA",
+                "FLASHINFER_MLA",
+                "CUTLASS_MLA",
+            )
+        ),
+        *uses(
+            "latent_gpu_backend",
+            _WHY_RAGGED,
+            HAS_MASKS,
+            f"{_LAYERS}:MLACommonMetadata",
+            f"{_LAYERS}:QueryLenSupport",
+            f"{_LAYERS}:MLACommonMetadataBuilder.reorder_batch_threshold",
+            "vllm.v1.attention.backend:max_decode_query_len",
+            "vllm.utils.import_utils:resolve_obj_by_qualname",
+        ),
+        *overrides(
+            "latent_gpu_backend",
+            _WHY,
+            HAS_MASKS,
+            f"{_LAYERS}:MLACommonBackend",
+            "get_impl_cls",
+            "get_builder_cls",
+        ),
+        *overrides(
+            "latent_gpu_backend", _WHY, HAS_MASKS, f"{_LAYERS}:MLACommonImpl", "forward_mqa"
+        ),
+        *overrides(
+            "latent_gpu_backend",
+            WHY_ISOLATED,
+            SKIPS_VALUES,
+            "vllm.v1.attention.backend:MLAAttentionImpl",
+            "do_kv_cache_update",
+        ),
+        *uses(
+            "latent_gpu_backend",
+            _WHY_DRAFT_BACKEND,
+            HAS_DRAFT_LAYERS,
+            "vllm.v1.kv_cache_interface:KVCacheSpecKind",
+        ),
+        *_LAYER_ATTRIBUTES,
+    )
+)
+
+LATENT_SEAMS = {"cpu": _CPU_SEAMS, "cuda": _GPU_SEAMS}
+"""By device."""

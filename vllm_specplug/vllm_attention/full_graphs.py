@@ -34,7 +34,7 @@ def replays_decoding(vllm_config: Any) -> bool:
 
 def captures_by_default(vllm_config: Any) -> bool:
     """Returns whether graphs of trees were tested in this setting: one rank, no LoRA adapters, no
-    recurrent states."""
+    recurrent states, no latent attention."""
     spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
     return (
         # The reference kernel waits for the host. vLLM's own speculative configs lack the field.
@@ -42,4 +42,5 @@ def captures_by_default(vllm_config: Any) -> bool:
         and parallel.world_size == parallel.data_parallel_size == 1
         and vllm_config.lora_config is None
         and not vllm_config.model_config.is_hybrid
+        and not vllm_config.model_config.use_mla
     )

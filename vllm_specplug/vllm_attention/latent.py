@@ -16,13 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.attention.mla_attention import (
-    MLACommonDecodeMetadata,
-    MLACommonMetadata,
-)
+from vllm.model_executor.layers.attention.mla_attention import MLACommonDecodeMetadata
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from vllm_specplug.kernels import LatentSpan, isolate_nonfinite, latent_attn
+from vllm_specplug.vllm_attention.latent_gpu import latent_metadata
 from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows, tree_rows_of
 
 
@@ -126,7 +124,7 @@ def attach_latent_rows(attn_metadata: dict[str, Any], requests: Sequence[LatentR
     # vLLM's order is single rows, other requests with computed tokens, prompts. A prompt out of
     # this order is decoded.
     end = max((i + 1 for i, r in enumerate(requests) if r.num_computed), default=0)
-    for metadata in _of_latent_layers(attn_metadata):
+    for metadata in latent_metadata(attn_metadata):
         first = metadata.num_decodes
         if end > first:
             spans = spans_of(enumerate(requests[first:end], first))
@@ -139,7 +137,7 @@ def attach_warmup_rows(
     attn_metadata: dict[str, Any], num_rows: int, tree_rows: int, context: int, block_size: int
 ) -> None:
     """Turns the rows of a dummy forward into trees of `tree_rows` rows after `context` tokens."""
-    for metadata in _of_latent_layers(attn_metadata):
+    for metadata in latent_metadata(attn_metadata):
         table = _block_table(metadata)
         spans = []
         for i, first in enumerate(range(0, num_rows, tree_rows)):
@@ -148,12 +146,6 @@ def attach_warmup_rows(
             spans.append(LatentSpan(i % len(table), first, before, _line(count)))
         _decode(metadata, metadata.num_decodes + metadata.num_prefills, num_rows)
         attach_tree_rows(metadata, LatentRows(spans, table, num_single=0))
-
-
-def _of_latent_layers(attn_metadata: dict[str, Any]) -> list[Any]:
-    """Returns the distinct metadata objects of MLA layers."""
-    found = {id(m): m for m in attn_metadata.values() if isinstance(m, MLACommonMetadata)}
-    return list(found.values())
 
 
 def _block_table(metadata: Any) -> torch.Tensor:

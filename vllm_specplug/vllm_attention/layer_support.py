@@ -53,19 +53,18 @@ LATENT_FEATURES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _unsupported_latent(layer: MLAAttention) -> str | None:
-    # Imported here: it derives from a backend that other devices and targets may lack.
-    from vllm_specplug.vllm_attention.latent import TreeCPUMLAImpl
-
     for name, (title, changes_nothing) in LATENT_FEATURES.items():
         if not changes_nothing(getattr(layer, name)):
             return f"{title} ({name}={type(getattr(layer, name)).__name__})"
-    if not isinstance(layer.impl, TreeCPUMLAImpl):
+    backend = layer.attn_backend
+    if not hasattr(backend, TREE_BACKEND_MARK):
         return (
-            f"multi-head latent attention by {type(layer.impl).__name__}; of such backends only "
-            "CPU_MLA is served (--attention-backend CPU_MLA selects it on a CPU)"
+            f"multi-head latent attention by {backend.__name__}; of such backends only CPU_MLA is "
+            "served on a CPU (--attention-backend CPU_MLA selects it), and TRITON_MLA, FLASHMLA, "
+            "FLASH_ATTN_MLA, FLASHINFER_MLA and CUTLASS_MLA on CUDA"
         )
-    if TREE_BACKEND_MARK not in vars(layer.attn_backend):
-        return f"attention backend {layer.attn_backend.__name__}"
+    if TREE_BACKEND_MARK not in vars(backend) or not isinstance(layer.impl, backend.get_impl_cls()):
+        return f"attention backend {backend.__name__} with {type(layer.impl).__name__}"
     return None
 
 

@@ -117,10 +117,10 @@ class DeviceTreeRows:
         key_cache, value_cache = self.views(kv_cache)
         # Not every kernel takes features.
         more = {} if features.is_plain else {"features": features}
-        metadata = self._metadata(block_table)
+        metadata = self.over(block_table)
         self.run(query, key_cache, value_cache, output, metadata, scale, **more)
 
-    def _metadata(self, block_table: torch.Tensor | None) -> TreeAttnMetadata:
+    def over(self, block_table: torch.Tensor | None) -> TreeAttnMetadata:
         """Returns the metadata over the block table of a layer's group, made once per group and
         step.
         """

@@ -86,7 +86,7 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
         require_seams("cpu", self.use_v2_model_runner)
         CPU_BACKENDS.apply()
         if self.model_config.use_mla:
-            use_latent_seams()
+            use_latent_seams("cpu")
         if not HAS_TRITON:
             CPU_KERNELS.apply()
         with CPU_RUNNER.applied(), SPECULATOR.applied():

@@ -31,13 +31,21 @@ class DeviceRunnerMixin(TreeRunnerMixin):
     tree_backend: CudaTreeBackend
 
     def make_tree_backend(self) -> TreeBackend:
-        return CudaTreeBackend(
+        return self.backend_class()(
             self.tree_spec.tree_kernel,
             self.state.num_query_heads,
             StepLimits.of(self.state),
             self.device,
             self.vllm_config,
         )
+
+    def backend_class(self) -> type[CudaTreeBackend]:
+        """Returns the class of the backend for the target's attention."""
+        if not self.model_config.use_mla:
+            return CudaTreeBackend
+        from vllm_specplug.vllm_v2.latent_device import LatentDeviceBackend
+
+        return LatentDeviceBackend
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         if not wants_full_graphs(self.vllm_config):

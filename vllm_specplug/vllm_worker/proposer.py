@@ -63,7 +63,7 @@ class DrafterHost:
         layers = self.vllm_config.compilation_config.static_forward_context
         self.state_layers = prepare_state_layers(layers, method)
         check_target_layers(layers, method, ignored=(DraftKVLayer, MambaBase))
-        if model_config.use_mla:
+        if model_config.use_mla and self.vllm_config.device_config.device_type == "cpu":
             # Imported here: other targets do not need these classes of vLLM.
             from vllm_specplug.vllm_worker.target.latent_layers import (
                 check_compiled_routing,

@@ -68,7 +68,7 @@ def require_seams(device: str, uses_v2: bool) -> None:
     )  # fmt: skip
 
 
-def use_latent_seams() -> None:
+def use_latent_seams(device: str) -> None:
     """Applies the seams for layers with multi-head latent attention (MLA).
 
     Call it before the model's layers choose their backend.
@@ -76,11 +76,11 @@ def use_latent_seams() -> None:
     Raises:
         RuntimeError: naming what is missing.
     """
+    seams = LATENT_SEAMS[device]
     _require(
-        LATENT_SEAMS.verify(), "what trees need in layers with latent attention", "use another "
-        "target",
-    )  # fmt: skip
-    LATENT_SEAMS.apply()
+        seams.verify(), "what trees need in layers with latent attention", "use another target"
+    )
+    seams.apply()
 
 
 def _require(missing: list[str], what: str, remedy: str) -> None:

@@ -16,6 +16,8 @@ import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from vllm.config.compilation import CUDAGraphMode
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import MLAAttentionImpl
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.ops import triton_reshape_and_cache_flash
 from vllm.v1.worker.cpu import model_runner as cpu_runner
@@ -29,6 +31,7 @@ from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_v2 import worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v2.latent_device import LatentDeviceBackend
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorker
 from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
@@ -54,8 +57,8 @@ class PretendedEvent:
         return 1e3 * (end.time - self.time)
 
 
-class InterpretedTreeBackend(CudaTreeBackend):
-    """`CudaTreeBackend` on a CPU."""
+class InterpretedMixin(CudaTreeBackend):
+    """The mixin to put before a backend of CUDA to run it on a CPU."""
 
     def step_clock(self) -> StepClock:
         return DeviceClock(PretendedEvent)
@@ -81,6 +84,14 @@ class InterpretedTreeBackend(CudaTreeBackend):
         return write
 
 
+class InterpretedTreeBackend(InterpretedMixin, CudaTreeBackend):
+    """`CudaTreeBackend` on a CPU."""
+
+
+class InterpretedLatentBackend(InterpretedMixin, LatentDeviceBackend):
+    """`LatentDeviceBackend` on a CPU."""
+
+
 class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
     """`TreeGPUModelRunner` on a CPU; with full graphs, where `pretended_graphs` is entered."""
 
@@ -95,7 +106,9 @@ class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
 
     def make_tree_backend(self) -> CudaTreeBackend:
         limits = StepLimits.of(self.state)
-        return InterpretedTreeBackend("triton", self.state.num_query_heads, limits, self.device)
+        is_latent = self.model_config.use_mla
+        backend = InterpretedLatentBackend if is_latent else InterpretedTreeBackend
+        return backend("triton", self.state.num_query_heads, limits, self.device)
 
 
 class InterpretedWorker(TreeGPUWorker, CPUWorker):
@@ -148,6 +161,22 @@ def use_cuda_worker() -> None:
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     # The interpreter knows e4m3.
     triton_reshape_and_cache_flash._is_supported_kv_cache_dtype = lambda kv_cache_dtype: True
-    CpuPlatform.get_attn_backend_cls = classmethod(  # type: ignore[method-assign]
-        lambda cls, *args, **kwargs: AttentionBackendEnum.TRITON_ATTN.get_path()
+    CpuPlatform.get_attn_backend_cls = classmethod(_chosen_backend)  # type: ignore[method-assign]
+    # A CPU build lacks the operator that stores latent rows.
+    MLAAttentionImpl.do_kv_cache_update = CPUMLAImpl.do_kv_cache_update  # type: ignore[method-assign]
+    check = CpuPlatform.check_and_update_config
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        # Otherwise vLLM switches chunked prompts and prefix hits off for latent attention.
+        with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True):
+            check(vllm_config)
+
+    CpuPlatform.check_and_update_config = classmethod(  # type: ignore[method-assign]
+        check_and_update_config
     )
+
+
+def _chosen_backend(cls: Any, selected: Any, attn_selector_config: Any, **kwargs: Any) -> str:
+    backends = AttentionBackendEnum
+    chosen = backends.TRITON_MLA if attn_selector_config.use_mla else backends.TRITON_ATTN
+    return chosen.get_path()

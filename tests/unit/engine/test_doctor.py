@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.e2e.latent import latent_config
 from vllm_specplug.cpu_environment import Problems
 from vllm_specplug.engine import doctor
 
@@ -40,6 +41,16 @@ def test_a_targets_attention_is_what_serving_would_have(target: Path) -> None:
         doctor.target_shape(str(target), 3)
     with pytest.raises(ValueError, match="target='/no/such/folder' is not usable: there is no"):
         doctor.target_shape("/no/such/folder")
+
+
+def test_latent_attention_is_tested_when_a_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    latent_config("DeepseekV2").save_pretrained(tmp_path)
+    assert doctor.target_shape(str(tmp_path)).num_heads == 4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"latent attention \(MLA\).* leave --target out"):
+        doctor.target_shape(str(tmp_path))
 
 
 def test_the_kernels_of_a_device_are_asked_about_the_target(

@@ -28,7 +28,7 @@ def config_of(target: Path, spec: dict[str, Any], **engine: Any) -> Any:
         ({"dtype": "bfloat16"}, {}, None),
         ({}, {"tree_kernel": "reference"}, None),
         ({}, {"tree_kernel": "cpp"}, r"tree_kernel='cpp' on an MLA target .*\"auto\" or"),
-        ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype='fp8' on an MLA target .*CPU_MLA"),
+        ({"kv_cache_dtype": "fp8"}, {}, "kv_cache_dtype='fp8' on an MLA target .*unquantised"),
         # Whether it can be is seen in the loaded target.
         ({"enforce_eager": False}, {}, None),
         # Prompts come in whole.
@@ -58,14 +58,26 @@ def test_targets_with_latent_attention(
         config_of(tmp_path, spec, **engine)
 
 
-def test_latent_attention_on_another_device_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("device", "kernel", "message"),
+    [
+        ("cuda", "auto", None),
+        ("cuda", "triton", None),
+        ("cuda", "flash", r"tree_kernel='flash' on an MLA target .*\"auto\" or \"triton\""),
+        ("xpu", "auto", r"MLA target \(DeepseekV2ForCausalLM\) on 'xpu'.*on CPUs and on CUDA"),
+    ],
+)
+def test_latent_attention_by_device(
+    tmp_path: Path, device: str, kernel: str, message: str | None
+) -> None:
     latent_config("DeepseekV2").save_pretrained(tmp_path)
     config = config_of(tmp_path, {"method": "ngram_tree", "num_speculative_tokens": 8})
-    config.device_config = SimpleNamespace(device_type="cuda")
+    config.speculative_config.tree_kernel = kernel
+    config.device_config = SimpleNamespace(device_type=device)
     from vllm_specplug.engine.engine_args import check_engine_config
 
-    message = (
-        r"'ngram_tree' .*MLA target \(DeepseekV2ForCausalLM\) on 'cuda'.*only computed on CPUs"
-    )
-    with pytest.raises(ValueError, match=message):
+    if message is None:
+        check_engine_config(config)
+        return
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{message}"):
         check_engine_config(config)

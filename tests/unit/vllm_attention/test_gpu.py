@@ -82,7 +82,7 @@ def test_the_attention_backend_taken_has_the_numbers(dtype, cache_dtype, expecte
     attention = SimpleNamespace(backend=None)
     config = SimpleNamespace(
         attention_config=attention,
-        model_config=SimpleNamespace(dtype=dtype),
+        model_config=SimpleNamespace(dtype=dtype, use_mla=False),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
     try:
@@ -111,7 +111,7 @@ def test_flash_attention_is_refused_over_scales_of_each_token(cache_dtype):
 
     config = SimpleNamespace(
         attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASH_ATTN),
-        model_config=SimpleNamespace(dtype=torch.bfloat16),
+        model_config=SimpleNamespace(dtype=torch.bfloat16, use_mla=False),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype),
     )
     message = f"FLASH_ATTN cannot .* over kv_cache_dtype='{cache_dtype}'. Use TRITON_ATTN, or leave"

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from vllm_specplug.tree.step_trees import StepTrees
@@ -67,8 +68,9 @@ def test_vllms_cpu_layers_are_served() -> None:
 @pytest.mark.parametrize(
     ("changed", "feature"),
     [
-        ({"impl": object.__new__(CPUMLAImpl)}, "by CPUMLAImpl.*--attention-backend CPU_MLA"),
-        ({"attn_backend": CPUMLABackend}, "attention backend CPUMLABackend"),
+        ({"impl": object.__new__(CPUMLAImpl)}, "attention backend TreeCPUMLABackend with CPUMLAI"),
+        ({"attn_backend": CPUMLABackend}, "by CPUMLABackend.*--attention-backend CPU_MLA"),
+        ({"attn_backend": AMXMLABackend}, "by AMXMLABackend.*TRITON_MLA, FLASHMLA.* on CUDA"),
         ({"attn_backend": type("Mine", (TreeCPUMLABackend,), {})}, "attention backend Mine"),
         ({"sliding_window": 64}, "a sliding window"),
         ({"indexer": object()}, "sparse attention, by an index"),

@@ -14,7 +14,9 @@ pytest.importorskip("vllm")
 _LATENT_ONLY = (
     "vllm.v1.attention.backends.mla.cpu_mla",
     "vllm_specplug.vllm_attention.latent",
+    "vllm_specplug.vllm_attention.latent_gpu",
     "vllm_specplug.vllm_v2.latent_backend",
+    "vllm_specplug.vllm_v2.latent_device",
     "vllm_specplug.vllm_worker.target.latent_layers",
 )
 _SHARED = ("vllm_specplug.vllm_v2.worker_cpu", "vllm_specplug.vllm_worker.proposer")

@@ -54,7 +54,7 @@ def config(**changes: Any) -> Any:
     made = SimpleNamespace(
         speculative_config=SimpleNamespace(tree_kernel="auto"),
         parallel_config=SimpleNamespace(world_size=1, data_parallel_size=1),
-        model_config=SimpleNamespace(is_hybrid=False),
+        model_config=SimpleNamespace(is_hybrid=False, use_mla=False),
         lora_config=None,
     )
     for path, value in changes.items():
@@ -72,6 +72,7 @@ def config(**changes: Any) -> Any:
         {"parallel_config__world_size": 2},
         {"parallel_config__data_parallel_size": 2},
         {"model_config__is_hybrid": True},
+        {"model_config__use_mla": True},
         {"lora_config": object()},
     ],
 )

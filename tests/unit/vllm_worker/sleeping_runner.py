@@ -70,7 +70,7 @@ class SleepingRunner:
             ),
             model_config=SimpleNamespace(
                 model="m", dtype=torch.float32, max_model_len=1024, quantization=None,
-                enforce_eager=True, is_hybrid=False,
+                enforce_eager=True, is_hybrid=False, use_mla=False,
             ),
             compilation_config=SimpleNamespace(cudagraph_mode="NONE"),
             cache_config=CacheConfig(block_size=16),

@@ -39,7 +39,8 @@ class CacheGroup:
 
     index: int
     """Index of the group's block table."""
-    # by layer, each [num_blocks, Hkv, block_size, 2 * Dh]; layers may share a cache
+    # by layer, each [num_blocks, Hkv, block_size, 2 * Dh], or [num_blocks, block_size, L + P] of
+    # latent rows; layers may share a cache
     caches: dict[str, torch.Tensor]
     key_dtype: torch.dtype | None = None
     """Dtype of the keys and values that are written; None if the caches have the same dtype."""
@@ -49,6 +50,8 @@ class CacheGroup:
     features: dict[str, AttnFeatures] = field(default_factory=dict)
     num_heads: int | None = None
     """Query heads of these layers on this rank; None for the model's."""
+    latent_size: int = 0
+    """Numbers of a latent row that are its value; 0 for caches of keys and values."""
 
     readers: frozenset[str] = frozenset()
     """The layers that read another layer's cache."""
@@ -93,6 +96,7 @@ def target_groups(kv_cache_config: Any, layers: Mapping[str, Any]) -> list[Cache
                     cache_dtype=first.kv_cache_dtype if quantised else "auto",
                     features=features,
                     num_heads=first.num_heads,
+                    latent_size=getattr(first, "kv_lora_rank", 0),
                     readers=frozenset(n for n in names if _reads_another(layers[n])),
                 )
             )

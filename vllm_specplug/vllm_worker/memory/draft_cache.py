@@ -28,7 +28,11 @@ from vllm_specplug.kernels import (
     tree_metadata,
 )
 from vllm_specplug.kernels.finite_values import make_finite
-from vllm_specplug.vllm_attention.cpu import DraftCPUAttentionBackend, cpu_kv_layout
+from vllm_specplug.vllm_attention.cpu import (
+    DraftCPUAttentionBackend,
+    TreeCPUAttentionBackend,
+    cpu_kv_layout,
+)
 from vllm_specplug.vllm_worker.memory.windowed_blocks import WindowedBlocks
 
 # Returns the current batch's block table, int32 [>= B, max_blocks].
@@ -60,13 +64,13 @@ class DraftKVLayer(AttentionLayerBase):
             else spec.num_kv_heads
         )
         self.kv_cache = torch.empty(0)
-        self.attn_backend: type[AttentionBackend] = DraftCPUAttentionBackend
-        if not model_config.use_mla:
-            self.attn_backend = get_attn_backend(
-                head_size=spec.head_dim,
-                dtype=self.dtype,
-                kv_cache_dtype=vllm_config.cache_config.cache_dtype,
-            )
+        self.attn_backend: type[AttentionBackend] = get_attn_backend(
+            head_size=spec.head_dim,
+            dtype=self.dtype,
+            kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        )
+        if model_config.use_mla and issubclass(self.attn_backend, TreeCPUAttentionBackend):
+            self.attn_backend = DraftCPUAttentionBackend
 
     def get_attn_backend(self) -> type[AttentionBackend]:
         return self.attn_backend
