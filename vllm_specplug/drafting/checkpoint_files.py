@@ -31,6 +31,8 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_SIZE = 1 << 24
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+# Problems of one kind that a message lists.
+_MAX_LISTED = 10
 _INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -230,7 +232,8 @@ def _check_dtype(path: Path, name: str, dtype: str) -> None:
     if dtype not in legal:
         raise _Refused(
             f"{path}: tensor {name!r} has dtype {dtype}, legal: {', '.join(legal)}; quantised or "
-            "damaged weights cannot be served, use the head's original weights"
+            "damaged weights cannot be served: use the head's original weights, and for a target's "
+            "own module set model to a folder with the unquantised target"
         )
 
 
@@ -265,23 +268,28 @@ def check_tensors(
         ignored: names that may be present but are never read.
 
     Raises:
-        ValueError: listing all missing, unexpected and misshapen tensors.
+        ValueError: listing missing, unexpected and misshapen tensors, the first ones of each kind.
     """
-    problems = [
+    missing = [
         f"missing {name} {list(shape)}"
         for name, shape in sorted(expected.items())
         if name not in tensors and name not in optional
     ]
-    problems += [
+    unexpected = [
         f"unexpected {name} {list(tensor.shape)}"
         for name, tensor in sorted(tensors.items())
         if name not in expected and name not in ignored
     ]
-    problems += [
+    misshapen = [
         f"misshapen {name}: config says {list(expected[name])}, checkpoint has {list(tensor.shape)}"
         for name, tensor in sorted(tensors.items())
         if name in expected and tuple(tensor.shape) != expected[name]
     ]
+    problems = []
+    for kind in (missing, unexpected, misshapen):
+        problems += kind[:_MAX_LISTED]
+        if len(kind) > _MAX_LISTED:
+            problems.append(f"and {len(kind) - _MAX_LISTED} more")
     if problems:
         raise ValueError(
             f"{what} does not fit its config: "

@@ -345,6 +345,13 @@ RUNNER_USES: tuple[Seam, ...] = (
         "prepare_inputs",
     ),
     *overrides(
+        "runner_inputs",
+        "calibration's dummy rows must differ, or they would all take the same experts",
+        "vLLM's `randomize_inputs` fills embeddings too",
+        _MODEL_STATE,
+        "dummy_inputs_embeds",
+    ),
+    *overrides(
         "runner_sample",
         "accepted rows must be compacted before blocks are hashed",
         _HAS_ACCEPTANCE,

@@ -72,6 +72,9 @@ class TreeModelState(_State):
         self, input_batch: Any, cudagraph_mode: Any, block_tables: Any, *args: Any, **kwargs: Any
     ) -> Any:
         step, backend = self.tree_step, self.tree_backend
+        if step.has_dummy_rows:
+            # vLLM marks dummy rows as padding, which gets no experts.
+            input_batch.is_padding.fill_(False)
         rows = None
         is_dummy = kwargs.get("for_capture", False)
         is_graph = is_dummy or cudagraph_mode == CUDAGraphMode.FULL
@@ -90,6 +93,13 @@ class TreeModelState(_State):
         if states is not None:
             attach_state_step(metadata, self.tree_state_layers, states)
         return metadata
+
+    def dummy_inputs_embeds(self, num_tokens: int) -> torch.Tensor | None:
+        embeds: torch.Tensor | None = super().dummy_inputs_embeds(num_tokens)
+        if embeds is not None and self.tree_step.has_dummy_rows:
+            # vLLM's rows are equal, so they would all take the same experts.
+            embeds.normal_()
+        return embeds
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super().prepare_inputs(*args, **kwargs)

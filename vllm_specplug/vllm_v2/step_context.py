@@ -35,6 +35,8 @@ class StepContext:
         """KV cache group of the draft layers."""
         self.warmup_states: StateStep | None = None
         """The trees of a dummy forward in layers with a recurrent state; calibration sets it."""
+        self.has_dummy_rows = False
+        """Whether calibration runs a dummy forward, whose rows must cost what real rows cost."""
         self.begin()
 
     def begin(self) -> None:

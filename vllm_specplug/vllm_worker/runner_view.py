@@ -107,10 +107,7 @@ class RunnerView:
         """Runs `rows` dummy rows over `context` tokens and returns hidden states [>= rows, H]."""
         # vLLM creates one request per row while there are slots, and adds the context before it.
         longest = -(-rows // min(rows, self.max_requests))
-        # Rows of equal tokens would all take the same experts.
-        hidden, _ = self.runner._dummy_run(
-            rows, context_len=max(0, context - longest), randomize_inputs=True
-        )
+        hidden: torch.Tensor = self._dummy_run(rows, context_len=max(0, context - longest))
         return hidden
 
     def tree_forward(self, rows: int, context: int) -> torch.Tensor:
@@ -137,12 +134,16 @@ class RunnerView:
         """Runs a forward of `trees` requests with the rows of the largest tree each, over `context`
         tokens. Not for layers with a recurrent state."""
         rows = self.drafter_options.num_nodes + 1
-        self.runner._dummy_run(
-            trees * rows,
-            uniform_decode=True,
-            context_len=max(0, context - rows),
-            randomize_inputs=True,
-        )
+        self._dummy_run(trees * rows, uniform_decode=True, context_len=max(0, context - rows))
+
+    def _dummy_run(self, rows: int, **options: Any) -> Any:
+        """Returns the hidden states of vLLM's dummy forward over rows that take different experts,
+        as in serving."""
+        self.runner.step.has_dummy_rows = True
+        try:
+            return self.runner._dummy_run(rows, randomize_inputs=True, **options)[0]
+        finally:
+            self.runner.step.has_dummy_rows = False
 
     def _state_forward(self, rows: int, context: int) -> torch.Tensor:
         if not self.state_layers.names:

@@ -54,6 +54,7 @@ class SleepingRunner:
             row_budget=SimpleNamespace(max_step_rows=64),
         )  # fmt: skip
         self.tree_backend = SimpleNamespace(warmup_rows=0)
+        self.step = SimpleNamespace(has_dummy_rows=False)
         self.model = SimpleNamespace(compute_logits=lambda hidden: time.sleep(1e-4))
         self.drafter = SimpleNamespace(
             drafter=SleepingDrafter(),

@@ -34,8 +34,8 @@ _GLM_NAMES = {
     "hnorm.weight": "hidden_layernorm.weight",
     "mlp.gate.e_score_correction_bias": "mlp.choice_bias",
 }
-# Copies of the target's tables.
-_GLM_TABLES = ("embed_tokens.weight", "shared_head.head.weight")
+# The other tensors there are copies of the target's embedding and LM head.
+_GLM_PARTS = (*_GLM_NAMES, "input_layernorm.", "post_attention_layernorm.", "self_attn.", "mlp.")
 _QUERY, _GATE = "self_attn.q_proj.weight", "self_attn.gate_proj.weight"
 # Joined weights of all experts, and their parts in checkpoints with tensors for each expert.
 _EXPERTS = {
@@ -75,12 +75,12 @@ def _read(directory: Path, config: MtpConfig, headers_only: bool) -> dict[str, t
     """Returns the stored tensors of the module under the names of `MtpModule`."""
     if config.family == "glm":
         prefix = f"layers.{config.layer}."
-        found = read_tensors(directory, headers_only=headers_only, prefixes=(prefix,))
+        prefixes = tuple(prefix + part for part in _GLM_PARTS)
+        found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
         plain = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
         return {
             _GLM_NAMES.get(name) or name.replace(".shared_experts.", ".shared_expert."): tensor
             for name, tensor in plain.items()
-            if name not in _GLM_TABLES
         }
     prefixes = (PREFIX, *_QWEN_NAMES, _QWEN_LAYER)
     found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
@@ -91,20 +91,18 @@ def _read(directory: Path, config: MtpConfig, headers_only: bool) -> dict[str, t
     return tensors
 
 
-def _as_module(config: MtpConfig, stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns the stored tensors in the form that `MtpModule` computes with."""
+def _as_module(config: MtpConfig, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Changes the stored tensors to the form that `MtpModule` computes with, and returns them."""
     if config.family == "mimo":
-        return stored
-    tensors = dict(stored)
+        return tensors
     if config.family == "qwen":
-        norms = {n: t.float() + 1.0 for n, t in stored.items() if n.endswith("norm.weight")}
-        tensors |= norms
-    embedding, state = stored["input_proj.weight"].chunk(2, dim=1)
+        tensors |= {n: t.float() + 1.0 for n, t in tensors.items() if n.endswith("norm.weight")}
+    embedding, state = tensors["input_proj.weight"].chunk(2, dim=1)
     tensors["input_proj.weight"] = torch.cat((state, embedding), dim=1)
     if config.gated:
         # Each head's query, then its gate.
         heads = (config.num_attention_heads, 2, config.head_dim)
-        query, gate = stored[_QUERY].unflatten(0, heads).unbind(1)
+        query, gate = tensors[_QUERY].unflatten(0, heads).unbind(1)
         tensors[_QUERY], tensors[_GATE] = query.flatten(0, 1), gate.flatten(0, 1)
     if config.experts is not None and not tensors.keys() >= _EXPERTS.keys():
         for name, parts in _EXPERTS.items():
@@ -122,6 +120,13 @@ def _part_of(expert: int, part: str) -> str:
 
 
 def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> None:
+    prefixes = f"layers.{config.layer}.*" if config.family == "glm" else f"{PREFIX}* or mtp.*"
+    if not tensors:
+        raise ValueError(
+            f"{str(directory)!r} ships no multi-token-prediction module: it has no tensors "
+            f"{prefixes}. Set model to a folder with the target's original release, or use another "
+            "method"
+        )
     expected = module_shapes(lambda: MtpModule(config))
     if config.gated:
         rows, columns = expected.pop(_GATE)
@@ -132,6 +137,5 @@ def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tenso
             for expert in range(num_experts):
                 shape = (rows // len(parts), columns)
                 expected.update({_part_of(expert, part): shape for part in parts})
-    prefixes = f"layers.{config.layer}.*" if config.family == "glm" else f"{PREFIX}* or mtp.*"
     what = f"the module {prefixes} of {str(directory)!r}"
     check_tensors(what, expected, tensors)

@@ -428,6 +428,23 @@ def test_experts_that_do_not_fit_are_refused(
         inspect_mtp_module(tmp_path, TARGET)
 
 
+@pytest.mark.parametrize("config", [{**GLM, "num_hidden_layers": 3}, qwen_config("qwen3_next")])
+def test_a_release_that_dropped_its_module_is_refused(
+    config: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"model.norm.weight": torch.ones(HIDDEN)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="ships no multi-token-prediction module.*Set model to"):
+        inspect_mtp_module(tmp_path, TARGET)
+
+
+def test_a_message_lists_the_first_problems_only(tmp_path: Path) -> None:
+    write_qwen(tmp_path, "qwen3_next", num_experts=200)
+    with pytest.raises(ValueError, match="missing .*; and 572 more; misshapen") as error:
+        inspect_mtp_module(tmp_path, TARGET)
+    assert len(str(error.value)) < 2000
+
+
 def test_a_qwen3_next_without_a_module_is_refused(tmp_path: Path) -> None:
     write_qwen(tmp_path, "qwen3_next", num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match="num_nextn_predict_layers = 0, legal: 1 or more"):
@@ -444,7 +461,7 @@ def test_a_qwen3_next_without_a_module_is_refused(tmp_path: Path) -> None:
         ({"n_shared_experts": 2}, r"misshapen mlp.shared_expert.down_proj.weight"),
         ({"use_qk_norm": False}, "unexpected self_attn.k_norm.weight"),
         ({"attention_bias": False}, "unexpected self_attn.k_proj.bias"),
-        ({"num_hidden_layers": 5}, r"the module layers.5.\* .* missing"),
+        ({"num_hidden_layers": 5}, r"ships no .* layers.5.\*"),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
     ],
 )
