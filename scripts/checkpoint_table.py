@@ -170,7 +170,7 @@ def recipe(heads: Iterable[HubHead]) -> str:
             if head.refused:
                 cpu, cuda, reason = "no", "no", head.refused
             elif head.latent_target and cuda == "yes":
-                cuda, reason = "no", "MLA targets run on a CPU only"
+                reason = "MLA on CUDA was not run on a GPU"
             served = "yes" in (cpu, cuda)
             count = head.parameters() if served else 0
             size = (f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.2f} GiB") if served else "--"
@@ -181,11 +181,9 @@ def recipe(heads: Iterable[HubHead]) -> str:
             ))  # fmt: skip
             if served:
                 config = json.dumps({"method": method.strip("`"), "model": head.hub_id})
-                # Compiled, vLLM routes tokens to the wrong experts of these targets on a CPU.
-                eager = "--enforce-eager " if head.latent_target else ""
                 commands.append(
                     f"```\nhf download {head.hub_id}\n"
-                    f"vllm serve {head.target} {eager}--speculative-config '{config}'\n```"
+                    f"vllm serve {head.target} --speculative-config '{config}'\n```"
                 )
     return "\n\n".join([markdown_table(RECIPE_HEADER, found), *commands])
 
