@@ -252,7 +252,7 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         _refuse(
             method,
             f"max_num_scheduled_tokens={limit} on {target}",
-            "Without chunked prefill, which vLLM turns off here, a longer prompt would never be "
+            "Without chunked prefill, which vLLM turns off on some CPUs, a longer prompt is never "
             f"scheduled: leave it out, or give at least max_model_len={model.max_model_len}",
         )
     option = spec.target_forward_option

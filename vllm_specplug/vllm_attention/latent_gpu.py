@@ -65,6 +65,10 @@ class TreeMLAImplMixin:
         latent_attn_triton(latent, rotary, kv_c_and_k_pe_cache, output, metadata, self.scale)
         return output, None
 
+    def reserve_workspace(self) -> None:
+        """Reserves nothing: from 0.33 on vLLM's Triton kernel reserves memory for all rows that are
+        decoded, and here it gets only single rows, for which its metadata builder reserves."""
+
     def do_kv_cache_update(
         self,
         # [T, L]

@@ -41,10 +41,19 @@ class LatentDeviceBackend(CudaTreeBackend):
     """
 
     reads_fp8 = False
+    views = staticmethod(_halves)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        from vllm_specplug.kernels.latent_attn_triton import latent_attn_triton
+
+        # Before the caches are bound: while vLLM measures graphs, its dummy requests may have
+        # several rows, which its own kernels cannot decode.
+        self.kernel = ChosenKernel("triton", latent_attn_triton, "the only one for latent rows")
 
     def bind(self, groups: list[CacheGroup]) -> None:
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
-        from vllm_specplug.kernels.latent_attn_triton import latent_attn_triton, self_test
+        from vllm_specplug.kernels.latent_attn_triton import self_test
 
         self.groups = [
             (group.index, LayerCaches.of([_halves(c) for c in group.own_caches]))
@@ -54,13 +63,11 @@ class LatentDeviceBackend(CudaTreeBackend):
         self.cache = next(iter(first.caches.values()))
         self.num_heads, self.latent_size = first.num_heads or self.num_heads, first.latent_size
         self.block_size, self.dtype = self.cache.shape[1], self.cache.dtype
-        self.views = _halves
-        reason = "the only one for latent rows"
+        reason = self.kernel.reason
         if self.device.type == "cuda":
             error = self_test(self.cache, self.latent_size, self.num_heads)
             reason += f"; differs from the reference by {error:.1e}"
-        self.kernel = ChosenKernel("triton", latent_attn_triton, reason)
-        logger.info("Tree attention: %s kernel (%s)", self.kernel.name, self.kernel.reason)
+        logger.info("Tree attention: %s kernel (%s)", self.kernel.name, reason)
 
     def attach(
         self,
@@ -72,6 +79,10 @@ class LatentDeviceBackend(CudaTreeBackend):
         self.block_tables = block_tables
         rows = None
         for metadata in latent_metadata(attn_metadata):
+            if trees is not None:
+                # vLLM's kernels for prompts would attend a tree as a chain.
+                drafts = np.diff(input_batch.cu_num_logits_np)[metadata.num_decodes :] > 1
+                assert not drafts.any(), "a request with drafts is not decoded"
             # vLLM's kernel decodes single rows.
             if metadata.num_decode_tokens > metadata.num_decodes:
                 rows = rows or self._decoded_rows(metadata, input_batch, trees, block_tables[0])
@@ -86,9 +97,6 @@ class LatentDeviceBackend(CudaTreeBackend):
     ) -> DeviceTreeRows:
         """Returns the rows of the requests that vLLM decodes, which are the first of the batch."""
         count, num_rows = metadata.num_decodes, metadata.num_decode_tokens
-        if trees is not None:
-            drafts = np.diff(input_batch.cu_num_logits_np)[count:] > 1
-            assert not drafts.any(), "a request with drafts is not decoded"
         counts = np.diff(input_batch.query_start_loc_np[: count + 1])
         made = self.graph_trees.fill(
             trees,

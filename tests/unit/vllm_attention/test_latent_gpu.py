@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,22 +114,25 @@ def step(counts: list[int], num_decodes: int) -> Any:
     )  # fmt: skip
 
 
-def attached(counts: list[int], num_decodes: int, lengths: list[int]) -> Any:
-    """The rows that a step without trees gets, of which `lengths` tokens are in the cache."""
+def attached(
+    counts: list[int], num_decodes: int, lengths: list[int], trees: Any = None, **batch: Any
+) -> Any:
+    """The rows that a step gets, of which `lengths` tokens are in the cache."""
     backend = LatentDeviceBackend("auto", 2, StepLimits(4, 64, 9, 200), torch.device("cpu"))
+    # The caches are not bound yet, as while vLLM measures graphs.
+    assert backend.kernel.name == "triton" and backend.views is not None
     backend.kernel = SimpleNamespace(reads_words=False, run=None)
-    backend.views = None
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0).to(torch.int32)
-    batch = SimpleNamespace(
+    inputs = SimpleNamespace(
         query_start_loc=starts, query_start_loc_np=starts.numpy(),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32), **batch,
     )  # fmt: skip
     metadata = step(counts, num_decodes)
     table = torch.zeros(len(counts), 4, dtype=torch.int32)
     other = SimpleNamespace()
     layers = {"a": metadata, "b": metadata, "draft": other}
     assert latent_metadata(layers) == [metadata]
-    backend.attach(layers, batch, None, [table])
+    backend.attach(layers, inputs, trees, [table])
     assert not vars(other)
     return getattr(metadata, "specplug_tree_rows", None)
 
@@ -149,12 +153,23 @@ def test_short_pieces_of_prompts_are_chains() -> None:
     assert rows.metadata.max_rows == 3
 
 
+def test_a_tree_that_vllm_takes_for_a_prompt_stops_the_step() -> None:
+    """Its kernels for prompts would attend the tree as a chain."""
+    logits = np.array([0, 1, 6])
+    with pytest.raises(AssertionError, match="not decoded"):
+        attached([1, 20], 1, [5, 20], trees=SimpleNamespace(), cu_num_logits_np=logits)
+
+
 def test_rows_without_trees_take_vllms_forward() -> None:
     class Stock:
         def forward_mqa(self, q: Any, cache: Any, metadata: Any, layer: Any) -> Any:
             return q, "vLLM's"
 
+        def reserve_workspace(self) -> None:
+            raise AssertionError("memory for rows that vLLM's kernel does not get")
+
     made = type("Impl", (TreeMLAImplMixin, Stock), {})()
+    made.reserve_workspace()
     metadata = SimpleNamespace()
     assert made.forward_mqa("q", None, metadata, None) == ("q", "vLLM's")
     attach_tree_rows(metadata, None)
