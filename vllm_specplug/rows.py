@@ -5,21 +5,24 @@ A row is read by the fields that it has, never by the name of its file:
 
     messages, conversations      roles with texts (OpenAI, ShareGPT)
     turns                        user turns (MT-Bench, Spec-Bench); a list in `prompt` likewise
-    instruction, input, output   Alpaca
-    context, input               LongBench
+    instruction, input, output   Alpaca; Dolly, with its context and response
+    context, input or question   LongBench, SQuAD
     question_content             LiveCodeBench, with its starter code
     prompt                       a prompt (HumanEval, with `entry_point`), and its completion if any
     text, with test_list         MBPP
     question, problem            GSM8K, MATH, AIME
     text                         raw text
     body                         a logged request, whose own fields are read
+
+A `system` (or `system_prompt`) beside them becomes the first message. Rows with content that a
+conversation cannot hold, such as tool calls, are refused.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +31,26 @@ _ROLES = {
     "system": "system", "tool": "tool",
 }  # fmt: skip
 _COMPLETIONS = ("completion", "response", "output")
-_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+# An answer without its tools or reasoning is not what the target writes.
+_UNREAD_OF_ROW = ("tools", "functions")
+_UNREAD_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+
+
+# Of a report.
+_SHOWN_KINDS, _SHOWN_CHARS = 10, 200
 
 
 @dataclass(frozen=True)
 class Conversation:
     """What a row holds: `messages` of a conversation, whose last one may be an answer, or a raw
-    `text`. `follow_ups` are later user turns, to be asked after the answer."""
+    `text`. `follow_ups` are later user turns, to be asked after the answer. `is_cut` tells that the
+    row began with an answer, which is left out."""
 
     messages: tuple[dict[str, str], ...] = ()
     follow_ups: tuple[str, ...] = ()
     text: str = ""
+    is_cut: bool = False
 
     @property
     def has_answer(self) -> bool:
@@ -63,39 +75,73 @@ def conversation_of(row: Any) -> Conversation:
         raise ValueError("not a JSON object")
     if isinstance(row.get("body"), Mapping):
         row = row["body"]
+    _refuse_unread(row, _UNREAD_OF_ROW, "the row")
     for field, read in _READERS.items():
         if field in row:
-            return read(row, field)
+            return _with_system(row, read(row, field))
     have = ", ".join(row) or "none"
     raise ValueError(f"none of the fields {', '.join(_READERS)} (fields there: {have})")
+
+
+def _refuse_unread(held: Mapping[str, Any], fields: tuple[str, ...], holder: str) -> None:
+    """Raises ValueError for a field with content that no conversation holds."""
+    for field in fields:
+        if held.get(field):
+            raise ValueError(f"{holder} has {field!r}, which is not read")
+
+
+def _with_system(row: Mapping[str, Any], found: Conversation) -> Conversation:
+    """Returns a conversation with the row's system message, if it has one."""
+    field = "system" if row.get("system") else "system_prompt"
+    if found.text or not row.get(field):
+        return found
+    message = {"role": "system", "content": _content(row[field], field)}
+    if found.messages[0] == message:
+        return found
+    return replace(found, messages=(message, *found.messages))
 
 
 def _chat(row: Mapping[str, Any], field: str) -> Conversation:
     value = row[field]
     if not isinstance(value, list) or not value:
         raise ValueError(f"field {field!r} is not a list with something in it")
-    messages = tuple(_message(part, field) for part in value)
+    messages = [_message(part, field) for part in value]
     if not any(m["role"] == "user" and m["content"].strip() for m in messages):
         raise ValueError(f"field {field!r} holds no text of a user")
-    return Conversation(messages)
+    # Nothing asks for an answer before that, and many templates refuse it.
+    asked = next(at for at, m in enumerate(messages) if m["role"] not in ("system", "assistant"))
+    kept = tuple(m for at, m in enumerate(messages) if at > asked or m["role"] != "assistant")
+    return Conversation(kept, is_cut=len(kept) < len(messages))
 
 
 def _message(part: Any, field: str) -> dict[str, str]:
     if not isinstance(part, Mapping):
         raise ValueError(f"field {field!r} holds something that is not a message")
+    _refuse_unread(part, _UNREAD_OF_MESSAGE, f"a message in field {field!r}")
     role = part.get("role", part.get("from"))
+    if not isinstance(role, str):
+        raise ValueError(f"field {field!r} has a role that is no text, legal: {', '.join(_ROLES)}")
     if role not in _ROLES:
         raise ValueError(f"field {field!r} has the role {role!r}, legal: {', '.join(_ROLES)}")
-    content = part.get("content", part.get("value"))
-    if isinstance(content, list):
-        kinds = {piece.get("type") for piece in content if isinstance(piece, Mapping)}
-        if kinds != {"text"}:
-            raise ValueError(f"field {field!r} has message parts {sorted(map(str, kinds))}, "
-                             "legal: text")  # fmt: skip
-        content = "".join(piece["text"] for piece in content)
-    if not isinstance(content, str):
-        raise ValueError(f"field {field!r} has a message without text")
-    return {"role": _ROLES[role], "content": content}
+    return {
+        "role": _ROLES[role],
+        "content": _content(part.get("content", part.get("value")), field),
+    }
+
+
+def _content(value: Any, field: str) -> str:
+    """Returns a message's text, of a list of its text parts."""
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text":
+            named = repr(kind) if isinstance(kind, str) else "without a type"
+            raise ValueError(f"field {field!r} has a message part {named}, legal: 'text'")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"field {field!r} has a message without text")
+        texts.append(part["text"])
+    return "".join(texts)
 
 
 def _turns(row: Mapping[str, Any], field: str) -> Conversation:
@@ -109,13 +155,11 @@ def _turns(row: Mapping[str, Any], field: str) -> Conversation:
 
 
 def _instruction(row: Mapping[str, Any], field: str) -> Conversation:
-    text, more = _text(row[field], field), row.get("input")
-    return _answered(row, f"{text}\n\n{more}" if more else text)
+    return _answered(row, _joined(row, field, "input", "context"))
 
 
 def _long_context(row: Mapping[str, Any], field: str) -> Conversation:
-    text, question = _text(row[field], field), row.get("input")
-    return Conversation(_asked(f"{text}\n\n{question}" if question else text))
+    return _answered(row, _joined(row, field, "input", "question", "prompt"))
 
 
 def _programming_task(row: Mapping[str, Any], field: str) -> Conversation:
@@ -143,15 +187,20 @@ def _text(value: Any, field: str) -> str:
     return value
 
 
+def _joined(row: Mapping[str, Any], *fields: str) -> str:
+    """Returns the texts of those of the fields that have one; the first must."""
+    first, *others = fields
+    held = [first, *(field for field in others if row.get(field))]
+    return "\n\n".join(_text(row[field], field) for field in held)
+
+
 def _asked(text: str) -> tuple[dict[str, str], ...]:
     return ({"role": "user", "content": text},)
 
 
 def _answered(row: Mapping[str, Any], prompt: str) -> Conversation:
     """Returns a prompt with its completion, where the row has one."""
-    system = row.get("system")
-    messages = [{"role": "system", "content": system}] if system else []
-    messages += _asked(prompt)
+    messages = [*_asked(prompt)]
     answer = next((row[name] for name in _COMPLETIONS if row.get(name)), None)
     if isinstance(answer, str):
         messages.append({"role": "assistant", "content": answer})
@@ -182,22 +231,22 @@ class RowFile:
         # Number and offset of each line, or number and row.
         self._lines: list[tuple[int, int]] = []
         self._rows: list[tuple[int, Any]] | None = None
+        if self.path.suffix not in (".json", ".jsonl", *TEXT_SUFFIXES):
+            raise ValueError(
+                f"data file {path} is not usable: it ends in {self.path.suffix!r}, legal: "
+                f".jsonl, .json, {', '.join(TEXT_SUFFIXES)}; convert it"
+            )
         try:
             with self.path.open("rb") as stream:
-                if self.path.suffix in _TEXT_SUFFIXES:
+                if self.path.suffix in TEXT_SUFFIXES:
                     self._rows = [(1, {"text": stream.read().decode("utf-8")})]
-                elif self.path.suffix not in (".json", ".jsonl"):
-                    raise ValueError(
-                        f"data file {path} is not usable: it ends in {self.path.suffix!r}, legal: "
-                        f".jsonl, .json, {', '.join(_TEXT_SUFFIXES)}; convert it"
-                    )
                 elif stream.read(64).lstrip().startswith(b"["):
                     stream.seek(0)
                     self._rows = list(enumerate(json.load(stream), 1))
                 else:
                     stream.seek(0)
                     self._index(stream)
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"data file {path} cannot be read: {error}.") from error
 
     def _index(self, stream: Any) -> None:
@@ -228,8 +277,20 @@ class RowFile:
             line = stream.readline()
         try:
             return self.place(index), json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON ({error})") from None
+
+    def conversation(self, index: int, left_out: LeftOut) -> Conversation | None:
+        """Returns the conversation of a row; counts what is left out of it, and returns None for a
+        row that cannot be read."""
+        try:
+            found = conversation_of(self[index][1])
+        except ValueError as error:
+            left_out.add(str(error), self.place(index))
+            return None
+        if found.is_cut:
+            left_out.add("first message an answer, left out", self.place(index))
+        return found
 
 
 class LeftOut:
@@ -243,7 +304,14 @@ class LeftOut:
         self.places.setdefault(what, []).append(place)
 
     def lines(self) -> Iterator[str]:
-        """Yields one line per kind, with the first places."""
-        for what, places in self.places.items():
+        """Yields one line for each of the most frequent kinds, with the first places, as printable
+        text: words of a file must not reach a terminal as they are."""
+        kinds = sorted(self.places.items(), key=lambda kind: -len(kind[1]))
+        for what, places in kinds[:_SHOWN_KINDS]:
+            shown = what if len(what) <= _SHOWN_CHARS else f"{what[:_SHOWN_CHARS]}..."
             more = f", and {len(places) - 3:,} more" if len(places) > 3 else ""
-            yield f"{len(places):,} x {what}: {', '.join(places[:3])}{more}"
+            line = f"{len(places):,} x {shown}: {', '.join(places[:3])}{more}"
+            yield "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+        rest = kinds[_SHOWN_KINDS:]
+        if rest:
+            yield f"{sum(len(places) for _, places in rest):,} x {len(rest):,} other reasons"

@@ -56,6 +56,12 @@ SHAREGPT = [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
         ),
         ({"context": "long", "input": "why?", "answers": ["x"]}, chat("long\n\nwhy?")),
         ({"context": "code", "input": "", "answers": ["x"]}, chat("code")),
+        ({"context": "c", "question": "q", "answers": {"text": ["x"]}}, chat("c\n\nq")),
+        ({"instruction": "i", "context": "c", "response": "r"}, chat("i\n\nc", "r")),
+        ({"system": "s", "conversations": SHAREGPT[1:]}, chat("system: s", "q", "a")),
+        ({"system": "s", "conversations": SHAREGPT}, chat("system: s", "q", "a")),
+        ({"system_prompt": "s", "question": "q", "response": "r"}, chat("system: s", "q", "r")),
+        ({"messages": [OPENAI[1] | {"tool_calls": None}], "tools": []}, chat("q")),
     ],
 )
 def test_each_format_is_a_conversation(row: Any, messages: Any) -> None:
@@ -97,7 +103,29 @@ def test_what_is_asked_ends_before_the_answer() -> None:
         ({"messages": [{"role": "user", "content": None}]}, "a message without text"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            r"message parts \['image_url'\], legal: text",
+            "a message part 'image_url', legal: 'text'",
+        ),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "a role that is no text, legal"),
+        *(
+            ({"messages": [{"role": "user", "content": content}]}, reason)
+            for content, reason in (
+                (["a", {"type": "text", "text": "x"}], "part without a type, legal: 'text'"),
+                ([{"type": []}], "part without a type"),
+                ([{"type": "text"}], "a message without text"),
+                ([{"type": "text", "text": None}], "a message without text"),
+            )
+        ),
+        ({"system": 7, "prompt": "p"}, "'system' has a message without text"),
+        ({"instruction": "i", "context": ["c"]}, "'context' holds no text"),
+        ({"messages": OPENAI, "tools": [{"type": "function"}]}, "the row has 'tools'"),
+        ({"body": {"messages": OPENAI, "functions": [{}]}}, "the row has 'functions'"),
+        (
+            {"messages": [*OPENAI, {"role": "assistant", "tool_calls": [{}]}]},
+            "a message in field 'messages' has 'tool_calls', which is not read",
+        ),
+        (
+            {"messages": [{**OPENAI[-1], "reasoning_content": "why"}]},
+            "a message in field 'messages' has 'reasoning_content'",
         ),
     ],
 )
@@ -116,6 +144,30 @@ def test_a_place_is_the_line_of_the_file(tmp_path: Path) -> None:
     assert rows.place(2) == f"{path}:4"
     with pytest.raises(ValueError, match="not JSON"):
         rows[2]
+
+
+def test_rows_that_python_cannot_read_are_counted(tmp_path: Path) -> None:
+    deep, number = "[" * 200_000, "9" * 6_000
+    path, left_out = tmp_path / "a.jsonl", LeftOut()
+    path.write_text(f'{{"prompt": "a"}}\n{{"prompt": {deep}\n{{"prompt": {number}}}\n')
+    rows = RowFile(path)
+    read = [rows.conversation(index, left_out) for index in range(3)]
+    assert read == [Conversation(chat("a")), None, None]
+    assert sorted(sum(left_out.places.values(), [])) == [f"{path}:2", f"{path}:3"]
+    for content in (deep, f"[{number}]"):
+        listed = tmp_path / "a.json"
+        listed.write_text(content)
+        with pytest.raises(ValueError, match=f"data file {listed} cannot be read"):
+            RowFile(listed)
+
+
+def test_an_answer_to_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
+    said = [SHAREGPT[0], {"from": "gpt", "value": "hello"}, *SHAREGPT[1:]]
+    path, left_out = tmp_path / "a.jsonl", LeftOut()
+    path.write_text(json.dumps({"conversations": said}))
+    found = RowFile(path).conversation(0, left_out)
+    assert found == Conversation(chat("system: s", "q", "a"), is_cut=True)
+    assert left_out.places == {"first message an answer, left out": [f"{path}:1"]}
 
 
 def test_lists_and_text_files_are_files_of_rows(tmp_path: Path) -> None:
@@ -140,3 +192,14 @@ def test_what_is_left_out_is_counted_with_its_places() -> None:
     assert list(left_out.lines()) == [
         "5 x no answer: a:1, a:2, a:3, and 2 more", "1 x not JSON: b:1"
     ]  # fmt: skip
+
+
+def test_a_report_is_short_and_printable() -> None:
+    left_out = LeftOut()
+    for kind in range(20):
+        left_out.add(f"kind {kind}", f"a:{kind}")
+    for line in range(2):
+        left_out.add("fields \x1b[31m\n" + "x" * 10_000, f"b:{line}")
+    first, *others = left_out.lines()
+    assert first.startswith(r"2 x fields \x1b[31m\nxxx") and len(first) < 250
+    assert len(others) == 10 and others[-1] == "11 x 11 other reasons"

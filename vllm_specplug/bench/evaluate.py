@@ -16,7 +16,7 @@ from typing import Any
 
 from vllm_specplug.bench.counters import SpecCounters
 from vllm_specplug.bench.server import VllmServer
-from vllm_specplug.rows import Conversation, LeftOut, RowFile, conversation_of
+from vllm_specplug.rows import Conversation, LeftOut, RowFile
 
 # Seconds without a change after which a server's counters hold all finished requests.
 _SETTLED_S = 0.5
@@ -66,10 +66,9 @@ def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Question]:
     for index in range(len(rows)):
         if limit and len(questions) == limit:
             break
-        try:
-            questions.append(Question(rows.place(index), conversation_of(rows[index][1])))
-        except ValueError as error:
-            left_out.add(str(error), rows.place(index))
+        conversation = rows.conversation(index, left_out)
+        if conversation is not None:
+            questions.append(Question(rows.place(index), conversation))
     return questions
 
 

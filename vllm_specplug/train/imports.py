@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_specplug.rows import LeftOut, RowFile, conversation_of
+from vllm_specplug.rows import LeftOut, RowFile
 from vllm_specplug.train.answers import MIN_ANSWER_TOKENS, Answer, AnswerWriter
 from vllm_specplug.train.chat import ChatTokenizer
 
@@ -54,16 +54,18 @@ def import_answers(
     with AnswerWriter(out, shard_size) as writer:
         for done, (s, index) in enumerate(order, 1):
             place = sources[s].place(index)
+            on_row(done, len(order))
+            conversation = sources[s].conversation(index, left_out)
+            if conversation is None:
+                continue
+            if not conversation.has_answer and not conversation.text:
+                left_out.add("no answer in the row", place)
+                continue
             try:
-                conversation = conversation_of(sources[s][index][1])
-                if not conversation.has_answer and not conversation.text:
-                    raise ValueError("no answer in the row")
                 answers = list(chat.answers(conversation))
             except ValueError as error:
                 left_out.add(str(error), place)
                 continue
-            finally:
-                on_row(done, len(order))
             for prompt, answer in answers:
                 for part in _parts(prompt, answer, max_length, bool(conversation.text)):
                     if part is None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_specplug.rows import LeftOut, RowFile, conversation_of
+from vllm_specplug.rows import LeftOut, RowFile
 
 _DATA = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
 
@@ -67,15 +67,12 @@ def read_prompt_file(path: str | Path, left_out: LeftOut) -> Iterator[Prompt]:
     """
     rows = RowFile(path)
     for index in range(len(rows)):
-        place = rows.place(index)
-        try:
-            conversation = conversation_of(rows[index][1])
-            messages = conversation.asked()
-            if conversation.text:
-                messages = ({"role": "user", "content": conversation.text},)
-        except ValueError as error:
-            left_out.add(str(error), place)
+        conversation, place = rows.conversation(index, left_out), rows.place(index)
+        if conversation is None:
             continue
+        messages = conversation.asked()
+        if conversation.text:
+            messages = ({"role": "user", "content": conversation.text},)
         if conversation.follow_ups:
             left_out.add("later turns of a prompt", place)
         yield Prompt(rows.path.stem, messages, place=place)
