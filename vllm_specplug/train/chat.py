@@ -4,18 +4,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
 from vllm_specplug.rows import Conversation
-
-# Marks that a template puts around what the assistant says.
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Messages = Sequence[dict[str, str]]
 TokenIds = list[int]
@@ -55,9 +48,7 @@ class ChatTokenizer:
     ):
         self.tokenizer, self.template_kwargs = tokenizer, template_kwargs or {}
         self.end_ids = {*end_ids, *filter(None, [tokenizer.eos_token_id])}
-        template = tokenizer.chat_template
-        self.has_template = template is not None
-        self._marks_answers = tokenizer.is_fast and bool(_GENERATION.search(str(template)))
+        self.has_template = tokenizer.chat_template is not None
 
     @classmethod
     def of(cls, target: str | Path, template_kwargs: dict[str, Any] | None = None) -> ChatTokenizer:
@@ -102,22 +93,21 @@ class ChatTokenizer:
         """Returns the ids of a prompt that ends where a user would speak after `messages`.
 
         Raises:
-            ValueError: for a target without a chat template.
+            ValueError: for a target without a chat template, or messages that it refuses.
         """
         if not self.has_template:
             raise ValueError("a prompt of kind 'self' needs a target with a chat template")
         mark = "<<user>>"
-        text = self.tokenizer.apply_chat_template(
-            [*messages, {"role": "user", "content": mark}], tokenize=False, **self.template_kwargs
-        )
+        text = self._apply([*messages, {"role": "user", "content": mark}], tokenize=False)
         return list(self.tokenizer.encode(text.partition(mark)[0], add_special_tokens=False))
 
     def answers(self, conversation: Conversation) -> Iterator[tuple[TokenIds, TokenIds]]:
         """Yields the ids of the prompt and of the answer of every assistant's message.
 
-        The tokens of an answer are those that the template marks as generated. In a template
-        without such marks they are what a message adds to its prompt. All tokens of a raw text but
-        the first are an answer.
+        The tokens of an answer are what its message adds to the prompt. A template's
+        `{% generation %}` marks are not read: they come from one rendering of the whole
+        conversation, whose earlier turns may differ from those that the target saw, and they may
+        hold tokens of the prompt. All tokens of a raw text but the first are an answer.
 
         Raises:
             ValueError: for messages that the template refuses, or whose answer it does not add at
@@ -129,8 +119,6 @@ class ChatTokenizer:
             yield ids[:1], ids[1:]
         elif not self.has_template:
             yield self._completion(messages)
-        elif self._marks_answers:
-            yield from self._marked_answers(messages)
         else:
             for at, message in enumerate(messages):
                 if message["role"] == "assistant":
@@ -153,17 +141,6 @@ class ChatTokenizer:
         end = self.tokenizer.eos_token_id
         return prompt, [*answer, *([] if end is None else [end])]
 
-    def _marked_answers(self, messages: Messages) -> Iterator[tuple[TokenIds, TokenIds]]:
-        out = self._apply(messages, return_dict=True, return_assistant_tokens_mask=True)
-        ids, start = list(out["input_ids"]), 0
-        for is_answer, group in groupby(out["assistant_masks"]):
-            end = start + len(list(group))
-            if is_answer:
-                # Some templates end the mark before the token that ends the turn.
-                more = end < len(ids) and ids[end] in self.end_ids
-                yield ids[:start], self._to_the_end(ids[start : end + more])
-            start = end
-
     def _to_the_end(self, answer: TokenIds) -> TokenIds:
         """Returns an answer up to the token that ends the turn: the target generates no more."""
         ends = [at for at, token in enumerate(answer) if token in self.end_ids]
@@ -179,5 +156,5 @@ class ChatTokenizer:
             return self.tokenizer.apply_chat_template(
                 list(messages), **options, **self.template_kwargs
             )
-        except (TemplateError, TypeError) as error:
+        except Exception as error:  # A template is a program, which may raise any error.
             raise ValueError(f"messages that the chat template refuses ({error})") from error

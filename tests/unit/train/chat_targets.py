@@ -19,25 +19,23 @@ _TURNS = (
     "{% if add_generation_prompt %}<assistant>"
     "{% if thinking is defined %} <think> </think>{% endif %}{% endif %}"
 )
+_MARKED = (
+    "{% if m['role'] == 'assistant' %}{% generation %}CONTENT </s>{% endgeneration %}"
+    "{% else %}CONTENT </s>{% endif %}"
+)
+_LAST_REASONING = "{{ m['content'] if loop.last else m['content'].split('</think> ')[-1] }}"
 TEMPLATES = {
     "plain": _TURNS.replace("CONTENT", "{{ m['content'] }}"),
-    # The mark ends before the end of the turn in the second one.
-    "marked": _TURNS.replace(
-        "CONTENT </s>",
-        "{% if m['role'] == 'assistant' %}"
-        "{% generation %}{{ m['content'] }} </s>{% endgeneration %}"
-        "{% else %}{{ m['content'] }} </s>{% endif %}",
-    ),
-    "marked within": _TURNS.replace(
-        "CONTENT",
-        "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}"
-        "{% else %}{{ m['content'] }}{% endif %}",
-    ),
+    "marked": _TURNS.replace("CONTENT </s>", _MARKED.replace("CONTENT", "{{ m['content'] }}")),
+    # The mark holds the header of the turn, too.
+    "marked header": "{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}"
+    "{% generation %}<assistant> {{ m['content'] }} </s> {% endgeneration %}"
+    "{% else %}<{{ m['role'] }}> {{ m['content'] }} </s> {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}",
     # Only the last answer keeps its reasoning.
-    "reasoning": _TURNS.replace(
-        "CONTENT",
-        "{{ m['content'] if loop.last else m['content'].split('</think> ')[-1] }}",
-    ),
+    "reasoning": _TURNS.replace("CONTENT", _LAST_REASONING),
+    "marked reasoning": _TURNS.replace("CONTENT </s>", _MARKED.replace("CONTENT", _LAST_REASONING)),
     # The assistant speaks under another name than the prompt says.
     "other name": _TURNS.replace("CONTENT", "{{ m['content'] }}").replace(
         "%}<assistant>", "%}<system>"

@@ -24,7 +24,7 @@ def answers(template: str | None, conversation: Conversation, **kwargs) -> list[
     return [(words(p), words(a)) for p, a in tokenizer.answers(conversation)]
 
 
-@pytest.mark.parametrize("template", ["plain", "marked", "marked within"])
+@pytest.mark.parametrize("template", ["plain", "marked", "marked header"])
 def test_every_answer_follows_its_prompt_and_ends_its_turn(template: str) -> None:
     found = answers(template, chat("w10", "w11 w12", "w13", "w14"))
     first = "<user> w10 </s> <assistant>"
@@ -39,10 +39,11 @@ def test_what_the_template_adds_after_an_answer_is_not_generated() -> None:
     assert words(pair[1]) == "w11 </s>"
 
 
-def test_reasoning_of_earlier_turns_is_seen_as_when_they_were_served() -> None:
+@pytest.mark.parametrize("template", ["reasoning", "marked reasoning"])
+def test_reasoning_of_earlier_turns_is_seen_as_when_they_were_served(template: str) -> None:
     """Each answer has its own prompt, so a template that rewrites earlier turns does no harm."""
     found = answers(
-        "reasoning", chat("w10", "<think> w20 </think> w11", "w12", "<think> w21 </think> w13")
+        template, chat("w10", "<think> w20 </think> w11", "w12", "<think> w21 </think> w13")
     )
     assert found[0][1] == "<think> w20 </think> w11 </s>"
     assert found[1] == (
@@ -73,6 +74,10 @@ def test_messages_that_a_template_refuses_are_named() -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="refuses .*roles must alternate"):
         ChatTokenizer(tokenizer).prompt_ids(chat("w10").messages)
+    tokenizer.chat_template = "{{ 1 / 0 }}"
+    for ids in (ChatTokenizer(tokenizer).prompt_ids, ChatTokenizer(tokenizer).user_prompt_ids):
+        with pytest.raises(ValueError, match="refuses .*division by zero"):
+            ids(chat("w10").messages)
 
 
 def test_a_base_model_reads_texts_and_plain_prompts() -> None:
