@@ -78,7 +78,12 @@ def conversation_of(row: Any) -> Conversation:
     _refuse_unread(row, _UNREAD_OF_ROW, "the row")
     for field, read in _READERS.items():
         if field in row:
-            return _with_system(row, read(row, field))
+            found = _with_system(row, read(row, field))
+            texts = (found.text, *found.follow_ups, *(m["content"] for m in found.messages))
+            # JSON can hold half of a character, which tokenizers refuse.
+            if any("\ud800" <= c <= "\udfff" for text in texts for c in text):
+                raise ValueError(f"field {field!r} holds half of a surrogate pair")
+            return found
     have = ", ".join(row) or "none"
     raise ValueError(f"none of the fields {', '.join(_READERS)} (fields there: {have})")
 

@@ -115,6 +115,7 @@ def test_what_is_asked_ends_before_the_answer() -> None:
                 ([{"type": "text", "text": None}], "a message without text"),
             )
         ),
+        ({"prompt": "cut \ud83d"}, "'prompt' holds half of a surrogate pair"),
         ({"system": 7, "prompt": "p"}, "'system' has a message without text"),
         ({"instruction": "i", "context": ["c"]}, "'context' holds no text"),
         ({"messages": OPENAI, "tools": [{"type": "function"}]}, "the row has 'tools'"),
