@@ -174,6 +174,21 @@ def answer_shards(folder: Path) -> list[Path]:
     return sorted(folder.glob("answers-*.jsonl"))
 
 
+def finished_answers(folder: Path) -> list[Path]:
+    """Returns the files of the finished shards, in order.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    files = answer_shards(folder)
+    if not files:
+        raise ValueError(
+            f"{folder} holds no finished answers; run `specplug data generate` or `specplug data "
+            "import` first"
+        )
+    return files
+
+
 def read_answers(path: Path) -> Iterator[Answer]:
     """Reads the answers of a shard."""
     return _read_lines(path, _ANSWER)
@@ -186,9 +201,9 @@ def is_repetitive(answer_ids: Sequence[int], window: int = 96, distinct: int = 2
     return len(set(answer_ids[-window:])) <= distinct
 
 
-def keep_answer(answer: Answer, rng: random.Random, repetitive_share: float = 0.7) -> bool:
+def keep_answer(answer: Answer, rng: random.Random, repetitive_share: float) -> bool:
     """Whether to keep an answer: not if it is very short, and only a share of those that end in a
-    loop. A small target also produces loops when it is served, so some stay."""
+    loop."""
     if len(answer.answer_ids) < MIN_ANSWER_TOKENS:
         return False
     return not is_repetitive(answer.answer_ids) or rng.random() < repetitive_share
@@ -209,9 +224,12 @@ class Split:
         for number, path in enumerate(self.files):
             rng = random.Random(number)
             kept = [a for a in read_answers(path) if keep_answer(a, rng, self.repetitive_share)]
-            aside = [a for a in kept if a.temperature == 0][:left]
-            left -= len(aside)
-            yield path.stem.replace("answers", "shard"), aside, [a for a in kept if a not in aside]
+            greedy = [at for at, answer in enumerate(kept) if answer.temperature == 0][:left]
+            left -= len(greedy)
+            # By index: an answer may be there twice.
+            held = set(greedy)
+            rest = [answer for at, answer in enumerate(kept) if at not in held]
+            yield path.stem.replace("answers", "shard"), [kept[at] for at in greedy], rest
 
     def check(self) -> list[str]:
         """Returns the `remarks` on the split, for which it reads all answers."""
@@ -238,7 +256,7 @@ class Split:
         if left_out:
             lines.append(
                 f"{left_out} answers left out: shorter than {MIN_ANSWER_TOKENS} tokens, or ending "
-                f"in a loop (--repetitive-share {self.repetitive_share} of those stay)"
+                f"in a loop (a share of {self.repetitive_share} of those stays)"
             )
         return lines
 

@@ -14,6 +14,7 @@ import typer
 from vllm_specplug.options import check_target
 from vllm_specplug.registry import methods
 from vllm_specplug.train import cli_common as common
+from vllm_specplug.train.options import REPETITIVE_SHARE
 
 data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
 train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
@@ -93,7 +94,7 @@ def generate(
         check_target(str(target))
         heat = [float(t) for t in temperatures.split(",")]
         chat, left_out = ChatTokenizer.of(target, template), LeftOut()
-        limit = common.length_limit(target, max_prompt_tokens, reserved=max_tokens)
+        limit = common.length_limit(target, "--max-prompt-tokens", max_prompt_tokens, max_tokens)
         given: list[tuple[str, Sequence[int]]]
         if planned:
             given = [(r.source, r.prompt_ids) for r in answers.read_plan(out)]
@@ -176,7 +177,8 @@ def import_(
     with common.friendly_errors():
         template = parse_template_kwargs(chat_template_kwargs)
         check_target(str(target))
-        chat, limit = ChatTokenizer.of(target, template), common.length_limit(target, max_length)
+        chat = ChatTokenizer.of(target, template)
+        limit = common.length_limit(target, "--max-length", max_length)
         with common.progress() as bar:
             task = bar.add_task("rows", total=None)
             done = import_answers(
@@ -223,17 +225,18 @@ def features(
     ] = 64,
     repetitive_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers ending in a loop that is kept.")
-    ] = 0.7,
+    ] = REPETITIVE_SHARE,
     tokens_per_batch: Annotated[int, typer.Option(min=64)] = 4096,
 ) -> None:
     """Runs the target once over its answers and stores the features for training."""
     import torch
 
+    from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import TokenSequence, chosen_layers, write_shard
     from vllm_specplug.train.target import decoder_of, load_target
 
     with common.friendly_errors():
-        files = common.finished_answers(data)
+        files = finished_answers(data)
         if not (target / "config.json").is_file():
             raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
         process = common.Process()

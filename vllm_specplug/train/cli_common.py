@@ -16,7 +16,7 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
-from vllm_specplug.train.options import Recipe, RunOptions
+from vllm_specplug.train.options import PATIENCE, Recipe, RunOptions
 
 if TYPE_CHECKING:
     from vllm_specplug.rows import LeftOut
@@ -56,7 +56,12 @@ def progress() -> Progress:
     """Returns a progress bar with counts, rate and remaining time; only the main process of several
     shows it."""
     columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _Rate())
-    return Progress(*columns, disable=os.environ.get("RANK", "0") != "0")
+    return Progress(*columns, disable=not _is_main())
+
+
+def _is_main() -> bool:
+    """Whether this is the main process of an `accelerate launch`, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def report(left_out: LeftOut) -> None:
@@ -65,19 +70,26 @@ def report(left_out: LeftOut) -> None:
         typer.echo(f"left out or changed: {line}", err=True)
 
 
-def length_limit(target: Path, wanted: int, reserved: int = 0) -> int:
-    """Returns the most tokens of a sequence: `wanted`, or all that the target's context holds
-    beside `reserved` tokens.
+def length_limit(target: Path, option: str, wanted: int, max_tokens: int = 0) -> int:
+    """Returns the most tokens of a sequence: `wanted` by an option, or all that the target's
+    context holds beside answers of `max_tokens`.
 
     Raises:
-        ValueError: if `wanted` is more.
+        ValueError: if `wanted` or `max_tokens` is more; the message names the option.
     """
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(target, local_files_only=True).get_text_config()
-    most = int(getattr(config, "max_position_embeddings", 0) or 1 << 20) - reserved
+    context = int(getattr(config, "max_position_embeddings", 0) or 1 << 20)
+    most = context - max_tokens
+    if most < 1:
+        raise ValueError(
+            f"--max-tokens {max_tokens}, legal: up to {context - 1}, because the target's context "
+            f"of {context} tokens also holds the prompt; lower it"
+        )
     if not 0 <= wanted <= most:
-        raise ValueError(f"a length of {wanted} tokens, legal: 0..{most} for this target; lower it")
+        beside = f" beside --max-tokens {max_tokens}" if max_tokens else ""
+        raise ValueError(f"{option} {wanted}, legal: 0..{most} for this target{beside}; lower it")
     return wanted or most
 
 
@@ -87,7 +99,7 @@ class Process:
     def __init__(self) -> None:
         from accelerate import PartialState
 
-        self._state = PartialState()
+        self._state = PartialState(timeout=PATIENCE)
         self.device = self._state.device
 
     def takes(self, number: int) -> bool:
@@ -99,25 +111,8 @@ class Process:
         self._state.wait_for_everyone()
 
 
-def finished_answers(data: Path) -> list[Path]:
-    """Returns the files of answers in a folder.
-
-    Raises:
-        ValueError: if there are none.
-    """
-    from vllm_specplug.train import answers
-
-    files = answers.answer_shards(data)
-    if not files:
-        raise ValueError(
-            f"{data} holds no finished answers; run `specplug data generate` or `specplug data "
-            "import` first"
-        )
-    return files
-
-
 def checked_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> Split:
-    """Returns a split of answers, and prints what a user should know about it.
+    """Returns a split of answers; the main process prints what a user should know about it.
 
     Raises:
         ValueError: if it would leave none to train on.
@@ -126,7 +121,8 @@ def checked_split(files: list[Path], heldout_answers: int, repetitive_share: flo
 
     split = Split(files, heldout_answers, repetitive_share)
     for line in split.check():
-        typer.echo(line, err=True)
+        if _is_main():
+            typer.echo(line, err=True)
     return split
 
 

@@ -103,13 +103,14 @@ def estimate_from_config(run: FeatureRunOptions, recipe: Recipe) -> list[str]:
     layers = len(chosen_layers(run.layers, len(decoder.layers)))
     target = sum(p.numel() for p in model.parameters())
     table = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    stride, most = (getattr(recipe, f"anchor{part}", 0) for part in ("_stride", "s_per_sequence"))
+    stride = getattr(recipe, "anchor_stride", 1)
+    most = getattr(recipe, "anchors_per_sequence", 0)
     tokens = anchors = 0
     for path in answer_shards(run.answers):
         for answer in read_answers(path):
             length = len(answer.answer_ids)
             tokens += len(answer.prompt_ids) + length
-            anchors += min(length // (stride or 1), most or length)
+            anchors += min(length // stride, most or length)
     layer = sum(p.numel() for p in decoder.layers[0].parameters())
     head = layer * (getattr(run, "num_layers", 1) or 2) + layers * hidden**2
     batch = getattr(recipe, "anchors_per_step", 0) or getattr(recipe, "tokens_per_step", 1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,11 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("linear", "cosine")
 LOSSES = ("forward_kl", "reverse_kl", "sft")
 STATE_NAME = "state.pt"
+# Share of the answers ending in a loop that is kept. A small target also produces loops when it is
+# served, so some stay.
+REPETITIVE_SHARE = 0.7
+# How long other processes wait for the main one, which evaluates, or for a slower one.
+PATIENCE = timedelta(hours=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +179,12 @@ class FeatureRunOptions(RunOptions):
                 f"{' and '.join(names) or 'no data'}, legal: --features with --heldout, or "
                 "--answers; give one of the two"
             )
+        for name in ("layers", "heldout_answers"):
+            if self.answers is None and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}, legal: only with "
+                    "--answers; stored features were made with theirs, so leave it out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

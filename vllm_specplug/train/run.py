@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,11 +14,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
-from vllm_specplug.train.answers import Split, answer_shards
+from vllm_specplug.train.answers import Split, finished_answers
 from vllm_specplug.train.estimate import estimate, estimate_from_config
 from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
 from vllm_specplug.train.online import OnlineFeatures
-from vllm_specplug.train.options import FeatureRunOptions, Recipe, RunOptions
+from vllm_specplug.train.options import (
+    PATIENCE,
+    REPETITIVE_SHARE,
+    FeatureRunOptions,
+    Recipe,
+    RunOptions,
+)
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
 from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, load_target
@@ -31,9 +36,6 @@ from vllm_specplug.train.vocabulary import (
     vocabulary_coverage,
     vocabulary_of,
 )
-
-# As in `specplug data features`.
-REPETITIVE_SHARE = 0.7
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +113,8 @@ class HeadInTraining:
 
 
 def new_accelerator() -> Accelerator:
-    """Returns the accelerator of a run. Other processes wait while the main one evaluates."""
-    patience = InitProcessGroupKwargs(timeout=timedelta(hours=4))
+    """Returns the accelerator of a run."""
+    patience = InitProcessGroupKwargs(timeout=PATIENCE)
     return Accelerator(mixed_precision="bf16", kwargs_handlers=[patience])
 
 
@@ -149,27 +151,23 @@ def open_features(
                 f"{held.target_layer_ids}; make both with the same layers"
             )
         return open_training(run, recipe, store, held)
-    files = answer_shards(run.answers)
-    if not files:
-        raise ValueError(
-            f"{run.answers} holds no finished answers; run `specplug data generate` or `specplug "
-            "data import` first"
-        )
-    split = Split(files, run.heldout_answers, REPETITIVE_SHARE)
-    device = new_accelerator().device
-    model = load_target(run.target, torch.bfloat16).requires_grad_(False).to(device)
-    layers = chosen_layers(run.layers, len(decoder_of(model).layers))
+    split = Split(finished_answers(run.answers), run.heldout_answers, REPETITIVE_SHARE)
+    accelerator = new_accelerator()
     parts: list[list[TokenSequence]] = [[], []]
     for _, *both in split.parts():
         for part, answers in zip(parts, both, strict=True):
             part += map(TokenSequence.of, answers)
     for line in split.remarks(*map(len, parts)):
-        logger.warning(line)
+        if accelerator.is_main_process:
+            logger.warning(line)
     if not parts[0]:
         raise ValueError(
             f"{run.answers} holds no greedy answer to hold out; generate some, since sampled ones "
             "tell less about acceptance"
         )
+    device = accelerator.device
+    model = load_target(run.target, torch.bfloat16).requires_grad_(False).to(device)
+    layers = chosen_layers(run.layers, len(decoder_of(model).layers))
     aside, rest = (online(run.answers, part, model, layers, device) for part in parts)
     return open_training(run, recipe, rest, aside)
 
@@ -254,7 +252,10 @@ def train_head(
     training = made.training
     if not training.accelerator.is_main_process:
         log = _silent
-    trainer = Trainer(made.head, made.tables, training.store, made.objective, training.accelerator)
+    trainer = Trainer(
+        made.head, made.tables, training.store, made.objective, training.accelerator,
+        _fixed(training),
+    )  # fmt: skip
     if run.dry_run:
         for line in estimate(trainer, run.out):
             log(line)
@@ -294,6 +295,18 @@ def train_head(
 
     run_loop(trainer, run, export, log, on_step)
     return facts
+
+
+def _fixed(training: Training[Any]) -> dict[str, Any]:
+    """Returns what a resumed run must not change, because its head or the held-out answers would be
+    of other data."""
+    run, store = training.run, training.store
+    fixed: dict[str, Any] = {}
+    if isinstance(store, Features):
+        fixed["target_layer_ids"] = list(store.target_layer_ids)
+    if isinstance(run, FeatureRunOptions) and run.answers is not None:
+        fixed["heldout_answers"] = run.heldout_answers
+    return fixed
 
 
 def progress_facts(trainer: Trainer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch
 
 from vllm_specplug.train.answers import answer_shards, keep_answer, read_answers
 from vllm_specplug.train.features import FeatureStore, SequenceStore, count_sources
+from vllm_specplug.train.options import REPETITIVE_SHARE
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,12 @@ class TextStore(SequenceStore):
         ValueError: for a folder without answers and features, or without long enough answers.
     """
 
-    def __init__(self, folder: str | Path, min_supervised: int = 2, repetitive_share: float = 0.7):
+    def __init__(
+        self,
+        folder: str | Path,
+        min_supervised: int = 2,
+        repetitive_share: float = REPETITIVE_SHARE,
+    ):
         self.folder = Path(folder)
         self.features: FeatureStore | None = None
         self._texts: list[TextSequence] = []

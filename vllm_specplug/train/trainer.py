@@ -71,6 +71,7 @@ class Trainer:
     Args:
         tables: frozen rows of the target.
         store: the training sequences.
+        fixed: other values that a resumed run must not change, by name.
     """
 
     def __init__(
@@ -80,10 +81,12 @@ class Trainer:
         store: Any,
         objective: Objective,
         accelerator: Accelerator | None = None,
+        fixed: dict[str, Any] | None = None,
     ):
         self.objective, self.options, self.store = objective, objective.recipe, store
         self.accelerator = accelerator or Accelerator(mixed_precision="bf16")
         self.device = self.accelerator.device
+        self.fixed = {"optimizer": self.options.optimizer, **(fixed or {})}
         self.order = DataOrder(store, self.options.seed)
         # Any: torch types attributes of a module as tensors or modules.
         self.head: Any = head.float().requires_grad_(True).train()
@@ -247,6 +250,7 @@ class Trainer:
             "slots_trained": self.slots_trained,
             "loss_average": self.loss_average,
             "options": asdict(self.options),
+            "fixed": self.fixed,
             "recipes": self.recipes,
         }
         torch.save(state, path.with_suffix(".tmp"))
@@ -261,11 +265,13 @@ class Trainer:
                 "of a run that has saved"
             )
         state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["options"]["optimizer"] != self.options.optimizer:
-            raise ValueError(
-                f"optimizer = {self.options.optimizer!r}, but the checkpoint has "
-                f"{state['options']['optimizer']!r}; resume with that one"
-            )
+        saved = {**state["options"], **state.get("fixed", {})}
+        for name, value in self.fixed.items():
+            if saved.get(name, value) != value:
+                raise ValueError(
+                    f"{name} = {value!r}, but the checkpoint has {saved[name]!r}; resume with that "
+                    "one"
+                )
         own = {name: tuple(tensor.shape) for name, tensor in self.head.state_dict().items()}
         saved_shapes = {name: tuple(tensor.shape) for name, tensor in state["head"].items()}
         if own != saved_shapes:
@@ -277,9 +283,9 @@ class Trainer:
         self.head.load_state_dict(state["head"])
         for name, tensor in state["ema"].items():
             self.ema[name].copy_(tensor)
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for optimizer, moments in zip(self.optimizers, state["optimizers"], strict=True):
             base = [group["base_lr"] for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
+            optimizer.load_state_dict(moments)
             for group, lr in zip(optimizer.param_groups, base, strict=True):
                 group["base_lr"] = lr
         self.order.restore(state["order"])

@@ -9,6 +9,8 @@ import pytest
 
 from vllm_specplug.train.answers import (
     Answer,
+    AnswerWriter,
+    Split,
     answer_shards,
     generate_missing,
     is_repetitive,
@@ -91,3 +93,13 @@ def test_loops_are_recognised_and_partly_dropped():
     assert kept(varied) == 200
     assert 30 < kept(loop) < 90
     assert kept((1, 2)) == 0
+
+
+def test_equal_answers_are_split_by_their_places(tmp_path):
+    with AnswerWriter(tmp_path) as writer:
+        for _ in range(5):
+            writer.add(Answer("a", (1,), tuple(range(8)), 0.0, True))
+    split = Split(answer_shards(tmp_path), 2, 1.0)
+    ((_, aside, rest),) = split.parts()
+    assert (len(aside), len(rest)) == (2, 3)
+    assert split.check() == []

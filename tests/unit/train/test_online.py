@@ -105,7 +105,10 @@ def test_a_resumed_run_reads_the_same_sequences(jobs: Any, tmp_path: Path) -> No
     _, whole = jobs("jetspec")
     losses, _ = whole.train()
     whole.changed(out=tmp_path / "split", max_minutes=1e-9).train()
-    resumed, _ = whole.changed(out=tmp_path / "split", resume=True).train()
+    split = whole.changed(out=tmp_path / "split", resume=True)
+    with pytest.raises(ValueError, match=f"heldout_answers = 2, but the checkpoint has {HELD}"):
+        split.changed(heldout_answers=2).train()
+    resumed, _ = split.train()
     assert resumed == losses[1:]
 
 
@@ -134,6 +137,8 @@ def test_only_chosen_sequences_are_run_and_batched(target_float32: nn.Module, tm
         ({"heldout": None}, "--features, legal: --features with --heldout, or --answers"),
         ({"answers": Path("x")}, "--features and --heldout and --answers, legal"),
         ({"features": None, "heldout": None}, "no data, legal"),
+        ({"layers": "0,2"}, "--layers 0,2, legal: only with --answers"),
+        ({"heldout_answers": 3}, "--heldout-answers 3, legal: only with --answers"),
     ],
 )
 def test_a_run_has_one_kind_of_data(make_job: MakeJob, changes: Any, words: str) -> None:
@@ -141,8 +146,11 @@ def test_a_run_has_one_kind_of_data(make_job: MakeJob, changes: Any, words: str)
         make_job("jetspec", **changes)
 
 
-def test_answers_that_cannot_be_split_are_named(jobs: Any, tmp_path: Path) -> None:
+def test_answers_that_cannot_be_split_are_named_before_the_target_is_read(
+    jobs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, online = jobs("jetspec")
+    monkeypatch.setattr(run, "load_target", lambda *_: pytest.fail("the target was read"))
     with pytest.raises(ValueError, match="holds no finished answers"):
         online.changed(answers=tmp_path).train()
     with pytest.raises(ValueError, match="leaves none to train on"):

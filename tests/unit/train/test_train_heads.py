@@ -173,6 +173,22 @@ def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None
         make_job(kind, "second", init_from=str(first.head)).train()
 
 
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
+def test_a_run_is_not_resumed_with_features_of_other_layers(
+    kind: str, make_job: MakeJob, tmp_path
+) -> None:
+    job = make_job(kind, total_steps=1)
+    job.train()
+    others = {"features": tmp_path / "f", "heldout": tmp_path / "h"}
+    for name, folder in others.items():
+        shutil.copytree(getattr(job.run, name), folder)
+        for path in folder.rglob("meta.json"):
+            meta = json.loads(path.read_text())
+            path.write_text(json.dumps({**meta, "target_layer_ids": [1, 2]}))
+    with pytest.raises(ValueError, match=r"target_layer_ids = \[1, 2\], .* has \[0, 2\]"):
+        job.changed(resume=True, total_steps=2, **others).train()
+
+
 @pytest.mark.parametrize("kind", ["jetspec", "dspark", "eagle3", "longspec"])
 def test_an_mlp_wider_than_the_targets_is_refused(kind: str, make_job: MakeJob) -> None:
     with pytest.raises(ValueError, match="--intermediate-size 64, legal: up to 48"):

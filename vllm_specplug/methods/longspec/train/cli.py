@@ -13,9 +13,9 @@ import typer
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.options import check_target
+from vllm_specplug.rows import TEXT_SUFFIXES
 from vllm_specplug.train import cli_common as common
-
-_TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
+from vllm_specplug.train.options import REPETITIVE_SHARE
 
 
 def text_files(paths: Sequence[Path]) -> list[Path]:
@@ -27,9 +27,7 @@ def text_files(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found += sorted(
-                p for p in path.rglob("*") if p.is_file() and p.suffix in _TEXT_SUFFIXES
-            )
+            found += sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in TEXT_SUFFIXES)
         elif path.is_file():
             found.append(path)
         else:
@@ -79,18 +77,18 @@ def features(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from vllm_specplug.methods.longspec.train.features import draw_offset, write_kv_shard
+    from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import TokenSequence
 
-    repetitive_share = 0.3
     with common.friendly_errors():
         if text and not length:
             raise ValueError(
                 "--text needs --length, e.g. --length 4096; short stages train on answers only"
             )
-        files = common.finished_answers(data)
+        files = finished_answers(data)
         documents = text_files(text or [])
         aside = 0 if heldout is None else heldout_answers
-        split = None if length else common.checked_split(files, aside, repetitive_share)
+        split = None if length else common.checked_split(files, aside, REPETITIVE_SHARE)
         check_target(str(target))
         process = common.Process()
         model = AutoModelForCausalLM.from_pretrained(
