@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from vllm_specplug.bench.load import LoadError
 from vllm_specplug.bench.page import write_page
@@ -302,7 +301,7 @@ def evaluate(
     """
     from rich.progress import Progress
 
-    from vllm_specplug.bench.evaluate import measure, read_questions
+    from vllm_specplug.bench.evaluate import Cell, acceptance_table, measure, read_questions
     from vllm_specplug.bench.prompts import data_files, set_name
     from vllm_specplug.rows import LeftOut
 
@@ -329,33 +328,29 @@ def evaluate(
         spec = ServerSpec("evaluate", str(values["model"]), config, max_model_len, dtype=dtype,
                           enforce_eager=eager)  # fmt: skip
         total = len(counts) * sum(map(len, sets.values()))
-        with VllmServer(spec, cache_dir() / "logs" / "evaluate.log") as server:
-            with console.status("starting the server") as status:
-                server.wait_healthy(progress=status.update)
-            with Progress(console=console) as bar:
-                task = bar.add_task("answers", total=total)
-                cells = measure(
-                    server, sets, counts, concurrency=concurrency, left_out=left_out,
-                    sampling={"max_tokens": output_len, "temperature": temperature},
-                    on_answer=lambda: bar.advance(task),
-                )  # fmt: skip
-    for line in left_out.lines():
-        console.print(f"left out: {line}", markup=False, soft_wrap=True)
-    table = Table(
-        "data", "nodes", "answers", "drafts", "mean acceptance length", "to depth 1, 2, .."
-    )
-    for cell in cells:
-        length = cell.counters.mean_acceptance_length
-        table.add_row(
-            cell.data, str(cell.size), str(cell.answers), f"{cell.counters.drafts:.0f}",
-            "-" if length is None else f"{length:.2f}",
-            " ".join(f"{share:.2f}" for share in cell.by_depth),
-        )  # fmt: skip
-    console.print(table)
-    if out is not None:
-        results = {
-            "provenance": provenance(), "speculative_config": config, "output_len": output_len,
-            "temperature": temperature, "results": [cell.to_json() for cell in cells],
-            "left_out": left_out.places,
-        }  # fmt: skip
-        out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        cells: list[Cell] = []
+        try:
+            with VllmServer(spec, cache_dir() / "logs" / "evaluate.log") as server:
+                with console.status("starting the server") as status:
+                    server.wait_healthy(progress=status.update)
+                with Progress(console=console) as bar:
+                    task = bar.add_task("answers", total=total)
+                    for cell in measure(
+                        server, sets, counts, concurrency=concurrency, left_out=left_out,
+                        sampling={"max_tokens": output_len, "temperature": temperature},
+                        on_answer=lambda: bar.advance(task),
+                    ):  # fmt: skip
+                        cells.append(cell)
+        finally:
+            # Cells that were measured before an error are kept.
+            for line in left_out.lines():
+                console.print(f"left out: {line}", markup=False, soft_wrap=True)
+            if cells:
+                console.print(acceptance_table(cells))
+            if cells and out is not None:
+                results = {
+                    "provenance": provenance(), "speculative_config": config,
+                    "output_len": output_len, "temperature": temperature,
+                    "results": [cell.to_json() for cell in cells], "left_out": left_out.places,
+                }  # fmt: skip
+                out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

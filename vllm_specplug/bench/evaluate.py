@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from vllm_specplug.bench.counters import SpecCounters
-from vllm_specplug.bench.server import VllmServer
+from vllm_specplug.bench.server import ServerError, VllmServer
 from vllm_specplug.rows import Conversation, LeftOut, RowFile
 
 # Seconds without a change after which a server's counters hold all finished requests.
@@ -81,24 +83,34 @@ def measure(
     sampling: Mapping[str, Any],
     left_out: LeftOut,
     on_answer: Callable[[], None] = lambda: None,
-) -> list[Cell]:
-    """Returns a cell for each data set and tree size.
+) -> Iterator[Cell]:
+    """Yields a cell for each data set and tree size, as soon as it is measured.
 
     Args:
         sampling: fields of every request, such as `max_tokens` and `temperature`.
         left_out: counts prompts that the server refuses, once per prompt.
+
+    Raises:
+        ServerError: if the server does not answer any more.
     """
-    cells = []
+    from openai import OpenAIError
+
     for name, questions in sets.items():
         for size in sizes:
             refused = left_out if size == sizes[0] else LeftOut()
-            before = settled_counters(server)
             fields = {**sampling, "extra_body": {"vllm_xargs": {"specplug_tree_budget": size}}}
-            answers = asyncio.run(
-                _ask_all(server, questions, concurrency, fields, refused, on_answer)
-            )
-            cells.append(Cell(name, size, answers, settled_counters(server) - before))
-    return cells
+            try:
+                before = settled_counters(server)
+                answers = asyncio.run(
+                    _ask_all(server, questions, concurrency, fields, refused, on_answer)
+                )
+                counters = settled_counters(server) - before
+            except (OpenAIError, OSError) as error:
+                raise ServerError(
+                    f"{server.spec.name} did not answer {name} with {size} nodes: {error}. The end "
+                    f"of its log:\n{server.log_tail()}"
+                ) from error
+            yield Cell(name, size, answers, counters)
 
 
 def settled_counters(server: VllmServer) -> SpecCounters:
@@ -120,7 +132,8 @@ async def _ask_all(
     refused: LeftOut,
     on_answer: Callable[[], None],
 ) -> int:
-    """Returns the number of answers to all turns of all questions."""
+    """Returns the number of answers to all questions. A refused turn ends its question; the answers
+    before it count, as they do in the server's counters."""
     from openai import AsyncOpenAI, BadRequestError
 
     gate = asyncio.Semaphore(concurrency)
@@ -129,32 +142,51 @@ async def _ask_all(
     ) as client:
 
         async def one(question: Question) -> int:
+            answers = 0
             async with gate:
                 try:
-                    return await _ask(client, server.spec.model, question.conversation, fields)
+                    asked = _ask(client, server.spec.model, question.conversation, fields)
+                    async for _ in asked:
+                        answers += 1
                 except BadRequestError as error:
                     refused.add(f"the server refuses it ({error.message})", question.place)
-                    return 0
-                finally:
-                    on_answer()
+                on_answer()
+            return answers
 
         return sum(await asyncio.gather(*(one(question) for question in questions)))
 
 
 async def _ask(
     client: Any, model: str, conversation: Conversation, fields: Mapping[str, Any]
-) -> int:
+) -> AsyncIterator[Any]:
+    """Yields the answer to each turn."""
     if conversation.text:
-        await client.completions.create(model=model, prompt=conversation.text, **fields)
-        return 1
+        yield await client.completions.create(model=model, prompt=conversation.text, **fields)
+        return
     messages: list[dict[str, str]] = list(conversation.asked())
     later = list(conversation.follow_ups)
     while True:
         reply = await client.chat.completions.create(model=model, messages=messages, **fields)
+        yield reply
         if not later:
-            return 1 + len(conversation.follow_ups)
+            return
         said = reply.choices[0].message.content or ""
         messages += [
             {"role": "assistant", "content": said},
             {"role": "user", "content": later.pop(0)},
         ]
+
+
+def acceptance_table(cells: Sequence[Cell]) -> Table:
+    """Returns the results as a table."""
+    table = Table(
+        "data", "nodes", "answers", "drafts", "mean acceptance length", "to depth 1, 2, .."
+    )
+    for cell in cells:
+        length = cell.counters.mean_acceptance_length
+        table.add_row(
+            cell.data, str(cell.size), str(cell.answers), f"{cell.counters.drafts:.0f}",
+            "-" if length is None else f"{length:.2f}",
+            " ".join(f"{share:.2f}" for share in cell.by_depth),
+        )  # fmt: skip
+    return table

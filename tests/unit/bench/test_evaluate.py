@@ -11,7 +11,9 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+import vllm_specplug.bench.cli as cli
 from vllm_specplug.bench import evaluate
 from vllm_specplug.bench.evaluate import measure, read_questions
 from vllm_specplug.bench.server import RunningServer, ServerSpec
@@ -30,6 +32,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.accepted = 0
+        self.is_dead = False
         super().__init__(("127.0.0.1", 0), Handler)
 
 
@@ -53,6 +56,11 @@ class Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if "too long" in json.dumps(body):
             self._answer(400, b'{"error": {"message": "a long prompt"}}')
+            return
+        if "deadly" in json.dumps(body):
+            self.server.is_dead = True
+        if self.server.is_dead:
+            self.close_connection = True
             return
         self.server.asked.append(body)
         self.server.accepted += len(str(body["vllm_xargs"]["specplug_tree_budget"])) - 1
@@ -82,17 +90,14 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 
 def test_cells_by_data_and_tree_size(server: Server, tmp_path: Path) -> None:
-    left_out, sets = LeftOut(), {}
-    for name, rows in ROWS.items():
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        sets[name] = read_questions(path, 0, left_out)
+    left_out = LeftOut()
+    sets = sets_of(tmp_path, left_out, **ROWS)
     running = RunningServer(ServerSpec("x", "m"), f"http://127.0.0.1:{server.server_port}")
     done: list[int] = []
-    cells = measure(
+    cells = list(measure(
         running, sets, [8, 16], concurrency=1, sampling={"max_tokens": 5, "temperature": 0.0},
         left_out=left_out, on_answer=lambda: done.append(1),
-    )  # fmt: skip
+    ))  # fmt: skip
     found = [(c.data, c.size, c.answers, c.counters.drafts, c.by_depth) for c in cells]
     assert found == [
         ("mt_bench", 8, 2, 2.0, []), ("mt_bench", 16, 2, 2.0, [1.0]),
@@ -111,6 +116,54 @@ def test_cells_by_data_and_tree_size(server: Server, tmp_path: Path) -> None:
     assert said == [("user", "one"), ("assistant", "answer 1"), ("user", "two")]
     assert server.asked[-1]["prompt"] == "once upon"
     assert {body["max_tokens"] for body in server.asked} == {5}
+
+
+def sets_of(tmp_path: Path, left_out: LeftOut, **files: list[Any]) -> dict[str, Any]:
+    """Questions of files with these rows."""
+    sets = {}
+    for name, rows in files.items():
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sets[name] = read_questions(path, 0, left_out)
+    return sets
+
+
+def test_a_refused_turn_leaves_the_answers_before_it(server: Server, tmp_path: Path) -> None:
+    left_out = LeftOut()
+    sets = sets_of(tmp_path, left_out, a=[{"turns": ["one", "too long", "three"]}])
+    running = RunningServer(ServerSpec("x", "m"), f"http://127.0.0.1:{server.server_port}")
+    (cell,) = measure(running, sets, [8], concurrency=1, sampling={}, left_out=left_out)
+    assert (cell.answers, cell.counters.drafts) == (1, 1.0)
+    assert list(left_out.places.values()) == [[str(tmp_path / "a.jsonl:1")]]
+
+
+def test_cells_before_a_servers_death_are_written(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(RunningServer):
+        def __init__(self, spec: ServerSpec, log_path: Path) -> None:
+            super().__init__(spec, f"http://127.0.0.1:{server.server_port}")
+
+        def wait_healthy(self, *_: Any, **__: Any) -> float:
+            return 0.0
+
+        def log_tail(self, lines: int = 12) -> str:
+            return "out of memory"
+
+    monkeypatch.setattr(cli, "VllmServer", Dying)
+    monkeypatch.setattr(cli, "raise_on_termination", lambda: None)
+    monkeypatch.setattr(cli, "_fill_model", lambda values, console: None)
+    sets_of(tmp_path, LeftOut(), first=[{"prompt": "one"}], second=[{"prompt": "deadly"}])
+    files = [part for name in ("first", "second")
+             for part in ("--data", str(tmp_path / f"{name}.jsonl"))]  # fmt: skip
+    out = tmp_path / "out.json"
+    command = [*files, "--model", "m", "--head", "h", "--sizes", "8", "--out", str(out)]
+    result = CliRunner().invoke(cli.evaluate_app, command)
+    assert result.exit_code == 1, result.output
+    assert "did not answer second with 8 nodes: Connection error" in result.output
+    assert "out of memory" in result.output
+    (cell,) = json.loads(out.read_text())["results"]
+    assert (cell["data"], cell["answers"]) == ("first", 1)
 
 
 def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
