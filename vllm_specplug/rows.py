@@ -21,6 +21,7 @@ conversation cannot hold, such as tool calls, are refused.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,10 +35,10 @@ _COMPLETIONS = ("completion", "response", "output")
 # An answer without its tools or reasoning is not what the target writes.
 _UNREAD_OF_ROW = ("tools", "functions")
 _UNREAD_OF_MESSAGE = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+# JSON can hold half of a surrogate pair, which tokenizers refuse.
+_SURROGATE = re.compile("[\ud800-\udfff]")
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-
-
-# Of a report.
+# Most lines of a report, and most characters of a reason in it.
 _SHOWN_KINDS, _SHOWN_CHARS = 10, 200
 
 
@@ -80,8 +81,7 @@ def conversation_of(row: Any) -> Conversation:
         if field in row:
             found = _with_system(row, read(row, field))
             texts = (found.text, *found.follow_ups, *(m["content"] for m in found.messages))
-            # JSON can hold half of a character, which tokenizers refuse.
-            if any("\ud800" <= c <= "\udfff" for text in texts for c in text):
+            if any(map(_SURROGATE.search, texts)):
                 raise ValueError(f"field {field!r} holds half of a surrogate pair")
             return found
     have = ", ".join(row) or "none"
@@ -135,8 +135,9 @@ def _message(part: Any, field: str) -> dict[str, str]:
 
 
 def _content(value: Any, field: str) -> str:
-    """Returns a message's text, of a list of its text parts."""
-    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+    """Returns a message's text; of a list, that of its text parts."""
+    is_list = isinstance(value, list) and value
+    parts = value if is_list else [{"type": "text", "text": value}]
     texts = []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else None

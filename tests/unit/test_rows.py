@@ -110,6 +110,7 @@ def test_what_is_asked_ends_before_the_answer() -> None:
             ({"messages": [{"role": "user", "content": content}]}, reason)
             for content, reason in (
                 (["a", {"type": "text", "text": "x"}], "part without a type, legal: 'text'"),
+                ([], "a message without text"),
                 ([{"type": []}], "part without a type"),
                 ([{"type": "text"}], "a message without text"),
                 ([{"type": "text", "text": None}], "a message without text"),

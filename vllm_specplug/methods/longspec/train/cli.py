@@ -13,26 +13,8 @@ import typer
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.options import check_target
-from vllm_specplug.rows import TEXT_SUFFIXES
 from vllm_specplug.train import cli_common as common
 from vllm_specplug.train.options import REPETITIVE_SHARE
-
-
-def text_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the named files and the text files in named folders, in a fixed order.
-
-    Raises:
-        ValueError: for a path that does not exist.
-    """
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found += sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in TEXT_SUFFIXES)
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise ValueError(f"--text {str(path)!r} does not exist; name a file or a folder")
-    return found
 
 
 def fixed_lengths(parts: Iterator[Sequence[int]], length: int) -> Iterator[list[int]]:
@@ -86,7 +68,7 @@ def features(
                 "--text needs --length, e.g. --length 4096; short stages train on answers only"
             )
         files = finished_answers(data)
-        documents = text_files(text or [])
+        documents = common.text_files(text or [])
         aside = 0 if heldout is None else heldout_answers
         split = None if length else common.checked_split(files, aside, REPETITIVE_SHARE)
         check_target(str(target))
