@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_specplug.train.answers import answer_shards, read_answers
 from vllm_specplug.train.features import chosen_layers
@@ -111,7 +112,9 @@ def estimate_from_config(run: FeatureRunOptions, recipe: Recipe) -> list[str]:
             length = len(answer.answer_ids)
             tokens += len(answer.prompt_ids) + length
             anchors += min(length // stride, most or length)
-    layer = sum(p.numel() for p in decoder.layers[0].parameters())
+    experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0  # type: ignore[union-attr, operator]
+    active = active_weights(decoder.layers, experts)
+    layer = active / len(decoder.layers)
     head = layer * (getattr(run, "num_layers", 1) or 2) + layers * hidden**2
     batch = getattr(recipe, "anchors_per_step", 0) or getattr(recipe, "tokens_per_step", 1)
     per_anchor = getattr(run, "block_size", 1) or getattr(recipe, "steps", 1)
@@ -120,7 +123,7 @@ def estimate_from_config(run: FeatureRunOptions, recipe: Recipe) -> list[str]:
     # 2 FLOPs per weight and position forward, 4 backward; three products with the LM head: logits
     # of the draft, of the target, and a gradient.
     step = positions * 6 * (head + table) / ASSUMED_FLOPS
-    forward = 2 * layer * len(decoder.layers) * tokens / ASSUMED_FLOPS
+    forward = 2 * active * tokens / ASSUMED_FLOPS
     disk = tokens * 2 * hidden * (layers + 1)
     stored = forward + step * recipe.total_steps
     online = (forward / epoch + step) * recipe.total_steps
@@ -137,6 +140,17 @@ def estimate_from_config(run: FeatureRunOptions, recipe: Recipe) -> list[str]:
         f"features`; {_size(disk)} of disk, {_size(disk / tokens)} per token",
         advice(disk, free_space(run.out), online, stored),
     ]
+
+
+def active_weights(layers: nn.Module, experts_per_token: int) -> float:
+    """Returns the number of weights of decoder layers that a token is multiplied with: of stacked
+    experts [E, out, in] those that it is routed to. `experts_per_token` is 0 without experts."""
+    count = 0.0
+    for weight in layers.parameters():
+        # The weight of a depthwise convolution is [C, 1, K].
+        is_stacked = experts_per_token > 0 and weight.ndim == 3 and weight.shape[1] > 1
+        count += weight.numel() * (experts_per_token / weight.shape[0] if is_stacked else 1)
+    return count
 
 
 def advice(disk: float, free: float, online_seconds: float, stored_seconds: float) -> str:

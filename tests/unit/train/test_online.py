@@ -19,6 +19,7 @@ from vllm_specplug.train import estimate, run
 from vllm_specplug.train.answers import Answer, AnswerWriter, Split, answer_shards
 from vllm_specplug.train.features import FeatureStore, TokenSequence, write_shard
 from vllm_specplug.train.online import OnlineFeatures
+from vllm_specplug.train.target import decoder_of, empty_target
 
 KINDS = ("jetspec", "dflash", "dspark", "eagle3", "tokenswift", "longspec")
 HELD = 4
@@ -193,6 +194,24 @@ def test_a_dry_run_without_weights_says_that_nothing_was_measured(
     assert "192 B per token" in told
     with pytest.raises(ValueError, match="needs --answers"):
         stored.train()
+
+
+def test_a_token_reads_the_experts_that_it_is_routed_to(tmp_path: Path) -> None:
+    from transformers import Qwen3MoeConfig
+
+    counts = []
+    for experts in (4, 8, 2):
+        config = Qwen3MoeConfig(
+            hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=64,
+            num_experts=experts, num_experts_per_tok=2,
+        )  # fmt: skip
+        config.save_pretrained(tmp_path / str(experts))
+        decoder = decoder_of(empty_target(tmp_path / str(experts)))
+        # The router has a row of 32 per expert.
+        counts.append(estimate.active_weights(decoder.layers, 2) - 2 * 32 * experts)
+    whole = sum(p.numel() for p in decoder.layers.parameters()) - 2 * 32 * 2
+    assert counts == [whole] * 3
 
 
 def test_advice_follows_disk_and_time() -> None:
