@@ -72,14 +72,13 @@ def features(
         aside = 0 if heldout is None else heldout_answers
         split = None if length else common.checked_split(files, aside, REPETITIVE_SHARE)
         check_target(str(target))
+        common.length_limit(target, "--length", length)
         process = common.Process()
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=torch.bfloat16, local_files_only=True
         )
         model = model.eval().to(process.device)
         most = model.config.max_position_embeddings
-        if length > most:
-            raise ValueError(f"--length {length}, legal: 0..{most} (the target's); lower it")
 
         def write(folder: Path, part: list[TokenSequence], salt: int) -> None:
             shifted = anchor_offsets and not length and folder.parent == out
