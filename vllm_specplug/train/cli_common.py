@@ -17,7 +17,7 @@ from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
 from vllm_specplug.rows import TEXT_SUFFIXES
-from vllm_specplug.train.options import PATIENCE, Recipe, RunOptions
+from vllm_specplug.train.options import Recipe, RunOptions
 
 if TYPE_CHECKING:
     from vllm_specplug.rows import LeftOut
@@ -98,9 +98,10 @@ class Process:
     """This process of an `accelerate launch`: its device and its share of the work."""
 
     def __init__(self) -> None:
-        from accelerate import PartialState
+        from vllm_specplug.train.run import new_accelerator
 
-        self._state = PartialState(timeout=PATIENCE)
+        # Unlike PartialState, it follows ACCELERATE_USE_CPU, and waits longer for a slow process.
+        self._state = new_accelerator()
         self.device = self._state.device
 
     def takes(self, number: int) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
@@ -19,8 +18,6 @@ STATE_NAME = "state.pt"
 # Share of the answers ending in a loop that is kept. A small target also produces loops when it is
 # served, so some stay.
 REPETITIVE_SHARE = 0.7
-# How long other processes wait for the main one, which evaluates, or for a slower one.
-PATIENCE = timedelta(hours=4)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,7 +20,6 @@ from vllm_specplug.train.estimate import estimate, estimate_from_config
 from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
-    PATIENCE,
     REPETITIVE_SHARE,
     FeatureRunOptions,
     Recipe,
@@ -113,8 +113,8 @@ class HeadInTraining:
 
 
 def new_accelerator() -> Accelerator:
-    """Returns the accelerator of a run."""
-    patience = InitProcessGroupKwargs(timeout=PATIENCE)
+    """Returns the accelerator of a run. Other processes wait while the main one evaluates."""
+    patience = InitProcessGroupKwargs(timeout=timedelta(hours=4))
     return Accelerator(mixed_precision="bf16", kwargs_handlers=[patience])
 
 
