@@ -142,18 +142,6 @@ def test_awq() -> None:
     _parts_at_ties_alone("awq")
 
 
-def test_without_branches_four_bits_are_exact() -> None:
-    """What parts elsewhere is the rounding of attention: here vLLM's own computes every row."""
-    _needs_four_bits()
-    if torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's products for AMX round by the number of rows")
-    engines = engines_of("awq", "bfloat16", True, tree_width=1)
-    _, counts = engines.compare(
-        PROMPTS, greedy(max_tokens=48, detokenize=False), least_accepted=0, branching=False
-    )
-    assert counts.nodes > 500 and not counts.branching, counts
-
-
 def test_a_tied_target() -> None:
     _needs_four_bits()
     engines = engines_of("gptq", "bfloat16", False, tied=True)
