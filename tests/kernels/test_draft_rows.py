@@ -80,18 +80,19 @@ def test_context_equals_the_composed_one(rows: int) -> None:
 @torch.inference_mode()
 def test_both_draft_the_same_tokens() -> None:
     fused, lm_head = _fused(), int8_linear(torch.randn(512, HIDDEN).bfloat16(), None)
-    x, positions = torch.randn(60, HIDDEN).bfloat16(), torch.arange(60)
+    x, positions = torch.randn(240, HIDDEN).bfloat16(), torch.arange(240) % POSITIONS
     (ids, log_probs), (other_ids, other_log_probs) = _both(
         fused, lambda: top_candidates(lm_head(fused(x, positions, attend)), 4)
     )
     # Neighbours that tie within rounding may change places: a logit differs by up to about 1, on
     # some CPUs by more than on others.
     gaps = other_log_probs[:, :-1] - other_log_probs[:, 1:]
-    for place in range(2):
+    for place in range(3):
         clear = (gaps[:, : place + 1] > 1.0).all(dim=1)
         assert int(clear.sum()) >= 10
         assert torch.equal(ids[clear, : place + 1], other_ids[clear, : place + 1])
-    torch.testing.assert_close(log_probs, other_log_probs, rtol=0, atol=1.0)
+    errors = (log_probs - other_log_probs).abs()
+    assert errors.quantile(0.99) <= 1.0 and errors.mean() <= 0.25, errors
 
 
 @needs_packed

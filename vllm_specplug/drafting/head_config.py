@@ -29,6 +29,13 @@ def require(condition: bool, name: str, value: object, legal: str) -> None:
         )
 
 
+def require_only(raw: Mapping[str, Any], **fields: Any) -> None:
+    """Raises ValueError for a field of a parsed config that has another value than its given one,
+    unless it is absent."""
+    for name, legal in fields.items():
+        require(raw.get(name) in (None, legal), name, raw.get(name), f"absent or {legal!r}")
+
+
 def require_size(name: str, value: object, max_value: int = MAX_SIZE) -> None:
     """Raises ValueError unless a value is an integer from 1 to `max_value`."""
     is_legal = is_size(value) and value <= max_value

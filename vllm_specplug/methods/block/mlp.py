@@ -16,7 +16,7 @@ from torch import nn
 
 from vllm_specplug.drafting.checkpoint_files import is_positive
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
-from vllm_specplug.drafting.head_config import require, required_size
+from vllm_specplug.drafting.head_config import require, require_only, required_size
 from vllm_specplug.kernels import gated_silu, multiply_experts
 from vllm_specplug.methods.block.fused_head import joined_weights
 from vllm_specplug.methods.block.head import GatedMLP
@@ -42,7 +42,7 @@ class ExpertsConfig:
     @classmethod
     def of_qwen(cls, raw: Mapping[str, Any]) -> ExpertsConfig:
         """Returns the fields of a parsed `config.json` of Qwen3-Next or Qwen3.5."""
-        _require_only(raw, decoder_sparse_step=1, mlp_only_layers=[])
+        require_only(raw, decoder_sparse_step=1, mlp_only_layers=[])
         return cls(
             *_routing(raw, "num_experts"),
             required_size(raw, "moe_intermediate_size"),
@@ -53,7 +53,7 @@ class ExpertsConfig:
     @classmethod
     def of_glm(cls, raw: Mapping[str, Any]) -> ExpertsConfig:
         """Returns the fields of a parsed `config.json` of GLM-4 with experts."""
-        _require_only(raw, n_group=1, topk_group=1)
+        require_only(raw, n_group=1, topk_group=1)
         width, scale = required_size(raw, "moe_intermediate_size"), raw.get("routed_scaling_factor")
         scale = 1.0 if scale is None else scale
         require(is_positive(scale), "routed_scaling_factor", scale, "a positive number")
@@ -65,11 +65,6 @@ class ExpertsConfig:
             uses_sigmoid=True,
             scale=float(scale),
         )
-
-
-def _require_only(raw: Mapping[str, Any], **fields: Any) -> None:
-    for name, legal in fields.items():
-        require(raw.get(name) in (None, legal), name, raw.get(name), f"absent or {legal!r}")
 
 
 def _routing(raw: Mapping[str, Any], name: str) -> tuple[int, int]:

@@ -9,7 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from vllm_specplug.drafting.checkpoint_files import open_config
-from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
+from vllm_specplug.drafting.head_config import (
+    check_layer_shape,
+    require,
+    require_only,
+    required_size,
+)
 from vllm_specplug.methods.block.layer_config import read_rotary, rotated_size
 from vllm_specplug.methods.block.mlp import ExpertsConfig
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
@@ -96,14 +101,14 @@ class MtpConfig:
         )
         require(count > 0, name, stated, "1 or more (the target ships no module)")
         family = FAMILIES[str(kind)]
-        for key, legal in {
-            "hidden_act": "silu",
-            "use_sliding_window": False,
-            "layer_scale": False,
-            "mtp_use_dedicated_embeddings": False,
+        require_only(
+            raw,
+            hidden_act="silu",
+            use_sliding_window=False,
+            layer_scale=False,
+            mtp_use_dedicated_embeddings=False,
             **_ONLY[family],
-        }.items():
-            require(raw.get(key) in (None, legal), key, raw.get(key), f"absent or {legal!r}")
+        )
         hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
         rope = read_rotary({"partial_rotary_factor": 0.5, **raw} if family == "glm" else raw)
         scaling = dict(rope["rope_scaling"] or {})
