@@ -21,91 +21,48 @@ DATA = os.environ.get("SPECPLUG_DATA")
 PROCESS = "tests.e2e.engine_process"
 ENGINE_TIMEOUT_S = 1500
 
+# Fixed: what is drafted must not depend on how fast the machine is just then.
+_FIXED = {"num_speculative_tokens": 16, "tree_budget": 16, "max_step_rows": 512}
+# Drafts of the head only.
+_HEAD = {**_FIXED, "ngram_topk": 0}
+
+
+def _head(kind: str) -> str:
+    return str(REPO / "heads" / f"smollm2-135m-{kind}")
+
+
 # Options of each method under test; the lossless matrix runs once per entry.
 METHODS: dict[str, dict[str, Any]] = {
-    "jetspec": {
-        "method": "jetspec",
-        "model": str(REPO / "heads" / "smollm2-135m-jetspec"),
-        "num_speculative_tokens": 16,
-        # Fixed: what is drafted must not depend on how fast the machine is just then.
-        "tree_budget": 16,
-        "ngram_topk": 0,
-        "max_step_rows": 512,
-    },
+    "jetspec": {"method": "jetspec", "model": _head("jetspec"), **_HEAD},
     "jetspec_ngrams": {
         "method": "jetspec",
-        "model": str(REPO / "heads" / "smollm2-135m-jetspec"),
+        "model": _head("jetspec"),
         "num_speculative_tokens": 24,
         "tree_budget": 24,
         "ngram_topk": 3,
         "max_step_rows": 768,
     },
-    "ddtree": {
-        "method": "ddtree",
-        "model": str(REPO / "heads" / "smollm2-135m-dflash"),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "ngram_topk": 0,
-        "max_step_rows": 512,
-    },
+    "ddtree": {"method": "ddtree", "model": _head("dflash"), **_HEAD},
     "dels": {
         "method": "dels",
-        "model": str(REPO / "heads" / "smollm2-135m-dflash"),
-        "local_head": str(REPO / "heads" / "smollm2-135m-dels-gru"),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "ngram_topk": 0,
-        "max_step_rows": 512,
+        "model": _head("dflash"),
+        "local_head": _head("dels-gru"),
+        **_HEAD,
     },
-    "longspec": {
-        "method": "longspec",
-        "model": str(REPO / "heads" / "smollm2-135m-longspec"),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "ngram_topk": 0,
-        "max_step_rows": 512,
-    },
+    "longspec": {"method": "longspec", "model": _head("longspec"), **_HEAD},
     # Every context outgrows the partial cache; draft forwards always run.
     "tokenswift": {
         "method": "tokenswift",
-        "model": str(REPO / "heads" / "smollm2-135m-tokenswift"),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
+        "model": _head("tokenswift"),
         "draft_source": "self",
         "kv_budget": 64,
         "self_draft_requests": 16,
-        "max_step_rows": 512,
+        **_FIXED,
     },
-    "eagle3_tree": {
-        "method": "eagle3_tree",
-        "model": str(REPO / "heads" / "smollm2-135m-eagle3"),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "ngram_topk": 0,
-        "max_step_rows": 512,
-    },
-    "dspark_tree": {
-        "method": "dspark_tree",
-        "model": str(REPO / "heads" / "smollm2-135m-dspark"),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "ngram_topk": 0,
-        "max_step_rows": 512,
-    },
-    "dflash2_tree": {
-        "method": "dflash2_tree",
-        "model": str(selector_head()),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "ngram_topk": 0,
-        "max_step_rows": 512,
-    },
-    "ngram_tree": {
-        "method": "ngram_tree",
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "max_step_rows": 512,
-    },
+    "eagle3_tree": {"method": "eagle3_tree", "model": _head("eagle3"), **_HEAD},
+    "dspark_tree": {"method": "dspark_tree", "model": _head("dspark"), **_HEAD},
+    "dflash2_tree": {"method": "dflash2_tree", "model": str(selector_head()), **_HEAD},
+    "ngram_tree": {"method": "ngram_tree", **_FIXED},
 }
 
 

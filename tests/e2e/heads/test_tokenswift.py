@@ -68,7 +68,10 @@ def _plain(target: Path) -> EngineResult:
     return run_engine(_engine(target), CALLS)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param(name, marks=pytest.mark.full if name == "compiled" else ()) for name in MODES],
+)
 def test_output_equals_plain_decoding(models: tuple[Path, Path], mode: str) -> None:
     target, head = models
     engine, options = MODES[mode]

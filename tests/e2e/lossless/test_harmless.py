@@ -55,7 +55,7 @@ def _run(target: Path, method: str, env: dict[str, str]) -> EngineResult:
     return run_engine(engine, calls, speculative=SPECULATIVE[method], env=env, stock=True)
 
 
-@pytest.mark.parametrize("method", SPECULATIVE)
+@pytest.mark.parametrize("method", ["plain", pytest.param("ngram", marks=pytest.mark.full)])
 def test_tokens_and_metrics_are_those_without_the_plugin(target: Path, method: str) -> None:
     without = _run(target, method, {"VLLM_PLUGINS": "none"})
     installed = _run(target, method, {})

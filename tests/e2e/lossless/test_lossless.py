@@ -75,7 +75,7 @@ OPTIONS: list[dict[str, Any]] = [
 def _calls() -> list[dict[str, Any]]:
     """The calls of `CALLS` but the last, which continues what was generated."""
     return [
-        {"prompts": _ids(12), "params": _greedy(20)},
+        {"prompts": _ids(8), "params": _greedy(20)},
         {"prompts": _ids(len(OPTIONS), start=4), "params": OPTIONS},
         {"prompts": _ids(8), "params": _greedy(LONG, ignore_eos=True)},
         {"prompts": _ids(4), "params": _greedy(FIRST, ignore_eos=True)},

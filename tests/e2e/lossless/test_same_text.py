@@ -20,7 +20,7 @@ pytestmark = [
     ),
 ]
 
-COUNT = 4
+COUNT = 3
 NODES = 16
 DRAFTED = "vllm:spec_decode_num_draft_tokens"
 CALL_NAMES = ("without drafts", "with full trees", "by default")
@@ -45,11 +45,11 @@ def test_a_text_is_one_text() -> None:
     calls = [_call(i, i + 1, 0) for i in range(COUNT)]
     calls += [_call(0, COUNT, budget) for budget in (0, NODES, "auto")]
     # Fewer at once than there are: prompts join the steps of others.
-    engine = _engine(3, enforce_eager=False)
+    engine = _engine(2, enforce_eager=False)
     result = run_engine(engine, calls, speculative=DEFAULTS["jetspec"])
     assert_drafted(result)
     assert result.call_counter(COUNT, DRAFTED) == 0
-    assert result.call_counter(COUNT + 1, DRAFTED) > 800
+    assert result.call_counter(COUNT + 1, DRAFTED) > 600
     alone = [result.token_ids(i)[0] for i in range(COUNT)]
     for call in range(COUNT, COUNT + 3):
         assert result.token_ids(call) == alone, CALL_NAMES[call - COUNT]

@@ -19,7 +19,8 @@ from tests.e2e.tiny import (
 )
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
-pytestmark = pytest.mark.e2e
+# Two ranks are tested in every run; three processes on two cores take a minute.
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 _CALLS = [{"prompts": PROMPTS, "params": PARAMS}]
 # Three ranks sum every row-parallel product in three orders. vLLM pads vocabularies to 64 rows, so
@@ -60,14 +61,7 @@ ON_THREE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.xdist_group("three_ranks")
-# Three processes on two cores take a minute: of each kind of drafter one in every run.
-@pytest.mark.parametrize(
-    "method",
-    [
-        pytest.param(name, marks=() if name in ("jetspec", "tokenswift") else pytest.mark.full)
-        for name in ON_THREE
-    ],
-)
+@pytest.mark.parametrize("method", ON_THREE)
 def test_three_ranks_keep_the_output(three_heads: Path, method: str) -> None:
     """The default budget, which follows each process's own clock."""
     spec = {"num_speculative_tokens": 24, "max_step_rows": 512, **ON_THREE[method]}

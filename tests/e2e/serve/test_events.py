@@ -7,13 +7,11 @@ replicas of it with parsers for reasoning and tool calls, and is killed in the e
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import signal
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,49 +20,44 @@ from typing import Any
 import openai
 import pytest
 
+from tests.e2e.served import MARK, Server
 from tests.e2e.tiny import SPECIAL_TOKENS, make_head, make_text_target
-from vllm_specplug.bench.process_group import group_members
-from vllm_specplug.bench.server import ServerSpec, VllmServer
+from vllm_specplug.bench.server import free_port
 
-pytestmark = [pytest.mark.e2e]
-
+pytestmark = [pytest.mark.e2e, MARK]
 
 PROMPTS = [[7, 40, 41], [60, 61, 62, 63], [100, 9], [270, 280, 290, 11, 12], [8], [9], [33, 34]]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("events")
     target = make_text_target(folder / "target")
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
-    spec = ServerSpec(
-        name="two replicas",
-        model=str(target),
-        max_model_len=256,
-        dtype="float32",
-        enforce_eager=True,
-        speculative_config={
-            "method": "jetspec",
-            "model": str(make_head(folder / "head", vocab)),
-            "num_speculative_tokens": 12,
-            "tree_budget": 12,
-        },
-        extra_args=(
-            "--data-parallel-size", "2", "--served-model-name", "tiny",
-            "--reasoning-parser", "deepseek_r1",
-            "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
-            "--structured-outputs-config",
-            json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
-        ),
-    )  # fmt: skip
-    with VllmServer(spec, folder / "server.log") as running:
-        running.wait_healthy()
+    options = {
+        "method": "jetspec",
+        "model": str(make_head(folder / "head", vocab)),
+        "num_speculative_tokens": 12,
+        "tree_budget": 12,
+    }
+    port = free_port()
+    arguments = [
+        str(target), "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32",
+        "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "16",
+        "--data-parallel-size", "2", "--served-model-name", "tiny",
+        "--reasoning-parser", "deepseek_r1",
+        "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
+        "--structured-outputs-config",
+        json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
+        "--speculative-config", json.dumps(options),
+    ]  # fmt: skip
+    with Server([arguments], port, folder) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def client(server: VllmServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=120)
+def client(server: Server) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120)
 
 
 def _complete(client: openai.OpenAI, prompt: list[int]) -> str:
@@ -75,36 +68,21 @@ def _complete(client: openai.OpenAI, prompt: list[int]) -> str:
     return str(done.choices[0].text)
 
 
-def _metric(server: VllmServer, name: str) -> dict[str, float]:
-    """Values of one metric by engine."""
-    text = urllib.request.urlopen(f"{server.base_url}/metrics", timeout=60).read().decode()
-    values: dict[str, float] = {}
-    for line in text.splitlines():
-        engine = re.search(r'engine="(\d+)"', line)
-        if line.startswith(name + "{") and engine:
-            values[engine[1]] = values.get(engine[1], 0.0) + float(line.rsplit(" ", 1)[1])
-    return values
-
-
-@pytest.mark.xdist_group("event_server")
-def test_two_replicas_answer_alike_and_count_apart(
-    server: VllmServer, client: openai.OpenAI
-) -> None:
+def test_two_replicas_answer_alike_and_count_apart(server: Server, client: openai.OpenAI) -> None:
     alone = [_complete(client, prompt) for prompt in PROMPTS]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         together = list(pool.map(lambda prompt: _complete(client, prompt), PROMPTS * 2))
     assert together == alone * 2 and all(alone)
     for name in ("specplug:drafts_total", "vllm:spec_decode_num_accepted_tokens_total"):
-        values = _metric(server, name)
+        values = server.metric(name)
         assert set(values) == {"0", "1"} and all(values.values()), (name, values)
 
 
-@pytest.mark.xdist_group("event_server")
 @pytest.mark.parametrize(
     "extra", [{"specplug_tree_budget": 13}, {"specplug_max_draft_context": -1}]
 )
 def test_a_request_that_cannot_be_is_refused_by_name(
-    server: VllmServer, client: openai.OpenAI, extra: dict[str, int]
+    server: Server, client: openai.OpenAI, extra: dict[str, int]
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=next(iter(extra))) as error:
         client.completions.create(
@@ -123,9 +101,7 @@ SCHEMA = {
 TOOL = {"type": "function", "function": {"name": "paint", "parameters": SCHEMA, "strict": True}}
 
 
-def _with_and_without_drafts(
-    server: VllmServer, client: openai.OpenAI, **options: Any
-) -> list[Any]:
+def _with_and_without_drafts(server: Server, client: openai.OpenAI, **options: Any) -> list[Any]:
     """Messages of seeded chats with trees, each compared with the same chat decoded plainly."""
 
     def chat(seed: int, nodes: int) -> Any:
@@ -146,7 +122,7 @@ def _with_and_without_drafts(
         return message
 
     def drafted() -> float:
-        return sum(_metric(server, "specplug:draft_nodes_total").values())
+        return sum(server.metric("specplug:draft_nodes_total").values())
 
     before = drafted()
     with ThreadPoolExecutor(4) as pool:
@@ -158,8 +134,7 @@ def _with_and_without_drafts(
     return trees
 
 
-@pytest.mark.xdist_group("event_server")
-def test_tool_calls_are_those_of_plain_decoding(server: VllmServer, client: openai.OpenAI) -> None:
+def test_tool_calls_are_those_of_plain_decoding(server: Server, client: openai.OpenAI) -> None:
     choice = {"type": "function", "function": {"name": "paint"}}
     messages = _with_and_without_drafts(server, client, tools=[TOOL], tool_choice=choice)
     calls = [call.function for message in messages for call in message.tool_calls or ()]
@@ -169,9 +144,8 @@ def test_tool_calls_are_those_of_plain_decoding(server: VllmServer, client: open
     assert complete and all(set(value) == {"color", "ok"} for value in complete)
 
 
-@pytest.mark.xdist_group("event_server")
 def test_reasoning_and_answer_are_those_of_plain_decoding(
-    server: VllmServer, client: openai.OpenAI
+    server: Server, client: openai.OpenAI
 ) -> None:
     answer_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
     messages = _with_and_without_drafts(server, client, response_format=answer_format)
@@ -183,8 +157,7 @@ def test_reasoning_and_answer_are_those_of_plain_decoding(
     assert complete and all(set(value) == {"color", "ok"} for value in complete)
 
 
-@pytest.mark.xdist_group("event_server")
-def test_a_client_that_leaves_frees_its_request(server: VllmServer, client: openai.OpenAI) -> None:
+def test_a_client_that_leaves_frees_its_request(server: Server, client: openai.OpenAI) -> None:
     streams = [
         client.completions.create(
             model="tiny", prompt=prompt, max_tokens=240, stream=True, temperature=0.7,
@@ -196,35 +169,26 @@ def test_a_client_that_leaves_frees_its_request(server: VllmServer, client: open
         next(iter(stream))
         stream.close()
     deadline = time.monotonic() + 60
-    while sum(_metric(server, "vllm:num_requests_running").values()):
+    while sum(server.metric("vllm:num_requests_running").values()):
         assert time.monotonic() < deadline, "requests of clients that left still run"
         time.sleep(0.2)
-    assert sum(_metric(server, "vllm:num_requests_waiting").values()) == 0
+    assert sum(server.metric("vllm:num_requests_waiting").values()) == 0
     assert _complete(client, PROMPTS[0]) == _complete(client, PROMPTS[0])
 
 
-@pytest.mark.xdist_group("event_server")
-def test_an_engine_that_dies_ends_the_server(server: VllmServer, client: openai.OpenAI) -> None:
+def test_an_engine_that_dies_ends_the_server(server: Server, client: openai.OpenAI) -> None:
     """Last: nothing answers afterwards."""
     engines = [
         pid
-        for pid in group_members(server.pid)
+        for pid in server.processes()
         if "EngineCore" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     ]
-    assert engines, [Path(f"/proc/{p}/cmdline").read_text() for p in group_members(server.pid)]
+    assert engines, [Path(f"/proc/{p}/cmdline").read_text() for p in server.processes()]
     os.kill(engines[0], signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while server.is_running() and time.monotonic() < deadline:
-        # Requests make it notice at once; each gets an error, none hangs.
-        with contextlib.suppress(openai.APIError):
-            client.with_options(timeout=10, max_retries=0).completions.create(
-                model="tiny", prompt=PROMPTS[0], max_tokens=4
-            )
-        time.sleep(0.5)
-    assert not server.is_running(), server.log_tail(40)
-    log = server.log_path.read_text(errors="replace")
+    assert server.ends(), server.log.read_text()[-6000:]
+    log = server.log.read_text(errors="replace")
     assert re.search(r"died|dead|EngineDeadError", log), log[-3000:]
     deadline = time.monotonic() + 30
-    while group_members(server.pid) and time.monotonic() < deadline:
+    while server.processes() and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not group_members(server.pid), "processes are left"
+    assert not server.processes(), "processes are left"

@@ -19,7 +19,10 @@ ENGINE = """
 import json, sys
 from vllm import LLM, SamplingParams
 
+from tests.e2e.engine_process import fork_workers
+
 if __name__ == "__main__":
+    fork_workers()
     target, head, options = sys.argv[1:]
     options = json.loads(options)
     llm = LLM(

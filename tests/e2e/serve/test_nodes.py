@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import run_engine
-from tests.e2e.nodes import Served, serve_nodes
 from tests.e2e.serve.doc_commands import commands_of
+from tests.e2e.served import MARK, Server
 from tests.e2e.tiny import make_head, make_text_target
-from tests.e2e.tiny_engine import tiny_engine
 from tests.unit.scripts import ROOT
 from vllm_specplug.bench.server import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("nodes")]
+pytestmark = [pytest.mark.e2e, MARK]
 
 PROMPTS = [[7, 40, 41], [60, 61, 62, 63], [100, 9], [270, 280, 290, 11, 12], [8], [33, 34]]
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7}]
+DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 METHODS: dict[str, dict[str, Any]] = {
     "ngram_tree": {"method": "ngram_tree", "tree_budget": 12},
     # The default budget, which follows the clock; every third request has its own budget.
@@ -81,62 +81,68 @@ def _replica_nodes(common: list[str], address: list[str]) -> list[list[str]]:
     return [[*common, "--api-server-count", "1", *address], [*common, *second]]
 
 
+def _one_node(common: list[str], address: list[str]) -> list[list[str]]:
+    return [[*common, *address]]
+
+
 def _serve(
-    models: Path, folder: Path, method: str | None, *sabotages: str,
-    nodes: Callable[[list[str], list[str]], list[list[str]]] = _rank_nodes, kill_last: bool = False,
-) -> Served:  # fmt: skip
+    models: Path, folder: Path, method: str | None, *sabotage: str,
+    nodes: Callable[[list[str], list[str]], list[list[str]]] = _rank_nodes,
+) -> Server:  # fmt: skip
     port = free_port()
     commands = nodes(_common(models, method), ["--host", "127.0.0.1", "--port", str(port)])
-    requests = _requests(models, own_budgets=method == "jetspec")
-    return serve_nodes(
-        commands, port, requests, folder, *sabotages, is_plain=method is None, kill_last=kill_last
-    )
+    return Server(commands, port, folder, *sabotage)
+
+
+def _plain(models: Path, folder: Path, **nodes: Any) -> list[list[int]]:
+    with _serve(models, folder, None, **nodes) as server:
+        tokens = server.complete_all(_requests(models, own_budgets=False))
+        assert not server.metric(DRAFTED)
+    assert len(set(map(tuple, tokens))) > len(PROMPTS)
+    return tokens
 
 
 @pytest.fixture(scope="module")
-def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return _serve(models, tmp_path_factory.mktemp("plain"), None)
+def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    return _plain(models, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.parametrize("method", ["ngram_tree", pytest.param("jetspec", marks=pytest.mark.full)])
 def test_ranks_on_two_nodes_keep_the_output(
-    models: Path, tmp_path: Path, plain: Served, method: str
+    models: Path, tmp_path: Path, plain: list[list[int]], method: str
 ) -> None:
     """The second rank drafts other trees by another clock, and all ranks verify the first's."""
-    trees = _serve(models, tmp_path, method, "clock", "drafts")
-    assert trees.token_ids == plain.token_ids
-    assert len(set(map(tuple, trees.token_ids))) > len(PROMPTS)
-    assert trees.drafted["0"] > trees.accepted["0"] > 0
-    assert not plain.drafted
+    with _serve(models, tmp_path, method, "clock", "drafts") as server:
+        requests = _requests(models, own_budgets=method == "jetspec")
+        assert server.complete_all(requests) == plain
+        assert server.metric(DRAFTED)["0"] > server.metric(ACCEPTED)["0"] > 0
 
 
 @pytest.mark.full
 def test_nodes_with_trees_of_their_own_would_be_noticed(
-    models: Path, tmp_path: Path, plain: Served
+    models: Path, tmp_path: Path, plain: list[list[int]]
 ) -> None:
-    trees = _serve(models, tmp_path, "ngram_tree", "drafts", "own_trees")
-    assert trees.token_ids != plain.token_ids
+    with _serve(models, tmp_path, "ngram_tree", "drafts", "own_trees") as server:
+        assert server.complete_all(_requests(models, own_budgets=False)) != plain
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", [None, "ngram_tree"], ids=["plain", "trees"])
 def test_a_node_that_dies_ends_the_engine(models: Path, tmp_path: Path, method: str | None) -> None:
-    assert _serve(models, tmp_path, method, kill_last=True).ended
+    with _serve(models, tmp_path, method) as server:
+        server.complete_all(_requests(models, own_budgets=False))
+        server.kill_last_node()
+        assert server.ends()
 
 
 def test_replicas_on_two_nodes_keep_the_output(models: Path, tmp_path: Path) -> None:
-    served = _serve(models, tmp_path, "ngram_tree", nodes=_replica_nodes)
-    params = {"max_tokens": 48, "ignore_eos": True}
-    call = {
-        "prompts": [prompt for prompt in PROMPTS for _ in SAMPLING],
-        "params": [{**params, **sampling} for _ in PROMPTS for sampling in SAMPLING],
-    }
-    plain = run_engine({**tiny_engine(models / "target"), "skip_tokenizer_init": False}, [call])
-    assert served.token_ids == plain.token_ids()
-    assert len(set(map(tuple, served.token_ids))) > len(PROMPTS)
-    # Both replicas draft. How much each of them accepts depends on the requests that it gets.
-    assert set(served.drafted) == {"0", "1"} and all(served.drafted.values())
-    assert sum(served.drafted.values()) > sum(served.accepted.values()) > 0
+    plain = _plain(models, tmp_path, nodes=_one_node)
+    with _serve(models, tmp_path, "ngram_tree", nodes=_replica_nodes) as server:
+        assert server.complete_all(_requests(models, own_budgets=False)) == plain
+        # Both replicas draft. How much each of them accepts depends on the requests that it gets.
+        drafted = server.metric(DRAFTED)
+        assert set(drafted) == {"0", "1"} and all(drafted.values())
+        assert sum(drafted.values()) > sum(server.metric(ACCEPTED).values()) > 0
 
 
 def test_the_page_has_these_commands() -> None:

@@ -16,7 +16,10 @@ BENCH = Path(__file__).resolve().parents[3] / "bench" / "gpu"
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("head", "imposed"), [("jetspec", 6.0), ("eagle3", 3.40)])
+@pytest.mark.parametrize(
+    ("head", "imposed"),
+    [("jetspec", 6.0), pytest.param("eagle3", 3.40, marks=pytest.mark.full)],
+)
 def test_the_bench_measures_the_imposed_acceptance_and_makes_its_page(
     tmp_path: Path, head: str, imposed: float
 ) -> None:
