@@ -142,6 +142,14 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in heading_anchors(target.read_text()), (link, anchor)
 
 
+def test_links_of_the_alerts_lead_somewhere() -> None:
+    rules = (ROOT / "examples" / "prometheus_rules.yml").read_text()
+    links = re.findall(r"^ +docs: ([\w/]+\.md)#(\S+)$", rules, re.MULTILINE)
+    assert len(links) == rules.count("- alert:")
+    for page, anchor in links:
+        assert anchor in heading_anchors((ROOT / page).read_text()), (page, anchor)
+
+
 def heading_anchors(text: str) -> set[str]:
     """Anchors of the headings of a page, as code hosts and the site make them."""
     titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)

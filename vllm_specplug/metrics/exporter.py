@@ -99,7 +99,7 @@ def _families(labelnames: tuple[str, ...], registry: CollectorRegistry) -> _Fami
 class PrometheusExporter:
     """Turns payloads of `StepStats` into Prometheus metrics.
 
-    docs/architecture.md lists them.
+    docs/operations.md lists them.
 
     Exporters of one registry share the metric families, so that several engines in one process add
     their labels. Their label names must be the same.
@@ -117,7 +117,8 @@ class PrometheusExporter:
         values = tuple(labels.values())
         self._values = values
         self._accepted_family = families.accepted
-        self._accepted: list[Counter] = []
+        # The first depth exists from the start: where no draft is ever accepted, its rate is 0.
+        self._accepted = [families.accepted.labels(*values, "1")]
         self._drafts = families.drafts.labels(*values)
         self._nodes = families.nodes.labels(*values)
         # All reasons exist from the start, so that a rate over them is never empty.

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import openai
 import pytest
+import yaml
 from openai.types.chat import ChatCompletion
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.e2e.harness import METHODS, chat_ids, engine_args, run_engine, target_path
+from tests.promql import check_query
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("serve")]
@@ -116,21 +118,25 @@ def test_answers_carry_their_acceptance(client: openai.OpenAI, options: dict[str
     assert sum(accepted) + steps <= answer.usage.completion_tokens
 
 
-def test_the_dashboard_asks_for_what_the_server_has(client: openai.OpenAI) -> None:
+def test_dashboard_and_alerts_ask_for_what_the_server_has(client: openai.OpenAI) -> None:
     _ask(client, QUESTIONS[0], max_tokens=64, **DRAFTED)
     _ask(client, QUESTIONS[0], extra_body={"vllm_xargs": {"specplug_tree_budget": 0}})
-    labels: dict[str, set[str]] = {}
+    metrics: dict[str, dict[str, set[str]]] = {}
     for sample in _samples(client):
-        labels.setdefault(sample.name, set()).update(sample.labels)
-    dashboard = Path(__file__).resolve().parents[3] / "examples" / "grafana.json"
-    panels = json.loads(dashboard.read_text())["panels"]
+        for label, value in sample.labels.items():
+            metrics.setdefault(sample.name, {}).setdefault(label, set()).add(value)
+    examples = Path(__file__).resolve().parents[3] / "examples"
+    panels = json.loads((examples / "grafana.json").read_text())["panels"]
     queries = [target["expr"] for panel in panels for target in panel["targets"]]
-    assert len(queries) > 10
-    for query in queries:
-        names = set(re.findall(r"(?:vllm|specplug):\w+", query))
-        by = set(re.findall(r"by \((\w+)\)", query))
-        assert names and all("model_name" in labels.get(name, ()) for name in names), query
-        assert all(any(label in labels[name] for name in names) for label in by), query
+    groups = yaml.safe_load((examples / "prometheus_rules.yml").read_text())["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(queries) > 10 and len(rules) >= 4
+    for query in (*queries, *(rule["expr"] for rule in rules)):
+        check_query(query, metrics)
+    for rule in rules:
+        names = re.findall(r"(?:vllm|specplug):\w+", rule["expr"])
+        for label in re.findall(r"\$labels\.(\w+)", str(rule["annotations"])):
+            assert label in metrics[names[0]], rule["alert"]
 
 
 def test_options_that_other_speculation_refuses_are_honoured(client: openai.OpenAI) -> None:

@@ -57,6 +57,16 @@ def test_payload_becomes_metrics(registry):
     assert sample(registry, "specplug:predicted_actual_tokens_total") == 6
 
 
+def test_heads_that_are_never_accepted_have_a_rate(registry):
+    exporter = PrometheusExporter(LABELS, registry)
+    assert sample(registry, "specplug:accepted_tokens_total", depth="1") == 0
+    stats = StepStats()
+    stats.observe_draft(10, 0)
+    exporter.observe(stats.drain())
+    assert sample(registry, "specplug:drafts_total") == 1
+    assert sample(registry, "specplug:accepted_tokens_total", depth="1") == 0
+
+
 def test_names_follow_prometheus(registry):
     """Base units, named in the metric; no milliseconds."""
     PrometheusExporter(LABELS, registry).observe(make_payload())
