@@ -18,11 +18,14 @@ _START, _END = "<!-- options: scripts/options_table.py --write -->", "<!-- /opti
 
 
 def tables() -> str:
-    """Returns a table of the shared options and one of each method's own."""
-    parts = [markdown_table(HEADER, shared_options())]
+    """Returns a table of the shared options, and one per group of equal own options."""
+    own: dict[tuple[tuple[str, ...], ...], list[str]] = {}
     for name, method in methods().items():
         if rows := method_options(method):
-            parts.append(f"### Method `{name}`\n\n{markdown_table(HEADER, rows)}")
+            own.setdefault(tuple(rows), []).append(f"`{name}`")
+    parts = [markdown_table(HEADER, shared_options())]
+    for rows, names in own.items():
+        parts.append(f"### {', '.join(names)}\n\n{markdown_table(HEADER, rows)}")
     return "\n\n".join(parts)
 
 

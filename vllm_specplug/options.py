@@ -93,13 +93,10 @@ class TreeOptions:
     bfloat16 or float16, and "fp8" on a GPU of compute capability 9.x for matrices of at least 2^23
     numbers."""
     target_products: TargetProductsName = "auto"
-    """Kernels that multiply with the target's unquantized bfloat16 weights on a CPU. "packed" uses
-    this package's kernels. With AVX-512 BF16 they store the weights losslessly in three quarters of
-    the bytes and multiply a dozen rows in less time than vLLM needs for one. Without AVX-512 they
-    need a fifth to an eighth of vLLM's time for a dozen rows, because vLLM then multiplies row by
-    row. "auto" uses "packed" on a CPU with AVX-512 BF16 but no AMX, or with AVX2 but no AVX-512,
-    unless AMD's zentorch is installed; on such a CPU the tree kernel also attends rows without
-    drafts. "vllm" leaves both to vLLM."""
+    """Kernels that multiply with the target's unquantized bfloat16 weights on a CPU: "packed" for
+    this package's, "vllm" for vLLM's. "auto" uses "packed" where it is faster: on a CPU with
+    AVX-512 BF16 but no AMX, or with AVX2 but no AVX-512, unless AMD's zentorch is installed. On
+    such a CPU the tree kernel also attends rows without drafts."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute" and
     "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are

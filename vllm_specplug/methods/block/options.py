@@ -36,8 +36,8 @@ class BlockOptions(MethodOptions):
     """Options of methods with a block head."""
 
     causal: bool | None = None
-    """Causal (true) or bidirectional (false) attention inside the draft block. Default: the
-    checkpoint's `causal_head`, or bidirectional without one."""
+    """Causal (true) or bidirectional (false) attention inside the draft block. Default: what
+    the checkpoint's config says, or bidirectional if it says nothing."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         path = resolve_head_path(shared.model, method)

@@ -21,8 +21,8 @@ class DelsSettings:
     """Number of tokens that the local head scores at each depth."""
     gate_table_bytes: int
     causal: bool | None = None
-    """Causal (true) or bidirectional (false) attention inside the draft block. None stands for the
-    checkpoint's `causal_head`, or bidirectional without one."""
+    """Causal (true) or bidirectional (false) attention inside the draft block. None stands for what
+    the checkpoint's config says, or bidirectional if it says nothing."""
 
 
 def depth_weights(
