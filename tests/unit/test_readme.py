@@ -21,6 +21,21 @@ PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
+FILES = [
+    str(file.relative_to(ROOT))
+    for folder in (
+        "vllm_specplug",
+        "kernels",
+        "csrc",
+        "tests",
+        "scripts",
+        "tools",
+        "bench",
+        "examples",
+    )
+    for file in (ROOT / folder).rglob("*.*")
+] + [file.name for file in ROOT.iterdir()]
+
 
 def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -140,6 +155,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.exists(), link
         if anchor:
             assert anchor in heading_anchors(target.read_text()), (link, anchor)
+
+
+# Pages that name files of other projects.
+FOREIGN = {"comparison", *(page.stem for page in (ROOT / "docs" / "notes" / "upstream").iterdir())}
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in FOREIGN], ids=page_name)
+def test_files_that_pages_name_exist(page: Path) -> None:
+    text = re.sub(r"`[^`]+`\s+of\s+commit", "", page.read_text())
+    for name in set(re.findall(r"`([\w/.]+\.(?:py|cpp|h|toml))(?:::\w+)?`", text)):
+        is_vllms = name.startswith(("v1/", "vllm/", "tests/v1/"))
+        assert is_vllms or any(f"/{file}".endswith(f"/{name}") for file in FILES), name
 
 
 def test_links_of_the_alerts_lead_somewhere() -> None:
