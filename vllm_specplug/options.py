@@ -46,6 +46,7 @@ REMOVED_OPTIONS = {
     "beta": "set it in the config.json of the local head",
     "anchor_input": "set it in the config.json of the local head",
     "unigram": "put the counts beside the local head, as unigram.safetensors",
+    "causal": 'set "is_causal" in the config.json of the head',
     "expand_width": "a level expands the 16 best nodes of each request",
 }
 """Options of earlier versions by name, and what replaces each of them."""

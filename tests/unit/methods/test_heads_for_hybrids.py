@@ -99,13 +99,13 @@ def test_dflash() -> None:
 
 def test_dspark() -> None:
     config = DSparkConfig.from_dict(DSPARK_QWEN35_4B, num_target_layers=32)
-    assert config.block.target_layer_ids == (1, 8, 15, 22, 29)
+    assert config.target_layer_ids == (1, 8, 15, 22, 29)
     assert (config.markov_rank, config.confidence_size) == (256, 2560 + 256)
-    assert config.block.sample_from_anchor and config.block.mask_token_id == 248070
+    assert config.sample_from_anchor and config.mask_token_id == 248070
     long = DSparkConfig.from_dict(DSPARK_QWEN38_27B, num_target_layers=64)
-    assert (long.block.block_size, long.block.rope_theta) == (7, 1e7)
-    assert long.block.rope_scaling is not None
-    assert (long.block.rope_scaling["rope_type"], long.block.rope_scaling["factor"]) == ("yarn", 32)
+    assert (long.block_size, long.rope_theta) == (7, 1e7)
+    assert long.rope_scaling is not None
+    assert (long.rope_scaling["rope_type"], long.rope_scaling["factor"]) == ("yarn", 32)
 
 
 def test_eagle3() -> None:

@@ -9,6 +9,7 @@ import os
 import pickle
 import struct
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -297,22 +298,23 @@ def _local(folder: Path) -> tuple[dict[str, Any], Any]:
 
 
 def _dspark(folder: Path) -> tuple[dict[str, Any], Any]:
-    from vllm_specplug.methods.dspark_tree.checkpoint import inspect_dspark_head, save_dspark_head
+    from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
+    from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
     w1, w2 = torch.zeros(2, 20, 4)
     save_dspark_head(folder, BlockHead(CONFIG), w1, w2, dtype=torch.float32)
-    return TARGET, inspect_dspark_head
+    return TARGET, partial(inspect_block_head, kind=DSparkConfig)
 
 
 def _dflash2(folder: Path) -> tuple[dict[str, Any], Any]:
     from tests.e2e.tiny import make_dflash2_head
-    from vllm_specplug.methods.dflash2_tree.checkpoint import inspect_dflash2_head
+    from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
     config = json.loads((make_dflash2_head(folder, 20) / "config.json").read_text())
     config.update(config.pop("dflash_config"))
     (folder / "config.json").write_text(json.dumps(config))
     target = {"hidden_size": config["hidden_size"], "vocab_size": 20, "num_hidden_layers": 2}
-    return target, inspect_dflash2_head
+    return target, partial(inspect_block_head, kind=DFlash2Config)
 
 
 def _scaled(folder: Path) -> tuple[dict[str, Any], Any]:

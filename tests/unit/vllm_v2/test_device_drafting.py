@@ -37,15 +37,14 @@ from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
-from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.metrics import StepStats
@@ -269,17 +268,17 @@ def plans_made(
 
 def with_causal_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BlockHeadDrafter:
     head = make_head(folder / "head", VOCAB)
-    return on_the_device(BlockHeadDrafter, head, BlockSettings(None), monkeypatch)
+    return on_the_device(BlockHeadDrafter, head, None, monkeypatch)
 
 
 def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
-    settings = DSparkSettings(num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    settings = LocalTreeSettings.of_markov_head(4, 32)
     head = make_dspark_head(folder, VOCAB, windows=(None,))
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 
 
 def with_selector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DFlash2Drafter:
-    settings = DSparkSettings(num_candidates=12, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    settings = LocalTreeSettings.of_markov_head(4, 12)
     head = make_dflash2_head(folder, VOCAB, windows=(None,))
     return on_the_device(DFlash2Drafter, head, settings, monkeypatch)
 
@@ -288,8 +287,9 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
     local = make_local_head(folder / "local", VOCAB)
     weights = (0.0, 0.5, 0.5, 0.5)
     settings = DelsSettings(
-        str(local / "model.safetensors"), str(local / "unigram.safetensors"), weights, weights,
-        anchor_input=False, num_candidates=32, gate_table_bytes=0,
+        path=str(local / "model.safetensors"), alpha=weights, beta=weights,
+        unigram_path=str(local / "unigram.safetensors"), anchor_input=False,
+        num_candidates=32,
     )  # fmt: skip
     head = make_head(folder / "head", VOCAB, causal=False)
     return on_the_device(DelsDrafter, head, settings, monkeypatch)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
@@ -143,6 +143,9 @@ class BlockHeadConfig:
     conv_group_size: int = 0
     input_embedding_scale: float = 1.0
 
+    renamed_tensors: ClassVar[Mapping[str, str]] = {}
+    """Trainers' names of tensors, and the names that the reader uses for them."""
+
     def __post_init__(self) -> None:
         require_size("num_hidden_layers", self.num_hidden_layers, _MAX_VALUES["num_hidden_layers"])
         check_layer_shape(self)
@@ -206,39 +209,33 @@ class BlockHeadConfig:
         """Factor on q.k before the softmax."""
         return float(self.head_dim**-0.5)
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        directory: str | Path,
-        *,
-        num_target_layers: int | None = None,
-        causal: bool | None = None,
-    ) -> BlockHeadConfig:
-        """Reads `directory/config.json`; see `from_dict`."""
-        with open_config(directory) as raw:
-            return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+    @property
+    def extra_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that a method's heads have beyond the block head's."""
+        return {}
 
     @classmethod
-    def from_dict(
-        cls,
-        raw: Mapping[str, Any],
-        *,
-        num_target_layers: int | None = None,
-        causal: bool | None = None,
-    ) -> BlockHeadConfig:
+    def from_pretrained(
+        cls, directory: str | Path, *, num_target_layers: int | None = None
+    ) -> Self:
+        """Reads `directory/config.json`; see `from_dict`."""
+        with open_config(directory) as raw:
+            return cls.from_dict(raw, num_target_layers=num_target_layers)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int | None = None) -> Self:
         """Returns the config from a parsed `config.json` of either format.
 
         Args:
             raw: the JSON object.
             num_target_layers: decoder layers of the target, for a config that names no layers.
-            causal: overrides the config's mask.
 
         Raises:
             ValueError: field, value, legal values and remedy.
         """
         if raw.get("speculators_model_type") is not None or "transformer_layer_config" in raw:
-            return _from_speculators(raw, causal)
-        return _from_zlab(raw, num_target_layers, causal)
+            return cls(**_from_speculators(raw))
+        return cls(**_from_zlab(raw, num_target_layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a z-lab/JetSpec `config.json` object, which `from_dict` reads back unchanged."""
@@ -355,18 +352,19 @@ def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[s
     }
 
 
-def _from_zlab(
-    raw: Mapping[str, Any], num_target_layers: int | None, causal: bool | None
-) -> BlockHeadConfig:
+def _from_zlab(raw: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
     container = block_containers(raw)
     _check_architecture(raw, ARCHITECTURES)
     shape = _layer_shape(raw, container)
     _refuse_unsupported(container)
-    stated = stated_mask(raw, container) if causal is None else causal
-    if stated is not None and "windows" in shape:
-        shape["sliding_causal"] = stated
+    causal = stated_mask(raw, container)
     if causal is None:
-        causal = _mask_of(stated)
+        logger.info(
+            "The head's config does not say whether its block is causal; it is taken as "
+            'bidirectional, as DFlash trains. "is_causal" in its config.json says otherwise'
+        )
+    elif "windows" in shape:
+        shape["sliding_causal"] = causal
     stated_layers = raw.get("num_target_layers")
     require(
         None in (stated_layers, num_target_layers) or stated_layers == num_target_layers,
@@ -389,23 +387,22 @@ def _from_zlab(
     if block_size is None:
         block_size = _need(container, "block_size")
     masks = [source.get(name) for source in (container, raw) for name in _MASK_ID_NAMES]
-    mask = next((value for value in masks if value is not None), None)
-    return BlockHeadConfig(
+    return {
         **shape,
-        draft_vocab_size=raw.get("draft_vocab_size")
+        "draft_vocab_size": raw.get("draft_vocab_size")
         or container.get("draft_vocab_size")
         or shape["vocab_size"],
-        target_hidden_size=container.get("target_hidden_size")
+        "target_hidden_size": container.get("target_hidden_size")
         or raw.get("target_hidden_size")
         or shape["hidden_size"],
-        target_layer_ids=layer_ids,
-        block_size=block_size,
-        causal=causal,
-        sample_from_anchor=_samples_from_anchor(
+        "target_layer_ids": layer_ids,
+        "block_size": block_size,
+        "causal": bool(causal),
+        "sample_from_anchor": _samples_from_anchor(
             (container, raw), any(name in _ANCHOR_ARCHITECTURES for name in _stated_names(raw))
         ),
-        mask_token_id=mask,
-    )
+        "mask_token_id": next((value for value in masks if value is not None), None),
+    }
 
 
 def _samples_from_anchor(sources: Sequence[Mapping[str, Any]], default: bool) -> bool:
@@ -478,16 +475,7 @@ def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | 
     return True if raw.get("jetspec_config") is not None else None
 
 
-def _mask_of(stated: bool | None) -> bool:
-    if stated is None:
-        logger.info(
-            "The head's config does not say whether its block is causal; it is taken as "
-            "bidirectional, as DFlash trains. Option `causal` overrides it"
-        )
-    return bool(stated)
-
-
-def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
+def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("speculators_model_type")
     other = OTHER_SPECULATORS_TYPES.get(str(kind))
     legal = "'dflash'" + (f" ({other})" if other else "")
@@ -498,21 +486,19 @@ def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadC
     # `sliding_window_non_causal`, false by default, only concerns sliding-window layers. Full
     # attention is always trained bidirectionally.
     if "windows" in shape:
-        stated = raw.get("sliding_window_non_causal") is not True
-        shape["sliding_causal"] = stated if causal is None else causal
-    causal = bool(causal)
+        shape["sliding_causal"] = raw.get("sliding_window_non_causal") is not True
     aux = raw.get("aux_hidden_state_layer_ids")
     require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
     assert aux is not None
     # These ids count the embedding as 0, so decoder layer i is i + 1.
     layer_ids = tuple(i - 1 for i in _layer_ids("aux_hidden_state_layer_ids", aux))
-    return BlockHeadConfig(
+    return {
         **shape,
-        draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
-        target_hidden_size=raw.get("target_hidden_size") or shape["hidden_size"],
-        target_layer_ids=layer_ids,
-        block_size=8 if raw.get("block_size") is None else raw["block_size"],
-        causal=causal,
-        sample_from_anchor=_samples_from_anchor((raw,), False),
-        mask_token_id=raw.get("mask_token_id"),
-    )
+        "draft_vocab_size": raw.get("draft_vocab_size") or shape["vocab_size"],
+        "target_hidden_size": raw.get("target_hidden_size") or shape["hidden_size"],
+        "target_layer_ids": layer_ids,
+        "block_size": 8 if raw.get("block_size") is None else raw["block_size"],
+        "causal": False,
+        "sample_from_anchor": _samples_from_anchor((raw,), False),
+        "mask_token_id": raw.get("mask_token_id"),
+    }

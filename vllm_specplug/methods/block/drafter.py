@@ -65,9 +65,7 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         """Reads the checkpoint and checks it against its target."""
         assert self.options.head_path is not None
-        return load_block_head(
-            self.options.head_path, target.text_config, causal=self.options.settings.causal
-        )
+        return load_block_head(self.options.head_path, target.text_config)
 
     @torch.inference_mode()
     def follow_target(self, target: TargetWeights) -> None:

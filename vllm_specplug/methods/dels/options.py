@@ -22,7 +22,7 @@ class DelsOptions(BlockOptions):
     `.pt` file, which is converted to safetensors once. The `config.json` beside the weights sets
     the fusion weights; token counts are in the same folder."""
 
-    def settings(  # type: ignore[override]
+    def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
     ) -> DelsSettings:
         from vllm_specplug.methods.dels.resolve import resolve_settings

@@ -16,7 +16,7 @@ from vllm_specplug.methods.dels.unigram import (
     load_unigram,
     tokenizer_fingerprint,
 )
-from vllm_specplug.methods.local import LOCAL_CANDIDATES
+from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.dels.options import DelsOptions
@@ -57,7 +57,6 @@ def resolve_settings(
         anchor_input=config.anchor_input,
         num_candidates=max(LOCAL_CANDIDATES, tree_width),
         gate_table_bytes=_GATE_TABLE_BYTES,
-        causal=options.causal,
     )
 
 

@@ -5,24 +5,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 
-@dataclass(frozen=True)
-class DelsSettings:
-    """Options of the fusion of a local head with a block head, with resolved paths and defaults."""
+
+@dataclass(frozen=True, kw_only=True)
+class DelsSettings(LocalTreeSettings):
+    """Options of the fusion, with resolved paths."""
 
     path: str
     unigram_path: str | None
     """None if every beta is 0."""
-    alpha: tuple[float, ...]
-    """Weight of the local score at depths 1, 2, ..."""
-    beta: tuple[float, ...]
-    anchor_input: bool
-    num_candidates: int
-    """Number of tokens that the local head scores at each depth."""
-    gate_table_bytes: int
-    causal: bool | None = None
-    """Causal (true) or bidirectional (false) attention inside the draft block. None stands for the
-    checkpoint's `causal_head`, or bidirectional without one."""
 
 
 def depth_weights(

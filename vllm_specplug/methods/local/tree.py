@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,33 +45,9 @@ from vllm_specplug.kernels import (
     markov_weights,
 )
 from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import Expand, Frontier, draft_level_by_level
-
-
-class LocalTreeOptions(Protocol):
-    """Options of the fusion of a local head with a block head."""
-
-    @property
-    def alpha(self) -> tuple[float, ...]:
-        """Weight of the local score at depths 1, 2, ..."""
-
-    @property
-    def beta(self) -> tuple[float, ...]:
-        """Weight of the subtracted unigram log-probability at depths 1, 2, ..."""
-
-    @property
-    def anchor_input(self) -> bool:
-        """Whether the local head reads the anchor before the drafted tokens, and so corrects depth
-        1 too."""
-
-    @property
-    def num_candidates(self) -> int:
-        """Number of tokens that the local head scores at each depth."""
-
-    @property
-    def gate_table_bytes(self) -> int:
-        """Maximum bytes of the precomputed input gates of a GRU."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +88,7 @@ class LocalTreeBuilder:
         local_ids: torch.Tensor | None,
         draft_ids: torch.Tensor,
         log_prior: torch.Tensor | None,
-        options: LocalTreeOptions,
+        options: LocalTreeSettings,
         *,
         embed_tokens: torch.Tensor,
         lm_head: torch.Tensor,

@@ -70,11 +70,8 @@ def test_zlab_head_loads_with_its_names(tmp_path, tensors):
     ],
 )
 def test_causality_is_read_from_every_container(changes, causal):
-    config = zlab_config(**changes)
-    assert BlockHeadConfig.from_dict(config, num_target_layers=6).causal is causal
-    for override in (True, False):
-        read = BlockHeadConfig.from_dict(config, num_target_layers=6, causal=override)
-        assert read.causal is override
+    read = BlockHeadConfig.from_dict(zlab_config(**changes), num_target_layers=6)
+    assert read.causal is causal
 
 
 def test_block_size_is_read_from_top_level_or_container():

@@ -32,7 +32,6 @@ def test_full_attention_of_speculators_heads_is_bidirectional(flag, why):
     # An id of that format counts the embedding.
     assert config.target_layer_ids == (1, 17, 32)
     assert config.draft_vocab_size == 32000 and config.rope_theta == 1e6
-    assert BlockHeadConfig.from_dict(raw, causal=True).causal is True
 
 
 @pytest.mark.parametrize(("flag", "causal"), [(None, True), (False, True), (True, False)])
@@ -151,5 +150,4 @@ def test_the_mask_taken_is_logged_where_the_checkpoint_does_not_say(caplog):
     with caplog.at_level(logging.INFO):
         stated = changed(ZLAB_QWEN3_8B, dflash_config={"causal_head": False})
         BlockHeadConfig.from_dict(stated, num_target_layers=36)
-        BlockHeadConfig.from_dict(ZLAB_QWEN3_8B, num_target_layers=36, causal=True)
     assert not caplog.text

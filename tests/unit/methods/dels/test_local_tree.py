@@ -11,8 +11,8 @@ import torch
 
 from tests.unit.methods.dels.local_heads import KINDS, H, V, make
 from tests.unit.tree.candidates import paths_of
-from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import build_tree
 from vllm_specplug.tree.beam import Frontier
@@ -21,14 +21,9 @@ DEPTH = 4
 ALPHA, BETA = (0.2, 0.4, 0.3, 0.5), (0.1, 0.2, 0.3, 0.4)
 
 
-def options(**changes: Any) -> DelsSettings:
-    return DelsSettings(
-        **{
-            "path": "", "unigram_path": "", "alpha": ALPHA,
-            "beta": BETA, "anchor_input": True, "num_candidates": V, "gate_table_bytes": 1 << 20,
-            **changes,
-        }
-    )  # fmt: skip
+def options(**changes: Any) -> LocalTreeSettings:
+    usual = {"alpha": ALPHA, "beta": BETA, "num_candidates": V, "gate_table_bytes": 1 << 20}
+    return LocalTreeSettings(**{**usual, **changes})
 
 
 class Case:

@@ -46,7 +46,6 @@ def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None
     ("spec", "message"),
     [
         ({"window_size": 32}, "no longer an option: set it in the config.json of the head"),
-        ({"causal": True}, "causal=True is not usable: method 'longspec' does not have it"),
         ({"local_head": "x"}, "local_head='x' is not usable: method 'longspec' does not have it"),
         ({"tree_depth": 17, "num_speculative_tokens": 16}, "at least tree_depth=17"),
     ],
