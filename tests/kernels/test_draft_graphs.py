@@ -49,9 +49,7 @@ from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
-from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
-from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
@@ -98,9 +96,7 @@ def local_head(folder: Path) -> Made:
 
 
 def draft_layer(folder: Path) -> Made:
-    head = make_eagle3_head(folder, VOCAB, draft_vocab_size=20)
-    layers = inspect_eagle3_head(head, TARGET).target_layer_ids
-    return Eagle3Drafter, head, Eagle3Settings(layers)
+    return Eagle3Drafter, make_eagle3_head(folder, VOCAB, draft_vocab_size=20), None
 
 
 def module_of_the_target(folder: Path) -> Made:

@@ -24,7 +24,6 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
-from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.tree import DraftTree
 
 pytest.importorskip("triton")
@@ -262,7 +261,7 @@ class ServedLevels(Served):
     """The same with a draft layer, which is run level by level."""
 
     def head(self, folder: Path) -> tuple[Any, Path, Any]:
-        return Eagle3Drafter, make_eagle3_head(folder, VOCAB), Eagle3Settings((0, 1))
+        return Eagle3Drafter, make_eagle3_head(folder, VOCAB), None
 
 
 @pytest.mark.parametrize(
