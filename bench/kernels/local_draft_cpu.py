@@ -80,7 +80,7 @@ def main() -> None:
                 local,
                 local_ids,
                 ids,
-                load_unigram(folder / "unigram.safetensors").log_probs(vocab, 1.0),
+                load_unigram(folder / "unigram.safetensors").log_probs(vocab),
                 DelsSettings("", "", (0.5,) * DEPTH, (0.3,) * DEPTH, True, CANDIDATES, 1 << 26),
                 embed_tokens=tables.embed_tokens.bfloat16(),
                 lm_head=tables.lm_head.bfloat16(),

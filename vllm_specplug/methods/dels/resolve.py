@@ -12,7 +12,6 @@ from vllm_specplug.methods.dels.settings import DelsSettings, depth_weights
 from vllm_specplug.methods.dels.unigram import (
     RELEASED_UNIGRAM_NAME,
     UNIGRAM_NAME,
-    UNIGRAM_SMOOTHING,
     load_unigram,
     tokenizer_fingerprint,
 )
@@ -74,7 +73,7 @@ def _unigram_path(local_head: Path, model_config: Any) -> str:
     if recorded.tokenizer is not None:
         recorded = load_unigram(path, tokenizer=_target_tokenizer(model_config))
     # Refuses counts of a larger vocabulary before the engine starts.
-    recorded.log_probs(int(model_config.hf_text_config.vocab_size), UNIGRAM_SMOOTHING)
+    recorded.log_probs(int(model_config.hf_text_config.vocab_size))
     return str(path.resolve())
 
 

@@ -17,15 +17,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from vllm_specplug.drafting.checkpoint_files import check_header_length, write_safetensors
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, write_safetensors
 from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
-from vllm_specplug.methods.dels.released import MAX_COUNTS_BYTES, load_counts_archive
 
 logger = logging.getLogger(__name__)
 
 UNIGRAM_NAME = "unigram.safetensors"
 # Added to every count, so that a token that was never seen has a probability.
-UNIGRAM_SMOOTHING = 1.0
+_SMOOTHING = 1.0
 RELEASED_UNIGRAM_NAME = "loss_mask_unigram.pt"
 
 
@@ -48,16 +47,14 @@ class UnigramCounts:
     counts: torch.Tensor
     tokenizer: str | None = None
 
-    def log_probs(self, vocab_size: int, smoothing: float = 1.0) -> torch.Tensor:
-        """Returns natural log-probabilities float32 [vocab_size].
+    def log_probs(self, vocab_size: int) -> torch.Tensor:
+        """Returns natural log-probabilities float32 [vocab_size] of smoothed counts.
 
-        p = (c + smoothing) / sum(c + smoothing), with a count of 0 for missing tokens. With
-        smoothing 0, tokens that were never seen get the smallest positive probability.
+        Tokens without a count have count 0.
 
         Raises:
-            ValueError: for more counts than tokens, or counts that are all zero without smoothing.
+            ValueError: for more counts than tokens.
         """
-        assert smoothing >= 0.0, smoothing
         n = len(self.counts)
         if n > vocab_size:
             raise ValueError(
@@ -68,16 +65,9 @@ class UnigramCounts:
             logger.info(
                 "Unigram counts cover %d of %d tokens; the others have count 0", n, vocab_size
             )
-        counts = torch.zeros(vocab_size, dtype=torch.float64)
-        counts[:n] = self.counts.double()
-        counts += smoothing
-        if not bool((counts > 0).any()):
-            raise ValueError(
-                "unigram counts are all zero, legal: at least one token seen, or a smoothing "
-                "above 0; count again over supervised tokens"
-            )
-        probs = counts / counts.sum()
-        return probs.clamp(min=float(probs[probs > 0].min())).log().float()
+        counts = torch.full((vocab_size,), _SMOOTHING, dtype=torch.float64)
+        counts[:n] += self.counts
+        return (counts / counts.sum()).log().float()
 
 
 def save_unigram(
@@ -97,7 +87,7 @@ def save_unigram(
 
 
 def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCounts:
-    """Reads counts from our safetensors, or a released `.pt` (weights only) or `.npz` file.
+    """Reads counts from our safetensors, or a released `.pt` file (weights only).
 
     Args:
         path: the file.
@@ -117,19 +107,16 @@ def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCo
     counts: Any
     try:
         if path.suffix == ".safetensors":
-            check_header_length(path)
             with safe_open(path, framework="pt") as handle:
                 _check_length(path, handle.get_slice("counts").get_shape())
                 counts = handle.get_tensor("counts")
                 recorded = (handle.metadata() or {}).get("tokenizer")
-        elif path.suffix == ".npz":
-            counts = load_counts_archive(path)
         elif path.suffix == ".pt":
             counts = load_pickle(path, "it")["counts"]
             check_plain(path, "it", {"counts": counts})
         else:
-            raise ValueError("legal: .safetensors, .pt, .npz")
-    except Exception as error:  # safetensors, zipfile and pickle have their own errors
+            raise ValueError("legal: .safetensors, .pt")
+    except Exception as error:  # safetensors and pickle have their own errors
         raise ValueError(_unreadable(path, error)) from None
     if recorded is not None and tokenizer is not None and recorded != tokenizer:
         raise ValueError(
@@ -144,17 +131,15 @@ def _unreadable(path: Path, error: Exception) -> str:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"unigram counts {str(path)!r} cannot be read ({reason}); legal: a tensor 'counts' [V] in "
-        "safetensors, .npz or a weights-only .pt. Make it with `specplug data unigram`"
+        "safetensors or a weights-only .pt. Make it with `specplug data unigram`"
     )
 
 
 def _check_length(path: Path, shape: Sequence[int]) -> None:
-    max_tokens = MAX_COUNTS_BYTES // 8
-    if max(shape, default=0) > max_tokens:
+    if max(shape, default=0) > MAX_SIZE:
         raise ValueError(
             f"unigram counts {str(path)!r}: {list(shape)}, legal: integers [V] of at most "
-            f"{max_tokens} "
-            "tokens"
+            f"{MAX_SIZE} tokens"
         )
 
 
