@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from vllm_specplug.drafting.caches import PartialCacheSpec
@@ -63,18 +62,15 @@ class TokenSwiftDrafter(Drafter):
         self.lm_head = target.make_lm_head(self.target_ids)
         self.ngrams = ngram_branches(options)
         self.chooser = SourceChooser(self._sources())
-        # Accepted tokens by where they were drafted: "heads", "ngrams" or "both".
-        self.accepted_from: Counter[str] = Counter()
         self.steps_from: Counter[str] = Counter()
         # Source of the next draft, if `enter_graph` chose one that its graph does not contain.
         self._chosen: str | None = None
         # [T, H] last layer's outputs of the step, and [B] each request's last committed row
         self._hidden: torch.Tensor | None = None
         self._last_rows: torch.Tensor | None = None
-        # Start time of the last call, and for each request: number of committed tokens, tree of the
-        # heads, n-gram branches.
+        # Start time of the last call, and each request's number of committed tokens then.
         self._began: float | None = None
-        self._drafted: dict[str, tuple[int, DraftTree, list[DraftTree]]] = {}
+        self._committed: dict[str, int] = {}
 
     def _sources(self) -> list[str]:
         if self.settings.source != "auto":
@@ -104,7 +100,7 @@ class TokenSwiftDrafter(Drafter):
         if self.target_forward is not None:
             self.target_forward.forget(req_ids)
         for req_id in req_ids:
-            self._drafted.pop(req_id, None)
+            self._committed.pop(req_id, None)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         began = time.perf_counter()
@@ -115,7 +111,7 @@ class TokenSwiftDrafter(Drafter):
         own = [DraftTree.empty()] * len(requests)
         if source != NGRAMS:
             own = self._head_trees(source, requests)
-        self._began, self._drafted = began, {}
+        self._began, self._committed = began, {}
         trees = []
         for r, (req_id, tree) in enumerate(zip(requests.req_ids, own, strict=True)):
             branches: list[DraftTree] = []
@@ -126,7 +122,7 @@ class TokenSwiftDrafter(Drafter):
             parts = [part for part in (tree, *branches) if part.num_nodes]
             merged = merge_trees(parts, requests.budgets[r]) if parts else DraftTree.empty()
             trees.append(merged)
-            self._drafted[req_id] = (len(requests.token_ids[r]), tree, branches)
+            self._committed[req_id] = len(requests.token_ids[r])
         return trees
 
     @property
@@ -226,26 +222,13 @@ class TokenSwiftDrafter(Drafter):
         return sources
 
     def _learn(self, requests: DraftRequests, now: float) -> None:
-        """Compares the last step's drafts with what was committed since."""
-        grown = []
-        for req_id, tokens in zip(requests.req_ids, requests.token_ids, strict=True):
-            last = self._drafted.get(req_id)
-            if last is None:
-                continue
-            length, tree, branches = last
-            new = tokens[length:]
-            grown.append(len(new))
-            own, looked_up = (
-                _matched(tree, new),
-                max((_matched(b, new) for b in branches), default=0),
-            )
-            # The step's last token is the target's own, never an accepted draft.
-            accepted = len(new) - 1
-            own, looked_up = min(own, accepted), min(looked_up, accepted)
-            self.accepted_from["both"] += min(own, looked_up)
-            self.accepted_from[HEADS] += max(own - looked_up, 0)
-            self.accepted_from[NGRAMS] += max(looked_up - own, 0)
-        same_requests = len(grown) == len(requests) == len(self._drafted)
+        """Tells the chooser how many tokens the last step committed, and how long it took."""
+        grown = [
+            len(tokens) - self._committed[req_id]
+            for req_id, tokens in zip(requests.req_ids, requests.token_ids, strict=True)
+            if req_id in self._committed
+        ]
+        same_requests = len(grown) == len(requests) == len(self._committed)
         if len(self.chooser.sources) > 1 and grown and self._began is not None:
             (elapsed_ms,) = self.share([1e3 * (now - self._began)])
             # A step whose requests changed says nothing about the pace.
@@ -340,14 +323,3 @@ class TokenSwiftDrafter(Drafter):
                     tokens = self.draft_ids[tokens]
                     tokens = tokens[tokens >= 0]
                 penalty.apply(logits[r], tokens)
-
-
-def _matched(tree: DraftTree, tokens: np.ndarray) -> int:
-    """Number of leading `tokens` that a path from the root matches."""
-    parent, matched = -1, 0
-    for token in tokens.tolist():
-        child = tree.child_of(parent, token)
-        if child is None:
-            break
-        parent, matched = child, matched + 1
-    return matched
