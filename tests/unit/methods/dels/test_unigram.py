@@ -62,15 +62,6 @@ def test_a_write_that_fails_leaves_the_old_file(
     assert load_unigram(path).counts.tolist() == COUNTS.tolist()
 
 
-def test_another_tokenizers_counts_are_refused_when_it_can_be_told(tmp_path: Path) -> None:
-    path = save_unigram(tmp_path / "u.safetensors", COUNTS, tokenizer="a" * 64)
-    with pytest.raises(ValueError, match="made with another tokenizer"):
-        load_unigram(path, tokenizer="b" * 64)
-    assert load_unigram(path).tokenizer == "a" * 64
-    silent = save_unigram(tmp_path / "v.safetensors", COUNTS, tokenizer=None)
-    assert load_unigram(silent, tokenizer="b" * 64).tokenizer is None
-
-
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such file"):
         load_unigram(tmp_path / "u.safetensors")
