@@ -35,4 +35,4 @@ class DelsOptions(BlockOptions):
                 'Give its folder, e.g. "local_head": "/path/to/local-head"; without one use '
                 "method ddtree, or jetspec for a causal head",
             )
-        return resolve_settings(self, shared.tree_width, head.num_draft_tokens, target.model_config)
+        return resolve_settings(self, shared.tree_width, head.num_draft_tokens, target.text_config)

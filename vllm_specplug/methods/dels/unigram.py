@@ -7,10 +7,8 @@ supervised tokens (the loss mask) are counted, and counts are smoothed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,74 +26,38 @@ _SMOOTHING = 1.0
 RELEASED_UNIGRAM_NAME = "loss_mask_unigram.pt"
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns the sha256 of every (id, token) of a Hugging Face tokenizer."""
-    digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+def log_prior(counts: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns natural log-probabilities float32 [vocab_size] of smoothed counts int64 [n].
 
-
-@dataclass(frozen=True)
-class UnigramCounts:
-    """Counts of supervised tokens.
-
-    `counts` int64 [n] is indexed by token id; n may be smaller than the vocabulary. `tokenizer` is
-    the `tokenizer_fingerprint` of their tokenizer, None if it is not known.
-    """
-
-    counts: torch.Tensor
-    tokenizer: str | None = None
-
-    def log_probs(self, vocab_size: int) -> torch.Tensor:
-        """Returns natural log-probabilities float32 [vocab_size] of smoothed counts.
-
-        Tokens without a count have count 0.
-
-        Raises:
-            ValueError: for more counts than tokens.
-        """
-        n = len(self.counts)
-        if n > vocab_size:
-            raise ValueError(
-                f"unigram counts: {n} tokens, legal: at most {vocab_size} (the target's "
-                "vocabulary); they were made with another tokenizer, count again with this one"
-            )
-        if n < vocab_size:
-            logger.info(
-                "Unigram counts cover %d of %d tokens; the others have count 0", n, vocab_size
-            )
-        counts = torch.full((vocab_size,), _SMOOTHING, dtype=torch.float64)
-        counts[:n] += self.counts
-        return (counts / counts.sum()).log().float()
-
-
-def save_unigram(
-    path: str | Path,
-    counts: torch.Tensor,
-    *,
-    tokenizer: str | None,
-    metadata: dict[str, str] | None = None,
-) -> Path:
-    """Writes counts int64 [V] as safetensors with the tokenizer's fingerprint in the header,
-    replaced atomically."""
-    path = Path(path)
-    header = dict(metadata or {})
-    if tokenizer is not None:
-        header["tokenizer"] = tokenizer
-    return write_safetensors(path, {"counts": _checked(path, counts)}, header)
-
-
-def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCounts:
-    """Reads counts from our safetensors, or a released `.pt` file (weights only).
-
-    Args:
-        path: the file.
-        tokenizer: fingerprint of the target's tokenizer; None if it is not known.
+    Counts are indexed by token id; tokens without a count have count 0.
 
     Raises:
-        ValueError: for a file that cannot be read safely, has no counts, or names another
-            tokenizer.
+        ValueError: for more counts than tokens.
+    """
+    n = len(counts)
+    if n > vocab_size:
+        raise ValueError(
+            f"unigram counts: {n} tokens, legal: at most {vocab_size} (the target's "
+            "vocabulary); they were made with another tokenizer, count again with this one"
+        )
+    if n < vocab_size:
+        logger.info("Unigram counts cover %d of %d tokens; the others have count 0", n, vocab_size)
+    smoothed = torch.full((vocab_size,), _SMOOTHING, dtype=torch.float64)
+    smoothed[:n] += counts
+    return (smoothed / smoothed.sum()).log().float()
+
+
+def save_unigram(path: str | Path, counts: torch.Tensor) -> Path:
+    """Writes counts int64 [V] as safetensors, replaced atomically."""
+    path = Path(path)
+    return write_safetensors(path, {"counts": _checked(path, counts)})
+
+
+def load_unigram(path: str | Path) -> torch.Tensor:
+    """Returns the counts int64 [n] in our safetensors, or in a released `.pt` file (weights only).
+
+    Raises:
+        ValueError: for a file that cannot be read safely, or has no counts.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -103,14 +65,12 @@ def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCo
             f"unigram counts {str(path)!r}: there is no such file; make it with "
             "`specplug data unigram`"
         )
-    recorded: str | None = None
     counts: Any
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as handle:
                 _check_length(path, handle.get_slice("counts").get_shape())
                 counts = handle.get_tensor("counts")
-                recorded = (handle.metadata() or {}).get("tokenizer")
         elif path.suffix == ".pt":
             counts = load_pickle(path, "it")["counts"]
             check_plain(path, "it", {"counts": counts})
@@ -118,13 +78,7 @@ def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCo
             raise ValueError("legal: .safetensors, .pt")
     except Exception as error:  # safetensors and pickle have their own errors
         raise ValueError(_unreadable(path, error)) from None
-    if recorded is not None and tokenizer is not None and recorded != tokenizer:
-        raise ValueError(
-            f"unigram counts {str(path)!r} were made with another tokenizer (fingerprint "
-            f"{recorded[:12]}, the target's is {tokenizer[:12]}); make them again with "
-            "`specplug data unigram` for this target"
-        )
-    return UnigramCounts(_checked(path, counts), recorded)
+    return _checked(path, counts)
 
 
 def _unreadable(path: Path, error: Exception) -> str:

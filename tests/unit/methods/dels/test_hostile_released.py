@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.unit.methods.absurd import ABSURD, refused, taken_or_refused
 from tests.unit.methods.dels.local_heads import TARGET, V, released
 from vllm_specplug.methods.dels.checkpoint import inspect_local_head, load_local_head
-from vllm_specplug.methods.dels.unigram import load_unigram
+from vllm_specplug.methods.dels.unigram import load_unigram, log_prior
 
 
 def deflated(file: Path) -> None:
@@ -182,7 +182,7 @@ class TestUnigram:
 
     def test_counts_near_the_largest_integer_are_probabilities(self, tmp_path: Path) -> None:
         torch.save({"counts": torch.tensor([(1 << 63) - 1] * 4)}, tmp_path / "c.pt")
-        log_probs = load_unigram(tmp_path / "c.pt").log_probs(4)
+        log_probs = log_prior(load_unigram(tmp_path / "c.pt"), 4)
         torch.testing.assert_close(log_probs, torch.full((4,), 0.25).log())
 
     def test_a_pickle_of_another_kind(self, tmp_path: Path) -> None:

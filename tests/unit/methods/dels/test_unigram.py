@@ -11,45 +11,42 @@ import torch
 
 from vllm_specplug.drafting import checkpoint_files
 from vllm_specplug.methods.dels.unigram import (
-    UnigramCounts,
     load_unigram,
+    log_prior,
     save_unigram,
-    tokenizer_fingerprint,
 )
 
 COUNTS = torch.tensor([0, 3, 1, 0, 6])
 
 
 def test_additive_smoothing() -> None:
-    probs = UnigramCounts(COUNTS).log_probs(5).exp()
+    probs = log_prior(COUNTS, 5).exp()
     assert torch.allclose(probs, torch.tensor([1.0, 4, 2, 1, 7]) / 15)
 
 
 def test_short_counts_are_padded_and_said_so(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        probs = UnigramCounts(COUNTS).log_probs(8).exp()
+        probs = log_prior(COUNTS, 8).exp()
     assert torch.allclose(probs, torch.tensor([1.0, 4, 2, 1, 7, 1, 1, 1]) / 18)
     assert "cover 5 of 8 tokens" in caplog.text
     with pytest.raises(ValueError, match="5 tokens, legal: at most 4"):
-        UnigramCounts(COUNTS).log_probs(4)
+        log_prior(COUNTS, 4)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
 def test_files_come_back(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"unigram{suffix}"
     if suffix == ".safetensors":
-        save_unigram(path, COUNTS, tokenizer="a" * 64)
+        save_unigram(path, COUNTS)
     else:
         torch.save({"counts": COUNTS, "num_samples": 4, "metadata": {"a": "b"}}, path)
-    loaded = load_unigram(path, tokenizer="a" * 64)
-    assert loaded.counts.tolist() == COUNTS.tolist()
-    assert loaded.tokenizer == ("a" * 64 if suffix == ".safetensors" else None)
+    assert load_unigram(path).tolist() == COUNTS.tolist()
 
 
 def test_a_write_that_fails_leaves_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save_unigram(tmp_path / "u.safetensors", COUNTS, tokenizer=None)
+    path = save_unigram(tmp_path / "u.safetensors", COUNTS)
     assert path.stat().st_mode & 0o777 == 0o644
 
     def full_disk(tensors: object, file: Path, metadata: object) -> None:
@@ -58,8 +55,8 @@ def test_a_write_that_fails_leaves_the_old_file(
 
     monkeypatch.setattr(checkpoint_files, "save_file", full_disk)
     with pytest.raises(OSError, match="no space"):
-        save_unigram(path, COUNTS + 1, tokenizer=None)
-    assert load_unigram(path).counts.tolist() == COUNTS.tolist()
+        save_unigram(path, COUNTS + 1)
+    assert load_unigram(path).tolist() == COUNTS.tolist()
 
 
 def test_bad_files_are_refused(tmp_path: Path) -> None:
@@ -74,17 +71,4 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
         load_unigram(tmp_path / "u.pt")
     for counts in (torch.tensor([1.5]), torch.zeros(2, 2).long(), torch.tensor([3, -1])):
         with pytest.raises(ValueError, match="legal"):
-            save_unigram(tmp_path / "w.safetensors", counts, tokenizer=None)
-
-
-def test_fingerprint_tells_vocabularies_apart() -> None:
-    class Tokenizer:
-        def __init__(self, vocab: dict[str, int]) -> None:
-            self.vocab = vocab
-
-        def get_vocab(self) -> dict[str, int]:
-            return self.vocab
-
-    first = tokenizer_fingerprint(Tokenizer({"a": 0, "b": 1}))
-    assert first == tokenizer_fingerprint(Tokenizer({"b": 1, "a": 0}))
-    assert first != tokenizer_fingerprint(Tokenizer({"a": 1, "b": 0}))
+            save_unigram(tmp_path / "w.safetensors", counts)
