@@ -359,7 +359,6 @@ def save_head(
     *,
     target_ids: torch.Tensor | None,
     dtype: torch.dtype,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes `config.json` and `model.safetensors`, each replaced atomically.
 
@@ -379,9 +378,7 @@ def save_head(
     if target_ids is not None:
         stored["d2t"] = draft_map(target_ids)
         draft_token_ids(stored["d2t"], config["vocab_size"])
-    return write_checkpoint(
-        directory / WEIGHTS_NAME, directory / "config.json", stored, config, metadata
-    )
+    return write_checkpoint(directory / WEIGHTS_NAME, directory / "config.json", stored, config)
 
 
 def write_checkpoint(
@@ -389,27 +386,24 @@ def write_checkpoint(
     config_file: Path,
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes the weights as safetensors and then the config, each atomically; returns `weights`.
 
     Missing folders are created.
     """
-    write_safetensors(weights, tensors, metadata)
+    write_safetensors(weights, tensors)
     partial = _partial(config_file)
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     partial.replace(config_file)
     return weights
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> Path:
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     """Writes one file atomically, creating its folder; returns `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, partial, metadata={"format": "pt", **(metadata or {})})
+    save_file(contiguous, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors writes files that only their owner can read
     partial.replace(path)
     return path

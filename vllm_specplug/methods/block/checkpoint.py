@@ -127,7 +127,6 @@ def save_block_head(
     *,
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a head with z-lab's key names plus `mask_embedding` and `d2t`; see `save_head`."""
     return save_head(
@@ -136,7 +135,6 @@ def save_block_head(
         head.config.to_dict(),
         target_ids=target_ids,
         dtype=dtype,
-        metadata=metadata,
     )
 
 

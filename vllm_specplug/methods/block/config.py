@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
-from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
+from vllm_specplug.drafting.head_config import (
+    check_layer_shape,
+    require,
+    require_size,
+    required_size,
+)
 from vllm_specplug.methods.block.layer_config import (
     check_rotary,
     read_rotary,
@@ -275,15 +280,6 @@ class BlockHeadConfig:
         }
 
 
-def _need(raw: Mapping[str, Any], name: str) -> Any:
-    if raw.get(name) is None:
-        raise ValueError(
-            f"draft head config: {name} is missing; legal: an integer; the head's "
-            "config.json is incomplete, fetch it again"
-        )
-    return raw[name]
-
-
 def _stated_names(raw: Mapping[str, Any]) -> list[str]:
     stated = raw.get("architectures") or []
     require(isinstance(stated, list), "architectures", stated, "a list of names")
@@ -330,21 +326,18 @@ def default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, Any]:
-    hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
-    layers = _need(raw, "num_hidden_layers")
+    hidden, heads = required_size(raw, "hidden_size"), required_size(raw, "num_attention_heads")
     # Checked before anything is created per layer.
-    most = _MAX_VALUES["num_hidden_layers"]
-    legal = is_integer(layers) and 1 <= layers <= most
-    require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
+    layers = required_size(raw, "num_hidden_layers", _MAX_VALUES["num_hidden_layers"])
     _refuse_unsupported(raw)
     return {
         "hidden_size": hidden,
-        "intermediate_size": _need(raw, "intermediate_size"),
-        "num_hidden_layers": raw["num_hidden_layers"],
+        "intermediate_size": required_size(raw, "intermediate_size"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or default_head_dim(raw, hidden, heads),
-        "vocab_size": _need(raw, "vocab_size"),
+        "vocab_size": required_size(raw, "vocab_size"),
         "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
         **read_rotary(raw),
         **read_windows(raw, container, layers),
@@ -385,7 +378,7 @@ def _from_zlab(raw: Mapping[str, Any], num_target_layers: int | None) -> dict[st
         layer_ids = default_target_layer_ids(num_target_layers, shape["num_hidden_layers"])
     block_size = raw.get("block_size")
     if block_size is None:
-        block_size = _need(container, "block_size")
+        block_size = container.get("block_size")
     masks = [source.get(name) for source in (container, raw) for name in _MASK_ID_NAMES]
     return {
         **shape,
@@ -481,7 +474,10 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     legal = "'dflash'" + (f" ({other})" if other else "")
     require(kind == "dflash", "speculators_model_type", kind, legal)
     _check_architecture(raw, SPECULATORS_ARCHITECTURES)
-    shape = _layer_shape(_need(raw, "transformer_layer_config"), {})
+    layer = raw.get("transformer_layer_config")
+    require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
+    assert isinstance(layer, Mapping)
+    shape = _layer_shape(layer, {})
     _refuse_unsupported(raw)
     # `sliding_window_non_causal`, false by default, only concerns sliding-window layers. Full
     # attention is always trained bidirectionally.

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
 from vllm_specplug.methods.block.options import BlockOptions
-from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.options import option_error
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.block.config import BlockHeadConfig
+    from vllm_specplug.methods.dels.resolve import DelsSettings
 
 
 class DelsOptions(BlockOptions):

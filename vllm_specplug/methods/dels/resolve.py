@@ -3,24 +3,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.methods.dels.checkpoint import inspect_local_head, resolve_local_head
-from vllm_specplug.methods.dels.settings import DelsSettings, depth_weights
 from vllm_specplug.methods.dels.unigram import (
     RELEASED_UNIGRAM_NAME,
     UNIGRAM_NAME,
     load_unigram,
     log_prior,
 )
-from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES
+from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES, LocalTreeSettings
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.dels.options import DelsOptions
 
 # Maximum bytes of a GRU head's table of input gates. Larger ones are computed in each step.
 _GATE_TABLE_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelsSettings(LocalTreeSettings):
+    """Options of the fusion, with resolved paths."""
+
+    path: str
+    unigram_path: str | None
+    """None if every beta is 0."""
 
 
 def resolve_settings(
@@ -41,7 +50,7 @@ def resolve_settings(
     file = resolve_local_head(options.local_head)
     first_depth = 1 if config.anchor_input else 2
     alpha, beta = (
-        depth_weights(name, getattr(config, name), num_draft_tokens, first_depth=first_depth)
+        _depth_weights(name, getattr(config, name), num_draft_tokens, first_depth=first_depth)
         for name in ("alpha", "beta")
     )
     return DelsSettings(
@@ -68,3 +77,22 @@ def _unigram_path(local_head: Path, text_config: Any) -> str:
     # Refuses counts of a larger vocabulary before the engine starts.
     log_prior(load_unigram(path), int(text_config.vocab_size))
     return str(path.resolve())
+
+
+def _depth_weights(
+    name: str, value: float | list[float], num_depths: int, *, first_depth: int
+) -> tuple[float, ...]:
+    """Returns `alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
+
+    Raises:
+        ValueError: for a list of another length.
+    """
+    corrected = num_depths - first_depth + 1
+    weights = value if isinstance(value, list) else [value] * corrected
+    if len(weights) != corrected:
+        raise ValueError(
+            f"local head config: {name} = {value!r}, legal: one number, or one for each of the "
+            f"{corrected} depths that are corrected, {first_depth}..{num_depths}; correct the "
+            "config.json of the local head"
+        )
+    return (0.0,) * (first_depth - 1) + tuple(float(weight) for weight in weights)

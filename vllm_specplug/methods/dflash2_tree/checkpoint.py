@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,6 @@ def save_dflash2_head(
     *,
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a head with z-lab's names, without the target's tables; see `save_head`.
 
@@ -66,5 +64,4 @@ def save_dflash2_head(
         head.config.to_dict(),
         target_ids=target_ids,
         dtype=dtype,
-        metadata=metadata,
     )

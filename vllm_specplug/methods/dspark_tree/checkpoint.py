@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,6 @@ def save_dspark_head(
     confidence: tuple[torch.Tensor, torch.Tensor] | None = None,
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a head with DeepSpec's names, without the target's tables; see `save_head`.
 
@@ -143,6 +141,4 @@ def save_dspark_head(
     }
     if confidence is not None:
         config["confidence_head_with_markov"] = confidence[0].shape[1] > head.config.hidden_size
-    return save_head(
-        directory, state, config, target_ids=target_ids, dtype=dtype, metadata=metadata
-    )
+    return save_head(directory, state, config, target_ids=target_ids, dtype=dtype)

@@ -198,7 +198,7 @@ def test_head_of_another_target_names_field_and_legal_values(
         ({"architectures": ["DFlash2DraftModel"]}, ["architectures", "DFlash2DraftModel"]),
         ({"block_size": 1}, ["block_size = 1", ">= 2"]),
         ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "4"]),
-        ({"hidden_size": None}, ["hidden_size is missing"]),
+        ({"hidden_size": None}, ["hidden_size = None, legal: an integer from 1"]),
         (
             {"speculators_model_type": "eagle3", "transformer_layer_config": {}},
             ["speculators_model_type = 'eagle3'", "dflash"],

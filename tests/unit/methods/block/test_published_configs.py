@@ -104,7 +104,7 @@ def test_known_architectures(architecture):
         ),
         # Fields that say less than they must.
         (ZLAB_QWEN3_8B, {"layer_types": ["full_attention"]}, ["layer_types"]),
-        (ZLAB_QWEN3_8B, {"block_size": None}, ["block_size", "missing"]),
+        (ZLAB_QWEN3_8B, {"block_size": None}, ["block_size = None", "an integer >= 2"]),
         (ZLAB_QWEN3_8B, {"rms_norm_eps": 0}, ["rms_norm_eps"]),
         (ZLAB_QWEN3_8B, {"num_target_layers": 40}, ["num_target_layers", "40", "36"]),
         (ZLAB_QWEN3_8B, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
