@@ -17,7 +17,6 @@ from vllm_specplug.drafting.head_config import (
     required_size,
 )
 from vllm_specplug.methods.block.layer_config import (
-    check_rotary,
     read_rotary,
     read_windows,
     rotary_of,
@@ -173,7 +172,7 @@ class BlockHeadConfig:
             self.mask_token_id,
             "an integer",
         )
-        check_rotary(self)
+        self.rotary.check()
         require(
             len(self.windows) in (0, self.num_hidden_layers)
             and all(window is None or is_size(window) for window in self.windows),
@@ -185,7 +184,7 @@ class BlockHeadConfig:
     @property
     def rotary(self) -> Rotary:
         """The head's rotary embedding."""
-        return rotary_of(self)
+        return rotary_of(vars(self), self.head_dim)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, rotary_of
+from vllm_specplug.methods.block.layer_config import read_rotary, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.options import is_integer
 
@@ -97,7 +97,7 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         check_layer_shape(self)
-        check_rotary(self)
+        self.rotary.check()
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
@@ -114,7 +114,7 @@ class Eagle3Config:
     @property
     def rotary(self) -> Rotary:
         """The head's rotary embedding."""
-        return rotary_of(self)
+        return rotary_of(vars(self), self.head_dim)
 
     @property
     def feature_size(self) -> int:
@@ -165,6 +165,9 @@ class Eagle3Config:
         heads = required_size(layer, "num_attention_heads")
         vocab = required_size(layer, "vocab_size")
         rotary = read_rotary(layer)
+        rotary["max_position_embeddings"] = (
+            rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS
+        )
         return cls(
             hidden_size=hidden,
             intermediate_size=required_size(layer, "intermediate_size"),
@@ -182,10 +185,7 @@ class Eagle3Config:
                 num_target_layers,
             ),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-            rope_theta=rotary["rope_theta"],
-            rope_scaling=rotary["rope_scaling"],
-            partial_rotary_factor=rotary["partial_rotary_factor"],
-            max_position_embeddings=rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
+            **rotary,
             # True by default in speculators' format only.
             norm_before_residual=flag("norm_before_residual", is_speculators),
             norm_before_fc=flag("norm_before_fc", False),
