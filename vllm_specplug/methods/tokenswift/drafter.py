@@ -32,9 +32,10 @@ from vllm_specplug.drafting.drafter import Drafter, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
+from vllm_specplug.methods.block.drafter import best_first_trees
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.head import load_heads
-from vllm_specplug.tree import DraftTree, build_tree, merge_trees
+from vllm_specplug.tree import DraftTree, merge_trees
 
 SELF, HEADS, NGRAMS = _SOURCES = "self", "heads", "ngrams"
 
@@ -240,23 +241,9 @@ class TokenSwiftDrafter(Drafter):
         states = self._states(source, requests)
         first = 0 if source == SELF else 1
         depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
-        token_ids, log_probs = (
-            part.cpu().numpy() for part in self._candidates(states[:depth], requests)
-        )
-        trees = []
-        for r, deepest in enumerate(requests.depths):
-            ids, logps = token_ids[r, :deepest], log_probs[r, :deepest]
-            trees.append(
-                build_tree(
-                    "best_first",
-                    ids,
-                    logps,
-                    requests.budgets[r],
-                    tree_width=requests.widths[r],
-                    tree_depth=deepest,
-                )
-            )
-        return trees
+        candidates = self._candidates(states[:depth], requests)
+        depths = [min(depth, deepest) for deepest in requests.depths]
+        return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
 
     @torch.inference_mode()
     def _states(self, source: str, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
