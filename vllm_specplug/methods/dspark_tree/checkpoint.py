@@ -129,16 +129,9 @@ def save_dspark_head(
     state = {**head.state_dict(), MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
     if confidence is not None:
         state[CONFIDENCE_WEIGHT], state[CONFIDENCE_BIAS] = confidence
-    block = head.config.to_dict()
-    # Readers of a config without this field take a Markov head to sample from the anchor's slot.
-    block["dflash_config"]["sample_from_anchor"] = head.config.sample_from_anchor
-    config = {
-        **block,
-        "architectures": ["Qwen3DSparkModel"],
+    own = {
         "markov_rank": w1.shape[1],
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": confidence is not None,
+        "confidence_size": 0 if confidence is None else confidence[0].shape[1],
     }
-    if confidence is not None:
-        config["confidence_head_with_markov"] = confidence[0].shape[1] > head.config.hidden_size
+    config = DSparkConfig(**{**vars(head.config), **own}).to_dict()
     return save_head(directory, state, config, target_ids=target_ids, dtype=dtype)

@@ -67,6 +67,20 @@ class DSparkConfig(BlockHeadConfig):
         size = _confidence_inputs(own, block.hidden_size, rank)
         return cls(**vars(block), markov_rank=rank, confidence_size=size)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Returns DeepSpec's `config.json` object, which `from_dict` reads back unchanged."""
+        config = super().to_dict()
+        # Readers take a Markov head without this field to sample from the anchor's slot.
+        config["dflash_config"]["sample_from_anchor"] = self.sample_from_anchor
+        return {
+            **config,
+            "architectures": ["Qwen3DSparkModel"],
+            "markov_rank": self.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": self.confidence_size > 0,
+            "confidence_head_with_markov": self.confidence_size > self.hidden_size,
+        }
+
     @property
     def extra_tensors(self) -> dict[str, tuple[int, ...]]:
         # W_1 has a row per target token, W_2 per draft id.

@@ -12,10 +12,17 @@ from tests.unit.methods.block.published import changed, tiny
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
 DEEPSPEC = published.DEEPSPEC_DSPARK_QWEN3_4B
+FORMATS = ["DEEPSPEC_DSPARK_QWEN3_4B", "SPECFORGE_DSPARK_CAUSAL", "SPECULATORS_DSPARK"]
 
 
 def read(raw: dict[str, Any]) -> DSparkConfig:
     return DSparkConfig.from_dict(raw, num_target_layers=4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_config_written_here_reads_back(name: str) -> None:
+    config = read(tiny(getattr(published, name)))
+    assert config.markov_rank == 6 and read(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["DFlashDraftModel"], ["Qwen3DSparkModel"]])

@@ -194,15 +194,6 @@ def test_a_pickle_holds_each_tensor_once(tmp_path: Path) -> None:
     assert "'norm.weight' is given twice" in _refused(tmp_path)
 
 
-def test_missing_files(tmp_path: Path) -> None:
-    assert "no config.json" in _refused(tmp_path / "absent")
-    write_head(tmp_path, "specforge")
-    (tmp_path / "model.safetensors").unlink()
-    assert "safetensors" in _refused(tmp_path)
-    (tmp_path / "config.json").unlink()
-    assert "config.json" in _refused(tmp_path)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_head_is_recognised_and_by_no_other_method(layout: str, tmp_path: Path) -> None:
     write_head(tmp_path, layout)
