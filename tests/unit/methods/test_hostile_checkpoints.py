@@ -283,13 +283,11 @@ def _dspark(folder: Path) -> tuple[dict[str, Any], Any]:
 
 
 def _dflash2(folder: Path) -> tuple[dict[str, Any], Any]:
-    from tests.e2e.tiny import make_dflash2_head
+    from tests.e2e.tiny import HIDDEN, make_dflash2_head
     from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
-    config = json.loads((make_dflash2_head(folder, 20) / "config.json").read_text())
-    config.update(config.pop("dflash_config"))
-    (folder / "config.json").write_text(json.dumps(config))
-    target = {"hidden_size": config["hidden_size"], "vocab_size": 20, "num_hidden_layers": 2}
+    make_dflash2_head(folder, 20)
+    target = {"hidden_size": HIDDEN, "vocab_size": 20, "num_hidden_layers": 2}
     return target, partial(inspect_block_head, kind=DFlash2Config)
 
 
@@ -302,8 +300,6 @@ def _scaled(folder: Path) -> tuple[dict[str, Any], Any]:
     )  # fmt: skip
     save_block_head(folder, BlockHead(config), dtype=torch.float32)
     raw = json.loads((folder / "config.json").read_text())
-    for part in (scaling, raw["dflash_config"]):
-        raw.update({f"{name}@": value for name, value in part.items()})
     (folder / "config.json").write_text(json.dumps({**raw, "use_sliding_window": True}))
     return TARGET, load_block_head
 
@@ -317,17 +313,10 @@ def _eagle3(folder: Path) -> tuple[dict[str, Any], Any]:
     return SMALL, inspect_eagle3_head
 
 
-def _moved_in(config: dict[str, Any]) -> dict[str, Any]:
-    """Fields "NAME@" of `_scaled`, back where they belong."""
-    for name in [name for name in config if name.endswith("@")]:
-        value, name = config.pop(name), name.removesuffix("@")
-        inner = config.get("rope_scaling" if name in _SCALING_FIELDS else "dflash_config")
-        if isinstance(inner, dict):
-            inner[name] = value
-    return config
-
-
-_SCALING_FIELDS = ("rope_type", "factor", "original_max_position_embeddings")
+def places(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Every field of a config and of the objects in it."""
+    parts = [config, *(value for value in config.values() if isinstance(value, dict))]
+    return [(part, name) for part in parts for name in sorted(part)]
 
 
 @pytest.mark.parametrize(
@@ -342,9 +331,10 @@ def test_any_value_in_any_field_is_taken_or_refused(make: Any, tmp_path: Path) -
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         config = copy.deepcopy(sound)
-        for name in data.draw(st.lists(st.sampled_from(sorted(config)), min_size=1, max_size=2)):
-            config[name] = data.draw(ABSURD)
-        (tmp_path / "config.json").write_text(json.dumps(_moved_in(config)))
+        fields = st.sampled_from(places(config))
+        for part, name in data.draw(st.lists(fields, min_size=1, max_size=2)):
+            part[name] = data.draw(ABSURD)
+        (tmp_path / "config.json").write_text(json.dumps(config))
         for method in methods().values():
             method.recognises_head(HeadFiles(tmp_path, config))
         taken_or_refused(lambda: read(tmp_path, target))
