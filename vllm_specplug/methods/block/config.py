@@ -43,42 +43,29 @@ ARCHITECTURES = (
     "DFlashDraftModel", "Qwen3DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel",
     "DSparkDraftModel",
 )  # fmt: skip
-# Heads on the same backbone that are not supported, with the reason.
-_DFLASH2 = "DFlash2: heads with a candidate selector are those of method dflash2_tree"
-_LILICORR = (
-    "LiLiCorr: a transformer over the candidates of all slots picks a path through them; vLLM's "
-    "own method dflash drafts chains with such heads"
-)
-_XPRESS = (
-    "XPress: a refiner mixes all tokens before a slot, and its form for branches is missing; vLLM "
-    "0.33's own method dflash drafts chains with such heads"
-)
-_DOMINO = "Domino: a recurrent head reads the block's states at every node of a tree"
-OTHER_ARCHITECTURES = {
-    "DFlash2DraftModel": _DFLASH2,
-    "LiLiCorrDraftModel": _LILICORR,
-    "Qwen3XPressModel": _XPRESS,
-    "DFlashQwen3XPressModel": _XPRESS,
-    "DominoDraftModel": _DOMINO,
-    "DSpineDraftModel": "DSpine: candidates of neighbouring slots exchange messages",
-    "QwenDFlareDraftModel": "DFlare: each layer weighs the target's layers by itself, and projects "
-    "the context by matrices of its own",
-}
-OTHER_SPECULATORS_TYPES = {
-    "dflash2": _DFLASH2,
-    "domino": _DOMINO,
+# Kinds of heads on the same backbone that this reader refuses, with the reason.
+_OTHER_KINDS = {
+    "dflash2": "DFlash2: heads with a candidate selector are those of method dflash2_tree",
+    "lilicorr": "LiLiCorr: a transformer over the candidates of all slots picks a path through "
+    "them; vLLM's own method dflash drafts chains with such heads",
+    "xpress": "XPress: a refiner mixes all tokens before a slot, and its form for branches is "
+    "missing; vLLM 0.33's own method dflash drafts chains with such heads",
+    "domino": "Domino: a recurrent head reads the block's states at every node of a tree",
+    "dspine": "DSpine: candidates of neighbouring slots exchange messages",
+    "dflare": "DFlare: each layer weighs the target's layers by itself, and projects the context "
+    "by matrices of its own",
+    "dspark": "heads with a Markov head are those of method dspark_tree",
     "jetspec": "JetSpec of speculators: its rows read the drafted tokens, not masks, so a tree "
     "needs a forward pass per level",
 }
-_OTHER_PROJECTORS = {
-    "dflash2": _DFLASH2,
-    "lilicorr": _LILICORR,
-    "domino": _DOMINO,
-    "dspark": "heads with a Markov head are those of method dspark_tree",
-}
+OTHER_ARCHITECTURES = {
+    "DFlash2DraftModel": "dflash2", "LiLiCorrDraftModel": "lilicorr", "Qwen3XPressModel": "xpress",
+    "DFlashQwen3XPressModel": "xpress", "DominoDraftModel": "domino", "DSpineDraftModel": "dspine",
+    "QwenDFlareDraftModel": "dflare",
+}  # fmt: skip
 # Prefixes of settings that only such heads have. Their other names may not tell.
 _OTHER_SETTINGS = {
-    "lilicorr_": _LILICORR, "xpress_": _XPRESS, "selector_": _DFLASH2, "conv_": _DFLASH2,
+    "lilicorr_": "lilicorr", "xpress_": "xpress", "selector_": "dflash2", "conv_": "dflash2",
 }  # fmt: skip
 # Heads that predict from the anchor's own slot on even if their config does not say so. With the
 # wrong slot, every draft would be off by one. DeepSpec also uses these names for its DFlash heads,
@@ -288,21 +275,21 @@ def _stated_names(raw: Mapping[str, Any]) -> list[str]:
 def _check_architecture(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Refuses heads with an unknown architecture. A head without one is judged by its tensors."""
     stated = _stated_names(raw)
-    others = [OTHER_ARCHITECTURES[name] for name in stated if name in OTHER_ARCHITECTURES]
+    kind = next((OTHER_ARCHITECTURES[name] for name in stated if name in OTHER_ARCHITECTURES), "")
     unknown = "heads of other kinds draft in another way, even where tensors look alike"
-    reason = others[0] if others else unknown
+    reason = _OTHER_KINDS.get(kind, unknown)
     legal = all(name in known for name in stated)
     require(legal, "architectures", stated, f"{', '.join(known)} ({reason})")
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     projector = raw.get("projector_type")
-    reason = _OTHER_PROJECTORS.get(str(projector), "others draft in another way")
+    reason = _OTHER_KINDS.get(str(projector), "others draft in another way")
     legal = f"absent or 'dflash' ({reason})"
     require(projector in (None, "dflash"), "projector_type", projector, legal)
-    for prefix, reason in _OTHER_SETTINGS.items():
+    for prefix, kind in _OTHER_SETTINGS.items():
         name = next((name for name in raw if name.startswith(prefix) and raw[name]), "")
-        require(not name, name, raw.get(name), f"absent ({reason})")
+        require(not name, name, raw.get(name), f"absent ({_OTHER_KINDS[kind]})")
     for name, reason in _UNSUPPORTED_FLAGS.items():
         require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
     require(
@@ -469,7 +456,7 @@ def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | 
 
 def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("speculators_model_type")
-    other = OTHER_SPECULATORS_TYPES.get(str(kind))
+    other = _OTHER_KINDS.get(str(kind))
     legal = "'dflash'" + (f" ({other})" if other else "")
     require(kind == "dflash", "speculators_model_type", kind, legal)
     _check_architecture(raw, SPECULATORS_ARCHITECTURES)

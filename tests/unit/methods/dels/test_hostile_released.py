@@ -136,7 +136,7 @@ def test_names_that_are_none(tmp_path: Path) -> None:
     refused(lambda: inspect_local_head(tmp_path, TARGET), "local_head.pt")
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_value_in_any_field_of_a_release_is_taken_or_refused(
     data: st.DataObject, tmp_path_factory: Any
