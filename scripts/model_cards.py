@@ -142,7 +142,7 @@ def card(name: str) -> str:
     about = CARDS[name]
     made: dict[str, Any] = json.loads((HEADS / name / "provenance.json").read_text())
     tensors = read_head_files(HEADS / name).tensors.values()
-    count = sum(math.prod(shape) for shape in tensors if shape is not None)
+    count = sum(math.prod(shape) for shape in tensors)
     config = {"method": about.method, **(about.config or {"model": f"heads/{name}"})}
     data, progress, heldout = made["data"], made["progress"], made["heldout"]
     sources = data.get("by_source", {})

@@ -22,8 +22,8 @@ from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.drafter import build_best_first, top_candidates
 from vllm_specplug.methods.dels.checkpoint import load_local_head
-from vllm_specplug.methods.dels.settings import DelsSettings
-from vllm_specplug.methods.dels.unigram import load_unigram
+from vllm_specplug.methods.dels.unigram import load_unigram, log_prior
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.train.target import TargetWeights
 
@@ -80,8 +80,13 @@ def main() -> None:
                 local,
                 local_ids,
                 ids,
-                load_unigram(folder / "unigram.safetensors").log_probs(vocab, 1.0),
-                DelsSettings("", "", (0.5,) * DEPTH, (0.3,) * DEPTH, True, CANDIDATES, 1 << 26),
+                log_prior(load_unigram(folder / "unigram.safetensors"), vocab),
+                LocalTreeSettings(
+                    alpha=(0.5,) * DEPTH,
+                    beta=(0.3,) * DEPTH,
+                    num_candidates=CANDIDATES,
+                    gate_table_bytes=1 << 26,
+                ),
                 embed_tokens=tables.embed_tokens.bfloat16(),
                 lm_head=tables.lm_head.bfloat16(),
                 dtype=torch.bfloat16,

@@ -252,7 +252,7 @@ def make_local_head(
         for parameter in head.parameters():
             parameter.normal_(std=0.5)
     save_local_head(folder, head, dtype=torch.float32)
-    save_unigram(folder / "unigram.safetensors", torch.arange(vocab_size), tokenizer=None)
+    save_unigram(folder / "unigram.safetensors", torch.arange(vocab_size))
     return folder
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.local.tree import BranchConfidence, LocalTreeBuilder
 
 V, H, DEPTH = 300, 48, 5
@@ -56,8 +56,9 @@ def builder(
     prior = torch.randn(V).log_softmax(-1)
     return LocalTreeBuilder(
         head.requires_grad_(False), None, draft_ids, prior if has_prior else None,
-        DelsSettings(
-            "", "", weights, weights if has_prior else (0.0,) * DEPTH, anchor, 64, gate_table_bytes
+        LocalTreeSettings(
+            alpha=weights, beta=weights if has_prior else (0.0,) * DEPTH, anchor_input=anchor,
+            num_candidates=64, gate_table_bytes=gate_table_bytes,
         ),
         embed_tokens=torch.randn(V, H).to(dtype), lm_head=torch.randn(V, H).to(dtype), dtype=dtype,
         confidence=confidence,

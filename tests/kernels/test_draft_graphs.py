@@ -45,15 +45,12 @@ from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.drafter import DelsDrafter
-from vllm_specplug.methods.dels.settings import DelsSettings
+from vllm_specplug.methods.dels.resolve import DelsSettings
 from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
-from vllm_specplug.methods.dspark_tree.options import DSparkSettings
-from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
-from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -71,36 +68,35 @@ Made = tuple[type[Any], Path, Any]
 
 
 def causal_head(folder: Path) -> Made:
-    return BlockHeadDrafter, make_head(folder, VOCAB), BlockSettings(None)
+    return BlockHeadDrafter, make_head(folder, VOCAB), None
 
 
 def bidirectional_head(folder: Path) -> Made:
-    return BlockHeadDrafter, make_head(folder, VOCAB, causal=False), BlockSettings(None)
+    return BlockHeadDrafter, make_head(folder, VOCAB, causal=False), None
 
 
 def markov_head(folder: Path) -> Made:
-    settings = DSparkSettings(num_candidates=16, alpha=(1.0,) * DEPTH, beta=(0.0,) * DEPTH)
+    settings = LocalTreeSettings.of_markov_head(DEPTH, 16)
     return DSparkDrafter, make_dspark_head(folder, VOCAB, windows=(None,)), settings
 
 
 def selector(folder: Path) -> Made:
-    settings = DSparkSettings(num_candidates=12, alpha=(1.0,) * DEPTH, beta=(0.0,) * DEPTH)
+    settings = LocalTreeSettings.of_markov_head(DEPTH, 12)
     return DFlash2Drafter, make_dflash2_head(folder, VOCAB, windows=(24, None)), settings
 
 
 def local_head(folder: Path) -> Made:
     local, weights = make_local_head(folder / "local", VOCAB), (0.0, 0.5, 0.5, 0.5)
     settings = DelsSettings(
-        str(local / "model.safetensors"), str(local / "unigram.safetensors"), weights, weights,
-        anchor_input=False, num_candidates=16, gate_table_bytes=0,
+        path=str(local / "model.safetensors"), alpha=weights, beta=weights,
+        unigram_path=str(local / "unigram.safetensors"), anchor_input=False,
+        num_candidates=16,
     )  # fmt: skip
     return DelsDrafter, make_head(folder / "head", VOCAB, causal=False), settings
 
 
 def draft_layer(folder: Path) -> Made:
-    head = make_eagle3_head(folder, VOCAB, draft_vocab_size=20)
-    layers = inspect_eagle3_head(head, TARGET).target_layer_ids
-    return Eagle3Drafter, head, Eagle3Settings(layers)
+    return Eagle3Drafter, make_eagle3_head(folder, VOCAB, draft_vocab_size=20), None
 
 
 def module_of_the_target(folder: Path) -> Made:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.kernels.local_trees import DEPTH, HEADS, LIMITS, builder, candidates
-from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.local_tree import pack_rows
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
@@ -49,15 +48,6 @@ def test_float32_trees_equal_the_readable_ones(
     assert all(t.num_nodes <= most for t, most in zip(trees, LIMITS["budgets"], strict=True))
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("anchor", [True, False])
-def test_trees_of_a_device_equal_the_readable_ones(name: str, anchor: bool) -> None:
-    """One read of all requests, whose budgets, depths and widths differ."""
-    b = builder(name, torch.float32, anchor=anchor)
-    args = (*candidates(6, 64), ANCHORS, *LIMITS.values())
-    same_trees(read_trees(b._build_for_host(*args)), b.build(*args, compiled=False))
-
-
 def test_factors_of_a_slot_multiply_rank_vectors(compiled: None) -> None:
     b = builder("markov", torch.float32, anchor=True, has_prior=False)
     rank = b.output_table.shape[1]
@@ -66,7 +56,6 @@ def test_factors_of_a_slot_multiply_rank_vectors(compiled: None) -> None:
     args = (*candidates(6, 16), ANCHORS, *LIMITS.values())
     oracles = b.build(*args, factors=factors, compiled=False)
     same_trees(b.build(*args, factors=factors), oracles)
-    same_trees(read_trees(b._build_for_host(*args, factors=factors)), oracles)
     same_trees(b.build(*args, factors=torch.ones_like(factors)), b.build(*args))
     with pytest.raises(AssertionError):
         same_trees(oracles, b.build(*args))
@@ -83,13 +72,11 @@ def test_a_confidence_lowers_all_children_of_a_node_alike(
     # The second of these anchors is no draft id.
     args = (ids, log_probs, ANCHORS, *LIMITS.values())
     trees, oracles = b.build(*args, slots), b.build(*args, slots, compiled=False)
-    devices = read_trees(b._build_for_host(*args, slots=slots))
     without = b.build(*args)
     assert any(
         a.token_ids.tolist() != b.token_ids.tolist() for a, b in zip(trees, without, strict=True)
     )
     same_trees(trees, oracles)
-    same_trees(devices, oracles)
     # A chain of one node: its parent is the anchor.
     assert b.confidence is not None
     of_anchor = torch.nn.functional.logsigmoid(slots[1, 0] + b.confidence.of_token[7])

@@ -23,9 +23,7 @@ from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
-from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.tree import DraftTree
 
 pytest.importorskip("triton")
@@ -200,7 +198,7 @@ class Served:
 
     def head(self, folder: Path) -> tuple[Any, Path, Any]:
         """The drafter's class, its head and its settings."""
-        return BlockHeadDrafter, make_head(folder, VOCAB), BlockSettings(None)
+        return BlockHeadDrafter, make_head(folder, VOCAB), None
 
     def warm_up(self) -> None:
         self.backend.run_every_variant(lambda: None)
@@ -263,7 +261,7 @@ class ServedLevels(Served):
     """The same with a draft layer, which is run level by level."""
 
     def head(self, folder: Path) -> tuple[Any, Path, Any]:
-        return Eagle3Drafter, make_eagle3_head(folder, VOCAB), Eagle3Settings((0, 1))
+        return Eagle3Drafter, make_eagle3_head(folder, VOCAB), None
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def test_options_as_json_are_plain_text() -> None:
     assert "`" not in json.dumps(rows)
     by_name = {row["option"]: row for row in rows}
     assert by_name["tree_width"]["default"] == "8" and by_name["tree_width"]["legal"] == "1..64"
-    assert by_name["causal"]["legal"] == "true, false"
 
 
 def test_the_method_by_head_has_the_shared_options() -> None:

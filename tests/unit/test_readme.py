@@ -83,7 +83,7 @@ def test_every_option_has_type_default_range_and_meaning() -> None:
     assert all(len(row) == 5 and all(row) for row in rows)
     by_name = {row[0].strip("`"): row for row in rows}
     assert by_name["tree_width"][1:4] == ("int", "`8`", "1..64")
-    assert by_name["causal"][1:4] == ("bool", "unset", "`true`, `false`")
+    assert by_name["local_head"][1:4] == ("string", "unset", "a path")
 
 
 def test_methods_of_the_readme_are_those_that_exist() -> None:

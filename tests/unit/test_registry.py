@@ -75,7 +75,6 @@ def test_impossible_declarations_are_refused(changes: dict[str, object], message
 
 def test_options_have_owners() -> None:
     assert owners_of("kv_budget") == ["tokenswift"]
-    assert owners_of("causal") == ["ddtree", "dels", "dflash2_tree", "dspark_tree", "jetspec"]
     assert owners_of("tree_width") == []
 
 

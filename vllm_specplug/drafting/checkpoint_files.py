@@ -24,9 +24,6 @@ from vllm_specplug.options import is_integer
 
 # A config has some kilobytes, an index of shards some hundred.
 MAX_JSON_BYTES = 16 << 20
-# The first eight bytes of a safetensors file give the length of its header, usually some hundred
-# bytes per tensor.
-MAX_HEADER_BYTES = 16 << 20
 # Far larger than in any head; torch can still represent a product of two of them.
 MAX_SIZE = 1 << 24
 WEIGHTS_NAME = "model.safetensors"
@@ -182,7 +179,6 @@ def read_safetensors(
     """
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
-        check_header_length(path)
         try:
             with safe_open(path, framework="pt") as handle:
                 for full_name in handle.keys():  # noqa: SIM118 - not a mapping
@@ -204,9 +200,7 @@ def read_safetensors(
         except _Refused as error:
             raise ValueError(str(error)) from None
         except Exception as error:
-            raise ValueError(
-                f"{path} cannot be read as safetensors ({error}); fetch it again"
-            ) from None
+            raise ValueError(_unreadable(path, error)) from None
     if not headers_only:
         check_finite(tensors)
     return tensors
@@ -216,15 +210,22 @@ class _Refused(ValueError):
     """A refusal of this module, as opposed to an error of the reader."""
 
 
-def check_header_length(path: Path) -> None:
-    """Raises ValueError if the header of safetensors is too long, or longer than the file."""
-    with path.open("rb") as stream:
-        claimed = int.from_bytes(stream.read(8), "little")
-    if claimed > min(MAX_HEADER_BYTES, path.stat().st_size):
-        raise ValueError(
-            f"{path} claims a header of {claimed} bytes, legal: at most {MAX_HEADER_BYTES} and "
-            "at most the size of the file; fetch it again"
-        )
+def safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Returns shape and dtype of each tensor of a file.
+
+    Raises:
+        ValueError: for files that are not safetensors.
+    """
+    try:
+        with safe_open(path, framework="pt") as handle:
+            parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            return {n: (tuple(p.get_shape()), str(p.get_dtype())) for n, p in parts.items()}
+    except Exception as error:
+        raise ValueError(_unreadable(path, error)) from None
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    return f"{path} cannot be read as safetensors ({error}); fetch it again"
 
 
 def _check_dtype(path: Path, name: str, dtype: str) -> None:
@@ -358,7 +359,6 @@ def save_head(
     *,
     target_ids: torch.Tensor | None,
     dtype: torch.dtype,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes `config.json` and `model.safetensors`, each replaced atomically.
 
@@ -378,9 +378,7 @@ def save_head(
     if target_ids is not None:
         stored["d2t"] = draft_map(target_ids)
         draft_token_ids(stored["d2t"], config["vocab_size"])
-    return write_checkpoint(
-        directory / WEIGHTS_NAME, directory / "config.json", stored, config, metadata
-    )
+    return write_checkpoint(directory / WEIGHTS_NAME, directory / "config.json", stored, config)
 
 
 def write_checkpoint(
@@ -388,27 +386,24 @@ def write_checkpoint(
     config_file: Path,
     tensors: Mapping[str, torch.Tensor],
     config: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes the weights as safetensors and then the config, each atomically; returns `weights`.
 
     Missing folders are created.
     """
-    write_safetensors(weights, tensors, metadata)
+    write_safetensors(weights, tensors)
     partial = _partial(config_file)
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     partial.replace(config_file)
     return weights
 
 
-def write_safetensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> Path:
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> Path:
     """Writes one file atomically, creating its folder; returns `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = _partial(path)
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, partial, metadata={"format": "pt", **(metadata or {})})
+    save_file(contiguous, partial, metadata={"format": "pt"})
     partial.chmod(0o644)  # safetensors writes files that only their owner can read
     partial.replace(path)
     return path

@@ -42,9 +42,9 @@ def require_size(name: str, value: object, max_value: int = MAX_SIZE) -> None:
     require(is_legal, name, value, f"an integer from 1 to {max_value}")
 
 
-def required_size(raw: Mapping[str, Any], name: str) -> int:
-    """Returns a field of a parsed config. Raises ValueError unless it is an integer from 1 on."""
-    require_size(name, raw.get(name))
+def required_size(raw: Mapping[str, Any], name: str, max_value: int = MAX_SIZE) -> int:
+    """Returns a field of a parsed config. Raises as `require_size`."""
+    require_size(name, raw.get(name), max_value)
     return raw[name]
 
 

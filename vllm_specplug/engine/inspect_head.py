@@ -64,13 +64,13 @@ def inspect_head(
 
 
 def _files(head: HeadFiles) -> dict[str, Any]:
-    sizes = [math.prod(shape) for shape in head.tensors.values() if shape is not None]
+    sizes = [math.prod(shape) for shape in head.tensors.values()]
     return {
         "architectures": list(head.architectures),
         "model_type": head.config.get("model_type"),
         "speculators_model_type": head.speculators_type,
         "tensors": len(head.tensors),
-        "parameters": sum(sizes) if len(sizes) == len(head.tensors) else None,
+        "parameters": sum(sizes),
         "dtypes": sorted(head.dtypes),
     }
 

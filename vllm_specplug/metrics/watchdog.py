@@ -9,8 +9,7 @@ LIKELY_CAUSES = (
     "the head was trained for another target, or for another thinking mode of this one",
     "target_layer_ids follow another convention (they are zero-based: id i is the output of "
     "decoder layer i; off by one lowers acceptance, more than that ruins it)",
-    "the head's in-block attention is read wrongly (see option `causal` and `causal_head` in the "
-    "checkpoint's config)",
+    "the head's in-block attention is read wrongly (see `is_causal` in the checkpoint's config)",
     "prompts use another chat template than the training data, or none",
     "the draft vocabulary map (`d2t`) belongs to another tokenizer",
 )

@@ -34,7 +34,6 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     # "auto" rounds the weights of bfloat16 heads, where the CPU has VNNI.
     "int8_head": ({}, {"draft_weights": "int8"}, {}),
     "chain": ({}, {"tree_width": 1}, {}),
-    "bidirectional": ({}, {"causal": False}, {}),
     "one_node": ({}, {"num_speculative_tokens": 1}, {}),
     "auto_budget": ({}, {"tree_budget": "auto"}, {}),
     "auto_budget_tensor_parallel": (TWO_RANKS, {"tree_budget": "auto"}, TWO_CORES),

@@ -42,7 +42,6 @@ TREE: dict[str, Any] = {
 # name: (folder of the head, options)
 METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "jetspec": ("head", {**TREE, "method": "jetspec"}),
-    "jetspec_bidirectional": ("head", {**TREE, "method": "jetspec", "causal": False}),
     "ddtree": ("bidirectional", {**TREE, "method": "ddtree"}),
     "dels": ("bidirectional", {**TREE, "method": "dels"}),
     "dspark_tree": ("dspark", {**TREE, "method": "dspark_tree"}),

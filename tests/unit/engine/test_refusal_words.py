@@ -109,11 +109,6 @@ def test_methods_of_others_may_have_options_of_these_names(
             {"local_head": 3},
             "speculative_config.local_head=3 is not usable: legal: a string. Correct it, or leave",
         ),
-        (
-            {"causal": "maybe"},
-            "speculative_config.causal='maybe' is not usable: legal: one of true, false. Correct "
-            "it, or leave it out.",
-        ),
     ],
 )
 def test_wrong_values_of_a_methods_own_options(

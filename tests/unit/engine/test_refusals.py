@@ -80,10 +80,9 @@ def test_spec_method_flag_is_accepted(target: Path, head: Path) -> None:
 def test_the_method_is_found_by_its_head(target: Path, head: Path, tmp_path: Path) -> None:
     heads = {"jetspec": head, "ddtree": make_head(tmp_path / "dflash", VOCAB, causal=False)}
     for name, folder in heads.items():
-        options = {"method": "tree", "model": str(folder), "tree_width": 3, "causal": True}
+        options = {"method": "tree", "model": str(folder), "tree_width": 3}
         spec = engine_config(target, options).speculative_config
         assert (spec.plugin_method, spec.method, spec.tree_width) == (name, "custom_class", 3)
-        assert spec.plan.settings.causal is True
     flags = {"spec_method": "tree", "spec_model": str(head), "spec_tokens": 6}
     assert engine_config(target, None, **flags).speculative_config.plugin_method == "jetspec"
 

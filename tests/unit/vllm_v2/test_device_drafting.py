@@ -37,17 +37,13 @@ from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.methods.dels.drafter import DelsDrafter
-from vllm_specplug.methods.dels.settings import DelsSettings
+from vllm_specplug.methods.dels.resolve import DelsSettings
 from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
-from vllm_specplug.methods.dspark_tree.options import DSparkSettings
-from vllm_specplug.methods.eagle3_tree.checkpoint import inspect_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
-from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
-from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.metrics import StepStats
 from vllm_specplug.tree.step_trees import committed_rows
 from vllm_specplug.vllm_v2 import device_speculator
@@ -269,17 +265,17 @@ def plans_made(
 
 def with_causal_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BlockHeadDrafter:
     head = make_head(folder / "head", VOCAB)
-    return on_the_device(BlockHeadDrafter, head, BlockSettings(None), monkeypatch)
+    return on_the_device(BlockHeadDrafter, head, None, monkeypatch)
 
 
 def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
-    settings = DSparkSettings(num_candidates=32, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    settings = LocalTreeSettings.of_markov_head(4, 32)
     head = make_dspark_head(folder, VOCAB, windows=(None,))
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 
 
 def with_selector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DFlash2Drafter:
-    settings = DSparkSettings(num_candidates=12, alpha=(1.0,) * 4, beta=(0.0,) * 4)
+    settings = LocalTreeSettings.of_markov_head(4, 12)
     head = make_dflash2_head(folder, VOCAB, windows=(None,))
     return on_the_device(DFlash2Drafter, head, settings, monkeypatch)
 
@@ -288,8 +284,9 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
     local = make_local_head(folder / "local", VOCAB)
     weights = (0.0, 0.5, 0.5, 0.5)
     settings = DelsSettings(
-        str(local / "model.safetensors"), str(local / "unigram.safetensors"), weights, weights,
-        anchor_input=False, num_candidates=32, gate_table_bytes=0,
+        path=str(local / "model.safetensors"), alpha=weights, beta=weights,
+        unigram_path=str(local / "unigram.safetensors"), anchor_input=False,
+        num_candidates=32,
     )  # fmt: skip
     head = make_head(folder / "head", VOCAB, causal=False)
     return on_the_device(DelsDrafter, head, settings, monkeypatch)
@@ -297,13 +294,12 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
 
 def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Drafter:
     head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=40)
-    layers = inspect_eagle3_head(head, TARGET).target_layer_ids
     monkeypatch.setattr(level_drafter, "top_candidates", top)
-    return on_the_device(Eagle3Drafter, head, Eagle3Settings(layers), monkeypatch)
+    return on_the_device(Eagle3Drafter, head, None, monkeypatch)
 
 
 def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafter:
-    head = make_longspec_head(folder / "head", VOCAB)
+    head = make_longspec_head(folder / "head", VOCAB, window=24)
     monkeypatch.setattr(level_drafter, "top_candidates", top)
     shape = {
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
@@ -311,9 +307,7 @@ def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafte
         "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     }  # fmt: skip
     target = SimpleNamespace(**vars(TARGET), **shape)
-    settings = LongSpecSettings(24)
-    made = on_the_device(LongSpecDrafter, head, settings, monkeypatch, target=target)
-    return made
+    return on_the_device(LongSpecDrafter, head, None, monkeypatch, target=target)
 
 
 # Operations from a step's walk to the next step's trees, of a head with two layers or a draft of

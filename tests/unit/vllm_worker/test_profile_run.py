@@ -27,7 +27,6 @@ from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
@@ -95,7 +94,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
     weights = torch.zeros(VOCAB, HIDDEN)
     drafter = load_drafter(
-        BlockHeadDrafter, make_head(tmp_path / "head", VOCAB), BlockSettings(None), weights,
+        BlockHeadDrafter, make_head(tmp_path / "head", VOCAB), None, weights,
         num_nodes=NODES, max_depth=NODES,
     )  # fmt: skip
     made = object.__new__(TreeGPUModelRunner)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +30,7 @@ from vllm_specplug.drafting.head_config import (
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 
+Config = TypeVar("Config", bound=BlockHeadConfig)
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -39,7 +40,7 @@ class BlockHeadExtras:
 
     `target_ids` int64 [V'] is the target token of each draft id; None for the full vocabulary.
     `lm_head` [V', H] and `embed_tokens` [V, H] are None if the head uses the target's.
-    `extra` holds the tensors that the method asked for beyond a block head's.
+    `extra` holds `config.extra_tensors`.
     `mask_from_embedding` says that the caller must copy the embedding row of
     `config.mask_token_id` into `head.mask_embedding`.
     """
@@ -54,12 +55,9 @@ class BlockHeadExtras:
 def load_block_head(
     directory: str | Path,
     target_config: Any,
+    kind: type[BlockHeadConfig] = BlockHeadConfig,
     *,
-    causal: bool | None = None,
     dtype: torch.dtype | None = None,
-    config: BlockHeadConfig | None = None,
-    extra: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    renamed: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[BlockHead, BlockHeadExtras]:
     """Reads a z-lab/JetSpec or speculators head and checks it against its target.
 
@@ -67,11 +65,8 @@ def load_block_head(
         directory: folder with config.json and safetensors (one file, or an index and its shards).
         target_config: the target's text config; a mapping or an object with `hidden_size`,
             `vocab_size`, `num_hidden_layers`.
-        causal: overrides the config's mask inside a block.
+        kind: class of the method's configs.
         dtype: of the returned parameters; the checkpoint's own if None.
-        config: the parsed config, from a method that reads config.json itself.
-        extra: shapes of the tensors that such a method has beyond the block head's.
-        renamed: trainers' names of tensors and the names that the reader uses for them.
 
     Raises:
         ValueError: for another target's head, missing, unexpected or misshapen tensors (all of
@@ -79,10 +74,8 @@ def load_block_head(
     """
     directory = Path(directory)
     # Headers first: weights of a checkpoint that does not fit are not read.
-    config = inspect_block_head(
-        directory, target_config, causal=causal, config=config, extra=extra, renamed=renamed
-    )
-    tensors = read_tensors(directory, renamed=renamed)
+    config = inspect_block_head(directory, target_config, kind)
+    tensors = read_tensors(directory, renamed=config.renamed_tensors)
     target_ids = None
     if "d2t" in tensors:
         target_ids = draft_token_ids(tensors["d2t"], config.vocab_size)
@@ -106,33 +99,25 @@ def load_block_head(
         lm_head=_cast(tensors.get("lm_head.weight"), dtype),
         embed_tokens=_cast(embed_tokens, dtype),
         mask_from_embedding=mask_from_embedding,
-        extra={name: tensors[name] for name in extra if name in tensors},
+        extra={name: tensors[name] for name in config.extra_tensors},
     )
 
 
 def inspect_block_head(
     directory: str | Path,
     target_config: Any,
-    *,
-    causal: bool | None = None,
-    config: BlockHeadConfig | None = None,
-    extra: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-    renamed: Mapping[str, str] = MappingProxyType({}),
-) -> BlockHeadConfig:
+    kind: type[Config] = BlockHeadConfig,  # type: ignore[assignment]
+) -> Config:
     """Checks a head against its target from its config and tensor headers, without the weights.
 
     Arguments and errors are those of `load_block_head`.
     """
     directory = Path(directory)
-    if config is None:
-        config = BlockHeadConfig.from_pretrained(
-            directory,
-            num_target_layers=int(config_field(target_config, "num_hidden_layers")),
-            causal=causal,
-        )
-    shapes = read_tensors(directory, headers_only=True, renamed=renamed)
+    layers = int(config_field(target_config, "num_hidden_layers"))
+    config = kind.from_pretrained(directory, num_target_layers=layers)
+    shapes = read_tensors(directory, headers_only=True, renamed=config.renamed_tensors)
     _check_target(config, target_config, shapes)
-    _check_tensors(directory, config, shapes, extra)
+    _check_tensors(directory, config, shapes)
     return config
 
 
@@ -142,7 +127,6 @@ def save_block_head(
     *,
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a head with z-lab's key names plus `mask_embedding` and `d2t`; see `save_head`."""
     return save_head(
@@ -151,7 +135,6 @@ def save_block_head(
         head.config.to_dict(),
         target_ids=target_ids,
         dtype=dtype,
-        metadata=metadata,
     )
 
 
@@ -167,8 +150,8 @@ def read_tensors(
 ) -> dict[str, torch.Tensor]:
     """Returns all tensors of a folder by name, without an optional prefix 'model.'.
 
-    With `headers_only` they are meta tensors: names and shapes, no data. See `read_safetensors` for
-    `prefixes` and `load_block_head` for `renamed`.
+    With `headers_only` they are meta tensors: names and shapes, no data. `renamed` replaces names.
+    See `read_safetensors` for `prefixes`.
     """
     files = weight_files(directory)
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
@@ -220,12 +203,9 @@ def _check_target(
 
 
 def _check_tensors(
-    directory: Path,
-    config: BlockHeadConfig,
-    tensors: Mapping[str, torch.Tensor],
-    extra: Mapping[str, tuple[int, ...]],
+    directory: Path, config: BlockHeadConfig, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    expected = {**module_shapes(lambda: BlockHead(config)), **extra}
+    expected = {**module_shapes(lambda: BlockHead(config)), **config.extra_tensors}
     optional = {
         "mask_embedding": (config.hidden_size,),
         "d2t": (config.draft_vocab_size,),

@@ -7,12 +7,16 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
-from vllm_specplug.drafting.head_config import check_layer_shape, require, require_size
+from vllm_specplug.drafting.head_config import (
+    check_layer_shape,
+    require,
+    require_size,
+    required_size,
+)
 from vllm_specplug.methods.block.layer_config import (
-    check_rotary,
     read_rotary,
     read_windows,
     rotary_of,
@@ -39,42 +43,29 @@ ARCHITECTURES = (
     "DFlashDraftModel", "Qwen3DFlashDraftModel", "QwenDFlashDraftModel", "Qwen3DSparkModel",
     "DSparkDraftModel",
 )  # fmt: skip
-# Heads on the same backbone that are not supported, with the reason.
-_DFLASH2 = "DFlash2: heads with a candidate selector are those of method dflash2_tree"
-_LILICORR = (
-    "LiLiCorr: a transformer over the candidates of all slots picks a path through them; vLLM's "
-    "own method dflash drafts chains with such heads"
-)
-_XPRESS = (
-    "XPress: a refiner mixes all tokens before a slot, and its form for branches is missing; vLLM "
-    "0.33's own method dflash drafts chains with such heads"
-)
-_DOMINO = "Domino: a recurrent head reads the block's states at every node of a tree"
-OTHER_ARCHITECTURES = {
-    "DFlash2DraftModel": _DFLASH2,
-    "LiLiCorrDraftModel": _LILICORR,
-    "Qwen3XPressModel": _XPRESS,
-    "DFlashQwen3XPressModel": _XPRESS,
-    "DominoDraftModel": _DOMINO,
-    "DSpineDraftModel": "DSpine: candidates of neighbouring slots exchange messages",
-    "QwenDFlareDraftModel": "DFlare: each layer weighs the target's layers by itself, and projects "
-    "the context by matrices of its own",
-}
-OTHER_SPECULATORS_TYPES = {
-    "dflash2": _DFLASH2,
-    "domino": _DOMINO,
+# Kinds of heads on the same backbone that this reader refuses, with the reason.
+_OTHER_KINDS = {
+    "dflash2": "DFlash2: heads with a candidate selector are those of method dflash2_tree",
+    "lilicorr": "LiLiCorr: a transformer over the candidates of all slots picks a path through "
+    "them; vLLM's own method dflash drafts chains with such heads",
+    "xpress": "XPress: a refiner mixes all tokens before a slot, and its form for branches is "
+    "missing; vLLM 0.33's own method dflash drafts chains with such heads",
+    "domino": "Domino: a recurrent head reads the block's states at every node of a tree",
+    "dspine": "DSpine: candidates of neighbouring slots exchange messages",
+    "dflare": "DFlare: each layer weighs the target's layers by itself, and projects the context "
+    "by matrices of its own",
+    "dspark": "heads with a Markov head are those of method dspark_tree",
     "jetspec": "JetSpec of speculators: its rows read the drafted tokens, not masks, so a tree "
     "needs a forward pass per level",
 }
-_OTHER_PROJECTORS = {
-    "dflash2": _DFLASH2,
-    "lilicorr": _LILICORR,
-    "domino": _DOMINO,
-    "dspark": "heads with a Markov head are those of method dspark_tree",
-}
+OTHER_ARCHITECTURES = {
+    "DFlash2DraftModel": "dflash2", "LiLiCorrDraftModel": "lilicorr", "Qwen3XPressModel": "xpress",
+    "DFlashQwen3XPressModel": "xpress", "DominoDraftModel": "domino", "DSpineDraftModel": "dspine",
+    "QwenDFlareDraftModel": "dflare",
+}  # fmt: skip
 # Prefixes of settings that only such heads have. Their other names may not tell.
 _OTHER_SETTINGS = {
-    "lilicorr_": _LILICORR, "xpress_": _XPRESS, "selector_": _DFLASH2, "conv_": _DFLASH2,
+    "lilicorr_": "lilicorr", "xpress_": "xpress", "selector_": "dflash2", "conv_": "dflash2",
 }  # fmt: skip
 # Heads that predict from the anchor's own slot on even if their config does not say so. With the
 # wrong slot, every draft would be off by one. DeepSpec also uses these names for its DFlash heads,
@@ -143,6 +134,9 @@ class BlockHeadConfig:
     conv_group_size: int = 0
     input_embedding_scale: float = 1.0
 
+    renamed_tensors: ClassVar[Mapping[str, str]] = {}
+    """Trainers' names of tensors, and the names that the reader uses for them."""
+
     def __post_init__(self) -> None:
         require_size("num_hidden_layers", self.num_hidden_layers, _MAX_VALUES["num_hidden_layers"])
         check_layer_shape(self)
@@ -165,7 +159,7 @@ class BlockHeadConfig:
             self.mask_token_id,
             "an integer",
         )
-        check_rotary(self)
+        self.rotary.check()
         require(
             len(self.windows) in (0, self.num_hidden_layers)
             and all(window is None or is_size(window) for window in self.windows),
@@ -177,7 +171,7 @@ class BlockHeadConfig:
     @property
     def rotary(self) -> Rotary:
         """The head's rotary embedding."""
-        return rotary_of(self)
+        return rotary_of(vars(self), self.head_dim)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -206,39 +200,33 @@ class BlockHeadConfig:
         """Factor on q.k before the softmax."""
         return float(self.head_dim**-0.5)
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        directory: str | Path,
-        *,
-        num_target_layers: int | None = None,
-        causal: bool | None = None,
-    ) -> BlockHeadConfig:
-        """Reads `directory/config.json`; see `from_dict`."""
-        with open_config(directory) as raw:
-            return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+    @property
+    def extra_tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors that a method's heads have beyond the block head's."""
+        return {}
 
     @classmethod
-    def from_dict(
-        cls,
-        raw: Mapping[str, Any],
-        *,
-        num_target_layers: int | None = None,
-        causal: bool | None = None,
-    ) -> BlockHeadConfig:
+    def from_pretrained(
+        cls, directory: str | Path, *, num_target_layers: int | None = None
+    ) -> Self:
+        """Reads `directory/config.json`; see `from_dict`."""
+        with open_config(directory) as raw:
+            return cls.from_dict(raw, num_target_layers=num_target_layers)
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int | None = None) -> Self:
         """Returns the config from a parsed `config.json` of either format.
 
         Args:
             raw: the JSON object.
             num_target_layers: decoder layers of the target, for a config that names no layers.
-            causal: overrides the config's mask.
 
         Raises:
             ValueError: field, value, legal values and remedy.
         """
         if raw.get("speculators_model_type") is not None or "transformer_layer_config" in raw:
-            return _from_speculators(raw, causal)
-        return _from_zlab(raw, num_target_layers, causal)
+            return cls(**_from_speculators(raw))
+        return cls(**_from_zlab(raw, num_target_layers))
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a z-lab/JetSpec `config.json` object, which `from_dict` reads back unchanged."""
@@ -278,15 +266,6 @@ class BlockHeadConfig:
         }
 
 
-def _need(raw: Mapping[str, Any], name: str) -> Any:
-    if raw.get(name) is None:
-        raise ValueError(
-            f"draft head config: {name} is missing; legal: an integer; the head's "
-            "config.json is incomplete, fetch it again"
-        )
-    return raw[name]
-
-
 def _stated_names(raw: Mapping[str, Any]) -> list[str]:
     stated = raw.get("architectures") or []
     require(isinstance(stated, list), "architectures", stated, "a list of names")
@@ -296,21 +275,21 @@ def _stated_names(raw: Mapping[str, Any]) -> list[str]:
 def _check_architecture(raw: Mapping[str, Any], known: tuple[str, ...]) -> None:
     """Refuses heads with an unknown architecture. A head without one is judged by its tensors."""
     stated = _stated_names(raw)
-    others = [OTHER_ARCHITECTURES[name] for name in stated if name in OTHER_ARCHITECTURES]
+    kind = next((OTHER_ARCHITECTURES[name] for name in stated if name in OTHER_ARCHITECTURES), "")
     unknown = "heads of other kinds draft in another way, even where tensors look alike"
-    reason = others[0] if others else unknown
+    reason = _OTHER_KINDS.get(kind, unknown)
     legal = all(name in known for name in stated)
     require(legal, "architectures", stated, f"{', '.join(known)} ({reason})")
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     projector = raw.get("projector_type")
-    reason = _OTHER_PROJECTORS.get(str(projector), "others draft in another way")
+    reason = _OTHER_KINDS.get(str(projector), "others draft in another way")
     legal = f"absent or 'dflash' ({reason})"
     require(projector in (None, "dflash"), "projector_type", projector, legal)
-    for prefix, reason in _OTHER_SETTINGS.items():
+    for prefix, kind in _OTHER_SETTINGS.items():
         name = next((name for name in raw if name.startswith(prefix) and raw[name]), "")
-        require(not name, name, raw.get(name), f"absent ({reason})")
+        require(not name, name, raw.get(name), f"absent ({_OTHER_KINDS[kind]})")
     for name, reason in _UNSUPPORTED_FLAGS.items():
         require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
     require(
@@ -333,21 +312,18 @@ def default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
 
 
 def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, Any]:
-    hidden, heads = _need(raw, "hidden_size"), _need(raw, "num_attention_heads")
-    layers = _need(raw, "num_hidden_layers")
+    hidden, heads = required_size(raw, "hidden_size"), required_size(raw, "num_attention_heads")
     # Checked before anything is created per layer.
-    most = _MAX_VALUES["num_hidden_layers"]
-    legal = is_integer(layers) and 1 <= layers <= most
-    require(legal, "num_hidden_layers", layers, f"an integer from 1 to {most}")
+    layers = required_size(raw, "num_hidden_layers", _MAX_VALUES["num_hidden_layers"])
     _refuse_unsupported(raw)
     return {
         "hidden_size": hidden,
-        "intermediate_size": _need(raw, "intermediate_size"),
-        "num_hidden_layers": raw["num_hidden_layers"],
+        "intermediate_size": required_size(raw, "intermediate_size"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim") or default_head_dim(raw, hidden, heads),
-        "vocab_size": _need(raw, "vocab_size"),
+        "vocab_size": required_size(raw, "vocab_size"),
         "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
         **read_rotary(raw),
         **read_windows(raw, container, layers),
@@ -355,18 +331,19 @@ def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[s
     }
 
 
-def _from_zlab(
-    raw: Mapping[str, Any], num_target_layers: int | None, causal: bool | None
-) -> BlockHeadConfig:
+def _from_zlab(raw: Mapping[str, Any], num_target_layers: int | None) -> dict[str, Any]:
     container = block_containers(raw)
     _check_architecture(raw, ARCHITECTURES)
     shape = _layer_shape(raw, container)
     _refuse_unsupported(container)
-    stated = stated_mask(raw, container) if causal is None else causal
-    if stated is not None and "windows" in shape:
-        shape["sliding_causal"] = stated
+    causal = stated_mask(raw, container)
     if causal is None:
-        causal = _mask_of(stated)
+        logger.info(
+            "The head's config does not say whether its block is causal; it is taken as "
+            'bidirectional, as DFlash trains. "is_causal" in its config.json says otherwise'
+        )
+    elif "windows" in shape:
+        shape["sliding_causal"] = causal
     stated_layers = raw.get("num_target_layers")
     require(
         None in (stated_layers, num_target_layers) or stated_layers == num_target_layers,
@@ -387,25 +364,24 @@ def _from_zlab(
         layer_ids = default_target_layer_ids(num_target_layers, shape["num_hidden_layers"])
     block_size = raw.get("block_size")
     if block_size is None:
-        block_size = _need(container, "block_size")
+        block_size = container.get("block_size")
     masks = [source.get(name) for source in (container, raw) for name in _MASK_ID_NAMES]
-    mask = next((value for value in masks if value is not None), None)
-    return BlockHeadConfig(
+    return {
         **shape,
-        draft_vocab_size=raw.get("draft_vocab_size")
+        "draft_vocab_size": raw.get("draft_vocab_size")
         or container.get("draft_vocab_size")
         or shape["vocab_size"],
-        target_hidden_size=container.get("target_hidden_size")
+        "target_hidden_size": container.get("target_hidden_size")
         or raw.get("target_hidden_size")
         or shape["hidden_size"],
-        target_layer_ids=layer_ids,
-        block_size=block_size,
-        causal=causal,
-        sample_from_anchor=_samples_from_anchor(
+        "target_layer_ids": layer_ids,
+        "block_size": block_size,
+        "causal": bool(causal),
+        "sample_from_anchor": _samples_from_anchor(
             (container, raw), any(name in _ANCHOR_ARCHITECTURES for name in _stated_names(raw))
         ),
-        mask_token_id=mask,
-    )
+        "mask_token_id": next((value for value in masks if value is not None), None),
+    }
 
 
 def _samples_from_anchor(sources: Sequence[Mapping[str, Any]], default: bool) -> bool:
@@ -478,41 +454,33 @@ def stated_mask(raw: Mapping[str, Any], container: Mapping[str, Any]) -> bool | 
     return True if raw.get("jetspec_config") is not None else None
 
 
-def _mask_of(stated: bool | None) -> bool:
-    if stated is None:
-        logger.info(
-            "The head's config does not say whether its block is causal; it is taken as "
-            "bidirectional, as DFlash trains. Option `causal` overrides it"
-        )
-    return bool(stated)
-
-
-def _from_speculators(raw: Mapping[str, Any], causal: bool | None) -> BlockHeadConfig:
+def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     kind = raw.get("speculators_model_type")
-    other = OTHER_SPECULATORS_TYPES.get(str(kind))
+    other = _OTHER_KINDS.get(str(kind))
     legal = "'dflash'" + (f" ({other})" if other else "")
     require(kind == "dflash", "speculators_model_type", kind, legal)
     _check_architecture(raw, SPECULATORS_ARCHITECTURES)
-    shape = _layer_shape(_need(raw, "transformer_layer_config"), {})
+    layer = raw.get("transformer_layer_config")
+    require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
+    assert isinstance(layer, Mapping)
+    shape = _layer_shape(layer, {})
     _refuse_unsupported(raw)
     # `sliding_window_non_causal`, false by default, only concerns sliding-window layers. Full
     # attention is always trained bidirectionally.
     if "windows" in shape:
-        stated = raw.get("sliding_window_non_causal") is not True
-        shape["sliding_causal"] = stated if causal is None else causal
-    causal = bool(causal)
+        shape["sliding_causal"] = raw.get("sliding_window_non_causal") is not True
     aux = raw.get("aux_hidden_state_layer_ids")
     require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
     assert aux is not None
     # These ids count the embedding as 0, so decoder layer i is i + 1.
     layer_ids = tuple(i - 1 for i in _layer_ids("aux_hidden_state_layer_ids", aux))
-    return BlockHeadConfig(
+    return {
         **shape,
-        draft_vocab_size=raw.get("draft_vocab_size") or shape["vocab_size"],
-        target_hidden_size=raw.get("target_hidden_size") or shape["hidden_size"],
-        target_layer_ids=layer_ids,
-        block_size=8 if raw.get("block_size") is None else raw["block_size"],
-        causal=causal,
-        sample_from_anchor=_samples_from_anchor((raw,), False),
-        mask_token_id=raw.get("mask_token_id"),
-    )
+        "draft_vocab_size": raw.get("draft_vocab_size") or shape["vocab_size"],
+        "target_hidden_size": raw.get("target_hidden_size") or shape["hidden_size"],
+        "target_layer_ids": layer_ids,
+        "block_size": 8 if raw.get("block_size") is None else raw["block_size"],
+        "causal": False,
+        "sample_from_anchor": _samples_from_anchor((raw,), False),
+        "mask_token_id": raw.get("mask_token_id"),
+    }

@@ -11,6 +11,7 @@ way. A `tree_width` of 1 gives DFlash's own chain.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -35,6 +36,28 @@ from vllm_specplug.tree import DraftTree, build_tree
 # Maximum number of draft logits at once if nothing copies them: 512 MiB in bfloat16. One product
 # then reads the LM head's weights once.
 _MAX_LOGITS_IN_PLACE = 1 << 28
+
+
+def best_first_trees(
+    # [R, D, K] target token ids of each depth, best first, and their log-probabilities
+    token_ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    budgets: Sequence[int],
+    depths: Sequence[int],
+    widths: Sequence[int],
+) -> list[DraftTree]:
+    """Returns one tree per request from the candidates of its depths."""
+    if can_build_best_first(token_ids.device) and min(widths) == max(widths):
+        limits = (torch.tensor(values, dtype=torch.int32) for values in (budgets, depths))
+        built = build_best_first(token_ids, log_probs, *limits, widths[0])
+        return DraftTree.split(*(array.numpy() for array in built))
+    ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
+    return [
+        build_tree(
+            "best_first", ids[r], logps[r], budgets[r], tree_width=widths[r], tree_depth=depth
+        )
+        for r, depth in enumerate(depths)
+    ]
 
 
 class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
@@ -65,9 +88,7 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         """Reads the checkpoint and checks it against its target."""
         assert self.options.head_path is not None
-        return load_block_head(
-            self.options.head_path, target.text_config, causal=self.options.settings.causal
-        )
+        return load_block_head(self.options.head_path, target.text_config)
 
     @torch.inference_mode()
     def follow_target(self, target: TargetWeights) -> None:
@@ -119,17 +140,16 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     def observes_from_graphs(self) -> bool:
         return True
 
-    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        return self._build_on_device(requests)
+    def depth_on_device(self, requests: DeviceRequests) -> int:
+        """Returns the depth that a draft on the device needs."""
+        depth = self.forward_depth
+        return depth if requests.max_depth is None else min(depth, requests.max_depth)
 
-    def _build_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        """`_build` without a read on the host."""
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 
-        width, depth = requests.width, self.forward_depth
-        if requests.max_depth is not None:
-            depth = min(depth, requests.max_depth)
-        token_ids, log_probs = self.candidates(requests, depth, width)
+        width = requests.width
+        token_ids, log_probs = self.candidates(requests, self.depth_on_device(requests), width)
         built = build_best_first_triton(
             token_ids, log_probs, requests.budgets, requests.depths, width, requests.num_nodes
         )
@@ -137,27 +157,9 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
 
     def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
         """Returns the head's own trees."""
-        widths, budgets = requests.widths, requests.budgets
-        token_ids, log_probs = self.candidates(requests, max(depths), max(widths))
-        compiled = can_build_best_first(token_ids.device) and min(widths) == max(widths)
-        if compiled:
-            built = build_best_first(
-                token_ids, log_probs, torch.tensor(budgets, dtype=torch.int32),
-                torch.tensor(depths, dtype=torch.int32), widths[0],
-            )  # fmt: skip
-            return DraftTree.split(*(array.numpy() for array in built))
-        ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
-        return [
-            build_tree(
-                "best_first",
-                ids[r],
-                logps[r],
-                budgets[r],
-                tree_width=widths[r],
-                tree_depth=depth,
-            )
-            for r, depth in enumerate(depths)
-        ]
+        widths = requests.widths
+        candidates = self.candidates(requests, max(depths), max(widths))
+        return best_first_trees(*candidates, requests.budgets, depths, widths)
 
     def candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int

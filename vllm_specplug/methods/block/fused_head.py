@@ -143,12 +143,6 @@ class FusedBlockHead:
         keys, values = (kv.unflatten(1, layers).transpose(0, 1) for kv in (keys, values))
         return keys, values
 
-    def block_embeds(self, anchor_embeds: torch.Tensor, rows: int) -> torch.Tensor:
-        """[B, H] -> [B, rows, H]: the anchors, then masks."""
-        block = self.mask_embedding.expand(anchor_embeds.shape[0], rows, -1).clone()
-        block[:, 0] = anchor_embeds
-        return block
-
     def forward(
         self, input_embeds: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:

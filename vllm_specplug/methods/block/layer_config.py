@@ -87,20 +87,24 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def rotary_of(config: Any) -> Rotary:
-    """Returns the rotary embedding of a head's config."""
-    scaling = dict(config.rope_scaling or {})
+def rotary_of(values: Mapping[str, Any], head_dim: int) -> Rotary:
+    """Returns the rotary embedding of a layer; `values` has the entries of `read_rotary`.
+
+    Raises:
+        ValueError: for a factor that rotates nothing.
+    """
+    scaling = dict(values["rope_scaling"] or {})
     return Rotary(
-        config.rope_theta,
-        config.head_dim,
-        rotated_size(config.partial_rotary_factor, config.head_dim),
+        values["rope_theta"],
+        head_dim,
+        _rotated_size(values["partial_rotary_factor"], head_dim),
         scaling.pop("rope_type", "default"),
         scaling or None,
-        config.max_position_embeddings,
+        values["max_position_embeddings"],
     )
 
 
-def rotated_size(factor: Any, head_dim: int) -> int:
+def _rotated_size(factor: Any, head_dim: int) -> int:
     """Returns the number of leading dimensions of a head that `partial_rotary_factor` rotates.
 
     Raises:
@@ -114,11 +118,3 @@ def rotated_size(factor: Any, head_dim: int) -> int:
         f"a number up to 1 that rotates an even number of {head_dim} dimensions",
     )
     return rotated
-
-
-def check_rotary(config: Any) -> None:
-    """Raises ValueError for a head's config whose rotary embedding rotates nothing, or whose
-    settings give no angles."""
-    rotary = config.rotary
-    if config.rope_scaling is not None:
-        rotary.check()

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_specplug.drafting.head_path import resolve_head_path
@@ -17,31 +16,20 @@ from vllm_specplug.drafting.method import (
 from vllm_specplug.options import check_tree_depth
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm_specplug.methods.block.config import BlockHeadConfig
+    from vllm_specplug.methods.local.settings import LocalTreeSettings
 
 BLOCK_NEEDS = frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE})
 
 
-@dataclass(frozen=True)
-class BlockSettings:
-    """Resolved options of a block head."""
-
-    causal: bool | None
-    """Whether attention inside the block is causal; None for the checkpoint's mask."""
-
-
 class BlockOptions(MethodOptions):
-    """Options of methods with a block head."""
-
-    causal: bool | None = None
-    """Causal (true) or bidirectional (false) attention inside the draft block. Default: what
-    the checkpoint's config says, or bidirectional if it says nothing."""
+    """Methods with a block head have only the shared options."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
+        from vllm_specplug.methods.block.checkpoint import inspect_block_head
+
         path = resolve_head_path(shared.model, method)
-        head = self.inspect(path, target)
+        head = inspect_block_head(path, target.text_config, self.config_class())
         depth = check_tree_depth(shared.tree_depth, head.block_size, head.num_draft_tokens)
         return DraftPlan(
             depth=min(depth, shared.num_speculative_tokens),
@@ -51,15 +39,15 @@ class BlockOptions(MethodOptions):
             needs=frozenset({Capability.CONTEXT_WINDOW} if any(head.windows) else ()),
         )
 
-    def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:
-        """Checks the head in folder `path` against its target, without the weights."""
+    def config_class(self) -> type[BlockHeadConfig]:
+        """Returns the class of the configs of the method's heads."""
         # Imported here: reading a head needs torch, which declarations must not import.
-        from vllm_specplug.methods.block.checkpoint import inspect_block_head
+        from vllm_specplug.methods.block.config import BlockHeadConfig
 
-        return inspect_block_head(path, target.text_config, causal=self.causal)
+        return BlockHeadConfig
 
     def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
-    ) -> BlockSettings:
+    ) -> LocalTreeSettings | None:
         """Returns the settings that the drafter reads."""
-        return BlockSettings(self.causal)
+        return None

@@ -99,7 +99,6 @@ def save_local_head(
     *,
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a head, which `load_local_head` reads back; see `save_head`.
 
@@ -113,7 +112,6 @@ def save_local_head(
         {"format": FORMAT, **asdict(config)},
         target_ids=target_ids,
         dtype=dtype,
-        metadata=metadata,
     )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.methods.dels.checkpoint import load_local_head
-from vllm_specplug.methods.dels.unigram import UNIGRAM_SMOOTHING, load_unigram
+from vllm_specplug.methods.dels.unigram import load_unigram, log_prior
 from vllm_specplug.methods.local.drafter import LocalHeadDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
@@ -27,16 +27,15 @@ class DelsDrafter(LocalHeadDrafter):
         draft_ids = self.target_ids
         if draft_ids is None:
             draft_ids = torch.arange(self.config.vocab_size)
-        log_prior = None
+        prior = None
         if options.unigram_path is not None:
-            counts = load_unigram(options.unigram_path)
-            log_prior = counts.log_probs(self.config.vocab_size, UNIGRAM_SMOOTHING)
+            prior = log_prior(load_unigram(options.unigram_path), self.config.vocab_size)
         # The paper's local heads read the target's embeddings even if the block head ships its own.
         self.local_tree = LocalTreeBuilder(
             local,
             local_ids,
             draft_ids,
-            log_prior,
+            prior,
             options,
             embed_tokens=target.embed_tokens,
             lm_head=target.lm_head,

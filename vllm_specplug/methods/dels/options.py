@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
 from vllm_specplug.methods.block.options import BlockOptions
-from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.options import option_error
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.block.config import BlockHeadConfig
+    from vllm_specplug.methods.dels.resolve import DelsSettings
 
 
 class DelsOptions(BlockOptions):
@@ -22,7 +22,7 @@ class DelsOptions(BlockOptions):
     `.pt` file, which is converted to safetensors once. The `config.json` beside the weights sets
     the fusion weights; token counts are in the same folder."""
 
-    def settings(  # type: ignore[override]
+    def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
     ) -> DelsSettings:
         from vllm_specplug.methods.dels.resolve import resolve_settings
@@ -35,4 +35,4 @@ class DelsOptions(BlockOptions):
                 'Give its folder, e.g. "local_head": "/path/to/local-head"; without one use '
                 "method ddtree, or jetspec for a causal head",
             )
-        return resolve_settings(self, shared.tree_width, head.num_draft_tokens, target.model_config)
+        return resolve_settings(self, shared.tree_width, head.num_draft_tokens, target.text_config)

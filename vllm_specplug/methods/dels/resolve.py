@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.methods.dels.checkpoint import inspect_local_head, resolve_local_head
-from vllm_specplug.methods.dels.settings import DelsSettings, depth_weights
 from vllm_specplug.methods.dels.unigram import (
     RELEASED_UNIGRAM_NAME,
     UNIGRAM_NAME,
-    UNIGRAM_SMOOTHING,
     load_unigram,
-    tokenizer_fingerprint,
+    log_prior,
 )
-from vllm_specplug.methods.local import LOCAL_CANDIDATES
+from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES, LocalTreeSettings
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.dels.options import DelsOptions
@@ -24,44 +22,49 @@ if TYPE_CHECKING:
 # Maximum bytes of a GRU head's table of input gates. Larger ones are computed in each step.
 _GATE_TABLE_BYTES = 64 << 20
 
-logger = logging.getLogger("vllm.specplug.config")
+
+@dataclass(frozen=True, kw_only=True)
+class DelsSettings(LocalTreeSettings):
+    """Options of the fusion, with resolved paths."""
+
+    path: str
+    unigram_path: str | None
+    """None if every beta is 0."""
 
 
 def resolve_settings(
-    options: DelsOptions, tree_width: int, num_draft_tokens: int, model_config: Any
+    options: DelsOptions, tree_width: int, num_draft_tokens: int, text_config: Any
 ) -> DelsSettings:
     """Returns the options of method dels with resolved paths, defaults and weights.
 
     Args:
         num_draft_tokens: number of depths that the block head drafts.
-        model_config: vLLM's config of the target.
+        text_config: the target's text config.
 
     Raises:
         ValueError: for a local head or counts of another target, weights of other depths, and a
             missing prior.
     """
     assert options.local_head is not None
-    text_config = model_config.hf_text_config
     config = inspect_local_head(options.local_head, text_config)
     file = resolve_local_head(options.local_head)
     first_depth = 1 if config.anchor_input else 2
     alpha, beta = (
-        depth_weights(name, getattr(config, name), num_draft_tokens, first_depth=first_depth)
+        _depth_weights(name, getattr(config, name), num_draft_tokens, first_depth=first_depth)
         for name in ("alpha", "beta")
     )
     return DelsSettings(
         path=str(file.resolve()),
-        unigram_path=_unigram_path(file, model_config) if any(beta) else None,
+        unigram_path=_unigram_path(file, text_config) if any(beta) else None,
         alpha=alpha,
         beta=beta,
         anchor_input=config.anchor_input,
         num_candidates=max(LOCAL_CANDIDATES, tree_width),
         gate_table_bytes=_GATE_TABLE_BYTES,
-        causal=options.causal,
     )
 
 
-def _unigram_path(local_head: Path, model_config: Any) -> str:
+def _unigram_path(local_head: Path, text_config: Any) -> str:
     beside = [local_head.parent / name for name in (UNIGRAM_NAME, RELEASED_UNIGRAM_NAME)]
     found = [path for path in beside if path.is_file()]
     if not found:
@@ -71,28 +74,25 @@ def _unigram_path(local_head: Path, model_config: Any) -> str:
             "to 0 in its config.json."
         )
     path = found[0]
-    recorded = load_unigram(path)
-    if recorded.tokenizer is not None:
-        recorded = load_unigram(path, tokenizer=_target_tokenizer(model_config))
     # Refuses counts of a larger vocabulary before the engine starts.
-    recorded.log_probs(int(model_config.hf_text_config.vocab_size), UNIGRAM_SMOOTHING)
+    log_prior(load_unigram(path), int(text_config.vocab_size))
     return str(path.resolve())
 
 
-def _target_tokenizer(model_config: Any) -> str | None:
-    """Returns the fingerprint of the target's tokenizer; None if the engine runs without one."""
-    if model_config.skip_tokenizer_init:
-        return None
-    try:
-        from transformers import AutoTokenizer
+def _depth_weights(
+    name: str, value: float | list[float], num_depths: int, *, first_depth: int
+) -> tuple[float, ...]:
+    """Returns `alpha` or `beta` of depths 1..num_depths; 0 before `first_depth`, which is 1 or 2.
 
-        tokenizer = AutoTokenizer.from_pretrained(
-            model_config.tokenizer,
-            revision=model_config.tokenizer_revision,
-            trust_remote_code=model_config.trust_remote_code,
+    Raises:
+        ValueError: for a list of another length.
+    """
+    corrected = num_depths - first_depth + 1
+    weights = value if isinstance(value, list) else [value] * corrected
+    if len(weights) != corrected:
+        raise ValueError(
+            f"local head config: {name} = {value!r}, legal: one number, or one for each of the "
+            f"{corrected} depths that are corrected, {first_depth}..{num_depths}; correct the "
+            "config.json of the local head"
         )
-        return tokenizer_fingerprint(tokenizer)
-    except Exception as error:
-        # transformers cannot read every tokenizer, and the counts may still be right.
-        logger.info("The unigram counts' tokenizer was not compared with the target's: %s", error)
-        return None
+    return (0.0,) * (first_depth - 1) + tuple(float(weight) for weight in weights)

@@ -7,105 +7,57 @@ supervised tokens (the loss mask) are counted, and counts are smoothed.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 
-from vllm_specplug.drafting.checkpoint_files import check_header_length, write_safetensors
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, write_safetensors
 from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
-from vllm_specplug.methods.dels.released import MAX_COUNTS_BYTES, load_counts_archive
 
 logger = logging.getLogger(__name__)
 
 UNIGRAM_NAME = "unigram.safetensors"
 # Added to every count, so that a token that was never seen has a probability.
-UNIGRAM_SMOOTHING = 1.0
+_SMOOTHING = 1.0
 RELEASED_UNIGRAM_NAME = "loss_mask_unigram.pt"
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Returns the sha256 of every (id, token) of a Hugging Face tokenizer."""
-    digest = hashlib.sha256()
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        digest.update(f"{index}\t{token}\n".encode("utf-8", "surrogatepass"))
-    return digest.hexdigest()
+def log_prior(counts: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Returns natural log-probabilities float32 [vocab_size] of smoothed counts int64 [n].
 
-
-@dataclass(frozen=True)
-class UnigramCounts:
-    """Counts of supervised tokens.
-
-    `counts` int64 [n] is indexed by token id; n may be smaller than the vocabulary. `tokenizer` is
-    the `tokenizer_fingerprint` of their tokenizer, None if it is not known.
-    """
-
-    counts: torch.Tensor
-    tokenizer: str | None = None
-
-    def log_probs(self, vocab_size: int, smoothing: float = 1.0) -> torch.Tensor:
-        """Returns natural log-probabilities float32 [vocab_size].
-
-        p = (c + smoothing) / sum(c + smoothing), with a count of 0 for missing tokens. With
-        smoothing 0, tokens that were never seen get the smallest positive probability.
-
-        Raises:
-            ValueError: for more counts than tokens, or counts that are all zero without smoothing.
-        """
-        assert smoothing >= 0.0, smoothing
-        n = len(self.counts)
-        if n > vocab_size:
-            raise ValueError(
-                f"unigram counts: {n} tokens, legal: at most {vocab_size} (the target's "
-                "vocabulary); they were made with another tokenizer, count again with this one"
-            )
-        if n < vocab_size:
-            logger.info(
-                "Unigram counts cover %d of %d tokens; the others have count 0", n, vocab_size
-            )
-        counts = torch.zeros(vocab_size, dtype=torch.float64)
-        counts[:n] = self.counts.double()
-        counts += smoothing
-        if not bool((counts > 0).any()):
-            raise ValueError(
-                "unigram counts are all zero, legal: at least one token seen, or a smoothing "
-                "above 0; count again over supervised tokens"
-            )
-        probs = counts / counts.sum()
-        return probs.clamp(min=float(probs[probs > 0].min())).log().float()
-
-
-def save_unigram(
-    path: str | Path,
-    counts: torch.Tensor,
-    *,
-    tokenizer: str | None,
-    metadata: dict[str, str] | None = None,
-) -> Path:
-    """Writes counts int64 [V] as safetensors with the tokenizer's fingerprint in the header,
-    replaced atomically."""
-    path = Path(path)
-    header = dict(metadata or {})
-    if tokenizer is not None:
-        header["tokenizer"] = tokenizer
-    return write_safetensors(path, {"counts": _checked(path, counts)}, header)
-
-
-def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCounts:
-    """Reads counts from our safetensors, or a released `.pt` (weights only) or `.npz` file.
-
-    Args:
-        path: the file.
-        tokenizer: fingerprint of the target's tokenizer; None if it is not known.
+    Counts are indexed by token id; tokens without a count have count 0.
 
     Raises:
-        ValueError: for a file that cannot be read safely, has no counts, or names another
-            tokenizer.
+        ValueError: for more counts than tokens.
+    """
+    n = len(counts)
+    if n > vocab_size:
+        raise ValueError(
+            f"unigram counts: {n} tokens, legal: at most {vocab_size} (the target's "
+            "vocabulary); they were made with another tokenizer, count again with this one"
+        )
+    if n < vocab_size:
+        logger.info("Unigram counts cover %d of %d tokens; the others have count 0", n, vocab_size)
+    smoothed = torch.full((vocab_size,), _SMOOTHING, dtype=torch.float64)
+    smoothed[:n] += counts
+    return (smoothed / smoothed.sum()).log().float()
+
+
+def save_unigram(path: str | Path, counts: torch.Tensor) -> Path:
+    """Writes counts int64 [V] as safetensors, replaced atomically."""
+    path = Path(path)
+    return write_safetensors(path, {"counts": _checked(path, counts)})
+
+
+def load_unigram(path: str | Path) -> torch.Tensor:
+    """Returns the counts int64 [n] in our safetensors, or in a released `.pt` file (weights only).
+
+    Raises:
+        ValueError: for a file that cannot be read safely, or has no counts.
     """
     path = Path(path).expanduser()
     if not path.is_file():
@@ -113,48 +65,35 @@ def load_unigram(path: str | Path, *, tokenizer: str | None = None) -> UnigramCo
             f"unigram counts {str(path)!r}: there is no such file; make it with "
             "`specplug data unigram`"
         )
-    recorded: str | None = None
     counts: Any
     try:
         if path.suffix == ".safetensors":
-            check_header_length(path)
             with safe_open(path, framework="pt") as handle:
                 _check_length(path, handle.get_slice("counts").get_shape())
                 counts = handle.get_tensor("counts")
-                recorded = (handle.metadata() or {}).get("tokenizer")
-        elif path.suffix == ".npz":
-            counts = load_counts_archive(path)
         elif path.suffix == ".pt":
             counts = load_pickle(path, "it")["counts"]
             check_plain(path, "it", {"counts": counts})
         else:
-            raise ValueError("legal: .safetensors, .pt, .npz")
-    except Exception as error:  # safetensors, zipfile and pickle have their own errors
+            raise ValueError("legal: .safetensors, .pt")
+    except Exception as error:  # safetensors and pickle have their own errors
         raise ValueError(_unreadable(path, error)) from None
-    if recorded is not None and tokenizer is not None and recorded != tokenizer:
-        raise ValueError(
-            f"unigram counts {str(path)!r} were made with another tokenizer (fingerprint "
-            f"{recorded[:12]}, the target's is {tokenizer[:12]}); make them again with "
-            "`specplug data unigram` for this target"
-        )
-    return UnigramCounts(_checked(path, counts), recorded)
+    return _checked(path, counts)
 
 
 def _unreadable(path: Path, error: Exception) -> str:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"unigram counts {str(path)!r} cannot be read ({reason}); legal: a tensor 'counts' [V] in "
-        "safetensors, .npz or a weights-only .pt. Make it with `specplug data unigram`"
+        "safetensors or a weights-only .pt. Make it with `specplug data unigram`"
     )
 
 
 def _check_length(path: Path, shape: Sequence[int]) -> None:
-    max_tokens = MAX_COUNTS_BYTES // 8
-    if max(shape, default=0) > max_tokens:
+    if max(shape, default=0) > MAX_SIZE:
         raise ValueError(
             f"unigram counts {str(path)!r}: {list(shape)}, legal: integers [V] of at most "
-            f"{max_tokens} "
-            "tokens"
+            f"{MAX_SIZE} tokens"
         )
 
 

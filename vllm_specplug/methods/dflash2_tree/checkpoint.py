@@ -3,19 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import save_head
-from vllm_specplug.drafting.head_config import config_field
-from vllm_specplug.methods.block.checkpoint import (
-    BlockHeadExtras,
-    inspect_block_head,
-    load_block_head,
-)
+from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dflash2_tree.config import (
     PREDECESSORS,
@@ -27,22 +21,8 @@ from vllm_specplug.methods.dspark_tree.checkpoint import markov_head
 from vllm_specplug.methods.local.head import LocalHead
 
 
-def inspect_dflash2_head(
-    directory: str | Path, target_config: Any, *, causal: bool | None = None
-) -> DFlash2Config:
-    """Checks a head against its target from its config and tensor headers, without the weights.
-
-    Arguments and errors are those of `load_block_head`.
-    """
-    layers = int(config_field(target_config, "num_hidden_layers"))
-    config = DFlash2Config.from_pretrained(directory, num_target_layers=layers, causal=causal)
-    assert isinstance(config, DFlash2Config)
-    inspect_block_head(directory, target_config, config=config, extra=config.tensors)
-    return config
-
-
 def load_dflash2_head(
-    directory: str | Path, target_config: Any, *, causal: bool | None = None
+    directory: str | Path, target_config: Any
 ) -> tuple[BlockHead, BlockHeadExtras, LocalHead, torch.Tensor]:
     """Reads a head and checks it against its target.
 
@@ -52,8 +32,7 @@ def load_dflash2_head(
         The block head, its extras, the codebooks as a Markov head, and the projection [r, H] of a
         slot's state to the factors of that head's rank vectors.
     """
-    config = inspect_dflash2_head(directory, target_config, causal=causal)
-    head, extras = load_block_head(directory, target_config, config=config, extra=config.tensors)
+    head, extras = load_block_head(directory, target_config, DFlash2Config)
     codebooks, draft_ids = extras.extra, extras.target_ids
     successors = codebooks[SUCCESSORS]
     if draft_ids is not None:
@@ -70,7 +49,6 @@ def save_dflash2_head(
     *,
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a head with z-lab's names, without the target's tables; see `save_head`.
 
@@ -86,5 +64,4 @@ def save_dflash2_head(
         head.config.to_dict(),
         target_ids=target_ids,
         dtype=dtype,
-        metadata=metadata,
     )

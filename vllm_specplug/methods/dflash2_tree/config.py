@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from vllm_specplug.drafting.checkpoint_files import is_positive, is_size
 from vllm_specplug.drafting.head_config import require, require_size
@@ -20,7 +20,7 @@ from vllm_specplug.methods.block.recognise import (
     stated_values,
     without_keys,
 )
-from vllm_specplug.methods.local import LOCAL_CANDIDATES
+from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES
 
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 PREDECESSORS = "candidate_selector.predecessor_codebook"
@@ -65,17 +65,9 @@ class DFlash2Config(BlockHeadConfig):
         )
 
     @classmethod
-    def from_dict(
-        cls,
-        raw: Mapping[str, Any],
-        *,
-        num_target_layers: int | None = None,
-        causal: bool | None = None,
-    ) -> DFlash2Config:
+    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int | None = None) -> Self:
         """Returns the config from a parsed `config.json`; see `BlockHeadConfig.from_dict`."""
-        block = BlockHeadConfig.from_dict(
-            _block_part(raw), num_target_layers=num_target_layers, causal=causal
-        )
+        block = BlockHeadConfig.from_dict(_block_part(raw), num_target_layers=num_target_layers)
         own = stated_values(raw, SELECTOR_KEYS)
         # As in vLLM: a top-level value is of the target config that the head was made from.
         inner = raw.get("dflash_config")
@@ -96,9 +88,8 @@ class DFlash2Config(BlockHeadConfig):
         return {**config, "architectures": [SELECTOR_ARCHITECTURE]}
 
     @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors beyond the block head's. Both codebooks have a row per target
-        token."""
+    def extra_tensors(self) -> dict[str, tuple[int, ...]]:
+        # Both codebooks have a row per target token.
         codebook = (self.vocab_size, self.selector_rank)
         projection = (self.selector_rank, self.hidden_size)
         return {PREDECESSORS: codebook, SUCCESSORS: codebook, PROJECTION: projection}

@@ -30,7 +30,7 @@ class DFlash2Drafter(DSparkDrafter):
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         assert self.options.head_path is not None
         head, extras, self.markov, projection = load_dflash2_head(
-            self.options.head_path, target.text_config, causal=self.options.settings.causal
+            self.options.head_path, target.text_config
         )
         self.projection = projection.to(device=target.device, dtype=target.dtype)
         return head, extras

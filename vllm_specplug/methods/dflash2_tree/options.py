@@ -7,29 +7,21 @@ from typing import TYPE_CHECKING
 
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
 from vllm_specplug.methods.block.options import BlockOptions
-from vllm_specplug.methods.dspark_tree.options import DSparkSettings
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
 
 class DFlash2Options(BlockOptions):
-    """Options of a block head with a candidate selector."""
+    """Methods with a block head have only the shared options."""
 
-    def inspect(self, path: Path, target: TargetInfo) -> DFlash2Config:
-        from vllm_specplug.methods.dflash2_tree.checkpoint import inspect_dflash2_head
+    def config_class(self) -> type[DFlash2Config]:
+        from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
-        return inspect_dflash2_head(path, target.text_config, causal=self.causal)
+        return DFlash2Config
 
     def settings(  # type: ignore[override]
         self, method: str, shared: SharedOptions, target: TargetInfo, head: DFlash2Config
-    ) -> DSparkSettings:
-        depths = head.num_draft_tokens
-        return DSparkSettings(
-            num_candidates=head.selector_top_k,
-            alpha=(1.0,) * depths,
-            beta=(0.0,) * depths,
-            causal=self.causal,
-        )
+    ) -> LocalTreeSettings:
+        return LocalTreeSettings.of_markov_head(head.num_draft_tokens, head.selector_top_k)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,36 +10,16 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import load_module, save_head
-from vllm_specplug.drafting.head_config import config_field
-from vllm_specplug.methods.block.checkpoint import (
-    BlockHeadExtras,
-    inspect_block_head,
-    load_block_head,
-)
+from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dspark_tree.config import (
     CONFIDENCE_BIAS,
     CONFIDENCE_WEIGHT,
-    FLAT_NAMES,
     MARKOV_INPUT,
     MARKOV_OUTPUT,
     DSparkConfig,
 )
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-
-
-def inspect_dspark_head(
-    directory: str | Path, target_config: Any, *, causal: bool | None = None
-) -> DSparkConfig:
-    """Checks a head against its target from its config and tensor headers, without the weights.
-
-    Arguments and errors are those of `load_block_head`.
-    """
-    config = _read_config(directory, target_config, causal)
-    inspect_block_head(
-        directory, target_config, config=config.block, extra=config.tensors, renamed=FLAT_NAMES
-    )
-    return config
 
 
 @dataclass(frozen=True)
@@ -65,7 +44,7 @@ class ConfidenceHead:
 
 
 def load_dspark_head(
-    directory: str | Path, target_config: Any, *, causal: bool | None = None
+    directory: str | Path, target_config: Any
 ) -> tuple[BlockHead, BlockHeadExtras, LocalHead | None, ConfidenceHead | None]:
     """Reads a head of any of its trainers and checks it against its target.
 
@@ -75,11 +54,9 @@ def load_dspark_head(
         The block head, its extras, the Markov head and the confidence head; None for a head that
         the checkpoint has not.
     """
-    config = _read_config(directory, target_config, causal)
-    head, extras = load_block_head(
-        directory, target_config, config=config.block, extra=config.tensors, renamed=FLAT_NAMES
-    )
-    extra = extras.extra
+    head, extras = load_block_head(directory, target_config, DSparkConfig)
+    config, extra = head.config, extras.extra
+    assert isinstance(config, DSparkConfig)
     markov = confidence = None
     if config.markov_rank:
         markov = markov_head(extra[MARKOV_INPUT], extra[MARKOV_OUTPUT])
@@ -88,8 +65,8 @@ def load_dspark_head(
             extra[CONFIDENCE_WEIGHT],
             extra[CONFIDENCE_BIAS],
             extra.get(MARKOV_INPUT),
-            vocab_size=config.block.vocab_size,
-            hidden_size=config.block.hidden_size,
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
         )
     return head, extras, markov, confidence
 
@@ -142,7 +119,6 @@ def save_dspark_head(
     confidence: tuple[torch.Tensor, torch.Tensor] | None = None,
     target_ids: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
-    metadata: Mapping[str, str] | None = None,
 ) -> Path:
     """Writes a head with DeepSpec's names, without the target's tables; see `save_head`.
 
@@ -153,23 +129,9 @@ def save_dspark_head(
     state = {**head.state_dict(), MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
     if confidence is not None:
         state[CONFIDENCE_WEIGHT], state[CONFIDENCE_BIAS] = confidence
-    block = head.config.to_dict()
-    # Readers of a config without this field take a Markov head to sample from the anchor's slot.
-    block["dflash_config"]["sample_from_anchor"] = head.config.sample_from_anchor
-    config = {
-        **block,
-        "architectures": ["Qwen3DSparkModel"],
+    own = {
         "markov_rank": w1.shape[1],
-        "markov_head_type": "vanilla",
-        "enable_confidence_head": confidence is not None,
+        "confidence_size": 0 if confidence is None else confidence[0].shape[1],
     }
-    if confidence is not None:
-        config["confidence_head_with_markov"] = confidence[0].shape[1] > head.config.hidden_size
-    return save_head(
-        directory, state, config, target_ids=target_ids, dtype=dtype, metadata=metadata
-    )
-
-
-def _read_config(directory: str | Path, target: Any, causal: bool | None) -> DSparkConfig:
-    layers = int(config_field(target, "num_hidden_layers"))
-    return DSparkConfig.from_pretrained(directory, num_target_layers=layers, causal=causal)
+    config = DSparkConfig(**{**vars(head.config), **own}).to_dict()
+    return save_head(directory, state, config, target_ids=target_ids, dtype=dtype)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
 from vllm_specplug.drafting.head_config import require
 from vllm_specplug.methods.block.config import (
     ANCHOR_FLAGS,
@@ -37,37 +36,24 @@ _ARCHITECTURES = ("DSparkSpeculator", "DSparkDraftModel", "Qwen3DSparkModel")
 
 
 @dataclass(frozen=True)
-class DSparkConfig:
+class DSparkConfig(BlockHeadConfig):
     """Shape of a DSpark head.
 
     `markov_rank` is r of the Markov head, 0 without one. `confidence_size` is the number of inputs
     of the confidence head, 0 without one.
     """
 
-    block: BlockHeadConfig
-    markov_rank: int
+    markov_rank: int = 0
     confidence_size: int = 0
 
-    @classmethod
-    def from_pretrained(
-        cls, directory: str | Path, *, num_target_layers: int, causal: bool | None = None
-    ) -> DSparkConfig:
-        """Reads `directory/config.json`; see `BlockHeadConfig.from_dict` for arguments.
-
-        Raises:
-            ValueError: field, value, legal values and remedy.
-        """
-        with open_config(directory) as raw:
-            return cls.from_dict(raw, num_target_layers=num_target_layers, causal=causal)
+    renamed_tensors: ClassVar[Mapping[str, str]] = FLAT_NAMES
 
     @classmethod
-    def from_dict(
-        cls, raw: Mapping[str, Any], *, num_target_layers: int, causal: bool | None = None
-    ) -> DSparkConfig:
-        """Returns the config from a parsed `config.json`."""
+    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int | None = None) -> Self:
+        """Returns the config from a parsed `config.json`; see `BlockHeadConfig.from_dict`."""
         own = stated_values(raw, MARKOV_KEYS)
         block = BlockHeadConfig.from_dict(
-            _block_part(raw, own), num_target_layers=num_target_layers, causal=causal
+            _block_part(raw, own), num_target_layers=num_target_layers
         )
         rank = own.get("markov_rank") or 0
         require(rank == 0 or is_size(rank), "markov_rank", rank, f"an integer from 0 to {MAX_SIZE}")
@@ -78,16 +64,30 @@ class DSparkConfig:
             kind,
             "'vanilla' (others read the block's hidden states at every node of a tree)",
         )
-        return cls(block, rank, _confidence_inputs(own, block.hidden_size, rank))
+        size = _confidence_inputs(own, block.hidden_size, rank)
+        return cls(**vars(block), markov_rank=rank, confidence_size=size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns DeepSpec's `config.json` object, which `from_dict` reads back unchanged."""
+        config = super().to_dict()
+        # Readers take a Markov head without this field to sample from the anchor's slot.
+        config["dflash_config"]["sample_from_anchor"] = self.sample_from_anchor
+        return {
+            **config,
+            "architectures": ["Qwen3DSparkModel"],
+            "markov_rank": self.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": self.confidence_size > 0,
+            "confidence_head_with_markov": self.confidence_size > self.hidden_size,
+        }
 
     @property
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors beyond the block head's. W_1 has a row per target token, W_2 per
-        draft id."""
+    def extra_tensors(self) -> dict[str, tuple[int, ...]]:
+        # W_1 has a row per target token, W_2 per draft id.
         shapes: dict[str, tuple[int, ...]] = {}
         if self.markov_rank:
-            shapes[MARKOV_INPUT] = (self.block.vocab_size, self.markov_rank)
-            shapes[MARKOV_OUTPUT] = (self.block.draft_vocab_size, self.markov_rank)
+            shapes[MARKOV_INPUT] = (self.vocab_size, self.markov_rank)
+            shapes[MARKOV_OUTPUT] = (self.draft_vocab_size, self.markov_rank)
         if self.confidence_size:
             shapes[CONFIDENCE_WEIGHT] = (1, self.confidence_size)
             shapes[CONFIDENCE_BIAS] = (1,)

@@ -39,7 +39,7 @@ class DSparkDrafter(LocalHeadDrafter):
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         assert self.options.head_path is not None
         head, extras, self.markov, confidence = load_dspark_head(
-            self.options.head_path, target.text_config, causal=self.options.settings.causal
+            self.options.head_path, target.text_config
         )
         if confidence is not None:
             self.confidence = confidence.to(target.device)

@@ -3,50 +3,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
 from vllm_specplug.methods.block.options import BlockOptions
-from vllm_specplug.methods.local import LOCAL_CANDIDATES
+from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES, LocalTreeSettings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from vllm_specplug.methods.block.config import BlockHeadConfig
-
-
-@dataclass(frozen=True)
-class DSparkSettings:
-    """Resolved options of a block head with a Markov head; implements
-    `methods.local.tree.LocalTreeOptions`."""
-
-    num_candidates: int
-    """Number of tokens per depth that the Markov head scores."""
-    alpha: tuple[float, ...]
-    """Weight of the Markov score at depths 1, 2, ...: 1, as in training."""
-    beta: tuple[float, ...]
-    """Weight of the unigram prior at each depth: 0, because there is no prior."""
-    causal: bool | None = None
-    anchor_input: bool = True
-    gate_table_bytes: int = 0
+    from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
 
 class DSparkOptions(BlockOptions):
-    """Options of a block head with its own Markov head."""
+    """Methods with a block head have only the shared options."""
 
-    def inspect(self, path: Path, target: TargetInfo) -> BlockHeadConfig:
-        from vllm_specplug.methods.dspark_tree.checkpoint import inspect_dspark_head
+    def config_class(self) -> type[DSparkConfig]:
+        from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
-        return inspect_dspark_head(path, target.text_config, causal=self.causal).block
+        return DSparkConfig
 
-    def settings(  # type: ignore[override]
+    def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
-    ) -> DSparkSettings:
-        depths = head.num_draft_tokens
-        return DSparkSettings(
-            num_candidates=max(LOCAL_CANDIDATES, shared.tree_width),
-            alpha=(1.0,) * depths,
-            beta=(0.0,) * depths,
-            causal=self.causal,
-        )
+    ) -> LocalTreeSettings:
+        num_candidates = max(LOCAL_CANDIDATES, shared.tree_width)
+        return LocalTreeSettings.of_markov_head(head.num_draft_tokens, num_candidates)

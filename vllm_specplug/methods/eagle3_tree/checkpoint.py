@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,13 @@ from vllm_specplug.drafting.head_config import (
 from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.eagle3_tree.config import (
     AUX_LAYERS_KEY,
+    NAME_LAYERS,
     PARALLEL,
     SEVERAL_LAYERS,
     Eagle3Config,
 )
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
-from vllm_specplug.methods.eagle3_tree.released import (
-    IGNORED,
-    convert_once,
-    is_pickled,
-    read_pickled,
-)
-from vllm_specplug.options import option_error
+from vllm_specplug.methods.eagle3_tree.released import IGNORED, is_pickled, read_pickled
 
 # Some trainers save the other biases without this one.
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
@@ -58,7 +53,6 @@ def load_eagle3_head(
     directory: str | Path,
     target_config: Any,
     *,
-    target_layers: Sequence[int] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Eagle3Head, Eagle3Extras]:
     """Reads a head and checks it against its target.
@@ -67,7 +61,6 @@ def load_eagle3_head(
         directory: folder with config.json and safetensors, or pytorch_model.bin, which is read in
             weights-only mode.
         target_config: the target's text config.
-        target_layers: zero-based layers of the target, which override the config's.
         dtype: of the returned tensors; the checkpoint's own if None.
 
     Raises:
@@ -76,7 +69,7 @@ def load_eagle3_head(
     """
     directory = Path(directory)
     # Headers first: weights of a checkpoint that does not fit are not read.
-    config = inspect_eagle3_head(directory, target_config, target_layers=target_layers)
+    config = inspect_eagle3_head(directory, target_config)
     tensors = _read(directory, headers_only=False)
     if dtype is not None:
         tensors = {
@@ -93,19 +86,14 @@ def load_eagle3_head(
     )
 
 
-def inspect_eagle3_head(
-    directory: str | Path, target_config: Any, *, target_layers: Sequence[int] | None = None
-) -> Eagle3Config:
-    """Checks a head from its config and tensor headers, and converts a pickle that passes, once.
+def inspect_eagle3_head(directory: str | Path, target_config: Any) -> Eagle3Config:
+    """Checks a head from its config and tensor headers, without the weights.
 
     Arguments and errors are those of `load_eagle3_head`.
     """
     directory = Path(directory)
-    config = Eagle3Config.from_pretrained(
-        directory,
-        num_target_layers=int(config_field(target_config, "num_hidden_layers")),
-        target_layers=target_layers,
-    )
+    layers = int(config_field(target_config, "num_hidden_layers"))
+    config = Eagle3Config.from_pretrained(directory, num_target_layers=layers)
     tensors = _read(directory, headers_only=True)
     _refuse_other_heads(directory, tensors)
     # The tensors tell what a config does not.
@@ -115,16 +103,9 @@ def inspect_eagle3_head(
         attention_bias="layers.0.self_attn.q_proj.bias" in tensors,
     )
     check_target(config, target_config)
-    check_target_layers(
-        config.target_layer_ids,
-        target_config,
-        f"{OTHER_TARGET}, or name the layers with option aux_layers",
-    )
-    _check_columns(directory, config, tensors, is_named=target_layers is not None)
+    check_target_layers(config.target_layer_ids, target_config, f"{OTHER_TARGET}, or {NAME_LAYERS}")
+    _check_columns(directory, config, tensors)
     _check_tensors(directory, config, tensors)
-    if is_pickled(directory):
-        # Last, so that a refused head leaves no copy.
-        convert_once(directory)
     return config
 
 
@@ -184,25 +165,17 @@ def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) ->
 
 
 def _check_columns(
-    directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor], is_named: bool
+    directory: Path, config: Eagle3Config, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Refuses another number of layers than the head reads, from the config or the option."""
+    """Refuses a config that states another number of layers than the head reads."""
     shape = tensors["fc.weight"].shape if "fc.weight" in tensors else ()
     if len(shape) != 2 or shape[1] == config.feature_size or shape[1] % config.target_hidden_size:
         return
     reads = shape[1] // config.target_hidden_size
-    if is_named:
-        raise option_error(
-            "aux_layers",
-            list(config.target_layer_ids),
-            f"the head reads {reads} layers ('fc.weight' has {shape[1]} columns)",
-            f"Name {reads} layers, or leave it out",
-        )
     raise ValueError(
         f"draft head {str(directory)!r} reads {reads} layers of the target ('fc.weight' has "
         f"{shape[1]} columns), and its config states {len(config.target_layer_ids)}: "
-        f"{AUX_LAYERS_KEY}; correct the head's config.json, or name the layers with option "
-        "aux_layers"
+        f"{AUX_LAYERS_KEY}; {NAME_LAYERS}"
     )
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import check_rotary, read_rotary, rotary_of
+from vllm_specplug.methods.block.layer_config import read_rotary, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
-from vllm_specplug.options import is_integer, option_error
+from vllm_specplug.options import is_integer
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,7 @@ _MAX_AUX_LAYERS = 16
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Zero-based, in heads of DeepSpec and of this package. The other key's numbering is ambiguous.
 _OWN_LAYERS_KEY = "target_layer_ids"
+NAME_LAYERS = f"name the layers, counted from 0, under {_OWN_LAYERS_KEY} in the head's config.json"
 # Names of a head of one Llama-like layer in the public trainers and in vLLM. Some trainers write
 # the architecture of the layer's model family; the tensors tell the rest.
 _ARCHITECTURES = (
@@ -96,7 +97,7 @@ class Eagle3Config:
 
     def __post_init__(self) -> None:
         check_layer_shape(self)
-        check_rotary(self)
+        self.rotary.check()
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
@@ -113,7 +114,7 @@ class Eagle3Config:
     @property
     def rotary(self) -> Rotary:
         """The head's rotary embedding."""
-        return rotary_of(self)
+        return rotary_of(vars(self), self.head_dim)
 
     @property
     def feature_size(self) -> int:
@@ -121,34 +122,19 @@ class Eagle3Config:
         return len(self.target_layer_ids) * self.target_hidden_size
 
     @classmethod
-    def from_pretrained(
-        cls,
-        directory: str | Path,
-        *,
-        num_target_layers: int,
-        target_layers: Sequence[int] | None = None,
-    ) -> Eagle3Config:
+    def from_pretrained(cls, directory: str | Path, *, num_target_layers: int) -> Eagle3Config:
         """Reads `directory/config.json`; see `from_dict`."""
         with open_config(directory, weights="the weights") as raw:
-            return cls.from_dict(
-                raw, num_target_layers=num_target_layers, target_layers=target_layers
-            )
+            return cls.from_dict(raw, num_target_layers=num_target_layers)
 
     @classmethod
-    def from_dict(
-        cls,
-        raw: Mapping[str, Any],
-        *,
-        num_target_layers: int,
-        target_layers: Sequence[int] | None = None,
-    ) -> Eagle3Config:
+    def from_dict(cls, raw: Mapping[str, Any], *, num_target_layers: int) -> Eagle3Config:
         """Returns the config from a parsed `config.json` in the trainers' flat form or
         speculators'.
 
         Args:
             raw: the JSON object.
             num_target_layers: decoder layers of the target.
-            target_layers: zero-based layers of option aux_layers, which override the config's.
 
         Raises:
             ValueError: field, value, legal values and remedy.
@@ -179,6 +165,9 @@ class Eagle3Config:
         heads = required_size(layer, "num_attention_heads")
         vocab = required_size(layer, "vocab_size")
         rotary = read_rotary(layer)
+        rotary["max_position_embeddings"] = (
+            rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS
+        )
         return cls(
             hidden_size=hidden,
             intermediate_size=required_size(layer, "intermediate_size"),
@@ -194,14 +183,9 @@ class Eagle3Config:
                 raw.get(_OWN_LAYERS_KEY),
                 eagle.get(AUX_LAYERS_KEY) or raw.get(AUX_LAYERS_KEY),
                 num_target_layers,
-            )
-            if target_layers is None
-            else _named_layers(target_layers, num_target_layers),
+            ),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
-            rope_theta=rotary["rope_theta"],
-            rope_scaling=rotary["rope_scaling"],
-            partial_rotary_factor=rotary["partial_rotary_factor"],
-            max_position_embeddings=rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
+            **rotary,
             # True by default in speculators' format only.
             norm_before_residual=flag("norm_before_residual", is_speculators),
             norm_before_fc=flag("norm_before_fc", False),
@@ -246,31 +230,20 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
         return tuple(own)
     if not stated:
         layers = default_target_layers(num_target_layers)
-        legal = f"a list; of {num_target_layers} layers none are read by default: name them with "
-        require(_are_ascending(layers), AUX_LAYERS_KEY, None, f"{legal}option aux_layers")
+        legal = f"a list; of {num_target_layers} layers none are read by default: {NAME_LAYERS}"
+        require(_are_ascending(layers), AUX_LAYERS_KEY, None, legal)
         return layers
     first_layer_is_zero = min(stated) == 1
     layers = tuple(i if first_layer_is_zero else i - 1 for i in stated)
     logger.info(
-        "The head's %s = %s are taken as outputs of the target's layers %s, counted from 0; option "
-        "aux_layers overrides them",
+        "The head's %s = %s are taken as outputs of the target's layers %s, counted from 0; if "
+        "that is wrong, replace them: %s",
         AUX_LAYERS_KEY,
         list(stated),
         list(layers),
+        NAME_LAYERS,
     )
     return layers
-
-
-def _named_layers(layers: Sequence[int], num_target_layers: int) -> tuple[int, ...]:
-    if not _are_ascending(layers) or not 0 <= min(layers) <= max(layers) < num_target_layers:
-        raise option_error(
-            "aux_layers",
-            list(layers),
-            f"legal are 1 to {_MAX_AUX_LAYERS} different layers of the target's "
-            f"0..{num_target_layers - 1} in ascending order, as the target gives their outputs",
-            "Name such layers, or leave it out",
-        )
-    return tuple(layers)
 
 
 def _are_ascending(layers: Sequence[int]) -> bool:

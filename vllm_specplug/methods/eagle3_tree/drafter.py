@@ -226,11 +226,7 @@ class Eagle3Drafter(StateDrafter):
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
-        head, extras = load_eagle3_head(
-            self.options.head_path,
-            target.text_config,
-            target_layers=self.options.settings.target_layers,
-        )
+        head, extras = load_eagle3_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config
         embed = target.embed_tokens if extras.embed_tokens is None else extras.embed_tokens

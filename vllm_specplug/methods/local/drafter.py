@@ -43,13 +43,11 @@ class LocalHeadDrafter(BlockHeadDrafter):
             factors,
         )  # fmt: skip
 
-    def _build_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         local = self._local_builder
         if local is None:
-            return super()._build_on_device(requests)
-        depth = self.forward_depth
-        if requests.max_depth is not None:
-            depth = min(depth, requests.max_depth)
+            return super().propose_on_device(requests)
+        depth = self.depth_on_device(requests)
         ids, log_probs, slots, factors = self._scored(requests, local, depth)
         return local.build_on_device(
             ids,

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,33 +45,8 @@ from vllm_specplug.kernels import (
     markov_weights,
 )
 from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.beam import Expand, Frontier, draft_level_by_level
-
-
-class LocalTreeOptions(Protocol):
-    """Options of the fusion of a local head with a block head."""
-
-    @property
-    def alpha(self) -> tuple[float, ...]:
-        """Weight of the local score at depths 1, 2, ..."""
-
-    @property
-    def beta(self) -> tuple[float, ...]:
-        """Weight of the subtracted unigram log-probability at depths 1, 2, ..."""
-
-    @property
-    def anchor_input(self) -> bool:
-        """Whether the local head reads the anchor before the drafted tokens, and so corrects depth
-        1 too."""
-
-    @property
-    def num_candidates(self) -> int:
-        """Number of tokens that the local head scores at each depth."""
-
-    @property
-    def gate_table_bytes(self) -> int:
-        """Maximum bytes of the precomputed input gates of a GRU."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +87,7 @@ class LocalTreeBuilder:
         local_ids: torch.Tensor | None,
         draft_ids: torch.Tensor,
         log_prior: torch.Tensor | None,
-        options: LocalTreeOptions,
+        options: LocalTreeSettings,
         *,
         embed_tokens: torch.Tensor,
         lm_head: torch.Tensor,
@@ -187,24 +161,15 @@ class LocalTreeBuilder:
     ) -> list[DraftTree]:
         """Returns one tree per request, exactly best-first over the fused distributions.
 
-        Trees of a device are read in one copy. Without `compiled`, or without kernels for this CPU,
-        it builds one request at a time; tests compare the other ways with this one.
+        Without `compiled`, or without kernels for this CPU, it builds them as on a device, whose
+        trees are read in one copy; tests compare the kernels with that.
         """
-        if compiled and ids.device.type != "cpu":
+        if self.weights is None or not compiled:
             return read_trees(
                 self._build_for_host(
                     ids, log_probs, anchors, budgets, depths, widths, slots=slots, factors=factors
                 )
             )
-        if self.weights is None or not compiled:
-            trees = []
-            for r, anchor in enumerate(anchors):
-                own = (None if part is None else part[r] for part in (slots, factors))
-                expand = self.expander(ids[r], log_probs[r], widths[r], *own)
-                trees += draft_level_by_level(
-                    [anchor], [budgets[r]], [depths[r]], [widths[r]], expand, frontier_width=None
-                )
-            return trees
         roots = None
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
@@ -239,6 +204,7 @@ class LocalTreeBuilder:
         arrays = (parents, node_depths, scores, counts)
         return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
 
+    @torch.inference_mode()
     def _build_for_host(
         self,
         ids: torch.Tensor,
@@ -308,7 +274,7 @@ class LocalTreeBuilder:
         slots: torch.Tensor | None,
         factors: torch.Tensor | None,
     ) -> DeviceExpand:
-        """`expander` for the frontiers of all requests."""
+        """Returns the function that expands frontiers by the fused distributions."""
         head, options, confidence = self.head, self.options, self.confidence
         states = ranks = torch.empty(0)
         # Width of the previous frontier.
@@ -436,55 +402,3 @@ class LocalTreeBuilder:
         w_ih = self.head.prefix_gru.weight_ih_l0
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)
-
-    def expander(
-        self,
-        ids: torch.Tensor,
-        log_probs: torch.Tensor,
-        width: int,
-        slots: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
-    ) -> Expand:
-        """Returns the function that expands frontiers of one request by the fused distributions.
-
-        Args:
-            ids: [D, M] candidates of the block head, as draft ids.
-            log_probs: [D, M] their log-probabilities.
-            width: number of children of each node.
-            slots: [D] confidence logits.
-            factors: [D, r] factors of rank vectors.
-        """
-        head, options, confidence = self.head, self.options, self.confidence
-        # One row per node of the last expanded frontier.
-        states = ranks = torch.empty(0)
-
-        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-            nonlocal states, ranks
-            depth = frontier.depth
-            if depth == 0:
-                states = head.initial_state(1)
-            read = torch.from_numpy(frontier.token_ids).to(states.device)
-            if depth:
-                ranks, states = self._step(read, torch.from_numpy(frontier.parent_rows), states)
-            elif options.anchor_input:
-                ranks, states = head.step(read, states, self.embed_tokens)
-            candidates, own = ids[depth], log_probs[depth].float()
-            fused = own.expand(len(frontier), -1)
-            alpha, beta = options.alpha[depth], options.beta[depth]
-            if alpha:
-                local = ranks if factors is None else ranks * factors[depth]
-                fused = fused + alpha * (local @ self.output_table[candidates].T).float()
-            if beta:
-                assert self.log_prior is not None
-                fused = fused - beta * self.log_prior[candidates]
-            if alpha or beta:
-                # Rounding can sum a confident head's probabilities to more than 1.
-                fused = fused.log_softmax(-1) + own.logsumexp(-1).clamp(max=0)
-            if confidence is not None and slots is not None:
-                fused = fused + confidence.of_children(slots[depth], read)[:, None]
-            # Stable: candidates with equal scores keep the block head's order.
-            order = fused.argsort(dim=-1, descending=True, stable=True)[:, :width]
-            children = self.draft_ids[candidates[order]]
-            return children.cpu().numpy(), fused.gather(1, order).cpu().numpy()
-
-        return torch.inference_mode()(expand)

@@ -131,7 +131,7 @@ class LongSpecDrafter(LevelDrafter):
         self.ngrams = ngram_branches(self.options)
 
     def window_spec(self) -> WindowSpec:
-        size = self.options.settings.window_size
+        size = min(self.config.window_size, self.options.max_model_len)
         return WindowSpec(size, self.config.num_key_value_heads, self.config.head_dim)
 
     def bind_window(

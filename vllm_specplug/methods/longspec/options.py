@@ -3,20 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import DraftPlan, MethodOptions, SharedOptions, TargetInfo
 
 DEFAULT_LEVELS = 5
-
-
-@dataclass(frozen=True)
-class LongSpecSettings:
-    """Resolved options of a LongSpec layer."""
-
-    window_size: int
-    """Number of tokens before the anchor whose keys the window holds."""
 
 
 class LongSpecOptions(MethodOptions):
@@ -26,9 +16,8 @@ class LongSpecOptions(MethodOptions):
         from vllm_specplug.methods.longspec.checkpoint import inspect_longspec_head
 
         path = resolve_head_path(shared.model, method)
-        head = inspect_longspec_head(path, target.text_config)
+        inspect_longspec_head(path, target.text_config)
         return DraftPlan(
             depth=min(shared.tree_depth or DEFAULT_LEVELS, shared.num_speculative_tokens),
             head_path=str(path),
-            settings=LongSpecSettings(min(head.window_size, target.max_model_len)),
         )

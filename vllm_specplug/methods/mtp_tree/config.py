@@ -15,9 +15,9 @@ from vllm_specplug.drafting.head_config import (
     require_only,
     required_size,
 )
-from vllm_specplug.methods.block.layer_config import read_rotary, rotated_size
+from vllm_specplug.methods.block.layer_config import read_rotary, rotary_of
 from vllm_specplug.methods.block.mlp import ExpertsConfig
-from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
+from vllm_specplug.methods.block.rotary import Rotary
 from vllm_specplug.methods.mtp_tree.recognise import layer_config, module_count
 
 # Model types whose module is one layer of full attention over the target's last state.
@@ -111,13 +111,11 @@ class MtpConfig:
         )
         hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
         rope = read_rotary({"partial_rotary_factor": 0.5, **raw} if family == "glm" else raw)
-        scaling = dict(rope["rope_scaling"] or {})
         dim = raw.get("head_dim")
         if dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
             dim = hidden // heads
         require(isinstance(dim, int), "head_dim", dim, "an integer")
         assert isinstance(dim, int)
-        rotated = rotated_size(rope["partial_rotary_factor"], dim)
         experts = None
         if family == "glm":
             experts = ExpertsConfig.of_glm(raw)
@@ -134,14 +132,7 @@ class MtpConfig:
             head_dim=dim,
             vocab_size=raw.get("vocab_size"),  # type: ignore[arg-type]
             rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rotary=Rotary(
-                rope["rope_theta"],
-                dim,
-                rotated,
-                scaling.pop("rope_type", "default"),
-                scaling or None,
-                rope["max_position_embeddings"] or DEFAULT_MAX_POSITIONS,
-            ),
+            rotary=rotary_of(rope, dim),
             family=family,
             attention_bias=bias,
             qk_norm=family == "qwen" or raw.get("use_qk_norm") is True,

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
 
-import numpy as np
 import torch
 
 from vllm_specplug.drafting.caches import PartialCacheSpec
@@ -33,9 +32,10 @@ from vllm_specplug.drafting.drafter import Drafter, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
+from vllm_specplug.methods.block.drafter import best_first_trees
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.head import load_heads
-from vllm_specplug.tree import DraftTree, build_tree, merge_trees
+from vllm_specplug.tree import DraftTree, merge_trees
 
 SELF, HEADS, NGRAMS = _SOURCES = "self", "heads", "ngrams"
 
@@ -63,18 +63,15 @@ class TokenSwiftDrafter(Drafter):
         self.lm_head = target.make_lm_head(self.target_ids)
         self.ngrams = ngram_branches(options)
         self.chooser = SourceChooser(self._sources())
-        # Accepted tokens by where they were drafted: "heads", "ngrams" or "both".
-        self.accepted_from: Counter[str] = Counter()
         self.steps_from: Counter[str] = Counter()
         # Source of the next draft, if `enter_graph` chose one that its graph does not contain.
         self._chosen: str | None = None
         # [T, H] last layer's outputs of the step, and [B] each request's last committed row
         self._hidden: torch.Tensor | None = None
         self._last_rows: torch.Tensor | None = None
-        # Start time of the last call, and for each request: number of committed tokens, tree of the
-        # heads, n-gram branches.
+        # Start time of the last call, and each request's number of committed tokens then.
         self._began: float | None = None
-        self._drafted: dict[str, tuple[int, DraftTree, list[DraftTree]]] = {}
+        self._committed: dict[str, int] = {}
 
     def _sources(self) -> list[str]:
         if self.settings.source != "auto":
@@ -104,7 +101,7 @@ class TokenSwiftDrafter(Drafter):
         if self.target_forward is not None:
             self.target_forward.forget(req_ids)
         for req_id in req_ids:
-            self._drafted.pop(req_id, None)
+            self._committed.pop(req_id, None)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         began = time.perf_counter()
@@ -115,7 +112,7 @@ class TokenSwiftDrafter(Drafter):
         own = [DraftTree.empty()] * len(requests)
         if source != NGRAMS:
             own = self._head_trees(source, requests)
-        self._began, self._drafted = began, {}
+        self._began, self._committed = began, {}
         trees = []
         for r, (req_id, tree) in enumerate(zip(requests.req_ids, own, strict=True)):
             branches: list[DraftTree] = []
@@ -126,7 +123,7 @@ class TokenSwiftDrafter(Drafter):
             parts = [part for part in (tree, *branches) if part.num_nodes]
             merged = merge_trees(parts, requests.budgets[r]) if parts else DraftTree.empty()
             trees.append(merged)
-            self._drafted[req_id] = (len(requests.token_ids[r]), tree, branches)
+            self._committed[req_id] = len(requests.token_ids[r])
         return trees
 
     @property
@@ -226,26 +223,13 @@ class TokenSwiftDrafter(Drafter):
         return sources
 
     def _learn(self, requests: DraftRequests, now: float) -> None:
-        """Compares the last step's drafts with what was committed since."""
-        grown = []
-        for req_id, tokens in zip(requests.req_ids, requests.token_ids, strict=True):
-            last = self._drafted.get(req_id)
-            if last is None:
-                continue
-            length, tree, branches = last
-            new = tokens[length:]
-            grown.append(len(new))
-            own, looked_up = (
-                _matched(tree, new),
-                max((_matched(b, new) for b in branches), default=0),
-            )
-            # The step's last token is the target's own, never an accepted draft.
-            accepted = len(new) - 1
-            own, looked_up = min(own, accepted), min(looked_up, accepted)
-            self.accepted_from["both"] += min(own, looked_up)
-            self.accepted_from[HEADS] += max(own - looked_up, 0)
-            self.accepted_from[NGRAMS] += max(looked_up - own, 0)
-        same_requests = len(grown) == len(requests) == len(self._drafted)
+        """Tells the chooser how many tokens the last step committed, and how long it took."""
+        grown = [
+            len(tokens) - self._committed[req_id]
+            for req_id, tokens in zip(requests.req_ids, requests.token_ids, strict=True)
+            if req_id in self._committed
+        ]
+        same_requests = len(grown) == len(requests) == len(self._committed)
         if len(self.chooser.sources) > 1 and grown and self._began is not None:
             (elapsed_ms,) = self.share([1e3 * (now - self._began)])
             # A step whose requests changed says nothing about the pace.
@@ -257,23 +241,9 @@ class TokenSwiftDrafter(Drafter):
         states = self._states(source, requests)
         first = 0 if source == SELF else 1
         depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
-        token_ids, log_probs = (
-            part.cpu().numpy() for part in self._candidates(states[:depth], requests)
-        )
-        trees = []
-        for r, deepest in enumerate(requests.depths):
-            ids, logps = token_ids[r, :deepest], log_probs[r, :deepest]
-            trees.append(
-                build_tree(
-                    "best_first",
-                    ids,
-                    logps,
-                    requests.budgets[r],
-                    tree_width=requests.widths[r],
-                    tree_depth=deepest,
-                )
-            )
-        return trees
+        candidates = self._candidates(states[:depth], requests)
+        depths = [min(depth, deepest) for deepest in requests.depths]
+        return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
 
     @torch.inference_mode()
     def _states(self, source: str, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
@@ -340,14 +310,3 @@ class TokenSwiftDrafter(Drafter):
                     tokens = self.draft_ids[tokens]
                     tokens = tokens[tokens >= 0]
                 penalty.apply(logits[r], tokens)
-
-
-def _matched(tree: DraftTree, tokens: np.ndarray) -> int:
-    """Number of leading `tokens` that a path from the root matches."""
-    parent, matched = -1, 0
-    for token in tokens.tolist():
-        child = tree.child_of(parent, token)
-        if child is None:
-            break
-        parent, matched = child, matched + 1
-    return matched

@@ -70,11 +70,8 @@ def test_zlab_head_loads_with_its_names(tmp_path, tensors):
     ],
 )
 def test_causality_is_read_from_every_container(changes, causal):
-    config = zlab_config(**changes)
-    assert BlockHeadConfig.from_dict(config, num_target_layers=6).causal is causal
-    for override in (True, False):
-        read = BlockHeadConfig.from_dict(config, num_target_layers=6, causal=override)
-        assert read.causal is override
+    read = BlockHeadConfig.from_dict(zlab_config(**changes), num_target_layers=6)
+    assert read.causal is causal
 
 
 def test_block_size_is_read_from_top_level_or_container():
@@ -178,39 +175,6 @@ def test_head_of_another_target_names_field_and_legal_values(
     folder = write(tmp_path / "h", zlab_config(**changes), tensors)
     with pytest.raises(ValueError) as error:
         load_block_head(folder, {**TARGET, **target})
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"layer_types": ["full_attention", "sliding_attention"]},
-            ["sliding_window = None", "an integer from 1"],
-        ),
-        ({"layer_types": ["full_attention", "chunked_attention"]}, ["layer_types", "chunked"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, ["rope_type", "dynamic"]),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 4}}, ["rope_scaling", "low_freq"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_scaling", "factor"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 1e999}}, ["rope_scaling", "inf"]),
-        ({"rope_theta": 10**400}, ["rope_theta"]),
-        ({"layer_types": None, "use_sliding_window": True}, ["use_sliding_window", "sliding"]),
-        ({"dflash_config": {"use_swa": True, "target_layer_ids": [1]}}, ["sliding_window = None"]),
-        ({"is_neox_style": False}, ["is_neox_style = False"]),
-        ({"logit_scale": 0.5}, ["logit_scale = 0.5"]),
-        ({"architectures": ["DFlash2DraftModel"]}, ["architectures", "DFlash2DraftModel"]),
-        ({"block_size": 1}, ["block_size = 1", ">= 2"]),
-        ({"num_key_value_heads": 3}, ["num_key_value_heads = 3", "4"]),
-        ({"hidden_size": None}, ["hidden_size is missing"]),
-        (
-            {"speculators_model_type": "eagle3", "transformer_layer_config": {}},
-            ["speculators_model_type = 'eagle3'", "dflash"],
-        ),
-    ],
-)
-def test_unsupported_configs_are_refused_by_name(changes, words):
-    with pytest.raises(ValueError) as error:
-        BlockHeadConfig.from_dict(zlab_config(**changes), num_target_layers=6)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 

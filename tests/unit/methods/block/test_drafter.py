@@ -16,7 +16,6 @@ from tests.unit.drafters import load_drafter
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.block.options import BlockSettings
 
 VOCAB = 20
 # Stands for a GPU: it holds no values, so that a copy back to the host raises.
@@ -53,7 +52,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_of_drafting_never_waits_for_the_device(tmp_path: Path) -> None:
     table = torch.empty(VOCAB, HIDDEN, device=DEVICE)
     head = make_head(tmp_path / "head", VOCAB)
-    drafter = load_drafter(BlockHeadDrafter, head, BlockSettings(None), table)
+    drafter = load_drafter(BlockHeadDrafter, head, None, table)
     drafter.bind_cache(_Cache())
     requests = DraftRequests(
         token_ids=[np.array([1, 2, 3]), np.array([4])], context_lens=[2, 0], req_indices=[0, 1],

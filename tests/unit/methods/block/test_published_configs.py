@@ -32,7 +32,6 @@ def test_full_attention_of_speculators_heads_is_bidirectional(flag, why):
     # An id of that format counts the embedding.
     assert config.target_layer_ids == (1, 17, 32)
     assert config.draft_vocab_size == 32000 and config.rope_theta == 1e6
-    assert BlockHeadConfig.from_dict(raw, causal=True).causal is True
 
 
 @pytest.mark.parametrize(("flag", "causal"), [(None, True), (False, True), (True, False)])
@@ -103,9 +102,29 @@ def test_known_architectures(architecture):
             {"transformer_layer_config": {"rope_parameters": {"partial_rotary_factor": "a"}}},
             ["partial_rotary_factor"],
         ),
+        (ZLAB_QWEN3_8B, {"rope_scaling": {"rope_type": "dynamic"}}, ["rope_type", "dynamic"]),
+        (ZLAB_QWEN3_8B, {"rope_scaling": {"rope_type": "llama3", "factor": 4}}, ["low_freq"]),
+        (ZLAB_QWEN3_8B, {"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["factor"]),
+        (ZLAB_QWEN3_8B, {"rope_scaling": {"rope_type": "linear", "factor": 1e999}}, ["inf"]),
+        (ZLAB_QWEN3_8B, {"rope_theta": 10**400}, ["rope_theta"]),
+        (ZLAB_QWEN3_8B, {"is_neox_style": False}, ["is_neox_style = False"]),
+        (ZLAB_QWEN3_8B, {"logit_scale": 0.5}, ["logit_scale = 0.5"]),
+        # Windows.
+        (ZLAB_QWEN3_8B, {"layer_types": ["chunked_attention"] * 5}, ["layer_types", "chunked"]),
+        (ZLAB_QWEN3_8B, {"use_sliding_window": True}, ["use_sliding_window", "sliding"]),
+        (ZLAB_QWEN3_8B, {"dflash_config": {"use_swa": True}}, ["sliding_window = None"]),
+        (
+            ZLAB_QWEN3_8B,
+            {"layer_types": ["sliding_attention"] * 5, "use_sliding_window": None},
+            ["sliding_window = None", "an integer from 1"],
+        ),
         # Fields that say less than they must.
+        (ZLAB_QWEN3_8B, {"hidden_size": None}, ["hidden_size = None, legal: an integer from 1"]),
+        (ZLAB_QWEN3_8B, {"block_size": 1}, ["block_size = 1", ">= 2"]),
+        (ZLAB_QWEN3_8B, {"num_key_value_heads": 3}, ["num_key_value_heads = 3", "32"]),
+        (SPECULATORS_QWEN3_8B, {"speculators_model_type": "eagle3"}, ["'eagle3'", "'dflash'"]),
         (ZLAB_QWEN3_8B, {"layer_types": ["full_attention"]}, ["layer_types"]),
-        (ZLAB_QWEN3_8B, {"block_size": None}, ["block_size", "missing"]),
+        (ZLAB_QWEN3_8B, {"block_size": None}, ["block_size = None", "an integer >= 2"]),
         (ZLAB_QWEN3_8B, {"rms_norm_eps": 0}, ["rms_norm_eps"]),
         (ZLAB_QWEN3_8B, {"num_target_layers": 40}, ["num_target_layers", "40", "36"]),
         (ZLAB_QWEN3_8B, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
@@ -151,5 +170,4 @@ def test_the_mask_taken_is_logged_where_the_checkpoint_does_not_say(caplog):
     with caplog.at_level(logging.INFO):
         stated = changed(ZLAB_QWEN3_8B, dflash_config={"causal_head": False})
         BlockHeadConfig.from_dict(stated, num_target_layers=36)
-        BlockHeadConfig.from_dict(ZLAB_QWEN3_8B, num_target_layers=36, causal=True)
     assert not caplog.text

@@ -125,10 +125,3 @@ def test_windows_are_asked_of_the_device(tmp_path: Path) -> None:
         options = get_method("ddtree").parse_options({})
         assert options.resolve("ddtree", Shared(head.folder, 8, 4), target).needs == needs
     assert all(Capability.CONTEXT_WINDOW in given for given in CAPABILITIES.values())
-
-
-def test_the_users_mask_is_that_of_all_layers(tmp_path: Path) -> None:
-    head = PublishedHead(tmp_path / "head", HEADS["mixed"][0])
-    for causal in (True, False):
-        drafter, _ = head.drafter(get_method("ddtree"), causal=causal)
-        assert drafter.config.layer_causal == (causal, causal)

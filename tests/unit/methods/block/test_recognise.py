@@ -10,10 +10,9 @@ import pytest
 
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import ZLAB_QWEN3_8B, changed
-from tests.unit.methods.block.published_heads import PublishedHead
+from tests.unit.methods.block.published_heads import PublishedHead, Shared
 from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.drafting.method import TargetInfo
-from vllm_specplug.methods.block.options import BlockOptions
 from vllm_specplug.registry import head_owners, recognise_head
 
 KINDS = {
@@ -94,10 +93,8 @@ def test_heads_that_are_told_apart_are_refused_with_the_reason(
     (tmp_path / "config.json").write_text(json.dumps(getattr(published, name)))
     method = recognise_head(tmp_path)
     target = TargetInfo(published.TINY_TARGET, 64, None)
-    options = method.parse_options({})
-    assert isinstance(options, BlockOptions)
     with pytest.raises(ValueError, match=reason):
-        options.inspect(tmp_path, target)
+        method.parse_options({}).resolve(method.name, Shared(tmp_path, 16, 8), target)
 
 
 def test_unknown_architectures_are_named(tmp_path: Path) -> None:

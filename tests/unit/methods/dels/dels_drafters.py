@@ -12,7 +12,7 @@ from tests.e2e.tiny import HIDDEN
 from tests.unit import drafters
 from tests.unit.methods.block.block_requests import VOCAB, NoContext
 from vllm_specplug.drafting.drafter import Drafter
-from vllm_specplug.methods.dels.settings import DelsSettings
+from vllm_specplug.methods.dels.resolve import DelsSettings
 
 
 def load_drafter(

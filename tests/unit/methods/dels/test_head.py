@@ -41,32 +41,6 @@ def test_a_new_head_scores_nothing(name: str) -> None:
     assert float(out.weight.grad.abs().max()) > 0
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_output_table_gives_the_logits(name: str) -> None:
-    head = make(name)
-    embed, lm_head, tokens = torch.randn(V, H), torch.randn(V, H), torch.randint(0, V, (2, 3))
-    ranks, _ = head.ranks(tokens, embed)
-    assert torch.allclose(
-        ranks @ head.output_table(lm_head).T, head(tokens, embed, lm_head), atol=1e-4
-    )
-
-
-def test_gru_is_the_three_gate_cell() -> None:
-    head = make("gru_identity")
-    x, h = torch.randn(H).double(), torch.randn(S).double()
-    w = {name: p.detach().double() for name, p in head.named_parameters()}
-    w_ih, w_hh = w["prefix_gru.weight_ih_l0"], w["prefix_gru.weight_hh_l0"]
-    xr, xz, xn = (w_ih @ x).split(S)
-    hr, hz, hn = (w_hh @ h).split(S)
-    z = 1 / (1 + torch.exp(-(xz + hz)))
-    n = torch.tanh(xn + hn / (1 + torch.exp(-(xr + hr))))
-    expected = (1 - z) * n + z * h
-    embed = x.float().expand(V, H).contiguous()
-    rank, state = head.step(torch.zeros(1).long(), h.float()[None], embed)
-    assert torch.allclose(state[0].double(), expected, atol=1e-5)
-    assert torch.allclose(rank[0].double(), w["rank_proj.weight"] @ expected, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

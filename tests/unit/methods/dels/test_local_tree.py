@@ -11,24 +11,18 @@ import torch
 
 from tests.unit.methods.dels.local_heads import KINDS, H, V, make
 from tests.unit.tree.candidates import paths_of
-from vllm_specplug.methods.dels.settings import DelsSettings
 from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import build_tree
-from vllm_specplug.tree.beam import Frontier
 
 DEPTH = 4
 ALPHA, BETA = (0.2, 0.4, 0.3, 0.5), (0.1, 0.2, 0.3, 0.4)
 
 
-def options(**changes: Any) -> DelsSettings:
-    return DelsSettings(
-        **{
-            "path": "", "unigram_path": "", "alpha": ALPHA,
-            "beta": BETA, "anchor_input": True, "num_candidates": V, "gate_table_bytes": 1 << 20,
-            **changes,
-        }
-    )  # fmt: skip
+def options(**changes: Any) -> LocalTreeSettings:
+    usual = {"alpha": ALPHA, "beta": BETA, "num_candidates": V, "gate_table_bytes": 1 << 20}
+    return LocalTreeSettings(**{**usual, **changes})
 
 
 class Case:
@@ -72,11 +66,14 @@ class Case:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("anchor_input", [True, False])
-def test_every_node_scores_what_the_formula_says(name: str, anchor_input: bool) -> None:
+@pytest.mark.parametrize("compiled", [True, False])
+def test_every_node_scores_what_the_formula_says(
+    name: str, anchor_input: bool, compiled: bool
+) -> None:
     weights = {} if anchor_input else {"alpha": (0.0, *ALPHA[1:]), "beta": (0.0, *BETA[1:])}
     case = Case(name, anchor_input=anchor_input, **weights)
     ids, log_probs = case.candidates()
-    (tree,) = case.builder.build(ids, log_probs, [5], [30], [DEPTH], [6])
+    (tree,) = case.builder.build(ids, log_probs, [5], [30], [DEPTH], [6], compiled=compiled)
     tree.validate()
     assert tree.num_nodes == 30 and tree.max_depth > 1
     assert (np.diff(tree.scores) <= 0).all()
@@ -145,10 +142,10 @@ def test_weights_of_zero_are_the_block_head_exactly() -> None:
 def test_few_candidates_share_the_block_heads_mass() -> None:
     case = Case()
     ids, log_probs = case.candidates(6)
-    expand = case.builder.expander(ids[0], log_probs[0], 6)
-    none, anchor = np.array([-1]), np.array([5])
-    _, children = expand(Frontier(np.array([0]), none, none, none, anchor, depth=0))
-    assert np.exp(children).sum() == pytest.approx(float(log_probs[0, 0].exp().sum()), rel=1e-4)
+    for compiled in (True, False):
+        (tree,) = case.builder.build(ids, log_probs, [5], [6], [1], [6], compiled=compiled)
+        mass = np.exp(tree.scores).sum()
+        assert mass == pytest.approx(float(log_probs[0, 0].exp().sum()), rel=1e-4)
 
 
 def test_requests_do_not_mix() -> None:

@@ -139,7 +139,7 @@ def test_published_values() -> None:
     assert (qwen.selector_rank, qwen.selector_top_k) == (256, 16)
     assert qwen.layer_windows == (2048,) * 5 and not any(qwen.layer_causal)
     assert (qwen.rope_theta, qwen.mask_token_id) == (1e7, 248070)
-    assert qwen.tensors["candidate_selector.predecessor_codebook"] == (248320, 256)
+    assert qwen.extra_tensors["candidate_selector.predecessor_codebook"] == (248320, 256)
     glimmer = DFlash2Config.from_dict(published.MUSE_DFLASH2_GLIMMER_30B, num_target_layers=52)
     assert (glimmer.output_multiplier, glimmer.final_logit_softcapping) == (26**-0.5, 20.0)
     assert DFlash2Config.from_dict(glimmer.to_dict()) == glimmer

@@ -12,10 +12,17 @@ from tests.unit.methods.block.published import changed, tiny
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
 DEEPSPEC = published.DEEPSPEC_DSPARK_QWEN3_4B
+FORMATS = ["DEEPSPEC_DSPARK_QWEN3_4B", "SPECFORGE_DSPARK_CAUSAL", "SPECULATORS_DSPARK"]
 
 
 def read(raw: dict[str, Any]) -> DSparkConfig:
     return DSparkConfig.from_dict(raw, num_target_layers=4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_config_written_here_reads_back(name: str) -> None:
+    config = read(tiny(getattr(published, name)))
+    assert config.markov_rank == 6 and read(config.to_dict()) == config
 
 
 @pytest.mark.parametrize("architectures", [None, [], ["DFlashDraftModel"], ["Qwen3DSparkModel"]])
@@ -28,17 +35,17 @@ def test_flat_heads_with_a_markov_head_draft_from_the_anchor(
     architectures: list[str] | None, stated: dict[str, Any]
 ) -> None:
     raw = changed(tiny(DEEPSPEC, architectures=architectures), **stated)
-    assert read(raw).block.sample_from_anchor
+    assert read(raw).sample_from_anchor
     flag = {"sample_from_anchor": False}
     for said in (flag, {"dflash_config": flag}, {"dspark_config": flag}):
-        assert not read(changed(raw, **said)).block.sample_from_anchor, said
+        assert not read(changed(raw, **said)).sample_from_anchor, said
 
 
 def test_the_container_of_dspark_is_read_whole() -> None:
     raw = tiny(DEEPSPEC)
     names = ("target_layer_ids", "mask_token_id", "block_size")
     own = {name: raw.pop(name) for name in names} | {"sample_from_anchor": False}
-    block = read(changed(raw, dspark_config=own)).block
+    block = read(changed(raw, dspark_config=own))
     assert (block.target_layer_ids, block.mask_token_id, block.block_size) == ((1, 3), 29, 5)
     assert not block.sample_from_anchor
 
@@ -68,7 +75,7 @@ def test_layers_by_the_name_that_vllm_reads(place: str) -> None:
     del raw["target_layer_ids"]
     stated = {"dspark_target_layer_ids": [0, 3]}
     raw = changed(raw, **(stated if place == "top" else {place: stated}))
-    assert read(raw).block.target_layer_ids == (0, 3)
+    assert read(raw).target_layer_ids == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,7 @@ def test_layers_by_the_name_that_vllm_reads(place: str) -> None:
      ("eagle_aux_hidden_state_layer_ids", [2, 4], [1, 3])],
 )  # fmt: skip
 def test_layers_stated_twice_must_agree(name: str, same: list[int], other: list[int]) -> None:
-    assert read(tiny(DEEPSPEC, **{name: same})).block.target_layer_ids == (1, 3)
+    assert read(tiny(DEEPSPEC, **{name: same})).target_layer_ids == (1, 3)
     with pytest.raises(ValueError, match=rf"{name} = .*target_layer_ids"):
         read(tiny(DEEPSPEC, **{name: other}))
 

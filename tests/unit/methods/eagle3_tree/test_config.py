@@ -3,17 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from tests.unit.methods.absurd import ABSURD, taken_or_refused
 from tests.unit.methods.eagle3_tree import published
-from tests.unit.methods.eagle3_tree.published import SPECULATORS_GEMMA4_31B, small
+from tests.unit.methods.eagle3_tree.published import SPECULATORS_GEMMA4_31B
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 
@@ -100,8 +96,6 @@ def test_a_config_written_here_reads_back() -> None:
         ({"sliding_window": 512, "use_sliding_window": None}, ["sliding_window", "512"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "mrope_section": [1, 2]}}, ["dynamic"]),
-        ({"partial_rotary_factor": 2}, ["partial_rotary_factor", "up to 1"]),
         ({"partial_rotary_factor": 0.01}, ["partial_rotary_factor", "even number of 80"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
         ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "in parallel"]),
@@ -111,9 +105,6 @@ def test_a_config_written_here_reads_back() -> None:
         ({"norm_output": "yes"}, ["norm_output", "true or false"]),
         ({"hidden_size": None}, ["hidden_size"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, ["rope_scaling", "factor"]),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 1e999}}, ["rope_scaling", "inf"]),
-        ({"rope_theta": 10**400}, ["rope_theta"]),
-        ({"rms_norm_eps": 10**400}, ["rms_norm_eps"]),
         ({"target_layer_ids": [1, 17, 32], "eagle_aux_hidden_state_layer_ids": [3, 18, 33]},
          ["eagle_aux_hidden_state_layer_ids", "target_layer_ids = [1, 17, 32]"]),
     ],
@@ -122,19 +113,6 @@ def test_other_heads_are_refused_by_name(changes: dict[str, Any], words: list[st
     with pytest.raises(ValueError, match="draft head config") as error:
         read({**published.SPECFORGE_QWEN3_4B, **changes})
     assert all(word in str(error.value) for word in words), error.value
-
-
-_KEYS = sorted({*published.SPECFORGE_QWEN3_4B, "eagle_config", "eagle_aux_hidden_state_layer_ids",
-                "transformer_layer_config", "rope_parameters", "target_hidden_size"})  # fmt: skip
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.dictionaries(st.sampled_from(_KEYS), ABSURD, min_size=1, max_size=3))
-def test_whatever_a_config_holds_is_taken_or_refused(tmp_path_factory, changes) -> None:
-    folder = tmp_path_factory.mktemp("head")
-    raw = {**small(published.SPECFORGE_QWEN3_4B), **changes}
-    (folder / "config.json").write_text(json.dumps(raw))
-    taken_or_refused(lambda: Eagle3Config.from_pretrained(folder, num_target_layers=8))
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,11 @@ from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
-from vllm_specplug.methods.eagle3_tree.options import Eagle3Settings
 from vllm_specplug.tree import DraftTree
 
 VOCAB, HIDDEN, KV_HEADS, DIM = 40, 16, 2, 8
 # Tokens of each request, the anchor last; the shortest has one before it.
 LENGTHS = [2, 7, 20, 33]
-LAYERS = (1, 3, 4)
 
 
 class DenseCache:
@@ -90,7 +88,7 @@ class World:
         self.embed = torch.randn(VOCAB, HIDDEN)
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
         self.drafter = load_drafter(
-            Eagle3Drafter, folder, Eagle3Settings(LAYERS), torch.zeros(VOCAB, HIDDEN),
+            Eagle3Drafter, folder, None, torch.zeros(VOCAB, HIDDEN),
             self.embed, SimpleNamespace(**SMALL), **tree,
         )  # fmt: skip
         self.drafter.frontier_width = expand  # type: ignore[misc]

@@ -13,15 +13,13 @@ from tests.unit.drafters import load_drafter
 from tests.unit.methods.block.block_requests import VOCAB, NoContext, draft_requests
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.block.options import BlockSettings
 from vllm_specplug.tree import build_tree
 
 
 def _drafter(head: Path, ngram_topk: int = 0) -> BlockHeadDrafter:
     torch.manual_seed(0)
     embed, lm_head = torch.randn(2, VOCAB, HIDDEN)
-    settings = BlockSettings(None)
-    drafter = load_drafter(BlockHeadDrafter, head, settings, lm_head, embed, ngram_topk=ngram_topk)
+    drafter = load_drafter(BlockHeadDrafter, head, None, lm_head, embed, ngram_topk=ngram_topk)
     drafter.bind_cache(NoContext())
     return drafter
 

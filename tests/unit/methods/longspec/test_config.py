@@ -12,7 +12,6 @@ import pytest
 
 from tests.e2e.tiny import make_head, make_longspec_head
 from tests.unit.engine_config import engine_config
-from vllm_specplug.methods.longspec.options import LongSpecSettings
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -33,20 +32,14 @@ def test_defaults(target: Path, head: Path) -> None:
     spec = _resolve(target, head)
     assert (spec.plugin_method, spec.method) == ("longspec", "custom_class")
     assert (spec.num_speculative_tokens, spec.draft_depth) == (16, 5)
-    assert (spec.plan.settings, spec.aux_layers) == (LongSpecSettings(64), ())
+    assert (spec.plan.settings, spec.aux_layers) == (None, ())
     assert pickle.loads(pickle.dumps(spec)) == spec
-
-
-def test_a_window_no_longer_than_the_model(target: Path, tmp_path: Path) -> None:
-    head = make_longspec_head(tmp_path, VOCAB, window=1000)
-    assert _resolve(target, head).plan.settings.window_size == 256
 
 
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ({"window_size": 32}, "no longer an option: set it in the config.json of the head"),
-        ({"causal": True}, "causal=True is not usable: method 'longspec' does not have it"),
         ({"local_head": "x"}, "local_head='x' is not usable: method 'longspec' does not have it"),
         ({"tree_depth": 17, "num_speculative_tokens": 16}, "at least tree_depth=17"),
     ],

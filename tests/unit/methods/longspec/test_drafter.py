@@ -18,7 +18,6 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
-from vllm_specplug.methods.longspec.options import LongSpecSettings
 from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.train.vocabulary import DraftTables
@@ -109,7 +108,7 @@ def tables() -> tuple[torch.Tensor, torch.Tensor]:
 
 def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
     embed, lm_head = tables()
-    given = {"settings": LongSpecSettings(WINDOW), "num_nodes": 16, "max_depth": 16,
+    given = {"settings": None, "num_nodes": 16, "max_depth": 16,
              "tree_width": 8, "max_model_len": MAX_LEN, **options}  # fmt: skip
     return load_drafter(
         LongSpecDrafter, head, lm_head=lm_head, embed=embed, text_config=TARGET, **given
@@ -205,6 +204,11 @@ def test_fused_layer_equals_the_module(head: Path) -> None:
         fused.window_kv(embeds, positions), module.window_kv(embeds, positions), strict=True
     ):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("max_model_len", "size"), [(MAX_LEN, WINDOW), (10, 10)])
+def test_a_window_is_no_longer_than_the_model(head: Path, max_model_len: int, size: int) -> None:
+    assert make_drafter(head, max_model_len=max_model_len).window_spec().size == size
 
 
 def test_positions_past_the_models_end_are_not_looked_up(head: Path) -> None:

@@ -25,7 +25,7 @@ from vllm_specplug.methods.dels.train.evaluate import (
     evaluate_local_chains,
     local_tree_policy,
 )
-from vllm_specplug.methods.dels.unigram import load_unigram
+from vllm_specplug.methods.dels.unigram import load_unigram, log_prior
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.target import TargetWeights
@@ -95,7 +95,7 @@ class Evaluation:
         vocab_size = int(self.target_config["vocab_size"])
         prior = torch.full((vocab_size,), -math.log(vocab_size))
         if str(unigram):
-            prior = load_unigram(unigram).log_probs(vocab_size)
+            prior = log_prior(load_unigram(unigram), vocab_size)
         return LocalTables.build(head, self.draft, prior, ids, anchor_input, torch.bfloat16)
 
     def add_local(

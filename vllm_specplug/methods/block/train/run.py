@@ -99,7 +99,7 @@ def load_initial(
     """
     if not run.init_from:
         return None, None
-    head, extras = load_block_head(run.init_from, training.weights.config, causal=run.causal)
+    head, extras = load_block_head(run.init_from, training.weights.config)
     check_trainable("init_from", run.init_from, head)
     if extras.lm_head is not None or extras.embed_tokens is not None:
         raise ValueError(

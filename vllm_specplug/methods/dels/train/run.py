@@ -14,7 +14,7 @@ from vllm_specplug.methods.dels.checkpoint import save_local_head
 from vllm_specplug.methods.dels.train.heldout import LocalReport
 from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
-from vllm_specplug.methods.dels.unigram import UnigramCounts
+from vllm_specplug.methods.dels.unigram import log_prior
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.train.provenance import head_identity
 from vllm_specplug.train.run import HeadInTraining, open_training
@@ -70,7 +70,7 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     config = local_config(run, target, len(ids))
     trained = 2 if config.kind == "markov" else block_size
     ranked = torch.argsort(counts[ids], descending=True, stable=True)
-    prior = UnigramCounts(counts).log_probs(vocab_size)
+    prior = log_prior(counts, vocab_size)
     # The head is small, so its embeddings keep the precision of its parameters.
     embed_tokens = training.tables.embed_tokens.float()
     tables = DraftTables(embed_tokens, training.draft_tables(ids).lm_head, ids)

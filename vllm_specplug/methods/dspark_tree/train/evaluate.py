@@ -9,8 +9,8 @@ import torch
 
 from vllm_specplug.methods.block.train.evaluate import draft_sequences
 from vllm_specplug.methods.dspark_tree.checkpoint import markov_head
-from vllm_specplug.methods.dspark_tree.options import DSparkSettings
 from vllm_specplug.methods.dspark_tree.train.objective import DSparkModel
+from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.level_trees import accepted_nodes
@@ -55,14 +55,14 @@ def evaluate_dspark(
     tables: DraftTables,
 ) -> AcceptanceReport:
     """Returns the acceptance of chains and trees on the target's greedy answers."""
-    depth = model.config.block.num_draft_tokens
+    depth = model.config.num_draft_tokens
     markov = model.markov_head
     builder = LocalTreeBuilder(
         markov_head(markov.markov_w1.weight.cpu(), markov.markov_w2.weight.cpu()),
         tables.target_ids,
         tables.target_ids,
         None,
-        DSparkSettings(CANDIDATES, (1.0,) * depth, (0.0,) * depth),
+        LocalTreeSettings.of_markov_head(depth, CANDIDATES),
         embed_tokens=tables.embed_tokens.cpu(),
         lm_head=tables.lm_head.cpu(),
         dtype=torch.float32,

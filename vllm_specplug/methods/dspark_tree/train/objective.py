@@ -48,9 +48,9 @@ class DSparkModel(nn.Module):
     def __init__(self, config: DSparkConfig, block: BlockHead | None = None):
         super().__init__()
         self.config = config
-        self.block = BlockHead(config.block) if block is None else block
+        self.block = BlockHead(config) if block is None else block
         self.markov_head = MarkovHead(
-            config.block.vocab_size, config.block.draft_vocab_size, config.markov_rank
+            config.vocab_size, config.draft_vocab_size, config.markov_rank
         )
         if config.confidence_size:
             self.confidence_head = ConfidenceHead(config.confidence_size)
@@ -69,7 +69,7 @@ class DSparkObjective:
     recipe: DSparkRecipe
 
     def draw(self, trainer: Trainer) -> BlockBatch:
-        config, recipe = trainer.head.config.block, self.recipe
+        config, recipe = trainer.head.config, self.recipe
         return draw_blocks(
             trainer,
             recipe,

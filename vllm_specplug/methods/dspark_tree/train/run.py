@@ -60,7 +60,7 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
             model.markov_head.markov_w1.weight,
             model.markov_head.markov_w2.weight,
             confidence=None if confidence is None else (confidence.weight, confidence.bias),
-            target_ids=ids if len(ids) < config.block.vocab_size else None,
+            target_ids=ids if len(ids) < config.vocab_size else None,
         )
 
     return HeadInTraining(
@@ -69,10 +69,10 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
         tables=training.draft_tables(ids),
         objective=DSparkObjective(recipe),
         shape={
-            "num_layers": config.block.num_hidden_layers,
-            "intermediate_size": config.block.intermediate_size,
-            "block_size": config.block.block_size,
-            "target_layer_ids": list(config.block.target_layer_ids),
+            "num_layers": config.num_hidden_layers,
+            "intermediate_size": config.intermediate_size,
+            "block_size": config.block_size,
+            "target_layer_ids": list(config.target_layer_ids),
             "draft_vocab_size": len(ids),
             "markov_rank": config.markov_rank,
             "confidence": config.confidence_size > 0,
@@ -101,11 +101,16 @@ def dspark_config(
         intermediate_size=width,
         causal=False,
     )
-    return _with_markov(run, replace(block, sample_from_anchor=True), run.markov_rank)
+    return _with_markov(run, block, run.markov_rank)
 
 
 def _with_markov(run: DSparkRun, block: BlockHeadConfig, rank: int) -> DSparkConfig:
-    return DSparkConfig(block, rank, block.hidden_size + rank if run.confidence else 0)
+    own = {
+        "sample_from_anchor": True,
+        "markov_rank": rank,
+        "confidence_size": block.hidden_size + rank if run.confidence else 0,
+    }
+    return DSparkConfig(**{**vars(block), **own})
 
 
 def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkModel, torch.Tensor]:
@@ -129,16 +134,14 @@ def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkMode
     if extras.mask_from_embedding:
         row = training.tables.embed_tokens[head.config.mask_token_id].float()
         head.mask_embedding.data.copy_(row)
-    block = replace(
-        head.config, causal=False, sample_from_anchor=True, block_size=run.block_size,
-        mask_token_id=None,
-    )  # fmt: skip
+    block = replace(head.config, causal=False, block_size=run.block_size, mask_token_id=None)
     rank = run.markov_rank if markov is None else markov.config.rank
-    trained = BlockHead(block)
+    config = _with_markov(run, block, rank)
+    trained = BlockHead(config)
     trained.load_state_dict(head.state_dict())
-    model = DSparkModel(_with_markov(run, block, rank), trained)
+    model = DSparkModel(config, trained)
     if markov is not None:
         with torch.no_grad():
             model.markov_head.markov_w1.weight.copy_(markov.embed_tokens.weight)
             model.markov_head.markov_w2.weight.copy_(markov.low_rank_lm_head.weight)
-    return model, target_ids_or_all(extras.target_ids, block.vocab_size)
+    return model, target_ids_or_all(extras.target_ids, config.vocab_size)

@@ -18,7 +18,6 @@ from tests.unit.methods.block.published_heads import PublishedHead
 from tests.unit.train.heads import Job
 from vllm_specplug.methods.block.train.blocks import pack_blocks
 from vllm_specplug.methods.dspark_tree.checkpoint import (
-    inspect_dspark_head,
     load_dspark_head,
     save_dspark_head,
 )
@@ -74,9 +73,8 @@ def test_the_head_has_the_published_layout(make_job: Callable[..., Job], tmp_pat
     _, facts = job.train()
     target = TargetWeights(job.run.target).config
     assert recognise_head(job.head).name == "dspark_tree"
-    config = inspect_dspark_head(job.head, target)
-    assert config.block.sample_from_anchor and config.block.num_draft_tokens == 4
-    _, extras, markov, confidence = load_dspark_head(job.head, target)
+    head, extras, markov, confidence = load_dspark_head(job.head, target)
+    assert head.config.sample_from_anchor and head.config.num_draft_tokens == 4
     assert markov is not None and markov.low_rank_lm_head.weight.shape == (48, 8)
     # It learns with the rest: it starts from small weights and reads both of its inputs.
     assert confidence is not None
@@ -85,10 +83,10 @@ def test_the_head_has_the_published_layout(make_job: Callable[..., Job], tmp_pat
     assert len(set(extras.target_ids.tolist())) == 48
     assert facts["heldout"]["mean_acceptance_length"]["best_first/8"] >= 1.0
     # The trained mask and the map of a reduced vocabulary are this project's additions.
-    head = PublishedHead(tmp_path / "published", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
-    theirs = {name.replace("layers.1.", "layers.0.") for name in head.tensors}
+    theirs = PublishedHead(tmp_path / "published", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
+    names = {name.replace("layers.1.", "layers.0.") for name in theirs.tensors}
     written = set(load_file(job.head / "model.safetensors"))
-    assert written - {"mask_embedding", "d2t"} == theirs - {"embed_tokens.weight", "lm_head.weight"}
+    assert written - {"mask_embedding", "d2t"} == names - {"embed_tokens.weight", "lm_head.weight"}
 
 
 @pytest.mark.parametrize("anchor", [True, False])
@@ -96,7 +94,7 @@ def test_a_written_head_says_which_slot_drafts_first(anchor: bool, tmp_path: Pat
     block = make_block_head(30, causal=False, anchor=anchor)
     save_dspark_head(tmp_path, block, torch.randn(30, 4), torch.randn(30, 4))
     config = DSparkConfig.from_pretrained(tmp_path, num_target_layers=2)
-    assert config.block.sample_from_anchor == anchor
+    assert config.sample_from_anchor == anchor
 
 
 @pytest.mark.full

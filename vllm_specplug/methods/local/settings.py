@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resolved options of the fusion of a local head with a block head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+LOCAL_CANDIDATES = 128
+"""Number of likeliest tokens of the block head that a local head scores at each depth. Wider trees
+score as many as their width."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTreeSettings:
+    """Weights and limits of the fusion."""
+
+    alpha: tuple[float, ...]
+    """Weight of the local score at depths 1, 2, ..."""
+    beta: tuple[float, ...]
+    """Weight of the subtracted unigram log-probability at depths 1, 2, ..."""
+    num_candidates: int
+    """Number of tokens that the local head scores at each depth."""
+    anchor_input: bool = True
+    """Whether the local head reads the anchor before the drafted tokens, and so corrects depth 1
+    too."""
+    gate_table_bytes: int = 0
+    """Maximum bytes of the precomputed input gates of a GRU."""
+
+    @classmethod
+    def of_markov_head(cls, num_depths: int, num_candidates: int) -> Self:
+        """Returns the settings of a Markov head: weight 1, as in training, and no prior."""
+        return cls(
+            alpha=(1.0,) * num_depths, beta=(0.0,) * num_depths, num_candidates=num_candidates
+        )
