@@ -14,7 +14,14 @@ from rich.console import Console
 
 from vllm_specplug.bench.load import LoadError
 from vllm_specplug.bench.page import write_page
-from vllm_specplug.bench.plan import AUTO, BenchPlan, PlanError, make_plan, read_plan_file
+from vllm_specplug.bench.plan import (
+    AUTO,
+    BenchPlan,
+    PlanError,
+    json_object,
+    make_plan,
+    read_plan_file,
+)
 from vllm_specplug.bench.plan import split_list as _names
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
@@ -284,6 +291,9 @@ def evaluate(
     method: Annotated[
         str, typer.Option(help="Method; default: the one that the head is for.")
     ] = BY_HEAD,
+    speculative_config: Annotated[
+        str, typer.Option(help="More fields of --speculative-config as JSON, e.g. a local head.")
+    ] = "{}",
     sizes: Annotated[str, typer.Option(help="Tree sizes in nodes.")] = "8,16,32",
     requests: Annotated[int, typer.Option(min=0, help="First prompts of a file; 0: all.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
@@ -314,14 +324,20 @@ def evaluate(
             raise PlanError(f"--sizes {sizes!r}, legal: numbers of nodes from 1 on; correct them")
         if not data:
             raise PlanError("no prompts: point --data at a JSONL or JSON file")
+        more = json_object(speculative_config)
+        if more is None:
+            raise PlanError(
+                f"--speculative-config {speculative_config!r}, legal: a JSON object such as "
+                """'{"method": "dels", "local_head": "HEAD"}'; correct it"""
+            )
         _fill_model(values, console)
         left_out = LeftOut()
         sets = {
             set_name(path): read_questions(path, requests, left_out) for path in data_files(data)
         }
         config: dict[str, Any] = {
-            "method": method, "num_speculative_tokens": max(counts),
-            "max_request_budget": max(counts),
+            "method": method, **more,
+            "num_speculative_tokens": max(counts), "max_request_budget": max(counts),
         }  # fmt: skip
         if values.get("head") is not None:
             config["model"] = str(values["head"])

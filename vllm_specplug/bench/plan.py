@@ -275,16 +275,22 @@ def server_entry(name: str, head: str | None) -> ServerEntry:
 def _explicit_entry(name: str, value: str) -> ServerEntry:
     if value.startswith(("http://", "https://")):
         return ServerEntry(name=name, url=value.rstrip("/"))
-    try:
-        config = json.loads(value)
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
+    config = json_object(value)
+    if config is None:
         raise ValueError(
             f"server {name!r}: {value!r} is neither a --speculative-config as JSON nor an "
             "http:// address"
         )
     return ServerEntry(name=name, speculative_config=config)
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Returns a JSON object; None for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def method_config(name: str, head: str | None) -> dict[str, Any] | None:

@@ -289,16 +289,3 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
                 default=inspect.Parameter.empty if field.default is MISSING else field.default,
                 annotation=hints[field.name],
             )
-
-
-def parse_number(kind: type[int] | type[float], name: str, text: str) -> Any:
-    """Returns a number from the command line.
-
-    Raises:
-        ValueError: for anything else; the message names the option.
-    """
-    try:
-        return kind(text)
-    except ValueError:
-        words = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name} = {text!r}, legal: {words}; correct it") from None

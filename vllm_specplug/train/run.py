@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -43,14 +43,6 @@ Log = Callable[[str], None]
 OnStep = Callable[[int, dict[str, float]], None]
 
 S = TypeVar("S")
-
-
-class Measured(Protocol):
-    """Results of a head on held-out data."""
-
-    def facts(self) -> dict[str, Any]: ...
-
-    def summary(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -92,10 +84,9 @@ class Training(Generic[S]):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInTraining:
-    """A new head of a method, and how to train, measure and save it.
+    """A new head of a method, and how to train and save it.
 
     Args:
-        evaluate: measures the averaged head with the tables of its training.
         save: writes the checkpoint of the averaged head into a folder.
         shape, data, origin: for provenance.json: the head's shape, facts about its data, and what
             the run started from.
@@ -108,7 +99,6 @@ class HeadInTraining:
     shape: dict[str, Any]
     data: dict[str, Any]
     origin: dict[str, Any]
-    evaluate: Callable[[Any, DraftTables], Measured]
     save: Callable[[Path, Any], Any]
 
 
@@ -278,7 +268,7 @@ def train_head(
 
     def export() -> None:
         head = trainer.averaged_head()
-        measured = made.evaluate(head, trainer.tables)
+        measured = made.objective.measure(head, training.held, trainer.tables)
         facts.update(
             {
                 "target": run.target.name,

@@ -87,21 +87,6 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     assert record["heldout"]["sequences"] == 3
     assert record["progress"]["step"] == 2
     head = str(tmp_path / "run" / "head")
-    command = ["evaluate", "--target", str(target_folder), "--head", head, "--features", held]
-    result = runner.invoke(train_app, [*command, "--budgets", "4,8"])
-    assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines[0] == [
-        "data",
-        "chain",
-        "best_first/4",
-        "best_first/8",
-        "accum_logp/4",
-        "accum_logp/8",
-    ]
-    assert [line[0] for line in lines[1:3]] == ["all", "x"]
-    assert all(1.0 <= float(number) <= 4.0 for number in lines[1][1:])
-
     dflash = [
         *["dflash", "--target", str(target_folder), "--features", features, "--heldout", held],
         *["--out", str(tmp_path / "dflash"), "--init-from", head, "--total-steps", "1"],
@@ -123,23 +108,6 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     ]
     result = runner.invoke(train_app, local)
     assert result.exit_code == 0, result.output
-    command = ["evaluate", "--target", str(target_folder), "--head", head, "--features", held]
-    fused = ["--local-head", str(tmp_path / "local" / "head"), "--beta", "0", "--by-depth"]
-    result = runner.invoke(train_app, [*command, *fused, "--budgets", "4"])
-    assert result.exit_code == 0, result.output
-    lines = [line.split("  ") for line in result.stdout.splitlines()]
-    assert [cell.strip() for cell in lines[0] if cell][4:] == ["dels chain", "dels tree/4"]
-    assert any(line[0] == ">= 3" for line in lines)
-    for wrong, words in (
-        (["--alpha", "0.3,0.1,0.2"], "alpha has 3 values, legal: 1, or 2"),
-        (["--alpha", "x"], "alpha = 'x', legal: a number"),
-        (["--budgets", "4.5"], "budgets = '4.5', legal: a whole number"),
-        (["--candidates", "3"], "candidates = 3, legal: 0, or at least tree_width"),
-        (["--alpha", "nan"], "alpha = nan, legal: a number >= 0"),
-        (["--beta=-0.1"], "beta = -0.1, legal: a number >= 0"),
-    ):
-        result = runner.invoke(train_app, [*command, *fused, *wrong])
-        assert (result.exit_code, words in result.output) == (2, True), result.output
     result = runner.invoke(train_app, dflash)
     assert result.exit_code == 2 and "--resume" in result.output
 

@@ -12,7 +12,6 @@ from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.methods.block.train.evaluate import evaluate_head
 from vllm_specplug.methods.block.train.objective import BlockObjective, compile_head, completed
 from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun
 from vllm_specplug.methods.block.train.start import (
@@ -85,7 +84,6 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
         },
         data=data_facts(store, ids),
         origin=origin,
-        evaluate=lambda head, tables: evaluate_head(head, training.held, tables),
         save=lambda folder, head: save_block_head(folder, head, target_ids=ids),
     )
 
@@ -100,7 +98,7 @@ def load_initial(
     if not run.init_from:
         return None, None
     head, extras = load_block_head(run.init_from, training.weights.config, causal=run.causal)
-    check_trainable("init_from", run.init_from, head)
+    check_trainable(run.init_from, head)
     if extras.lm_head is not None or extras.embed_tokens is not None:
         raise ValueError(
             f"init_from = {run.init_from!r} ships its own LM head or embeddings, legal: a "

@@ -54,17 +54,17 @@ def head_config_for(
     )
 
 
-def check_trainable(option: str, path: str | Path, head: BlockHead) -> None:
-    """Raises ValueError for heads that training and estimates do not support: slot j must predict
+def check_trainable(path: str | Path, head: BlockHead) -> None:
+    """Raises ValueError for heads to start from that training does not support: slot j must predict
     the token at j, and every layer must attend the whole context."""
     if head.config.windows:
         raise ValueError(
-            f"{option} = {str(path)!r} has sliding-window layers, legal: full attention in all "
+            f"init_from = {str(path)!r} has sliding-window layers, legal: full attention in all "
             "layers; such heads are served, and trained by their own trainers"
         )
     if head.config.sample_from_anchor:
         raise ValueError(
-            f"{option} = {str(path)!r} samples from the anchor's slot, legal: a head whose slot j "
+            f"init_from = {str(path)!r} samples from the anchor's slot, legal: a head whose slot j "
             "predicts the token at j; such heads are served, and trained by their own trainers"
         )
 

@@ -16,7 +16,6 @@ from vllm_specplug.methods.block.train.objective import compile_head
 from vllm_specplug.methods.block.train.start import head_config_for, init_from_target
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head, save_dspark_head
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
-from vllm_specplug.methods.dspark_tree.train.evaluate import evaluate_dspark
 from vllm_specplug.methods.dspark_tree.train.objective import DSparkModel, DSparkObjective
 from vllm_specplug.methods.dspark_tree.train.options import DSparkRecipe, DSparkRun
 from vllm_specplug.train.features import Features
@@ -79,7 +78,6 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
         },
         data=data_facts(store, ids),
         origin=started_from(run.init_from),
-        evaluate=lambda model, tables: evaluate_dspark(model, training.held, tables),
         save=save,
     )
 

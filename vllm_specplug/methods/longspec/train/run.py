@@ -9,7 +9,6 @@ from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head, save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig, check_window
 from vllm_specplug.methods.longspec.head import LongSpecHead
-from vllm_specplug.methods.longspec.train.evaluate import evaluate_longspec
 from vllm_specplug.methods.longspec.train.features import KVFeatureStore, OnlineKV
 from vllm_specplug.methods.longspec.train.objective import (
     LongSpecObjective,
@@ -63,6 +62,5 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
         },
         data=data_facts(training.store, ids),
         origin=started_from(run.init_from),
-        evaluate=lambda head, tables: evaluate_longspec(head, training.held, tables),
         save=lambda folder, head: save_longspec_head(folder, head, target_ids=target_ids),
     )

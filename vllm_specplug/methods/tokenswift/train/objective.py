@@ -16,8 +16,10 @@ import torch
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe
 from vllm_specplug.train.features import Features, FeatureSequence
+from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.losses import head_loss
 from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.vocabulary import DraftTables
 
 
 def last_layer_columns(store: Features, num_layers: int, hidden_size: int) -> slice:
@@ -102,7 +104,7 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class TokenSwiftObjective:
+class TokenSwiftObjective(ChainObjective):
     """Trains `TokenSwiftHeads`; `columns` of the features' `aux` hold the last layer's output."""
 
     recipe: TokenSwiftRecipe
@@ -138,3 +140,14 @@ class TokenSwiftObjective:
         )
         slots = batch.targets.numel()
         return StepLoss(loss, loss.detach() / len(batch.targets), slots, slots)
+
+    def drafts(
+        self,
+        heads: TokenSwiftHeads,
+        sequence: FeatureSequence,
+        anchors: torch.Tensor,
+        tables: DraftTables,
+    ) -> torch.Tensor:
+        # Heads read the position before the anchor, the last one that was verified.
+        hidden = sequence.aux[anchors - 1][:, self.columns].to(tables.lm_head.device)
+        return tables.likeliest(heads(hidden.float())).t()

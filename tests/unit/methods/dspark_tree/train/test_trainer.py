@@ -83,7 +83,7 @@ def test_the_head_has_the_published_layout(make_job: Callable[..., Job], tmp_pat
     assert confidence.weight.abs().max() > 0 and confidence.of_token.std() > 0
     assert markov.low_rank_lm_head.weight.abs().max() > 0
     assert len(set(extras.target_ids.tolist())) == 48
-    assert facts["heldout"]["mean_acceptance_length"]["best_first/8"] >= 1.0
+    assert len(facts["heldout"]["slot_accuracy"]) == 4
     # The trained mask and the map of a reduced vocabulary are this project's additions.
     head = PublishedHead(tmp_path / "published", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
     theirs = {name.replace("layers.1.", "layers.0.") for name in head.tensors}
