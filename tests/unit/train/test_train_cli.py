@@ -195,18 +195,6 @@ def test_lengths_beyond_the_targets_context_name_the_option(
     assert words in " ".join(result.stderr.split())
 
 
-def test_a_fixed_length_takes_answers_that_loop_and_holds_none_out(
-    data, tmp_path, target_with_tokenizer, monkeypatch
-):
-    # Nothing is left of answers that all loop.
-    monkeypatch.setattr(answers.Split, "parts", lambda split: [])
-    places = ["--target", str(target_with_tokenizer), "--data", str(data), "--out"]
-    command = ["longspec-features", *places, str(tmp_path / "f"), "--length", "16"]
-    result = runner.invoke(data_app, command)
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "f" / "shard-16-00000" / "meta.json").is_file()
-
-
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):
     nowhere = str(tmp_path / "nowhere")
     places = ["--out", str(tmp_path / "f"), "--heldout", str(tmp_path / "h")]
