@@ -29,7 +29,7 @@ def module_tree(
     embed_tokens, lm_head = tables
     window = slice(max(0, anchor - head.config.window_size), anchor)
     seen = head.window_kv(embed_tokens[sequence.tokens[window]], sequence.positions[window])
-    key, value = (x[None, :anchor] for x in (sequence.key, sequence.value))
+    key, value = (x[None, :anchor].to(lm_head) for x in (sequence.key, sequence.value))
     branches: dict[int, list[int]] = {}
 
     def logits(branch: list[int]) -> torch.Tensor:

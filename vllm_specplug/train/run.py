@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from vllm_specplug.train.answers import Split, finished_answers
-from vllm_specplug.train.estimate import estimate, estimate_from_config
+from vllm_specplug.train.estimate import estimate
 from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
@@ -27,7 +27,7 @@ from vllm_specplug.train.options import (
 )
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
-from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, load_target
+from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
     VOCABULARY_NAME,
@@ -156,7 +156,7 @@ def open_features(
             "tell less about acceptance"
         )
     device = accelerator.device
-    model = load_target(run.target, torch.bfloat16).requires_grad_(False).to(device)
+    model = TargetWeights(run.target).load(torch.bfloat16).requires_grad_(False).to(device)
     layers = chosen_layers(run.layers, len(decoder_of(model).layers))
     aside, rest = (online(run.answers, part, model, layers, device) for part in parts)
     return open_training(run, recipe, rest, aside)
@@ -230,12 +230,6 @@ def train_head(
         ValueError: if a new run would overwrite a saved one, and for data or heads that do not
             fit.
     """
-    if run.dry_run and not any(run.target.glob("*.safetensors")):
-        if not isinstance(run, FeatureRunOptions):
-            raise ValueError(f"--dry-run needs the weights of {run.target}; add them")
-        for line in estimate_from_config(run, recipe):
-            log(line)
-        return {}
     if not run.dry_run:
         run.refuse_overwriting()
     made = start(run, recipe)
