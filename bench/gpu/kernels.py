@@ -9,7 +9,7 @@ L2 holds none. Rates of reading keys and values once are relative to a measured 
 
 Baselines run if they are installed: a chain of equal length with the same kernel and with FA3, FA3
 over the context plus a tail kernel and a merge, vLLM's unified_attention with qq_bias, FlashInfer's
-custom mask, FA4's mask_mod. Missing and failing ones are recorded.
+custom mask. Missing and failing ones are recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 from baselines import BASELINES, Unavailable  # noqa: E402
-from bounds import CONTEXTS, NODES  # noqa: E402
 from problems import TREE_KERNELS, Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
 from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
@@ -38,6 +37,9 @@ from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
 # Bytes of keys and values, more than any cache.
 WORKING_SET = 256 * 2**20
 MAX_COPIES = 24
+# Of single requests.
+CONTEXTS = (1024, 4096, 8192, 16384, 32768)
+NODES = (15, 31, 63, 64, 127, 255)
 
 
 # (context, batch, nodes)
