@@ -22,6 +22,7 @@ from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
     REPETITIVE_SHARE,
     FeatureRunOptions,
+    NewHeadOptions,
     Recipe,
     RunOptions,
 )
@@ -178,15 +179,10 @@ def draft_ids(training: Training[Features], size: int, vocab_from: str = "") -> 
     else:
         vocab, always = training.vocab_size, training.weights.end_token_ids
         ids = draft_vocabulary(training.store, min(size, vocab), vocab, always)
-    save_setup(training, ids)
-    return ids
-
-
-def save_setup(training: Training[Any], setup: Any) -> None:
-    """Writes what a resumed run must not compute again; only the main process writes."""
     if training.accelerator.is_main_process and not training.run.dry_run:
-        training.run.out.mkdir(parents=True, exist_ok=True)
-        torch.save(setup, training.run.out / VOCABULARY_NAME)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(ids, path)
+    return ids
 
 
 def layer_scales(store: Features, sequences: int = 32) -> list[float]:
@@ -286,6 +282,9 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
     of other data."""
     run, store = training.run, training.store
     fixed: dict[str, Any] = {}
+    if isinstance(run, NewHeadOptions):
+        # The draft vocabulary of that head has no place in the saved state.
+        fixed["init_from"] = run.init_from
     if isinstance(store, Features):
         fixed["target_layer_ids"] = list(store.target_layer_ids)
     if isinstance(run, FeatureRunOptions) and run.answers is not None:
