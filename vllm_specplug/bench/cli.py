@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specplug bench`, `specplug report`, `specplug tune` and `specplug evaluate`."""
+"""`specplug bench`, `specplug tune` and `specplug evaluate`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from vllm_specplug.bench.figure import write_figure
 from vllm_specplug.bench.load import LoadError
-from vllm_specplug.bench.page import write_page
 from vllm_specplug.bench.plan import (
     AUTO,
     BenchPlan,
@@ -25,7 +25,7 @@ from vllm_specplug.bench.plan import (
 from vllm_specplug.bench.plan import split_list as _names
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
-from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
+from vllm_specplug.bench.summary import summarize, to_markdown, write_results
 from vllm_specplug.bench.sweep import Sweep
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
@@ -38,7 +38,6 @@ INCOMPLETE = 3
 """Exit status of a sweep without failures that has missing runs."""
 
 bench_app = typer.Typer(add_completion=False, rich_markup_mode=None)
-report_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 tune_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 evaluate_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
@@ -203,7 +202,7 @@ def bench(
         sweep = Sweep(plan, out, cache_dir() / "logs", console)
         outcome = sweep.run(time_limit)
     results = summarize(sweep, provenance(plan.execution))
-    written = [*write_results(results, out), write_page([results], out / "report.html")]
+    written = [*write_results(results, out), *write_figure(results, out)]
     console.print(to_markdown(results), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False)
     if outcome.num_missing:
@@ -214,28 +213,6 @@ def bench(
             soft_wrap=True,
         )
         raise typer.Exit(1 if outcome.failures else INCOMPLETE)
-
-
-@report_app.command()
-def report(
-    results: Annotated[
-        list[Path],
-        typer.Argument(help="Folders that `specplug bench` wrote; a second one is for comparison."),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path(
-        "report.html"
-    ),
-) -> None:
-    """Make one self-contained HTML page from results, or from two to compare.
-
-    The results' folders have the same numbers as CSV and JSON.
-    """
-    console = Console()
-    with _plain_errors(console):
-        if len(results) > 2:
-            raise ValueError(f"one or two results can be shown, not {len(results)}")
-        page = write_page([read_results(path) for path in results], out)
-    console.print(f"written: {page}", markup=False, soft_wrap=True)
 
 
 @tune_app.command()
