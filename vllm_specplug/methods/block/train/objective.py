@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
@@ -126,11 +125,8 @@ class BlockObjective(ChainObjective):
         )
         hidden = trainer.forward(batch)
         labels = trainer.to_draft[batch.labels]
-        total = loss = trainer.distil(recipe, hidden, batch.teacher, labels, weights)
-        if recipe.regression_weight > 0:
-            distance = F.smooth_l1_loss(hidden.float(), batch.teacher.float(), reduction="none")
-            total = loss + recipe.regression_weight * (distance.mean(-1) * weights).sum()
-        return StepLoss(total, loss, int(batch.valid.sum()), len(batch.positions))
+        loss = trainer.distil(recipe, hidden, batch.teacher, labels, weights)
+        return StepLoss(loss, loss, int(batch.valid.sum()), len(batch.positions))
 
     def drafts(
         self,

@@ -56,9 +56,6 @@ class BlockRecipe(AnchorRecipe, DistillationRecipe):
             show_default=False,
         ),
     ] = None
-    regression_weight: Annotated[
-        float, Option(min=0, help="Weight of a smooth-L1 loss to the final hidden state.")
-    ] = 0.0
     short_block_size: Annotated[
         int,
         Option(

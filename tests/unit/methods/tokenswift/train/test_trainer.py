@@ -6,10 +6,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads
+from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig
 from vllm_specplug.methods.tokenswift.train.objective import (
     TokenSwiftObjective,
-    heads_loss,
     last_layer_columns,
     new_heads,
     training_rows,
@@ -57,17 +56,23 @@ def test_new_heads_repeat_the_base_prediction() -> None:
     torch.testing.assert_close(outputs[0], expected)
 
 
-def test_the_sft_loss_is_the_sum_of_cross_entropies() -> None:
-    torch.manual_seed(0)
-    heads = TokenSwiftHeads(TokenSwiftConfig(HIDDEN, VOCAB, VOCAB))
-    lm_head, hidden = torch.randn(VOCAB, HIDDEN), torch.randn(5, HIDDEN)
-    targets = torch.randint(0, VOCAB, (3, 5))
-    loss = heads_loss(heads(hidden), lm_head, targets, torch.zeros(3, 5, HIDDEN), "sft")
-    expected = sum(
-        torch.nn.functional.cross_entropy(output @ lm_head.t(), target)
-        for output, target in zip(heads(hidden), targets, strict=True)
+def test_the_loss_is_the_sum_of_the_heads_cross_entropies(feature_folders) -> None:
+    store, table = FeatureStore(feature_folders[0]), torch.randn(VOCAB, HIDDEN)
+    objective = TokenSwiftObjective(
+        TokenSwiftRecipe(tokens_per_step=40, loss="sft", compile=False),
+        last_layer_columns(store, LAYERS, HIDDEN),
     )
-    torch.testing.assert_close(loss, expected)
+    heads = new_heads(TokenSwiftConfig(HIDDEN, VOCAB, VOCAB), torch.ones(HIDDEN))
+    trainer = Trainer(heads, DraftTables(table, table, torch.arange(VOCAB)), store, objective)
+    batch = objective.draw(trainer)
+    loss = objective.loss(trainer, batch)
+    outputs = trainer.forward(batch.hidden.float()).bfloat16().float()
+    expected = sum(
+        torch.nn.functional.cross_entropy(output @ table.bfloat16().float().t(), target)
+        for output, target in zip(outputs, batch.targets, strict=True)
+    )
+    torch.testing.assert_close(loss.total, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(loss.reported, expected / 3, rtol=0.02, atol=0.02)
 
 
 def test_heldout_chains_are_what_the_heads_predict_from_the_last_verified_position(
