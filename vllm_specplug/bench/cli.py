@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specplug bench`, `specplug tune` and `specplug evaluate`."""
+"""`specplug bench` and `specplug evaluate`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ INCOMPLETE = 3
 """Exit status of a sweep without failures that has missing runs."""
 
 bench_app = typer.Typer(add_completion=False, rich_markup_mode=None)
-tune_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 evaluate_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 ModelOption = Annotated[str | None, typer.Option(help="Target model; default SmolLM2.")]
@@ -213,51 +212,6 @@ def bench(
             soft_wrap=True,
         )
         raise typer.Exit(1 if outcome.failures else INCOMPLETE)
-
-
-@tune_app.command()
-def tune(
-    data: DataOption = None,
-    method: Annotated[str, typer.Option(help="Method to tune.")] = default_method().name,
-    model: ModelOption = None,
-    head: HeadOption = None,
-    concurrency: Annotated[
-        str, typer.Option(help="Traffic: requests in flight; several are weighted equally.")
-    ] = "1,4",
-    minutes: Annotated[float, typer.Option(help="Time limit.", min=0.1)] = 20.0,
-    output_len: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 96,
-    dtype: Annotated[str, typer.Option(help="Precision.")] = "bfloat16",
-    eager: EagerOption = False,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("tune-results"),
-) -> None:
-    """Find tree settings for a model, head and traffic by measuring, and print them as JSON.
-
-    All settings run shortly and the best third longer, until one is left or the time is up. A
-    setting that is slower than plain vLLM is never recommended.
-    """
-    from vllm_specplug.bench.tune import Tuner, tuning_table
-
-    raise_on_termination()
-    console = Console()
-    with _plain_errors(console):
-        flags: dict[str, Any] = {
-            "data": data or None,
-            "model": model,
-            "head": head,
-            "servers": ["plain"],
-            "rates": [],
-            "concurrency": _numbers(concurrency, int, "--concurrency"),
-            "output_len": output_len,
-            "dtype": dtype,
-            "enforce_eager": eager,
-        }
-        plan = plan_from(None, flags, [], console)
-        tuner = Tuner(plan, method, out, cache_dir() / "logs", console)
-        outcome = tuner.run(60.0 * minutes)
-    console.print(tuning_table(outcome))
-    console.print(outcome.advice(), markup=False, highlight=False, soft_wrap=True)
-    if outcome.best is not None:
-        typer.echo(outcome.best_json())
 
 
 @evaluate_app.command()

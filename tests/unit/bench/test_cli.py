@@ -120,15 +120,3 @@ def test_interrupt_and_time_limit_have_their_own_status(
     machine.interrupt_after = 2
     result = bench(tmp_path)
     assert result.exit_code == 130 and "run the same command again" in result.output
-
-
-def test_tune_prints_json_to_paste(
-    tmp_path: Path, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = ["--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tune")]
-    result = runner.invoke(cli.tune_app, [*args, "--concurrency", "1"])
-    assert result.exit_code == 0, result.output
-    config = json.loads(result.output.splitlines()[-1])
-    assert config["method"] == "jetspec" and config["model"] == str(tmp_path / "head")
-    result = runner.invoke(cli.tune_app, [*args, "--method", "eagle"])
-    assert result.exit_code == 2 and "not one of this plugin's methods" in result.output
