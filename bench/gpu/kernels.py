@@ -307,30 +307,6 @@ def summarise(report: Report) -> None:
     )
 
 
-def plot(report: Report) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in report.data["rows"] if "us" in r and r.get("nodes") == 64 and "context" in r]
-    batches = sorted({r["batch"] for r in rows})
-    if not rows:
-        return
-    figure, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 4), squeeze=False)
-    for axis, batch in zip(axes[0], batches, strict=True):
-        for name in sorted({r["kernel"] for r in rows}):
-            line = sorted((r["context"], r["us"]) for r in rows
-                          if r["kernel"] == name and r["batch"] == batch)  # fmt: skip
-            if line:
-                axis.plot(*zip(*line, strict=True), marker="o", label=name)
-        axis.set(xscale="log", yscale="log", title=f"batch {batch}, 64 nodes", xlabel="context")
-    axes[0][0].set_ylabel("µs a layer")
-    axes[0][-1].legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(report.path.with_suffix(".png"), dpi=120)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"))
@@ -352,8 +328,6 @@ def main() -> int:
         sweeps(args, report, device)
     with report.part("table"):
         summarise(report)
-    with report.part("plot"):
-        plot(report)
     return report.finish()
 
 

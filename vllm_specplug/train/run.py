@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -89,8 +89,8 @@ class HeadInTraining:
 
     Args:
         save: writes the checkpoint of the averaged head into a folder.
-        shape, data, origin: for provenance.json: the head's shape, facts about its data, and what
-            the run started from.
+        shape: the head's, for provenance.json.
+        data, origin: what a method adds to the facts about its data and what the run started from.
     """
 
     training: Training[Any]
@@ -98,9 +98,9 @@ class HeadInTraining:
     tables: DraftTables
     objective: Objective
     shape: dict[str, Any]
-    data: dict[str, Any]
-    origin: dict[str, Any]
     save: Callable[[Path, Any], Any]
+    data: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
 
 
 def new_accelerator() -> Accelerator:
@@ -201,9 +201,11 @@ def data_facts(store: Features, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def started_from(init_from: str) -> dict[str, Any]:
+def _origin(run: RunOptions) -> dict[str, Any]:
     """Returns the head that a run started from, for provenance.json."""
-    return {"init_from": head_identity(init_from) if init_from else None}
+    if not isinstance(run, NewHeadOptions):
+        return {}
+    return {"init_from": head_identity(run.init_from) if run.init_from else None}
 
 
 def _silent(_line: str) -> None:
@@ -242,9 +244,11 @@ def train_head(
         return {}
     if run.resume:
         trainer.resume(run.out)
+    store = training.store
     data = {
-        "sequences": len(training.store),
-        "by_source": training.store.sources(),
+        "sequences": len(store),
+        "by_source": store.sources(),
+        **(data_facts(store, made.tables.target_ids) if isinstance(store, Features) else {}),
         **made.data,
     }
     count = sum(p.numel() for p in made.head.parameters())
@@ -254,6 +258,7 @@ def train_head(
         f"{count / 1e6:.2f}M parameters, draft vocabulary {len(made.tables.target_ids)}"
         f"{'' if coverage is None else f' covers {coverage:.2%}'}, from step {trainer.step}"
     )
+    origin = {**_origin(run), **made.origin}
     facts: dict[str, Any] = {}
 
     def export() -> None:
@@ -263,7 +268,7 @@ def train_head(
             {
                 "target": run.target.name,
                 "shape": made.shape,
-                **made.origin,
+                **origin,
                 "data": data,
                 **progress_facts(trainer),
                 "heldout": {"sequences": len(training.held), **measured.facts()},

@@ -18,11 +18,9 @@ from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
     HeadInTraining,
     Training,
-    data_facts,
     draft_ids,
     layer_scales,
     open_features,
-    started_from,
 )
 
 NEW_BLOCK_SIZE = 8
@@ -48,8 +46,6 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
             "draft_vocab_size": len(ids),
             "causal": config.causal,
         },
-        data=data_facts(training.store, ids),
-        origin=started_from(run.init_from),
         save=lambda folder, head: save_block_head(folder, head, target_ids=ids),
     )
 

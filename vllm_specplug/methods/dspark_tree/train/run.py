@@ -24,11 +24,9 @@ from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
     HeadInTraining,
     Training,
-    data_facts,
     draft_ids,
     layer_scales,
     open_features,
-    started_from,
 )
 
 
@@ -78,8 +76,6 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
             "markov_rank": config.markov_rank,
             "confidence": config.confidence_size > 0,
         },
-        data=data_facts(store, ids),
-        origin=started_from(run.init_from),
         save=save,
     )
 

@@ -18,11 +18,9 @@ from vllm_specplug.methods.eagle3_tree.train.objective import (
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe, Eagle3Run
 from vllm_specplug.train.run import (
     HeadInTraining,
-    data_facts,
     draft_ids,
     layer_scales,
     open_features,
-    started_from,
 )
 
 
@@ -95,8 +93,6 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
             "target_layer_ids": list(layers),
             "norm_output": head.config.norm_output,
         },
-        data=data_facts(store, ids),
-        origin=started_from(run.init_from),
         save=lambda folder, head: save_eagle3_head(
             folder, head, target_ids=ids, lm_head=tables.lm_head if run.save_lm_head else None
         ),

@@ -17,10 +17,8 @@ from vllm_specplug.methods.longspec.train.objective import (
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.train.run import (
     HeadInTraining,
-    data_facts,
     draft_ids,
     open_features,
-    started_from,
 )
 
 
@@ -60,7 +58,5 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
             "draft_vocab_size": len(ids),
             "intermediate_size": head.config.intermediate_size,
         },
-        data=data_facts(training.store, ids),
-        origin=started_from(run.init_from),
         save=lambda folder, head: save_longspec_head(folder, head, target_ids=target_ids),
     )

@@ -13,10 +13,8 @@ from vllm_specplug.methods.tokenswift.train.objective import (
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe, TokenSwiftRun
 from vllm_specplug.train.run import (
     HeadInTraining,
-    data_facts,
     draft_ids,
     open_features,
-    started_from,
 )
 
 
@@ -43,8 +41,6 @@ def start(run: TokenSwiftRun, recipe: TokenSwiftRecipe) -> HeadInTraining:
         tables=training.draft_tables(ids),
         objective=TokenSwiftObjective(recipe, columns),
         shape={"num_heads": run.num_heads, "draft_vocab_size": len(ids)},
-        data=data_facts(training.store, ids),
-        origin=started_from(""),
         save=lambda folder, heads: save_heads(
             folder, heads, target_ids=ids if len(ids) < vocab else None
         ),

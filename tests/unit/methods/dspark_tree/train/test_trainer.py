@@ -16,7 +16,6 @@ from tests.unit.methods.block import published
 from tests.unit.methods.block.published import tiny
 from tests.unit.methods.block.published_heads import PublishedHead
 from tests.unit.train.heads import Job
-from vllm_specplug.methods.block.train.blocks import pack_blocks
 from vllm_specplug.methods.dspark_tree.checkpoint import (
     inspect_dspark_head,
     load_dspark_head,
@@ -24,9 +23,7 @@ from vllm_specplug.methods.dspark_tree.checkpoint import (
 )
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.loss import markov_loss
-from vllm_specplug.methods.dspark_tree.train.objective import tokens_before
 from vllm_specplug.registry import recognise_head
-from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights
 
 
@@ -54,19 +51,6 @@ def test_the_loss_is_the_published_one() -> None:
         torch.testing.assert_close(accepted, torch.minimum(p, q).sum(-1))
         for a, b in zip(own, plain, strict=True):
             torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
-
-
-def test_slots_predict_what_follows_and_read_what_precedes(
-    feature_folders: tuple[Path, Path],
-) -> None:
-    sequence = FeatureStore(feature_folders[0])[2]
-    last = len(sequence.tokens) - 2
-    batch = pack_blocks([sequence], [torch.tensor([10, last])], 4, first_slot=0)
-    assert batch.positions.tolist() == [*range(10, 14), *range(last, last + 4)]
-    assert batch.labels[:4].tolist() == sequence.tokens[11:15].tolist()
-    assert torch.equal(batch.teacher[:4], sequence.hidden[10:14])
-    assert batch.valid.tolist() == [True] * 4 + [True, False, False, False]
-    assert tokens_before(batch)[:4].tolist() == sequence.tokens[10:14].tolist()
 
 
 def test_the_head_has_the_published_layout(make_job: Callable[..., Job], tmp_path: Path) -> None:
