@@ -259,7 +259,7 @@ def evaluate(
         if more is None:
             raise PlanError(
                 f"--speculative-config {speculative_config!r}, legal: a JSON object such as "
-                """'{"method": "dels", "local_head": "HEAD"}'; correct it"""
+                """'{"ngram_topk": 0}'; correct it"""
             )
         _fill_model(values, console)
         left_out = LeftOut()
