@@ -20,7 +20,7 @@ else
 $(error TIER=$(TIER) is not a test tier; use TIER=ci (each promise), fast (no engines) or full (all))
 endif
 
-.PHONY: help setup demo test test-full test-033 fuzz lint docs bench gpu-check gpu-bench gpu-speed gpu-train clean
+.PHONY: help setup demo test test-full test-033 fuzz lint docs bench gpu-check gpu-bench gpu-speed clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
@@ -31,7 +31,7 @@ help:
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
 	@echo "make bench   servers under load, beside plain vLLM (DATA=folder with prompts)"
-	@echo "make gpu-check | gpu-bench | gpu-speed | gpu-train    on a machine with a GPU"
+	@echo "make gpu-check | gpu-bench | gpu-speed    on a machine with a GPU"
 	@echo "make clean   remove .venv and build outputs"
 
 setup:
@@ -104,9 +104,6 @@ gpu-bench:
 gpu-speed:
 	$(GPU_PYTHON) bench/gpu/products.py --out $(GPU_OUT)
 	$(GPU_PYTHON) bench/gpu/speed.py --out $(GPU_OUT) $(ARGS)
-
-gpu-train:
-	$(GPU_PYTHON) scripts/gpu/train.py --out $(GPU_OUT) $(ARGS)
 
 clean:
 	rm -rf .venv .venv-033 build *.egg-info kernels/src/*.so

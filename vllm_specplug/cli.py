@@ -407,8 +407,6 @@ app.command(
 )(_forward("vllm_specplug.train.cli", "train_app", "train", "train"))
 for _name, _help in (
     ("bench", "Measure servers against plain vLLM under load (see: specplug bench --help)."),
-    ("report", "Make an HTML page from benchmark results (see: specplug report --help)."),
-    ("tune", "Find tree settings by measuring (see: specplug tune --help)."),
     ("evaluate", "Measure a head's acceptance on prompts (see: specplug evaluate --help)."),
 ):
     app.command(_name, help=_help, context_settings=_PASS_THROUGH)(

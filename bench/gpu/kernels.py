@@ -9,7 +9,7 @@ L2 holds none. Rates of reading keys and values once are relative to a measured 
 
 Baselines run if they are installed: a chain of equal length with the same kernel and with FA3, FA3
 over the context plus a tail kernel and a merge, vLLM's unified_attention with qq_bias, FlashInfer's
-custom mask, FA4's mask_mod. Missing and failing ones are recorded.
+custom mask. Missing and failing ones are recorded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ sys.path[:0] = [str(ROOT / "scripts" / "gpu"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
 from baselines import BASELINES, Unavailable  # noqa: E402
-from bounds import CONTEXTS, NODES  # noqa: E402
 from problems import TREE_KERNELS, Problem, ProblemSpec, unsupported  # noqa: E402
 from report import Report  # noqa: E402
 from timing import copy_bandwidth, product_rate, time_us  # noqa: E402
@@ -38,6 +37,9 @@ from vllm_specplug.kernels import cuda_dispatch  # noqa: E402
 # Bytes of keys and values, more than any cache.
 WORKING_SET = 256 * 2**20
 MAX_COPIES = 24
+# Of single requests.
+CONTEXTS = (1024, 4096, 8192, 16384, 32768)
+NODES = (15, 31, 63, 64, 127, 255)
 
 
 # (context, batch, nodes)
@@ -305,30 +307,6 @@ def summarise(report: Report) -> None:
     )
 
 
-def plot(report: Report) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [r for r in report.data["rows"] if "us" in r and r.get("nodes") == 64 and "context" in r]
-    batches = sorted({r["batch"] for r in rows})
-    if not rows:
-        return
-    figure, axes = plt.subplots(1, len(batches), figsize=(4 * len(batches), 4), squeeze=False)
-    for axis, batch in zip(axes[0], batches, strict=True):
-        for name in sorted({r["kernel"] for r in rows}):
-            line = sorted((r["context"], r["us"]) for r in rows
-                          if r["kernel"] == name and r["batch"] == batch)  # fmt: skip
-            if line:
-                axis.plot(*zip(*line, strict=True), marker="o", label=name)
-        axis.set(xscale="log", yscale="log", title=f"batch {batch}, 64 nodes", xlabel="context")
-    axes[0][0].set_ylabel("µs a layer")
-    axes[0][-1].legend(fontsize=6)
-    figure.tight_layout()
-    figure.savefig(report.path.with_suffix(".png"), dpi=120)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out/gpu-bench"))
@@ -350,8 +328,6 @@ def main() -> int:
         sweeps(args, report, device)
     with report.part("table"):
         summarise(report)
-    with report.part("plot"):
-        plot(report)
     return report.finish()
 
 

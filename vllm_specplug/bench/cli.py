@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specplug bench`, `specplug report`, `specplug tune` and `specplug evaluate`."""
+"""`specplug bench` and `specplug evaluate`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from vllm_specplug.bench.figure import write_figure
 from vllm_specplug.bench.load import LoadError
-from vllm_specplug.bench.page import write_page
-from vllm_specplug.bench.plan import AUTO, BenchPlan, PlanError, make_plan, read_plan_file
+from vllm_specplug.bench.plan import (
+    AUTO,
+    BenchPlan,
+    PlanError,
+    json_object,
+    make_plan,
+    read_plan_file,
+)
 from vllm_specplug.bench.plan import split_list as _names
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
-from vllm_specplug.bench.summary import read_results, summarize, to_markdown, write_results
+from vllm_specplug.bench.summary import summarize, to_markdown, write_results
 from vllm_specplug.bench.sweep import Sweep
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
@@ -31,8 +38,6 @@ INCOMPLETE = 3
 """Exit status of a sweep without failures that has missing runs."""
 
 bench_app = typer.Typer(add_completion=False, rich_markup_mode=None)
-report_app = typer.Typer(add_completion=False, rich_markup_mode=None)
-tune_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 evaluate_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 ModelOption = Annotated[str | None, typer.Option(help="Target model; default SmolLM2.")]
@@ -196,7 +201,7 @@ def bench(
         sweep = Sweep(plan, out, cache_dir() / "logs", console)
         outcome = sweep.run(time_limit)
     results = summarize(sweep, provenance(plan.execution))
-    written = [*write_results(results, out), write_page([results], out / "report.html")]
+    written = [*write_results(results, out), *write_figure(results, out)]
     console.print(to_markdown(results), markup=False, highlight=False, soft_wrap=True)
     console.print(f"written: {', '.join(str(path) for path in written)}", markup=False)
     if outcome.num_missing:
@@ -209,73 +214,6 @@ def bench(
         raise typer.Exit(1 if outcome.failures else INCOMPLETE)
 
 
-@report_app.command()
-def report(
-    results: Annotated[
-        list[Path],
-        typer.Argument(help="Folders that `specplug bench` wrote; a second one is for comparison."),
-    ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="The page to write.")] = Path(
-        "report.html"
-    ),
-) -> None:
-    """Make one self-contained HTML page from results, or from two to compare.
-
-    The results' folders have the same numbers as CSV and JSON.
-    """
-    console = Console()
-    with _plain_errors(console):
-        if len(results) > 2:
-            raise ValueError(f"one or two results can be shown, not {len(results)}")
-        page = write_page([read_results(path) for path in results], out)
-    console.print(f"written: {page}", markup=False, soft_wrap=True)
-
-
-@tune_app.command()
-def tune(
-    data: DataOption = None,
-    method: Annotated[str, typer.Option(help="Method to tune.")] = default_method().name,
-    model: ModelOption = None,
-    head: HeadOption = None,
-    concurrency: Annotated[
-        str, typer.Option(help="Traffic: requests in flight; several are weighted equally.")
-    ] = "1,4",
-    minutes: Annotated[float, typer.Option(help="Time limit.", min=0.1)] = 20.0,
-    output_len: Annotated[int, typer.Option(min=2, help="Maximum tokens per answer.")] = 96,
-    dtype: Annotated[str, typer.Option(help="Precision.")] = "bfloat16",
-    eager: EagerOption = False,
-    out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("tune-results"),
-) -> None:
-    """Find tree settings for a model, head and traffic by measuring, and print them as JSON.
-
-    All settings run shortly and the best third longer, until one is left or the time is up. A
-    setting that is slower than plain vLLM is never recommended.
-    """
-    from vllm_specplug.bench.tune import Tuner, tuning_table
-
-    raise_on_termination()
-    console = Console()
-    with _plain_errors(console):
-        flags: dict[str, Any] = {
-            "data": data or None,
-            "model": model,
-            "head": head,
-            "servers": ["plain"],
-            "rates": [],
-            "concurrency": _numbers(concurrency, int, "--concurrency"),
-            "output_len": output_len,
-            "dtype": dtype,
-            "enforce_eager": eager,
-        }
-        plan = plan_from(None, flags, [], console)
-        tuner = Tuner(plan, method, out, cache_dir() / "logs", console)
-        outcome = tuner.run(60.0 * minutes)
-    console.print(tuning_table(outcome))
-    console.print(outcome.advice(), markup=False, highlight=False, soft_wrap=True)
-    if outcome.best is not None:
-        typer.echo(outcome.best_json())
-
-
 @evaluate_app.command()
 def evaluate(
     data: DataOption = None,
@@ -284,6 +222,9 @@ def evaluate(
     method: Annotated[
         str, typer.Option(help="Method; default: the one that the head is for.")
     ] = BY_HEAD,
+    speculative_config: Annotated[
+        str, typer.Option(help="More fields of --speculative-config as JSON, e.g. a local head.")
+    ] = "{}",
     sizes: Annotated[str, typer.Option(help="Tree sizes in nodes.")] = "8,16,32",
     requests: Annotated[int, typer.Option(min=0, help="First prompts of a file; 0: all.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests in flight.")] = 4,
@@ -314,14 +255,20 @@ def evaluate(
             raise PlanError(f"--sizes {sizes!r}, legal: numbers of nodes from 1 on; correct them")
         if not data:
             raise PlanError("no prompts: point --data at a JSONL or JSON file")
+        more = json_object(speculative_config)
+        if more is None:
+            raise PlanError(
+                f"--speculative-config {speculative_config!r}, legal: a JSON object such as "
+                """'{"ngram_topk": 0}'; correct it"""
+            )
         _fill_model(values, console)
         left_out = LeftOut()
         sets = {
             set_name(path): read_questions(path, requests, left_out) for path in data_files(data)
         }
         config: dict[str, Any] = {
-            "method": method, "num_speculative_tokens": max(counts),
-            "max_request_budget": max(counts),
+            "method": method, **more,
+            "num_speculative_tokens": max(counts), "max_request_budget": max(counts),
         }  # fmt: skip
         if values.get("head") is not None:
             config["model"] = str(values["head"])

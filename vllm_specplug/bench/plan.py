@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from vllm_specplug.options import tree_option_names
 from vllm_specplug.registry import default_method, get_method, method_names
 
 BASELINE = "plain"
@@ -241,10 +241,6 @@ def _parse(text: str, path: Path) -> Any:
     if path.suffix == ".json":
         return json.loads(text)
     try:
-        import yaml
-    except ModuleNotFoundError:
-        raise ValueError("YAML needs the package PyYAML; install it, or write JSON") from None
-    try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
@@ -275,16 +271,22 @@ def server_entry(name: str, head: str | None) -> ServerEntry:
 def _explicit_entry(name: str, value: str) -> ServerEntry:
     if value.startswith(("http://", "https://")):
         return ServerEntry(name=name, url=value.rstrip("/"))
-    try:
-        config = json.loads(value)
-    except ValueError:
-        config = None
-    if not isinstance(config, dict):
+    config = json_object(value)
+    if config is None:
         raise ValueError(
             f"server {name!r}: {value!r} is neither a --speculative-config as JSON nor an "
             "http:// address"
         )
     return ServerEntry(name=name, speculative_config=config)
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """Returns a JSON object; None for any other text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def method_config(name: str, head: str | None) -> dict[str, Any] | None:
@@ -311,12 +313,9 @@ def method_config(name: str, head: str | None) -> dict[str, Any] | None:
         )
     config: dict[str, Any] = {"method": method}
     if nodes:
-        config["num_speculative_tokens"] = int(nodes[0])
-    if "tree_budget" in tree_option_names():
-        if nodes and not auto:
-            config["tree_budget"] = int(nodes[0])
-        elif auto:
-            config["tree_budget"] = AUTO
+        config["num_speculative_tokens"] = config["tree_budget"] = int(nodes[0])
+    if auto:
+        config["tree_budget"] = AUTO
     if get_method(method).needs_head:
         if head is None:
             raise ValueError(f"server {name!r} needs a draft head: add --head")

@@ -329,26 +329,3 @@ def write_results(results: Mapping[str, Any], folder: Path) -> list[Path]:
     written[1].write_text(csv_text(results))
     written[2].write_text(to_markdown(results))
     return written
-
-
-def read_results(path: Path) -> dict[str, Any]:
-    """Returns results from a folder or file that `write_results` wrote.
-
-    Raises:
-        ValueError: if there are none, or if their format is unknown.
-    """
-    file = path / RESULTS_NAME if path.is_dir() else path
-    try:
-        results = json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(
-            f"{file} cannot be read ({error.strerror}): name a folder that `specplug bench` wrote."
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{file} is not a results file of `specplug bench`: {error}") from error
-    found = results.get("format") if isinstance(results, dict) else None
-    if found != FORMAT:
-        raise ValueError(
-            f"{file} has format {found!r}, this version reads {FORMAT}: run `specplug bench` again."
-        )
-    return results

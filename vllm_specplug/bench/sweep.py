@@ -74,20 +74,8 @@ def found_rates(serial_rate: float, saturated_rate: float, points: int) -> tuple
 class Sweep:
     """Runs the missing cells of a plan and keeps their results."""
 
-    def __init__(
-        self,
-        plan: BenchPlan,
-        out: Path,
-        log_folder: Path,
-        console: Console,
-        *,
-        fresh_baseline: bool = False,
-    ) -> None:
+    def __init__(self, plan: BenchPlan, out: Path, log_folder: Path, console: Console) -> None:
         """Reads the data and earlier results; starts no server.
-
-        Args:
-            fresh_baseline: whether the baseline is measured again while another server has missing
-                runs, because the machine may have changed.
 
         Raises:
             ValueError: if the data cannot be read.
@@ -103,8 +91,6 @@ class Sweep:
         # Reasons of missing results, and of servers that cannot run here, by server.
         self.failures: dict[str, str] = {}
         self.skipped: dict[str, str] = {}
-        self._fresh_baseline = fresh_baseline
-        self._measured: set[Cell] = set()
         self._commit = commit()
         settings = plan.model_dump(mode="json", exclude=_NOT_IN_DIGEST)
         texts = [[prompt_set.name, *prompt_set.prompts] for prompt_set in self.sets]
@@ -211,7 +197,9 @@ class Sweep:
     def num_done(self) -> int:
         """Number of runs with a result."""
         return sum(
-            not self.is_missing(cell) for entry in self._servers for cell in self.cells(entry.name)
+            self.result(cell) is not None
+            for entry in self._servers
+            for cell in self.cells(entry.name)
         )
 
     def result(self, cell: Cell) -> dict[str, Any] | None:
@@ -220,22 +208,6 @@ class Sweep:
         # The number of requests of a data set is not in the digest.
         other_count = row and cell.prompts != MIX and row["completed"] != self.plan.dataset_requests
         return None if other_count else row
-
-    def is_missing(self, cell: Cell) -> bool:
-        """Whether a cell must be run."""
-        if self.result(cell) is None:
-            return True
-        return (
-            self._fresh_baseline
-            and cell.server == BASELINE
-            and cell not in self._measured
-            and any(
-                self.result(other) is None
-                for entry in self._servers
-                if entry.name != BASELINE
-                for other in self.cells(entry.name)
-            )
-        )
 
     # Running
 
@@ -246,7 +218,7 @@ class Sweep:
         with contextlib.ExitStack() as stack:
             servers = {}
             for entry in group:
-                if any(self.is_missing(cell) for cell in self.cells(entry.name)):
+                if any(self.result(cell) is None for cell in self.cells(entry.name)):
                     _check_time(deadline)
                     server = self._start(entry, stack, progress)
                     if server is not None:
@@ -257,7 +229,7 @@ class Sweep:
                 shift = place % len(names)  # the first server rotates
                 for cell in names[shift:] + names[:shift]:
                     server = servers.get(cell.server)
-                    if server is None or not self.is_missing(cell):
+                    if server is None or self.result(cell) is not None:
                         continue
                     _check_time(deadline)
                     server.resume()
@@ -349,7 +321,6 @@ class Sweep:
             "plain_output_throughput": plain and plain["output_throughput"],
         }
         self.store.add(self._digests[cell.server], cell.key, {**values, **run.to_json()})
-        self._measured.add(cell)
         progress.advance(self.num_planned, self.num_done)
         progress.say(_line(cell, run))
         return True

@@ -51,10 +51,7 @@ def generate(
     ] = None,
     make: Annotated[
         list[str] | None,
-        typer.Option(
-            help="Prompts to generate, KIND=NUMBER: topic, code, puzzle, translation, document, "
-            "article_document, self."
-        ),
+        typer.Option(help="Prompts to generate, KIND=NUMBER: topic, code, self."),
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer.")] = 320,
     max_prompt_tokens: Annotated[

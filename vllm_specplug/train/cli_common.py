@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -16,7 +16,6 @@ import typer
 from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
 from rich.text import Text
 
-from vllm_specplug.rows import TEXT_SUFFIXES
 from vllm_specplug.train.options import Recipe, RunOptions
 
 if TYPE_CHECKING:
@@ -111,23 +110,6 @@ class Process:
     def wait(self) -> None:
         """Waits for all processes."""
         self._state.wait_for_everyone()
-
-
-def text_files(paths: Sequence[Path]) -> list[Path]:
-    """Returns the named files and the text files in named folders, in a fixed order.
-
-    Raises:
-        ValueError: for a path that does not exist.
-    """
-    found: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            found += sorted(p for p in path.rglob("*") if p.is_file() and p.suffix in TEXT_SUFFIXES)
-        elif path.is_file():
-            found.append(path)
-        else:
-            raise ValueError(f"--text {str(path)!r} does not exist; name a file or a folder")
-    return found
 
 
 def checked_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> Split:
@@ -289,16 +271,3 @@ def _options(kind: type[Any]) -> Iterator[inspect.Parameter]:
                 default=inspect.Parameter.empty if field.default is MISSING else field.default,
                 annotation=hints[field.name],
             )
-
-
-def parse_number(kind: type[int] | type[float], name: str, text: str) -> Any:
-    """Returns a number from the command line.
-
-    Raises:
-        ValueError: for anything else; the message names the option.
-    """
-    try:
-        return kind(text)
-    except ValueError:
-        words = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{name} = {text!r}, legal: {words}; correct it") from None

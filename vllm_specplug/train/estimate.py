@@ -10,21 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from vllm_specplug.train.answers import answer_shards, read_answers
-from vllm_specplug.train.features import chosen_layers
 from vllm_specplug.train.online import OnlineFeatures
-from vllm_specplug.train.options import FeatureRunOptions, Recipe
 from vllm_specplug.train.order import EvenlySpread
-from vllm_specplug.train.target import decoder_of, empty_target
 from vllm_specplug.train.trainer import Trainer
 
 # Weights, gradients and average of a head, float32, and the moments of its optimiser.
 _BYTES_PER_PARAMETER = {"muon": 16, "adamw": 20}
 _STEPS, _SEQUENCES = 3, 8
-# Of a device whose time cannot be measured: a fifth of an H100's dense bfloat16 peak.
-ASSUMED_FLOPS = 200e12
 
 
 def estimate(trainer: Trainer, out: Path) -> list[str]:
@@ -88,69 +81,6 @@ def _choice(
         f"features`; {_size(disk)} of disk, {_size(disk / tokens)} per token",
     ]
     return [*lines, advice(disk, free_space(out), step * steps, stored)]
-
-
-def estimate_from_config(run: FeatureRunOptions, recipe: Recipe) -> list[str]:
-    """Returns what a run needs by arithmetic, for a target without weights: time at
-    `ASSUMED_FLOPS`, with a head of `num_layers` layers of the target.
-
-    Raises:
-        ValueError: without answers, whose tokens are counted.
-    """
-    if run.answers is None:
-        raise ValueError("--dry-run without the target's weights needs --answers; name the folder")
-    model = empty_target(run.target)
-    decoder, hidden = decoder_of(model), int(model.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
-    layers = len(chosen_layers(run.layers, len(decoder.layers)))
-    target = sum(p.numel() for p in model.parameters())
-    table = model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    stride = getattr(recipe, "anchor_stride", 1)
-    most = getattr(recipe, "anchors_per_sequence", 0)
-    tokens = anchors = 0
-    for path in answer_shards(run.answers):
-        for answer in read_answers(path):
-            length = len(answer.answer_ids)
-            tokens += len(answer.prompt_ids) + length
-            anchors += min(length // stride, most or length)
-    experts = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 0  # type: ignore[union-attr, operator]
-    active = active_weights(decoder.layers, experts)
-    layer = active / len(decoder.layers)
-    head = layer * (getattr(run, "num_layers", 1) or 2) + layers * hidden**2
-    batch = getattr(recipe, "anchors_per_step", 0) or getattr(recipe, "tokens_per_step", 1)
-    per_anchor = getattr(run, "block_size", 1) or getattr(recipe, "steps", 1)
-    positions = batch * per_anchor * recipe.gradient_accumulation
-    epoch = max(1.0, anchors / batch / recipe.gradient_accumulation)
-    # 2 FLOPs per weight and position forward, 4 backward; three products with the LM head: logits
-    # of the draft, of the target, and a gradient.
-    step = positions * 6 * (head + table) / ASSUMED_FLOPS
-    forward = 2 * active * tokens / ASSUMED_FLOPS
-    disk = tokens * 2 * hidden * (layers + 1)
-    stored = forward + step * recipe.total_steps
-    online = (forward / epoch + step) * recipe.total_steps
-    memory = head * _BYTES_PER_PARAMETER[recipe.optimizer] + 4 * table
-    return [
-        "the target has no weights here, so nothing is measured; device-hours at "
-        f"{ASSUMED_FLOPS / 1e12:.0f} TFLOP/s, to be divided by the number of devices",
-        f"{tokens:,} tokens; an epoch is about {epoch:,.0f} steps on one device",
-        f"head of about {head / 1e6:,.0f}M parameters, and tables: {_size(memory)} of memory per "
-        "process, besides activations",
-        f"--answers (target beside the trainer): {_duration(online)}; no disk; "
-        f"{_size(2 * target)} more memory per process",
-        f"stored features: {_duration(stored)}, of which {_duration(forward)} are `specplug data "
-        f"features`; {_size(disk)} of disk, {_size(disk / tokens)} per token",
-        advice(disk, free_space(run.out), online, stored),
-    ]
-
-
-def active_weights(layers: nn.Module, experts_per_token: int) -> float:
-    """Returns the number of weights of decoder layers that a token is multiplied with: of stacked
-    experts [E, out, in] those that it is routed to. `experts_per_token` is 0 without experts."""
-    count = 0.0
-    for weight in layers.parameters():
-        # The weight of a depthwise convolution is [C, 1, K].
-        is_stacked = experts_per_token > 0 and weight.ndim == 3 and weight.shape[1] > 1
-        count += weight.numel() * (experts_per_token / weight.shape[0] if is_stacked else 1)
-    return count
 
 
 def advice(disk: float, free: float, online_seconds: float, stored_seconds: float) -> str:

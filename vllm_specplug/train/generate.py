@@ -22,10 +22,8 @@ MADE_PROMPT_TOKENS = 1024
 MAKERS: dict[str, Callable[[random.Random], Iterator[Prompt]]] = {
     "topic": makers.topic_prompts,
     "code": makers.code_prompts,
-    "puzzle": makers.puzzle_prompts,
-    "translation": makers.translation_prompts,
 }
-KINDS = (*MAKERS, "document", "article_document", "self")
+KINDS = (*MAKERS, "self")
 
 
 class VllmGenerator:
@@ -163,7 +161,7 @@ def make_prompts(
 
     Args:
         write_texts: called with prompts, temperature, most tokens and seed, lets the target write
-            user turns (`self`) and documents (`article_document`).
+            user turns (`self`).
 
     Raises:
         ValueError: for an unknown kind.
@@ -178,14 +176,6 @@ def make_prompts(
             continue
         if kind in MAKERS:
             prompts += itertools.islice(MAKERS[kind](rng), count)
-        elif kind == "document":
-            texts = makers.document_texts(rng)
-            prompts += itertools.islice(makers.document_prompts(texts, rng), count)
-        elif kind == "article_document":
-            requests = list(itertools.islice(makers.article_prompts(rng), count))
-            written = write_texts(requests, 0.9, 400, rng.getrandbits(31))
-            usable = (text for text in written if len(text) >= 200)
-            prompts += makers.document_prompts(usable, rng)
         else:
             requests = list(itertools.islice(makers.self_instruct_prompts(rng), count))
             turns = write_texts(requests, 1.0, 200, rng.getrandbits(31))

@@ -22,13 +22,6 @@ def _forward_kl(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tenso
     return (q * (logq - logp)).sum(-1, keepdim=True), logp.exp() - q
 
 
-def _reverse_kl(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logp, logq = torch.log_softmax(logits, -1), torch.log_softmax(target, -1)
-    p, difference = logp.exp(), logp - logq
-    loss = (p * difference).sum(-1, keepdim=True)
-    return loss, p * (difference - loss)
-
-
 def _sft(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     index = labels.clamp_min(0)[:, None]
     logp = torch.log_softmax(logits, -1)
@@ -50,9 +43,7 @@ def _chunk_slope(
         loss, slope = _sft(scaled, labels)
     else:
         assert target is not None
-        loss, slope = (_forward_kl if kind == "forward_kl" else _reverse_kl)(
-            scaled, target.float() / temperature
-        )
+        loss, slope = _forward_kl(scaled, target.float() / temperature)
     # T^2 of the distillation loss times 1/T of the inner derivative.
     weights = weights[:, None]
     return (
@@ -134,8 +125,8 @@ def head_loss(
     """Returns the sum over rows of weight times the loss of one predicted token.
 
     `forward_kl` is KL(target || draft) over the draft vocabulary at `temperature`, times
-    temperature^2 (Hinton et al., 2015); `reverse_kl` swaps the two; `sft` is the cross-entropy of
-    `labels`. Rows whose token is outside the draft vocabulary are not supervised.
+    temperature^2 (Hinton et al., 2015); `sft` is the cross-entropy of `labels`. Rows whose token is
+    outside the draft vocabulary are not supervised.
 
     Args:
         hidden: the head's final normed states.

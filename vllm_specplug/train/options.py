@@ -13,7 +13,7 @@ from typer import Option
 
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("linear", "cosine")
-LOSSES = ("forward_kl", "reverse_kl", "sft")
+LOSSES = ("forward_kl", "sft")
 STATE_NAME = "state.pt"
 # Share of the answers ending in a loop that is kept. A small target also produces loops when it is
 # served, so some stay.
@@ -105,9 +105,9 @@ class Recipe:
 class DistillationRecipe(Recipe):
     """A recipe whose loss is `head_loss`."""
 
-    loss: Annotated[
-        str, Option(help="forward_kl, reverse_kl, or sft: cross-entropy of the answer.")
-    ] = "forward_kl"
+    loss: Annotated[str, Option(help="forward_kl, or sft: cross-entropy of the answer.")] = (
+        "forward_kl"
+    )
     temperature: Annotated[float, Option(help="Distillation temperature.")] = 1.0
 
     def __post_init__(self) -> None:

@@ -8,7 +8,6 @@ out; a caller takes what it needs.
 from __future__ import annotations
 
 import ast
-import gettext
 import random
 import re
 import sysconfig
@@ -31,7 +30,6 @@ _SLOTS = {name: _words(text) for name, text in _DATA["slots"].items()}
 _SLOTS["n"] = [str(number) for number in range(2, 60)]
 _FAMILIES: dict[str, list[str]] = _DATA["families"]
 _TEMPLATES: dict[str, list[str]] = _DATA["templates"]
-_PUZZLE = _DATA["puzzle"]
 
 
 def fill(template: str, rng: random.Random) -> str:
@@ -132,103 +130,6 @@ def _completion(stub: str, rng: random.Random) -> str:
     return rng.choice(_TEMPLATES["code_complete"]).format(stub=stub)
 
 
-def puzzle_prompts(rng: random.Random) -> Iterator[Prompt]:
-    """Prompts to complete functions with invented tasks."""
-    while True:
-        yield Prompt.user("code/puzzle", _completion(function_stub(rng), rng))
-
-
-def function_stub(rng: random.Random) -> str:
-    """A Python signature with a docstring and examples, for an invented task."""
-    adjective = rng.choice(_words(_PUZZLE["adjectives"]))
-    noun, kind, example = rng.choice(_PUZZLE["nouns"])
-    verb, result, text, value = rng.choice(_PUZZLE["actions"])
-    name = rng.choice((f"{verb}_{adjective}", f"{verb}_{adjective}_{noun}", f"{adjective}_{verb}"))
-    doc = text.format(adj=adjective, noun=noun)
-    arguments = f"{noun}: {kind}"
-    if rng.random() < 0.3:
-        arguments += ", k: int"
-        doc += " Consider at most k elements."
-    quote = rng.choice(('"""', '"""', "'''"))
-    style = rng.random()
-    if style < 0.5:
-        shown = f"    >>> {name}({example})\n    {value}\n"
-    elif style < 0.8:
-        shown = f"    For example:\n    {name}({example}) == {value}\n"
-    else:
-        shown = ""
-    annotated = (
-        f"def {name}({arguments}) -> {result}:" if rng.random() < 0.7 else f"def {name}({noun}):"
-    )
-    head = rng.choice(("", "", "from typing import List\n\n\n", "import math\n\n\n"))
-    return f"{head}{annotated}\n    {quote}{doc}\n{shown}    {quote}\n"
-
-
-def _paragraphs(path: Path) -> Iterator[str]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return
-    block: list[str] = []
-    for line in [*text.splitlines(), ""]:
-        stripped = line.strip()
-        if stripped and stripped[0].isalnum() and "|" not in stripped:
-            block.append(stripped)
-            continue
-        paragraph = " ".join(block)
-        block = []
-        letters = sum(c.isalpha() or c.isspace() for c in paragraph)
-        if 200 <= len(paragraph) <= 1800 and letters > 0.9 * len(paragraph):
-            yield paragraph
-
-
-def document_texts(rng: random.Random) -> Iterator[str]:
-    """Prose found on the machine: documentation and package descriptions, 200-3000 characters."""
-    roots = [Path(sysconfig.get_paths()["purelib"]), Path("/usr/share/doc")]
-    names = ("*.md", "*.rst", "METADATA", "README*")
-    files = sorted({p for root in roots if root.is_dir() for n in names for p in root.rglob(n)})
-    rng.shuffle(files)
-    for path in files:
-        paragraphs = list(_paragraphs(path))
-        taken = 0
-        while paragraphs and taken < 3:
-            count = min(len(paragraphs), rng.randint(1, 3))
-            yield " ".join(paragraphs[:count])[:3000]
-            del paragraphs[:count]
-            taken += 1
-
-
-def document_prompts(texts: Iterator[str], rng: random.Random) -> Iterator[Prompt]:
-    """Summaries and questions over given texts."""
-    for text in texts:
-        if rng.random() < 0.6:
-            summary = rng.choice(_TEMPLATES["summaries"]).format(text=text)
-            yield Prompt.user("document/summary", summary)
-        else:
-            question = rng.choice(_TEMPLATES["questions"])
-            yield Prompt.user("document/question", f"{text}\n{question}")
-
-
-def translation_prompts(rng: random.Random) -> Iterator[Prompt]:
-    """German sentences to translate, from the machine's message catalogues and from templates."""
-    sentences: list[str] = []
-    for catalogue in sorted(Path("/usr/share/locale/de/LC_MESSAGES").glob("*.mo")):
-        try:
-            with catalogue.open("rb") as stream:
-                messages = gettext.GNUTranslations(stream)._catalog  # type: ignore[attr-defined]
-        except (OSError, ValueError, UnicodeDecodeError):
-            continue
-        for text in messages.values():
-            plain = isinstance(text, str) and not any(c in text for c in "%<>{}$|\\=\n")
-            if plain and 60 <= len(text) <= 300:
-                sentences.append(text)
-    rng.shuffle(sentences)
-    while True:
-        known = sentences and rng.random() < 0.4
-        sentence = sentences.pop() if known else _filled("german", rng)
-        yield Prompt.user("translation", f"Translate German to English: {sentence}")
-
-
 def self_instruct_prompts(rng: random.Random) -> Iterator[Prompt]:
     """Prompts that end where a user would speak: the target writes the user turn.
 
@@ -239,9 +140,3 @@ def self_instruct_prompts(rng: random.Random) -> Iterator[Prompt]:
         if rng.random() < 0.6:
             system = ({"role": "system", "content": _filled("systems", rng)},)
         yield Prompt("self", system, opens_user_turn=True)
-
-
-def article_prompts(rng: random.Random) -> Iterator[Prompt]:
-    """Requests for news and encyclopedia texts, later used as documents."""
-    while True:
-        yield Prompt.user("article", _filled("articles", rng))

@@ -6,28 +6,29 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from vllm_specplug.train.answers import Split, finished_answers
-from vllm_specplug.train.estimate import estimate, estimate_from_config
+from vllm_specplug.train.estimate import estimate
 from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
     REPETITIVE_SHARE,
     FeatureRunOptions,
+    NewHeadOptions,
     Recipe,
     RunOptions,
 )
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
-from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, load_target
+from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
     VOCABULARY_NAME,
@@ -43,14 +44,6 @@ Log = Callable[[str], None]
 OnStep = Callable[[int, dict[str, float]], None]
 
 S = TypeVar("S")
-
-
-class Measured(Protocol):
-    """Results of a head on held-out data."""
-
-    def facts(self) -> dict[str, Any]: ...
-
-    def summary(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -92,13 +85,12 @@ class Training(Generic[S]):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadInTraining:
-    """A new head of a method, and how to train, measure and save it.
+    """A new head of a method, and how to train and save it.
 
     Args:
-        evaluate: measures the averaged head with the tables of its training.
         save: writes the checkpoint of the averaged head into a folder.
-        shape, data, origin: for provenance.json: the head's shape, facts about its data, and what
-            the run started from.
+        shape: the head's, for provenance.json.
+        data, origin: what a method adds to the facts about its data and what the run started from.
     """
 
     training: Training[Any]
@@ -106,10 +98,9 @@ class HeadInTraining:
     tables: DraftTables
     objective: Objective
     shape: dict[str, Any]
-    data: dict[str, Any]
-    origin: dict[str, Any]
-    evaluate: Callable[[Any, DraftTables], Measured]
     save: Callable[[Path, Any], Any]
+    data: dict[str, Any] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
 
 
 def new_accelerator() -> Accelerator:
@@ -166,7 +157,7 @@ def open_features(
             "tell less about acceptance"
         )
     device = accelerator.device
-    model = load_target(run.target, torch.bfloat16).requires_grad_(False).to(device)
+    model = TargetWeights(run.target).load(torch.bfloat16).requires_grad_(False).to(device)
     layers = chosen_layers(run.layers, len(decoder_of(model).layers))
     aside, rest = (online(run.answers, part, model, layers, device) for part in parts)
     return open_training(run, recipe, rest, aside)
@@ -188,15 +179,10 @@ def draft_ids(training: Training[Features], size: int, vocab_from: str = "") -> 
     else:
         vocab, always = training.vocab_size, training.weights.end_token_ids
         ids = draft_vocabulary(training.store, min(size, vocab), vocab, always)
-    save_setup(training, ids)
-    return ids
-
-
-def save_setup(training: Training[Any], setup: Any) -> None:
-    """Writes what a resumed run must not compute again; only the main process writes."""
     if training.accelerator.is_main_process and not training.run.dry_run:
-        training.run.out.mkdir(parents=True, exist_ok=True)
-        torch.save(setup, training.run.out / VOCABULARY_NAME)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(ids, path)
+    return ids
 
 
 def layer_scales(store: Features, sequences: int = 32) -> list[float]:
@@ -215,9 +201,11 @@ def data_facts(store: Features, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def started_from(init_from: str) -> dict[str, Any]:
+def _origin(run: RunOptions) -> dict[str, Any]:
     """Returns the head that a run started from, for provenance.json."""
-    return {"init_from": head_identity(init_from) if init_from else None}
+    if not isinstance(run, NewHeadOptions):
+        return {}
+    return {"init_from": head_identity(run.init_from) if run.init_from else None}
 
 
 def _silent(_line: str) -> None:
@@ -240,12 +228,6 @@ def train_head(
         ValueError: if a new run would overwrite a saved one, and for data or heads that do not
             fit.
     """
-    if run.dry_run and not any(run.target.glob("*.safetensors")):
-        if not isinstance(run, FeatureRunOptions):
-            raise ValueError(f"--dry-run needs the weights of {run.target}; add them")
-        for line in estimate_from_config(run, recipe):
-            log(line)
-        return {}
     if not run.dry_run:
         run.refuse_overwriting()
     made = start(run, recipe)
@@ -262,9 +244,11 @@ def train_head(
         return {}
     if run.resume:
         trainer.resume(run.out)
+    store = training.store
     data = {
-        "sequences": len(training.store),
-        "by_source": training.store.sources(),
+        "sequences": len(store),
+        "by_source": store.sources(),
+        **(data_facts(store, made.tables.target_ids) if isinstance(store, Features) else {}),
         **made.data,
     }
     count = sum(p.numel() for p in made.head.parameters())
@@ -274,16 +258,17 @@ def train_head(
         f"{count / 1e6:.2f}M parameters, draft vocabulary {len(made.tables.target_ids)}"
         f"{'' if coverage is None else f' covers {coverage:.2%}'}, from step {trainer.step}"
     )
+    origin = {**_origin(run), **made.origin}
     facts: dict[str, Any] = {}
 
     def export() -> None:
         head = trainer.averaged_head()
-        measured = made.evaluate(head, trainer.tables)
+        measured = made.objective.measure(head, training.held, trainer.tables)
         facts.update(
             {
                 "target": run.target.name,
                 "shape": made.shape,
-                **made.origin,
+                **origin,
                 "data": data,
                 **progress_facts(trainer),
                 "heldout": {"sequences": len(training.held), **measured.facts()},
@@ -302,6 +287,9 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
     of other data."""
     run, store = training.run, training.store
     fixed: dict[str, Any] = {}
+    if isinstance(run, NewHeadOptions):
+        # The draft vocabulary of that head has no place in the saved state.
+        fixed["init_from"] = run.init_from
     if isinstance(store, Features):
         fixed["target_layer_ids"] = list(store.target_layer_ids)
     if isinstance(run, FeatureRunOptions) and run.answers is not None:

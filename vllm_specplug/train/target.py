@@ -68,9 +68,9 @@ class TargetWeights:
         ids = self.config.get("eos_token_id")
         return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
-    def load(self) -> nn.Module:
-        """Loads the target in its own dtype, on the CPU; not kept."""
-        return load_target(self.folder)
+    def load(self, dtype: torch.dtype | str = "auto") -> nn.Module:
+        """Loads the target, by default in its own dtype, on the CPU; not kept."""
+        return load_target(self.folder, dtype)
 
     @cached_property
     def _decoder(self) -> Decoder:
@@ -128,13 +128,6 @@ def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Mod
     """
     model = _model_class(folder).from_pretrained(folder, dtype=dtype, local_files_only=True)
     return model.eval()
-
-
-def empty_target(folder: str | Path) -> nn.Module:
-    """Returns a target of the shape of its config, without memory for its weights."""
-    with torch.device("meta"):
-        model: nn.Module = _model_class(folder).from_config(_config_of(Path(folder)))
-    return model
 
 
 def _model_class(folder: str | Path) -> Any:

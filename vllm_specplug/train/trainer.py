@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -36,8 +36,16 @@ class StepLoss:
     slots: int
 
 
+class Measured(Protocol):
+    """Results of a head on held-out data."""
+
+    def facts(self) -> dict[str, Any]: ...
+
+    def summary(self) -> str: ...
+
+
 class Objective(Protocol):
-    """The training objective of a method."""
+    """The training objective of a method, and what it says of held-out data."""
 
     @property
     def recipe(self) -> Recipe: ...
@@ -51,6 +59,9 @@ class Objective(Protocol):
 
     def loss(self, trainer: Trainer, batch: Any) -> StepLoss:
         """Returns the loss of a drawn batch, which is on the trainer's device."""
+
+    def measure(self, head: Any, sequences: Sequence[Any], tables: DraftTables) -> Measured:
+        """Returns the results of a head on held-out sequences, on the device of `tables`."""
 
 
 class _Forward(nn.Module):

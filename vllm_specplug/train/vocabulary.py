@@ -12,7 +12,6 @@ import torch
 from safetensors import safe_open
 
 from vllm_specplug.train.features import Features
-from vllm_specplug.train.walk import Slots
 
 VOCABULARY_NAME = "draft_ids.pt"
 
@@ -36,11 +35,12 @@ class DraftTables:
         ids[self.target_ids] = torch.arange(len(self.target_ids))
         return ids
 
-    def slots(self, hidden: torch.Tensor, candidates: int) -> Slots:
-        """Returns the `candidates` likeliest tokens (0: all) of final hidden states [..., D, H]."""
-        logits = (hidden.to(self.lm_head.dtype) @ self.lm_head.t()).float()
-        values, rows = logits.topk(min(candidates or logits.shape[-1], logits.shape[-1]), -1)
-        return Slots(rows, values, torch.logsumexp(logits, -1))
+    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the draft id with the largest logit of final hidden states [..., H], int64."""
+        rows = hidden.to(self.lm_head.dtype).flatten(0, -2)
+        # Logits of all rows would not fit beside a training.
+        best = [(part @ self.lm_head.t()).argmax(-1) for part in rows.split(1024)]
+        return torch.cat(best).view(hidden.shape[:-1])
 
 
 def draft_vocabulary(

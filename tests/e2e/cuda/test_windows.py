@@ -25,14 +25,13 @@ from tests.e2e.cuda.cuda_pairs import (
     late_copies,
     profiles,
 )
+from tests.e2e.longspec_module import module_tree
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
-from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
 from vllm_specplug.methods.longspec.train.features import KVSequence
-from vllm_specplug.train.vocabulary import DraftTables
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.memory.device_window import DeviceWindowCache, PagedDeviceTargetCache
 
@@ -46,7 +45,6 @@ def _trees_of_the_module(
     head, _ = load_longspec_head(options.head_path, AutoConfig.from_pretrained(target()))
     # All of it on the host, where the head was loaded.
     embed_tokens, lm_head = self.embed_tokens.cpu(), self.lm_head_weight.cpu()
-    tables = DraftTables(embed_tokens, lm_head, torch.arange(len(embed_tokens)))
     trees = []
     for r in drafted:
         context, line = int(requests.context_lens[r]), int(history.lines[r])
@@ -58,12 +56,13 @@ def _trees_of_the_module(
         size = pages.views[0][0].shape[1]
         key, value = (view[table[at // size].long(), at % size].cpu() for view in pages.views[0])
         sequence = KVSequence(tokens, torch.arange(context + 1), 1, key, value, key)
-        policy = TreePolicy(
-            int(requests.budgets[r]), min(int(requests.depths[r]), options.tree_depth),
-            requests.width,
+        trees.append(
+            module_tree(
+                head, sequence, (embed_tokens, lm_head), context,
+                budget=int(requests.budgets[r]),
+                depth=min(int(requests.depths[r]), options.tree_depth), width=requests.width,
+            )
         )  # fmt: skip
-        alone = SequenceDrafter(head, sequence, tables)
-        trees.append(alone.draft(context, policy))
     return trees
 
 

@@ -93,5 +93,4 @@ def test_what_made_the_numbers_is_written_down(results: dict[str, Any], out: Pat
     assert "vllm serve" in results["servers"][1]["command"]
     assert '"method": "jetspec"' in results["servers"][1]["command"]
     assert "vllm bench serve" in results["servers"][1]["load_command"]
-    page = (out / "report.html").read_text()
-    assert "jetspec-8" in page and "Speed-up by requests per second" in page
+    assert (out / "results.svg").stat().st_size > 10_000

@@ -32,14 +32,14 @@ def bench(folder: Path, *args: str) -> Any:
     return runner.invoke(cli.bench_app, [*where, *args])
 
 
-def test_bench_writes_numbers_and_a_page(tmp_path: Path, machine: FakeMachine) -> None:
+def test_bench_writes_numbers_and_a_figure(tmp_path: Path, machine: FakeMachine) -> None:
     result = bench(tmp_path, "--servers", "plain,jetspec-16", "--points", "3")
     assert result.exit_code == 0, result.output
     assert "| all at once | jetspec-16 |" in result.output
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert len(results["points"]) == 2 * 5
     assert machine.started[1].speculative_config["model"] == str(tmp_path / "head")
-    for name in ("results.csv", "results.md", "report.html", "cells.jsonl"):
+    for name in ("results.csv", "results.md", "results.svg", "cells.jsonl"):
         assert (tmp_path / "out" / name).stat().st_size > 0
 
 
@@ -120,28 +120,3 @@ def test_interrupt_and_time_limit_have_their_own_status(
     machine.interrupt_after = 2
     result = bench(tmp_path)
     assert result.exit_code == 130 and "run the same command again" in result.output
-
-
-def test_report_of_one_and_of_two(tmp_path: Path, machine: FakeMachine) -> None:
-    assert bench(tmp_path, "--servers", "plain,ngram", "--rates", "1").exit_code == 0
-    out, page = str(tmp_path / "out"), tmp_path / "page.html"
-    assert runner.invoke(cli.report_app, [out, "-o", str(page)]).exit_code == 0
-    alone = page.read_text()
-    assert runner.invoke(cli.report_app, [out, out, "-o", str(page)]).exit_code == 0
-    assert page.read_text() != alone
-    result = runner.invoke(cli.report_app, [out, out, out])
-    assert result.exit_code == 2 and "one or two results" in result.output
-    result = runner.invoke(cli.report_app, [str(tmp_path / "nowhere")])
-    assert result.exit_code == 2 and "name a folder that `specplug bench` wrote" in result.output
-
-
-def test_tune_prints_json_to_paste(
-    tmp_path: Path, machine: FakeMachine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    args = ["--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "tune")]
-    result = runner.invoke(cli.tune_app, [*args, "--concurrency", "1"])
-    assert result.exit_code == 0, result.output
-    config = json.loads(result.output.splitlines()[-1])
-    assert config["method"] == "jetspec" and config["model"] == str(tmp_path / "head")
-    result = runner.invoke(cli.tune_app, [*args, "--method", "eagle"])
-    assert result.exit_code == 2 and "not one of this plugin's methods" in result.output

@@ -158,12 +158,25 @@ def test_cells_before_a_servers_death_are_written(
              for part in ("--data", str(tmp_path / f"{name}.jsonl"))]  # fmt: skip
     out = tmp_path / "out.json"
     command = [*files, "--model", "m", "--head", "h", "--sizes", "8", "--out", str(out)]
+    command += ["--speculative-config", '{"method": "x", "local_head": "l"}']
     result = CliRunner().invoke(cli.evaluate_app, command)
     assert result.exit_code == 1, result.output
     assert "did not answer second with 8 nodes: Connection error" in result.output
     assert "out of memory" in result.output
-    (cell,) = json.loads(out.read_text())["results"]
+    written = json.loads(out.read_text())
+    assert written["speculative_config"] == {
+        "method": "x", "local_head": "l", "model": "h", "num_speculative_tokens": 8,
+        "max_request_budget": 8,
+    }  # fmt: skip
+    (cell,) = written["results"]
     assert (cell["data"], cell["answers"]) == ("first", 1)
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    command = ["--data", str(tmp_path), "--speculative-config", "[8]"]
+    result = CliRunner().invoke(cli.evaluate_app, command)
+    assert result.exit_code == 2
+    assert "--speculative-config '[8]', legal: a JSON object" in result.output
 
 
 def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:

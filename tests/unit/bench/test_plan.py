@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import vllm_specplug.bench.plan as plan_module
 from vllm_specplug.bench.plan import (
     BenchPlan,
     PlanError,
@@ -23,32 +22,23 @@ def plan(**values: Any) -> BenchPlan:
                      | values)  # fmt: skip
 
 
-@pytest.fixture
-def budget_option(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> bool:
-    """Whether trees have the option tree_budget; both kinds are supported."""
-    names = ("tree_width", "tree_budget") if request.param else ("tree_width",)
-    monkeypatch.setattr(plan_module, "tree_option_names", lambda: names)
-    return bool(request.param)
-
-
-@pytest.mark.parametrize("budget_option", [False, True], indirect=True)
 @pytest.mark.parametrize(
-    ("name", "expected", "budget"),
+    ("name", "expected"),
     [
-        ("jetspec", {}, None),
-        ("jetspec-16", {"num_speculative_tokens": 16}, 16),
-        ("jetspec-64-auto", {"num_speculative_tokens": 64}, "auto"),
-        ("jetspec-auto", {}, "auto"),
-        ("jetspec-7-chain", {"num_speculative_tokens": 7, "tree_width": 1, "ngram_topk": 0}, 7),
+        ("jetspec", {}),
+        ("jetspec-16", {"num_speculative_tokens": 16, "tree_budget": 16}),
+        ("jetspec-64-auto", {"num_speculative_tokens": 64, "tree_budget": "auto"}),
+        ("jetspec-auto", {"tree_budget": "auto"}),
+        (
+            "jetspec-7-chain",
+            {"num_speculative_tokens": 7, "tree_budget": 7, "tree_width": 1, "ngram_topk": 0},
+        ),
     ],
 )
-def test_short_names(
-    budget_option: bool, name: str, expected: dict[str, Any], budget: int | str | None
-) -> None:
-    expected = {"method": "jetspec", "model": "the/head", **expected}
-    if budget_option and budget is not None:
-        expected["tree_budget"] = budget
-    assert method_config(name, "the/head") == expected
+def test_short_names(name: str, expected: dict[str, Any]) -> None:
+    assert method_config(name, "the/head") == {
+        "method": "jetspec", "model": "the/head", **expected,
+    }  # fmt: skip
 
 
 def test_servers_without_head() -> None:

@@ -15,31 +15,12 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        ({"prompt": "a"}, "a"),
-        ({"turns": ["first", "second"], "category": "qa"}, "first"),
-        ({"turns": [{"role": "user", "content": "first"}]}, "first"),
-        ({"question": "2 + 2?", "answer": "4"}, "2 + 2?"),
-        (
-            {
-                "messages": [
-                    {"role": "system", "content": "be brief"},
-                    {"role": "user", "content": "hi"},
-                    {"role": "assistant", "content": "hello"},
-                ]
-            },
-            "hi",
-        ),
-        (
-            {"prompt": "def f():", "entry_point": "f"},
-            "Complete this Python function.\n\ndef f():",
-        ),
-    ],
-)
-def test_each_shape_of_row(row: dict[str, Any], prompt: str) -> None:
-    assert prompt_of(row) == prompt
+def test_the_first_user_message_is_the_prompt() -> None:
+    """`test_rows` has the shapes of rows."""
+    assert prompt_of({"turns": ["first", "second"], "category": "qa"}) == "first"
+    said = [("system", "be brief"), ("user", "hi"), ("assistant", "hello")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    assert prompt_of({"messages": messages}) == "hi"
 
 
 @pytest.mark.parametrize(
@@ -47,23 +28,11 @@ def test_each_shape_of_row(row: dict[str, Any], prompt: str) -> None:
     [
         ({"quest": "b"}, r"none of the fields messages, .*quest"),
         ({"text": "b"}, "raw text, not a prompt"),
-        ({"prompt": ""}, "'prompt' holds no text"),
-        ({"prompt": 7}, "'prompt' holds no text"),
-        ({"turns": []}, "'turns' is not a list with something in it"),
-        ({"messages": [{"role": "system", "content": "x"}]}, "'messages' holds no text of a user"),
-        ("text", "not a JSON object"),
     ],
 )
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, row: Any, reason: str) -> None:
     path = write_rows(tmp_path / "some.jsonl", [{"prompt": "a"}, row])
     with pytest.raises(ValueError, match=rf"some.jsonl:2: .*{reason}"):
-        read_prompts(path)
-
-
-def test_broken_json_is_named_by_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "some.jsonl"
-    path.write_text('{"prompt": "a"}\n\n{"prompt": ')
-    with pytest.raises(ValueError, match="some.jsonl:3: not JSON"):
         read_prompts(path)
 
 

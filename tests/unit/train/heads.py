@@ -8,6 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+from torch import nn
+
+from tests.unit.conftest import greedy_sequences
 from vllm_specplug.methods.block.train import run as block
 from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun, WholeBlockRecipe
 from vllm_specplug.methods.dels.train import run as dels
@@ -20,6 +24,7 @@ from vllm_specplug.methods.longspec.train import run as longspec
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.methods.tokenswift.train import run as tokenswift
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe, TokenSwiftRun
+from vllm_specplug.train.answers import Answer, AnswerWriter
 from vllm_specplug.train.options import Recipe, RunOptions
 from vllm_specplug.train.run import train_head
 
@@ -60,6 +65,32 @@ class Job:
     def head(self) -> Path:
         """Where it is exported to."""
         return self.run.out / "head"
+
+
+class OneOf(Accelerator):
+    """An accelerator that is one process of several, as far as the data are concerned."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        super().__init__(mixed_precision="bf16")
+        self.rank, self.count = rank, count
+
+    @property
+    def num_processes(self) -> int:
+        return self.count
+
+    @property
+    def process_index(self) -> int:
+        return self.rank
+
+
+def write_answers(folder: Path, target: nn.Module, count: int, shard_size: int) -> Path:
+    """Writes greedy answers of a target as `specplug data generate` does; returns `folder`."""
+    with AnswerWriter(folder, shard_size) as writer:
+        for made in greedy_sequences(target, count, 3):
+            tokens = made.tokens.tolist()
+            prompt, answer = tokens[: made.prompt_len], tokens[made.prompt_len :]
+            writer.add(Answer(made.source, tuple(prompt), tuple(answer), 0.0, True))
+    return folder
 
 
 _ANCHORS = {"anchors_per_step": 24, "anchor_stride": 2, "learning_rate": 5e-3}

@@ -13,11 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 
-from tests.unit.conftest import greedy_sequences
-from tests.unit.train.heads import Job
-from vllm_specplug.train.answers import Answer, AnswerWriter
+from tests.unit.train.heads import Job, OneOf, write_answers
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.trainer import Trainer
 
@@ -40,13 +37,7 @@ def launch(*arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def answers(target_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("answers")
-    with AnswerWriter(folder, shard_size=4) as writer:
-        for made in greedy_sequences(target_model, 15, 3):
-            tokens = made.tokens.tolist()
-            prompt, answer = tokens[: made.prompt_len], tokens[made.prompt_len :]
-            writer.add(Answer(made.source, tuple(prompt), tuple(answer), 0.0, True))
-    return folder
+    return write_answers(tmp_path_factory.mktemp("answers"), target_model, 15, shard_size=4)
 
 
 def test_two_processes_write_the_features_of_one(
@@ -74,22 +65,6 @@ def test_two_processes_write_the_features_of_one(
                 assert np.array_equal(getattr(mine, name), getattr(theirs, name))
 
 
-class OneOf(Accelerator):
-    """One of two processes, as far as the data are concerned."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(mixed_precision="bf16")
-        self.rank = rank
-
-    @property
-    def num_processes(self) -> int:
-        return 2
-
-    @property
-    def process_index(self) -> int:
-        return self.rank
-
-
 def test_two_processes_train_beside_the_target_with_the_batches_of_both(
     answers: Path, target_folder: Path, make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -113,7 +88,7 @@ def test_two_processes_train_beside_the_target_with_the_batches_of_both(
     for rank in range(2):
         made = job.start(job.run, job.recipe)
         store, objective = made.training.store, made.objective
-        trainer = Trainer(made.head, made.tables, store, objective, OneOf(rank))
+        trainer = Trainer(made.head, made.tables, store, objective, OneOf(rank, 2))
         loss = trainer.step_loss()
         loss.total.backward()
         losses.append(float(loss.reported.detach()))

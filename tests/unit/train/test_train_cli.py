@@ -35,113 +35,42 @@ def data(tmp_path, target_model):
     return folder
 
 
+def run(app, command, *flags, **options):
+    """Runs a command with options; its result."""
+    typed = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    return runner.invoke(app, [command, *typed, *flags])
+
+
 def test_features_then_training_from_the_command_line(data, tmp_path, target_folder):
-    features, held, out = (str(tmp_path / name) for name in ("features", "held", "run"))
-    command = [
-        "features",
-        "--target",
-        str(target_folder),
-        "--data",
-        str(data),
-        "--out",
-        features,
-        "--heldout",
-        held,
-        "--layers",
-        "0,2",
-        "--heldout-answers",
-        "3",
-    ]
-    result = runner.invoke(data_app, command)
-    assert result.exit_code == 0, result.output
-    again = runner.invoke(data_app, command)  # nothing left to do
-    assert again.exit_code == 0, again.output
-    result = runner.invoke(
-        train_app,
-        [
-            "jetspec",
-            "--target",
-            str(target_folder),
-            "--features",
-            features,
-            "--heldout",
-            held,
-            "--out",
-            out,
-            "--block-size",
-            "4",
-            "--draft-vocab-size",
-            "32",
-            "--total-steps",
-            "2",
-            "--no-compile",
-            "--anchors-per-step",
-            "8",
-            "--warmup-steps",
-            "0",
-        ],
-    )
-    assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
+    def train(kind, **options):
+        out = tmp_path / kind
+        result = run(train_app, kind, "--no-compile", target=target_folder, out=out,
+                     heldout=tmp_path / "held", anchors_per_step=8, **options)  # fmt: skip
+        assert result.exit_code == 0, result.output
+        return json.loads((out / "head" / "provenance.json").read_text())
+
+    folders = {"out": tmp_path / "features", "heldout": tmp_path / "held"}
+    for _ in range(2):  # the second time, nothing is left to do
+        result = run(data_app, "features", target=target_folder, data=data, **folders,
+                     layers="0,2", heldout_answers=3)  # fmt: skip
+        assert result.exit_code == 0, result.output
+    features = {"features": folders["out"]}
+    record = train("jetspec", **features, block_size=4, draft_vocab_size=32, total_steps=2)
     assert record["data"]["sequences"] == 7  # three of ten are held out
     assert record["heldout"]["sequences"] == 3
     assert record["progress"]["step"] == 2
-    head = str(tmp_path / "run" / "head")
-    command = ["evaluate", "--target", str(target_folder), "--head", head, "--features", held]
-    result = runner.invoke(train_app, [*command, "--budgets", "4,8"])
-    assert result.exit_code == 0, result.output
-    lines = [line.split() for line in result.stdout.splitlines()]
-    assert lines[0] == [
-        "data",
-        "chain",
-        "best_first/4",
-        "best_first/8",
-        "accum_logp/4",
-        "accum_logp/8",
-    ]
-    assert [line[0] for line in lines[1:3]] == ["all", "x"]
-    assert all(1.0 <= float(number) <= 4.0 for number in lines[1][1:])
-
-    dflash = [
-        *["dflash", "--target", str(target_folder), "--features", features, "--heldout", held],
-        *["--out", str(tmp_path / "dflash"), "--init-from", head, "--total-steps", "1"],
-        *["--no-compile", "--anchors-per-step", "8"],
-    ]
-    result = runner.invoke(train_app, dflash)
-    assert result.exit_code == 0, result.output
-    record = json.loads((tmp_path / "dflash" / "head" / "provenance.json").read_text())
+    given = {**features, "init_from": tmp_path / "jetspec" / "head", "total_steps": 1}
+    record = train("dflash", **given)
     assert record["shape"]["causal"] is False and record["shape"]["block_size"] == 4
     assert record["init_from"]["progress"]["step"] == 2
     recipe = record["recipes"][0]
     assert (recipe["loss"], recipe["position_gamma"]) == ("sft", 2.0)
-    head = str(tmp_path / "dflash" / "head")
-    local = [
-        *["dels", "--target", str(target_folder), "--data", str(data), "--heldout", held],
-        *["--out", str(tmp_path / "local"), "--backbone", head, "--total-steps", "2"],
-        *["--hidden-size", "8", "--rank", "4", "--min-supervised", "4", "--no-compile"],
-        *["--anchors-per-step", "8"],
-    ]
-    result = runner.invoke(train_app, local)
-    assert result.exit_code == 0, result.output
-    command = ["evaluate", "--target", str(target_folder), "--head", head, "--features", held]
-    fused = ["--local-head", str(tmp_path / "local" / "head"), "--beta", "0", "--by-depth"]
-    result = runner.invoke(train_app, [*command, *fused, "--budgets", "4"])
-    assert result.exit_code == 0, result.output
-    lines = [line.split("  ") for line in result.stdout.splitlines()]
-    assert [cell.strip() for cell in lines[0] if cell][4:] == ["dels chain", "dels tree/4"]
-    assert any(line[0] == ">= 3" for line in lines)
-    for wrong, words in (
-        (["--alpha", "0.3,0.1,0.2"], "alpha has 3 values, legal: 1, or 2"),
-        (["--alpha", "x"], "alpha = 'x', legal: a number"),
-        (["--budgets", "4.5"], "budgets = '4.5', legal: a whole number"),
-        (["--candidates", "3"], "candidates = 3, legal: 0, or at least tree_width"),
-        (["--alpha", "nan"], "alpha = nan, legal: a number >= 0"),
-        (["--beta=-0.1"], "beta = -0.1, legal: a number >= 0"),
-    ):
-        result = runner.invoke(train_app, [*command, *fused, *wrong])
-        assert (result.exit_code, words in result.output) == (2, True), result.output
-    result = runner.invoke(train_app, dflash)
-    assert result.exit_code == 2 and "--resume" in result.output
+    record = train("dels", data=data, backbone=tmp_path / "dflash" / "head", total_steps=2,
+                   hidden_size=8, rank=4, min_supervised=4)  # fmt: skip
+    assert record["backbone"]["progress"]["step"] == 1
+    again = run(train_app, "dflash", target=target_folder, out=tmp_path / "dflash",
+                heldout=tmp_path / "held", **given)  # fmt: skip
+    assert again.exit_code == 2 and "--resume" in again.output
 
 
 @pytest.mark.parametrize(
@@ -225,18 +154,6 @@ def test_lengths_beyond_the_targets_context_name_the_option(
     result = runner.invoke(data_app, ["generate", *places, "--make", "topic=2", *arguments])
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
-
-
-def test_a_fixed_length_takes_answers_that_loop_and_holds_none_out(
-    data, tmp_path, target_with_tokenizer, monkeypatch
-):
-    # Nothing is left of answers that all loop.
-    monkeypatch.setattr(answers.Split, "parts", lambda split: [])
-    places = ["--target", str(target_with_tokenizer), "--data", str(data), "--out"]
-    command = ["longspec-features", *places, str(tmp_path / "f"), "--length", "16"]
-    result = runner.invoke(data_app, command)
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "f" / "shard-16-00000" / "meta.json").is_file()
 
 
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):

@@ -94,7 +94,13 @@ def state(job: Job) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, {}) for kind in KINDS),
+        # One trainer does it; objectives differ in what they draw.
+        *((kind, {}) for kind in ("eagle3", "longspec", "gru by KL")),
+        *(
+            pytest.param(kind, {}, marks=pytest.mark.full)
+            for kind in KINDS
+            if kind not in ("eagle3", "longspec", "gru by KL")
+        ),
         ("jetspec", {"optimizer": "adamw", "short_block_size": 3, "short_block_share": 0.5}),
     ],
 )
@@ -118,7 +124,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
             assert torch.equal(tensor, states[1][part][name]), name
 
 
-@pytest.mark.parametrize("kind", ["dspark", "eagle3", "longspec", "tokenswift"])
+@pytest.mark.parametrize("kind", ["jetspec", "tokenswift"])
 def test_a_resumed_run_keeps_its_draft_vocabulary_when_the_data_has_grown(
     kind: str, make_job: MakeJob, tmp_path
 ) -> None:
@@ -157,7 +163,7 @@ def test_a_run_starts_from_the_weights_of_a_head(kind: str, make_job: MakeJob) -
         torch.testing.assert_close(given, tensor, rtol=0.01, atol=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["jetspec", "dspark", "eagle3"])
+@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
 def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None:
     first = make_job(kind, "first", total_steps=1)
     first.train()
@@ -173,11 +179,8 @@ def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None
         make_job(kind, "second", init_from=str(first.head)).train()
 
 
-@pytest.mark.parametrize("kind", ["dspark", "eagle3"])
-def test_a_run_is_not_resumed_with_features_of_other_layers(
-    kind: str, make_job: MakeJob, tmp_path
-) -> None:
-    job = make_job(kind, total_steps=1)
+def test_a_run_is_not_resumed_with_features_of_other_layers(make_job: MakeJob, tmp_path) -> None:
+    job = make_job("eagle3", total_steps=1)
     job.train()
     others = {"features": tmp_path / "f", "heldout": tmp_path / "h"}
     for name, folder in others.items():
@@ -277,10 +280,10 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "value"),
     [
-        *((kind, "optimizer", "sgd") for kind in KINDS),
+        ("jetspec", "optimizer", "sgd"),
         ("jetspec", "schedule", "step"),
         ("jetspec", "gradient_accumulation", 0),
-        *((kind, "loss", "kl") for kind in KINDS if kind != "dspark"),
+        ("eagle3", "loss", "kl"),
         ("jetspec", "total_steps", 0),
         ("jetspec", "learning_rate", 0.0),
         ("jetspec", "learning_rate", float("nan")),

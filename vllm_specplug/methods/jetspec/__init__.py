@@ -11,10 +11,7 @@ METHOD = Method(
     drafter="vllm_specplug.methods.block.drafter:BlockHeadDrafter",
     needs=BLOCK_NEEDS,
     recognises="vllm_specplug.methods.block.recognise:is_causal_block_head",
-    train_commands=(
-        "vllm_specplug.methods.block.train.options",
-        "vllm_specplug.methods.block.train.evaluate_cli",
-    ),
+    train_commands=("vllm_specplug.methods.block.train.options",),
     presets={"smollm2": {"model": "heads/smollm2-135m-jetspec", "num_speculative_tokens": 16}},
     is_default=True,
 )

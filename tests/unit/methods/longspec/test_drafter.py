@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.longspec_module import module_tree
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.dense_trees import tree_attention
@@ -18,9 +19,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
-from vllm_specplug.methods.longspec.train.evaluate import SequenceDrafter, TreePolicy
 from vllm_specplug.methods.longspec.train.features import KVSequence
-from vllm_specplug.train.vocabulary import DraftTables
 
 VOCAB, WINDOW, MAX_LEN = 20, 16, 128
 TARGET = SimpleNamespace(
@@ -146,12 +145,11 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
     trees = drafter.propose(requests_for(texts, budgets, widths))
     module, _ = load_longspec_head(head, TARGET)
-    draft = DraftTables(*tables(), torch.arange(VOCAB))
     for r, (tree, text) in enumerate(zip(trees, texts, strict=True)):
         tree.validate()
-        policy = TreePolicy(budgets[r], 4, widths[r])
-        alone = SequenceDrafter(module, text, draft)
-        expected = alone.draft(LENGTHS[r], policy)
+        expected = module_tree(
+            module, text, tables(), LENGTHS[r], budget=budgets[r], depth=4, width=widths[r]
+        )
         assert tree.token_ids.tolist() == expected.token_ids.tolist()
         assert tree.parent_indices.tolist() == expected.parent_indices.tolist()
         np.testing.assert_allclose(tree.scores, expected.scores, atol=2e-4)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
@@ -25,9 +24,11 @@ from vllm_specplug.methods.block.train.blocks import (
 )
 from vllm_specplug.methods.block.train.options import AnchorRecipe, BlockRecipe
 from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.vocabulary import DraftTables
 
 # Shapes are rounded so that the GEMM library reuses its compiled kernels.
 _ANCHOR_MULTIPLE, _CONTEXT_MULTIPLE = 8, 64
@@ -84,8 +85,19 @@ def draw_blocks(
     return pack_blocks(sequences, anchors, block_size, _CONTEXT_MULTIPLE, first_slot)
 
 
+def pack_heldout(
+    config: BlockHeadConfig, sequence: FeatureSequence, anchors: torch.Tensor, tables: DraftTables
+) -> BlockBatch:
+    """Returns the blocks of a held-out sequence on the device of `tables`."""
+    batch = pack_blocks(
+        [sequence], [anchors], config.block_size, _CONTEXT_MULTIPLE, config.first_slot
+    )
+    moved: BlockBatch = to_device(batch, tables.lm_head.device)
+    return moved
+
+
 @dataclass(frozen=True)
-class BlockObjective:
+class BlockObjective(ChainObjective):
     """Trains a block head by a `completed` recipe."""
 
     recipe: BlockRecipe
@@ -113,11 +125,19 @@ class BlockObjective:
         )
         hidden = trainer.forward(batch)
         labels = trainer.to_draft[batch.labels]
-        total = loss = trainer.distil(recipe, hidden, batch.teacher, labels, weights)
-        if recipe.regression_weight > 0:
-            distance = F.smooth_l1_loss(hidden.float(), batch.teacher.float(), reduction="none")
-            total = loss + recipe.regression_weight * (distance.mean(-1) * weights).sum()
-        return StepLoss(total, loss, int(batch.valid.sum()), len(batch.positions))
+        loss = trainer.distil(recipe, hidden, batch.teacher, labels, weights)
+        return StepLoss(loss, loss, int(batch.valid.sum()), len(batch.positions))
+
+    def drafts(
+        self,
+        head: BlockHead,
+        sequence: FeatureSequence,
+        anchors: torch.Tensor,
+        tables: DraftTables,
+    ) -> torch.Tensor:
+        batch = pack_heldout(head.config, sequence, anchors, tables)
+        hidden = self.forward(head, batch, tables.embed_tokens)
+        return tables.likeliest(hidden).view(len(anchors), -1)
 
 
 def compile_head(head: BlockHead) -> None:

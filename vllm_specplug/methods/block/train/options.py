@@ -11,7 +11,7 @@ from typer import Option
 
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
-from vllm_specplug.train.options import DistillationRecipe, FeatureRunOptions, Recipe
+from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,33 +30,16 @@ class AnchorRecipe(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockRun(FeatureRunOptions):
-    """Folders and shape of a block head's run.
-
-    A shape of 0 stands for that of the head in `init_from`, without one for 2 layers, the
-    target's MLP width, blocks of 8 slots, 8,192 draft tokens.
-    """
+class BlockRun(NewHeadOptions):
+    """Folders and shape of a block head's run."""
 
     causal: bool
     init_from: Annotated[
-        str,
-        Option(
-            help="Folder of a block head to start from, with the same shape or fewer layers or a "
-            "narrower MLP."
-        ),
+        str, Option(help="Folder of a JetSpec or DFlash head for this target to start from.")
     ] = ""
-    num_layers: Annotated[
-        int, Option(min=0, help="Draft layers; 0: 2, or those of --init-from.")
-    ] = 0
-    intermediate_size: Annotated[
-        int, Option(min=0, help="MLP width; 0: the target's, or that of --init-from.")
-    ] = 0
+    num_layers: Annotated[int, Option(min=1, help="Draft layers; not with --init-from.")] = 2
     block_size: Annotated[
         int, Option(min=0, help="Slots per block, with the anchor; 0: 8, or as in --init-from.")
-    ] = 0
-    draft_vocab_size: Annotated[
-        int,
-        Option(min=0, help="Most frequent answer tokens; 0: 8192, or the tokens of --init-from."),
     ] = 0
 
 
@@ -73,9 +56,6 @@ class BlockRecipe(AnchorRecipe, DistillationRecipe):
             show_default=False,
         ),
     ] = None
-    regression_weight: Annotated[
-        float, Option(min=0, help="Weight of a smooth-L1 loss to the final hidden state.")
-    ] = 0.0
     short_block_size: Annotated[
         int,
         Option(

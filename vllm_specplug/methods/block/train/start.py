@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Initialises a new block head with the target's layer shape and weights."""
+"""Block heads at the start of a training: new ones with the target's layer shape and weights, or
+those of another head."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
+from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.train.features import Features
+from vllm_specplug.train.run import Training
 from vllm_specplug.train.target import (
     TargetTables,
     TargetWeights,
@@ -49,24 +54,65 @@ def head_config_for(
         causal=causal,
         rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
-        # vLLM's own methods refuse a head with a smaller maximum length than the served one.
-        max_position_embeddings=int(target.get("max_position_embeddings") or 0),
+        max_position_embeddings=_longest(target),
     )
 
 
-def check_trainable(option: str, path: str | Path, head: BlockHead) -> None:
-    """Raises ValueError for heads that training and estimates do not support: slot j must predict
-    the token at j, and every layer must attend the whole context."""
-    if head.config.windows:
-        raise ValueError(
-            f"{option} = {str(path)!r} has sliding-window layers, legal: full attention in all "
-            "layers; such heads are served, and trained by their own trainers"
+def _longest(target: dict[str, Any]) -> int:
+    """Returns the maximum length that a head states. vLLM's own methods refuse a head with a
+    smaller one than the served one."""
+    return int(target.get("max_position_embeddings") or 0)
+
+
+def continued_block(
+    init_from: str,
+    head: BlockHead,
+    extras: BlockHeadExtras,
+    training: Training[Features],
+    *,
+    block_size: int,
+    **changes: Any,
+) -> tuple[BlockHead, torch.Tensor]:
+    """Returns the block of a head to start from, float32, and its draft vocabulary.
+
+    Args:
+        init_from: its folder.
+        head, extras: what the folder holds.
+        block_size: of the new head; 0: the given one's.
+        changes: other fields of its config that change no tensor.
+
+    Raises:
+        ValueError: for heads that cannot be trained, or not on these features.
+    """
+    config, layers = head.config, training.store.target_layer_ids
+    problems = {
+        f"reads target layers {list(config.target_layer_ids)}, the features hold {list(layers)}; "
+        "make features with its layers": config.target_layer_ids != layers,
+        "has sliding-window layers, which are not trained; choose another head": bool(
+            config.windows
+        ),
+        "ships its own LM head or embeddings, which are not trained; choose another head": (
+            extras.lm_head is not None or extras.embed_tokens is not None
+        ),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"--init-from {init_from!r} {problem}")
+    head = head.float()
+    if extras.mask_from_embedding:
+        row = training.tables.embed_tokens[config.mask_token_id]
+        head.mask_embedding.data.copy_(row.float())
+    trained = BlockHead(
+        replace(
+            config,
+            block_size=block_size or config.block_size,
+            mask_token_id=None,
+            max_position_embeddings=_longest(training.weights.config),
+            **changes,
         )
-    if head.config.sample_from_anchor:
-        raise ValueError(
-            f"{option} = {str(path)!r} samples from the anchor's slot, legal: a head whose slot j "
-            "predicts the token at j; such heads are served, and trained by their own trainers"
-        )
+    )
+    trained.load_state_dict(head.state_dict())
+    return trained, target_ids_or_all(extras.target_ids, config.vocab_size)
 
 
 @torch.no_grad()
@@ -140,22 +186,3 @@ def init_from_target(
     embed = tables.embed_tokens.float()
     direction = torch.randn(hidden, generator=generator)
     head.mask_embedding.copy_(embed.mean(0) + direction * embed.std())
-
-
-@torch.no_grad()
-def grow(head: BlockHead, smaller: BlockHead) -> None:
-    """Copies the weights of a head with the same shape, fewer layers or a narrower MLP.
-
-    At first the larger head drafts what the smaller one does: new parts add nothing to the residual
-    stream. They keep their input weights, so that they learn from the first step.
-    """
-    given, layers = smaller.state_dict(), smaller.config.num_hidden_layers
-    width = smaller.config.intermediate_size
-    for name, tensor in head.state_dict().items():
-        if name in given:
-            tensor[tuple(slice(0, size) for size in given[name].shape)] = given[name]
-    for index, layer in enumerate(head.layers):
-        layer.mlp.down_proj.weight[:, width if index < layers else 0 :] = 0
-        if index >= layers:
-            for parameter in layer.self_attn.o_proj.parameters():
-                parameter.zero_()

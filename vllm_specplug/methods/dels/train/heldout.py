@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out results of a local head: its cross-entropy, and its acceptance with a backbone."""
+"""The cross-entropy of a local head on held-out answers."""
 
 from __future__ import annotations
 
@@ -11,49 +11,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vllm_specplug.methods.block.train.evaluate_run import Evaluation
 from vllm_specplug.methods.dels.train.batch import pack_local
-from vllm_specplug.methods.dels.train.evaluate import Fusion, LocalTables, evaluate_local_chains
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.train.text import TextSequence
+from vllm_specplug.train.trainer import to_device
 from vllm_specplug.train.vocabulary import DraftTables
-from vllm_specplug.train.walk import AcceptanceReport, rounded
 
 
 @dataclass(frozen=True)
 class LocalReport:
-    """Cross-entropies in nats and, with a backbone, acceptance lengths by policy."""
+    """Mean cross-entropies in nats: of the head after it has read 1, 2, .. tokens, and of the
+    unigram prior, which reads none."""
 
     by_tokens_read: list[float]
     unigram: float
-    lengths: dict[str, float] | None
-
-    @classmethod
-    def measure(
-        cls,
-        head: LocalHead,
-        sequences: Sequence[TextSequence],
-        block_size: int,
-        tables: DraftTables,
-        prior: torch.Tensor,
-        evaluation: Evaluation | None,
-        weights: tuple[float, float],
-    ) -> LocalReport:
-        """Returns the report of a head; `weights` are alpha and beta of the fusion with the
-        backbone of `evaluation`."""
-        return cls(
-            heldout_losses(head, sequences, block_size, tables),
-            unigram_loss(prior, sequences, tables.target_ids),
-            None if evaluation is None else heldout_lengths(head, evaluation, prior, *weights),
-        )
 
     def facts(self) -> dict[str, Any]:
         """Returns the values for provenance.json."""
-        lengths = {} if self.lengths is None else {"mean_acceptance_length": rounded(self.lengths)}
         return {
             "cross_entropy_by_tokens_read": [round(value, 4) for value in self.by_tokens_read],
             "unigram_cross_entropy": round(self.unigram, 4),
-            **lengths,
         }
 
     def summary(self) -> str:
@@ -69,14 +46,14 @@ def heldout_losses(
     tables: DraftTables,
 ) -> list[float]:
     """Returns the mean cross-entropy in nats after reading 1, 2, ... tokens, over scored tokens."""
-    draft_ids = tables.draft_ids()
-    length = block_size - 1
-    total, count = torch.zeros(length), torch.zeros(length)
+    device = tables.lm_head.device
+    draft_ids = tables.draft_ids().to(device)
+    total, count = (torch.zeros(block_size - 1, device=device) for _ in range(2))
     for sequence in sequences:
         anchors = torch.arange(sequence.prompt_len, len(sequence.tokens) - 1)[::4]
         if not len(anchors):
             continue
-        batch = pack_local([sequence], [anchors], block_size)
+        batch = to_device(pack_local([sequence], [anchors], block_size), device)
         labels = draft_ids[batch.labels]
         known = batch.valid & (labels >= 0)
         ranks = head.ranks(batch.tokens, tables.embed_tokens)[0]
@@ -98,21 +75,3 @@ def unigram_loss(
     answers = torch.cat([s.tokens[s.prompt_len + 1 :] for s in sequences])
     losses = -scored[answers]
     return float(losses[losses.isfinite()].mean())
-
-
-def heldout_lengths(
-    head: LocalHead, evaluation: Evaluation, log_prior: torch.Tensor, alpha: float, beta: float
-) -> dict[str, float]:
-    """Returns the acceptance lengths of the backbone's chain and of the fused chain, with and
-    without the anchor as input."""
-    report = AcceptanceReport()
-    for name, fed in (("dels", False), ("dels, anchor fed", True)):
-        # A head with its own table has one row per token of the backbone.
-        tables = LocalTables.build(
-            head, evaluation.draft, log_prior, evaluation.draft.target_ids, fed
-        )
-        fusion = Fusion.of(tables, evaluation.depth, alpha, beta)
-        none = Fusion.of(tables, evaluation.depth, 0.0, 0.0)
-        fusions = {name: fusion} if fed else {"backbone": none, name: fusion}
-        evaluate_local_chains(tables, evaluation.drafted, fusions, report)
-    return report.lengths()

@@ -8,17 +8,20 @@ use the backbone. The head's output starts at zero.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from vllm_specplug.methods.dels.train.batch import LocalBatch, local_anchors, pack_local
+from vllm_specplug.methods.dels.train.heldout import LocalReport, heldout_losses, unigram_loss
 from vllm_specplug.methods.dels.train.options import LocalRecipe
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
 from vllm_specplug.train.text import TextSequence
 from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.vocabulary import DraftTables
 
 
 @dataclass(frozen=True)
@@ -29,11 +32,13 @@ class LocalObjective:
         block_size: including the anchor. A Markov head, which reads one token, uses 2: every pair
             of neighbours once.
         ranked: rows of the LM head in order of decreasing frequency, int64 [V'].
+        log_prior: log-frequency of every token, float32 [V], to compare with.
     """
 
     recipe: LocalRecipe
     block_size: int
     ranked: torch.Tensor
+    log_prior: torch.Tensor
 
     def step_vocabulary(self, step: int) -> torch.Tensor | None:
         """Returns the rows of the LM head to train in a step, int64 [vocab_per_step]; None for all.
@@ -89,3 +94,11 @@ class LocalObjective:
             teacher_lm_head=theirs if own else None,
         )
         return StepLoss(loss, loss, int(batch.valid.sum()), batch.tokens.numel())
+
+    def measure(
+        self, head: LocalHead, sequences: Sequence[TextSequence], tables: DraftTables
+    ) -> LocalReport:
+        return LocalReport(
+            heldout_losses(head, sequences, self.block_size, tables),
+            unigram_loss(self.log_prior, sequences, tables.target_ids),
+        )

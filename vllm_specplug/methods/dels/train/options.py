@@ -24,22 +24,16 @@ class LocalRun(RunOptions):
     """Folders and shape of a local head's run.
 
     `data` and `heldout` hold answers or features. With a `backbone` only the tokens it drafts are
-    scored in training, and its acceptance is measured where `heldout` holds features. The prior
-    of that measurement is counted on `data`.
+    scored.
     """
 
     data: Data
-    heldout: Annotated[
-        Path, Option(help="Held-out answers, or features, with which acceptance is measured.")
-    ]
+    heldout: Annotated[Path, Option(help="Held-out answers or features.")]
     save_every: int = 250
     kind: Annotated[str, Option(help="gru, or markov, which reads only one token.")] = "gru"
     backbone: Annotated[
         str,
-        Option(
-            help="Folder of the draft head to fuse with: only its tokens are scored, and "
-            "acceptance is measured with it."
-        ),
+        Option(help="Folder of the draft head to fuse with: only its tokens are scored."),
     ] = ""
     block_size: Annotated[
         int, Option(min=0, help="Tokens per block, anchor included; 0: the backbone's, or 16.")
@@ -68,8 +62,6 @@ class LocalRun(RunOptions):
     min_supervised: Annotated[
         int, Option(min=2, help="Answers with fewer tokens are left out.")
     ] = 32
-    eval_alpha: Annotated[float, Option(help="alpha of the measured fusion.")] = 0.3
-    eval_beta: Annotated[float, Option(help="beta of the measured fusion.")] = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +79,8 @@ class LocalRecipe(DistillationRecipe):
     loss: Annotated[
         str,
         Option(
-            help="sft: cross-entropy of the answer; forward_kl or reverse_kl to the target's "
-            "distribution, which needs features."
+            help="sft: cross-entropy of the answer; forward_kl to the target's distribution, which "
+            "needs features."
         ),
     ] = "sft"
     position_gamma: Annotated[

@@ -9,9 +9,7 @@ import torch
 
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
-from vllm_specplug.methods.block.train.evaluate_run import Evaluation
 from vllm_specplug.methods.dels.checkpoint import save_local_head
-from vllm_specplug.methods.dels.train.heldout import LocalReport
 from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dels.unigram import log_prior
@@ -56,13 +54,10 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     training = open_training(run, recipe, store, heldout)
     target, vocab_size = training.weights.config, training.vocab_size
     ids, block_size = torch.arange(vocab_size), run.block_size
-    evaluation = None
     if run.backbone:
         backbone, extras = load_block_head(run.backbone, target)
         ids = target_ids_or_all(extras.target_ids, vocab_size)
         block_size = block_size or backbone.config.block_size
-        if heldout.has_teacher:
-            evaluation = Evaluation(run.target, run.backbone, run.heldout, run.eval_sequences)
     block_size = block_size or 16
     if block_size < 2:
         raise ValueError(f"block_size = {block_size}, legal: an integer >= 2; raise it")
@@ -80,22 +75,13 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
         training=training,
         head=LocalHead(config),
         tables=tables,
-        objective=LocalObjective(recipe, trained, ranked),
+        objective=LocalObjective(recipe, trained, ranked, prior),
         shape={"block_size": trained, **_shape(config)},
         data={
             "kind": "features" if store.has_teacher else "answers",
             "answer_tokens": int(counts.sum()),
         },
         origin={"backbone": head_identity(run.backbone)} if run.backbone else {},
-        evaluate=lambda head, tables: LocalReport.measure(
-            head.cpu(),
-            training.held,
-            block_size,
-            tables.to("cpu"),
-            prior,
-            evaluation,
-            (run.eval_alpha, run.eval_beta),
-        ),
         save=lambda folder, head: save_local_head(folder, head, target_ids=target_ids),
     )
 

@@ -7,7 +7,7 @@ before the one that it predicts, the anchor first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,15 @@ from torch import nn
 
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.blocks import BlockBatch, run_blocks
-from vllm_specplug.methods.block.train.objective import draw_blocks
+from vllm_specplug.methods.block.train.objective import draw_blocks, pack_heldout
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.loss import markov_loss
 from vllm_specplug.methods.dspark_tree.train.options import DSparkRecipe
+from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.vocabulary import DraftTables
 
 
 class MarkovHead(nn.Module):
@@ -63,7 +66,7 @@ def tokens_before(batch: BlockBatch) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class DSparkObjective:
+class DSparkObjective(ChainObjective):
     """Trains a `DSparkModel`."""
 
     recipe: DSparkRecipe
@@ -118,3 +121,18 @@ class DSparkObjective:
             known = torch.where(labels >= 0, weights, 0.0)
             total = loss + recipe.confidence_weight * (errors * known).sum()
         return StepLoss(total, loss, int(batch.valid.sum()), len(batch.positions))
+
+    def drafts(
+        self,
+        model: DSparkModel,
+        sequence: FeatureSequence,
+        anchors: torch.Tensor,
+        tables: DraftTables,
+    ) -> torch.Tensor:
+        batch = pack_heldout(model.config, sequence, anchors, tables)
+        hidden, ranks, _ = self.forward(model, batch, tables.embed_tokens)
+        # A draft's scores are h W^T + e W_2^T.
+        markov = model.markov_head.markov_w2.weight.to(tables.lm_head.dtype)
+        joined = replace(tables, lm_head=torch.cat((tables.lm_head, markov), 1))
+        states = torch.cat((hidden, ranks.to(hidden.dtype)), 1)
+        return joined.likeliest(states).view(len(anchors), -1)

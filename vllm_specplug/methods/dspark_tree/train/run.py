@@ -9,25 +9,24 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.config import BlockHeadConfig
-from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.objective import compile_head
-from vllm_specplug.methods.block.train.start import head_config_for, init_from_target
+from vllm_specplug.methods.block.train.start import (
+    continued_block,
+    head_config_for,
+    init_from_target,
+)
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head, save_dspark_head
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
-from vllm_specplug.methods.dspark_tree.train.evaluate import evaluate_dspark
 from vllm_specplug.methods.dspark_tree.train.objective import DSparkModel, DSparkObjective
 from vllm_specplug.methods.dspark_tree.train.options import DSparkRecipe, DSparkRun
 from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
     HeadInTraining,
     Training,
-    data_facts,
     draft_ids,
     layer_scales,
     open_features,
-    started_from,
 )
 
 
@@ -77,9 +76,6 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
             "markov_rank": config.markov_rank,
             "confidence": config.confidence_size > 0,
         },
-        data=data_facts(store, ids),
-        origin=started_from(run.init_from),
-        evaluate=lambda model, tables: evaluate_dspark(model, training.held, tables),
         save=save,
     )
 
@@ -116,32 +112,14 @@ def _with_markov(run: DSparkRun, block: BlockHeadConfig, rank: int) -> DSparkCon
 def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkModel, torch.Tensor]:
     """Returns the model of the head in `run.init_from`, and its draft vocabulary."""
     head, extras, markov, _ = load_dspark_head(run.init_from, training.weights.config)
-    layers = training.store.target_layer_ids
-    problems = {
-        f"reads target layers {list(head.config.target_layer_ids)}, the features hold "
-        f"{list(layers)}; make features with its layers": head.config.target_layer_ids != layers,
-        "has sliding-window layers, which are not trained; choose another head": bool(
-            head.config.windows
-        ),
-        "ships its own LM head or embeddings, which are not trained; choose another head": (
-            extras.lm_head is not None or extras.embed_tokens is not None
-        ),
-    }
-    for problem, is_there in problems.items():
-        if is_there:
-            raise ValueError(f"--init-from {run.init_from!r} {problem}")
-    head = head.float().requires_grad_(True)
-    if extras.mask_from_embedding:
-        row = training.tables.embed_tokens[head.config.mask_token_id].float()
-        head.mask_embedding.data.copy_(row)
-    block = replace(head.config, causal=False, block_size=run.block_size, mask_token_id=None)
+    trained, ids = continued_block(
+        run.init_from, head, extras, training,
+        block_size=run.block_size, causal=False, sample_from_anchor=True,
+    )  # fmt: skip
     rank = run.markov_rank if markov is None else markov.config.rank
-    config = _with_markov(run, block, rank)
-    trained = BlockHead(config)
-    trained.load_state_dict(head.state_dict())
-    model = DSparkModel(config, trained)
+    model = DSparkModel(_with_markov(run, trained.config, rank), trained)
     if markov is not None:
         with torch.no_grad():
             model.markov_head.markov_w1.weight.copy_(markov.embed_tokens.weight)
             model.markov_head.markov_w2.weight.copy_(markov.low_rank_lm_head.weight)
-    return model, target_ids_or_all(extras.target_ids, config.vocab_size)
+    return model, ids

@@ -18,9 +18,11 @@ import torch
 from vllm_specplug.methods.eagle3_tree.head import Attend, Eagle3Head
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe
 from vllm_specplug.train.features import FeatureSequence
+from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.order import random_subset
 from vllm_specplug.train.target import TargetTables, TargetWeights
-from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.vocabulary import DraftTables
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _anchor_attention(
 
 
 @dataclass(frozen=True)
-class Eagle3Objective:
+class Eagle3Objective(ChainObjective):
     """Trains an EAGLE-3 head: `anchors_per_step` anchors of several sequences make a step; run k of
     an anchor has weight `step_decay` ** k."""
 
@@ -163,6 +165,17 @@ class Eagle3Objective:
         hidden, teacher = trainer.forward(batch).flatten(0, 1), batch.teacher.flatten(0, 1)
         loss = trainer.distil(recipe, hidden, teacher, labels.flatten(), weights.flatten())
         return StepLoss(loss, loss, int(inside.sum()), batch.tokens.numel())
+
+    def drafts(
+        self,
+        head: Eagle3Head,
+        sequence: FeatureSequence,
+        anchors: torch.Tensor,
+        tables: DraftTables,
+    ) -> torch.Tensor:
+        # An anchor's row is that of the position before it.
+        batch = to_device(pack([sequence], [anchors - 1], self.recipe.steps), tables.lm_head.device)
+        return tables.likeliest(self.forward(head, batch, tables.embed_tokens)).t()
 
 
 @torch.no_grad()

@@ -32,7 +32,6 @@ class Eagle3Run(NewHeadOptions):
             "--norm-output", help="EAGLE-3.1: feed states back after the final norm, not before."
         ),
     ] = False
-    eval_sequences: int = 24
 
 
 @dataclass(frozen=True, kw_only=True)

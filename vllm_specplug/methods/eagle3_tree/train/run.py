@@ -11,7 +11,6 @@ from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
-from vllm_specplug.methods.eagle3_tree.train.evaluate import evaluate_eagle3
 from vllm_specplug.methods.eagle3_tree.train.objective import (
     Eagle3Objective,
     init_eagle3_from_target,
@@ -19,15 +18,10 @@ from vllm_specplug.methods.eagle3_tree.train.objective import (
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe, Eagle3Run
 from vllm_specplug.train.run import (
     HeadInTraining,
-    data_facts,
     draft_ids,
     layer_scales,
     open_features,
-    started_from,
 )
-
-# Rounds per held-out answer; each costs a forward per level.
-EVAL_ROUNDS = 24
 
 
 def eagle3_config(
@@ -99,11 +93,6 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
             "target_layer_ids": list(layers),
             "norm_output": head.config.norm_output,
         },
-        data=data_facts(store, ids),
-        origin=started_from(run.init_from),
-        evaluate=lambda head, tables: evaluate_eagle3(
-            head, training.held, tables, max_rounds=EVAL_ROUNDS
-        ),
         save=lambda folder, head: save_eagle3_head(
             folder, head, target_ids=ids, lm_head=tables.lm_head if run.save_lm_head else None
         ),

@@ -19,11 +19,14 @@ from torch.utils.checkpoint import checkpoint
 from vllm_specplug.methods.longspec.head import LongSpecHead
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
-from vllm_specplug.train.level_trees import attention
+from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.vocabulary import DraftTables
 
 _ROW_MULTIPLE = 512
+# Drafts of a chain on held-out answers.
+CHAIN_DEPTH = 5
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,17 @@ def pack(
         torch.cat(rows),
         torch.cat(labels),
     )
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[..., S, Hq, Dh], [..., L, Hkv, Dh] twice -> [..., S, Hq, Dh]; causal without a mask."""
+    q, k, v = (x.transpose(-2, -3) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return out.transpose(-2, -3)
 
 
 def window_attention(
@@ -143,7 +157,7 @@ def run_packed(
 
 
 @dataclass(frozen=True)
-class LongSpecObjective:
+class LongSpecObjective(ChainObjective):
     """Trains a draft layer. `gradient_checkpointing` is for sequences whose activations do not fit
     in memory."""
 
@@ -172,6 +186,18 @@ class LongSpecObjective:
         weights = torch.full((count,), 1.0 / count, device=trainer.device)
         loss = trainer.distil(self.recipe, hidden, batch.hidden[rows], labels, weights)
         return StepLoss(loss, loss, supervised=count, slots=len(batch.tokens))
+
+    def drafts(
+        self, head: LongSpecHead, sequence: KVSequence, anchors: torch.Tensor, tables: DraftTables
+    ) -> torch.Tensor:
+        # A row at depth d whose target cache ends d + 1 positions earlier reads what serving reads.
+        found = []
+        for depth in range(CHAIN_DEPTH):
+            batch = to_device(pack([sequence], [depth + 1]), tables.lm_head.device)
+            states = run_packed(head, batch, tables.embed_tokens)
+            rows = (anchors + depth).clamp_max(len(sequence) - 1)
+            found.append(tables.likeliest(states[rows]))
+        return torch.stack(found, 1)
 
 
 @torch.no_grad()

@@ -22,7 +22,6 @@ class LongSpecRun(NewHeadOptions):
     window_size: Annotated[
         int, Option(help="Tokens that self-attention looks back; not with --init-from.")
     ] = 512
-    eval_sequences: int = 24
 
 
 @dataclass(frozen=True, kw_only=True)

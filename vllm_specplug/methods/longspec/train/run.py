@@ -9,7 +9,6 @@ from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head, save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig, check_window
 from vllm_specplug.methods.longspec.head import LongSpecHead
-from vllm_specplug.methods.longspec.train.evaluate import evaluate_longspec
 from vllm_specplug.methods.longspec.train.features import KVFeatureStore, OnlineKV
 from vllm_specplug.methods.longspec.train.objective import (
     LongSpecObjective,
@@ -18,10 +17,8 @@ from vllm_specplug.methods.longspec.train.objective import (
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.train.run import (
     HeadInTraining,
-    data_facts,
     draft_ids,
     open_features,
-    started_from,
 )
 
 
@@ -61,8 +58,5 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
             "draft_vocab_size": len(ids),
             "intermediate_size": head.config.intermediate_size,
         },
-        data=data_facts(training.store, ids),
-        origin=started_from(run.init_from),
-        evaluate=lambda head, tables: evaluate_longspec(head, training.held, tables),
         save=lambda folder, head: save_longspec_head(folder, head, target_ids=target_ids),
     )

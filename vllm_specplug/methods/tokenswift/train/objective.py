@@ -16,8 +16,9 @@ import torch
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe
 from vllm_specplug.train.features import Features, FeatureSequence
-from vllm_specplug.train.losses import head_loss
+from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.vocabulary import DraftTables
 
 
 def last_layer_columns(store: Features, num_layers: int, hidden_size: int) -> slice:
@@ -63,34 +64,6 @@ def new_heads(config: TokenSwiftConfig, final_norm: torch.Tensor) -> TokenSwiftH
     return heads
 
 
-def heads_loss(
-    outputs: torch.Tensor,
-    lm_head: torch.Tensor,
-    targets: torch.Tensor,
-    teachers: torch.Tensor,
-    loss: str = "sft",
-    compiled: bool = False,
-) -> torch.Tensor:
-    """Returns the sum of the heads' mean losses.
-
-    Args:
-        outputs: [num_heads, T, H].
-        lm_head: [V', H].
-        targets: draft ids int64 [num_heads, T]; -1 for tokens outside the draft vocabulary.
-        teachers: [num_heads, T, H], the target's final states, which only "forward_kl" reads.
-    """
-    weights = torch.full((targets.numel(),), 1.0 / targets.shape[1], device=outputs.device)
-    return head_loss(
-        outputs.flatten(0, 1).to(lm_head.dtype),
-        teachers.flatten(0, 1).to(lm_head.dtype),
-        lm_head,
-        targets.flatten(),
-        weights,
-        kind=loss,
-        compiled=compiled,
-    )
-
-
 @dataclass(frozen=True)
 class Positions:
     """hidden [T, H], each head's target tokens int64 [num_heads, T], and the target's final states
@@ -102,7 +75,7 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class TokenSwiftObjective:
+class TokenSwiftObjective(ChainObjective):
     """Trains `TokenSwiftHeads`; `columns` of the features' `aux` hold the last layer's output."""
 
     recipe: TokenSwiftRecipe
@@ -128,13 +101,22 @@ class TokenSwiftObjective:
         return heads(hidden)
 
     def loss(self, trainer: Trainer, batch: Positions) -> StepLoss:
-        loss = heads_loss(
-            trainer.forward(batch.hidden.float()),
-            trainer.tables.lm_head,
-            trainer.to_draft[batch.targets],
-            batch.teachers,
-            self.recipe.loss,
-            self.recipe.compile,
+        outputs, slots = trainer.forward(batch.hidden.float()), batch.targets.numel()
+        labels = trainer.to_draft[batch.targets].flatten()
+        # The sum of the heads' means.
+        weights = torch.full((slots,), len(batch.targets) / slots, device=trainer.device)
+        loss = trainer.distil(
+            self.recipe, outputs.flatten(0, 1), batch.teachers.flatten(0, 1), labels, weights
         )
-        slots = batch.targets.numel()
         return StepLoss(loss, loss.detach() / len(batch.targets), slots, slots)
+
+    def drafts(
+        self,
+        heads: TokenSwiftHeads,
+        sequence: FeatureSequence,
+        anchors: torch.Tensor,
+        tables: DraftTables,
+    ) -> torch.Tensor:
+        # Heads read the position before the anchor, the last one that was verified.
+        hidden = sequence.aux[anchors - 1][:, self.columns].to(tables.lm_head.device)
+        return tables.likeliest(heads(hidden.float())).t()

@@ -12,7 +12,7 @@ from typer import Option
 
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
-from vllm_specplug.train.options import FeatureRunOptions, Recipe
+from vllm_specplug.train.options import DistillationRecipe, FeatureRunOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,20 +29,18 @@ class TokenSwiftRun(FeatureRunOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSwiftRecipe(Recipe):
-    """Recipe of a run. Published: AdamW at 5e-3, weight decay 0.1."""
+class TokenSwiftRecipe(DistillationRecipe):
+    """Recipe of a run. Published: sft, AdamW at 5e-3, weight decay 0.1."""
 
     warmup_steps: int = 20
     total_steps: int = 1000
     decay_share: float = 0.4
     ema_decay: float = 0.98
     compile: bool = True
-    loss: Annotated[str, Option(help="forward_kl, or sft as published.")] = "forward_kl"
     tokens_per_step: Annotated[int, Option(min=1, help="Positions per step.")] = 1024
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_one_of("loss", ("forward_kl", "sft"))
         self.require_least(tokens_per_step=1)
 
 

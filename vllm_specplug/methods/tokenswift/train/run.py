@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, save_heads
-from vllm_specplug.methods.tokenswift.train.evaluate import evaluate_heads
 from vllm_specplug.methods.tokenswift.train.objective import (
     TokenSwiftObjective,
     last_layer_columns,
@@ -14,10 +13,8 @@ from vllm_specplug.methods.tokenswift.train.objective import (
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe, TokenSwiftRun
 from vllm_specplug.train.run import (
     HeadInTraining,
-    data_facts,
     draft_ids,
     open_features,
-    started_from,
 )
 
 
@@ -44,11 +41,6 @@ def start(run: TokenSwiftRun, recipe: TokenSwiftRecipe) -> HeadInTraining:
         tables=training.draft_tables(ids),
         objective=TokenSwiftObjective(recipe, columns),
         shape={"num_heads": run.num_heads, "draft_vocab_size": len(ids)},
-        data=data_facts(training.store, ids),
-        origin=started_from(""),
-        evaluate=lambda heads, tables: evaluate_heads(
-            heads, training.held, columns, final_norm, tables
-        ),
         save=lambda folder, heads: save_heads(
             folder, heads, target_ids=ids if len(ids) < vocab else None
         ),

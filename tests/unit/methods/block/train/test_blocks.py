@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -19,6 +18,7 @@ from vllm_specplug.methods.block.train.blocks import (
     thin_anchors,
 )
 from vllm_specplug.methods.block.train.start import head_config_for
+from vllm_specplug.methods.dspark_tree.train.objective import tokens_before
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights
 
@@ -52,16 +52,19 @@ def test_packed_blocks_equal_single_blocks(feature_folders, target_folder):
                 row += 1
 
 
-def test_slots_carry_the_tokens_and_teachers_of_their_positions(feature_folders):
-    store = FeatureStore(feature_folders[0])
-    sequence = store[2]
+@pytest.mark.parametrize("first_slot", [0, 1])
+def test_slots_carry_the_tokens_and_teachers_of_their_positions(feature_folders, first_slot):
+    """The first slot that drafts is the anchor's own in a DSpark head."""
+    sequence = FeatureStore(feature_folders[0])[2]
     last = len(sequence.tokens) - 2
-    batch = pack_blocks([sequence], [torch.tensor([10, last])], 5)
+    size = 4 + first_slot
+    batch = pack_blocks([sequence], [torch.tensor([10, last])], size, first_slot=first_slot)
     assert batch.anchor_tokens.tolist() == sequence.tokens[[10, last]].tolist()
-    assert batch.positions.tolist() == [*range(10, 15), *range(last, last + 5)]
+    assert batch.positions.tolist() == [*range(10, 10 + size), *range(last, last + size)]
     assert batch.labels[:4].tolist() == sequence.tokens[11:15].tolist()
     assert torch.equal(batch.teacher[:4], sequence.hidden[10:14])
     assert batch.valid.tolist() == [True] * 4 + [True, False, False, False]
+    assert tokens_before(batch)[:4].tolist() == sequence.tokens[10:14].tolist()
 
 
 def test_sampled_anchors_are_legal_spread_and_reproducible(feature_folders):
@@ -90,13 +93,6 @@ def test_thinning_keeps_order_and_small_sets():
 
 def _floats(batch):
     return replace(batch, aux=batch.aux.float())
-
-
-def test_a_head_is_made_for_contexts_as_long_as_its_target(target_folder):
-    """vLLM's own methods refuse one that is made for less than is served."""
-    head, _ = make_head(target_folder)
-    config = json.loads((target_folder / "config.json").read_text())
-    assert head.config.max_position_embeddings == config["max_position_embeddings"] > 0
 
 
 @torch.no_grad()

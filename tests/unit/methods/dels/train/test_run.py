@@ -57,9 +57,6 @@ def test_run_with_a_backbone_leaves_a_loadable_head(make_job, target_folder, sha
         assert ids is None  # the target's LM head scores every token
     assert facts["shape"]["block_size"] == block.config.block_size == 4
     assert facts["backbone"]["name"] == "head"
-    lengths = facts["heldout"]["mean_acceptance_length"]
-    assert set(lengths) == {"backbone", "dels", "dels, anchor fed"}
-    assert all(1.0 <= value <= 4.0 for value in lengths.values())
     assert len(facts["heldout"]["cross_entropy_by_tokens_read"]) == 3
     assert any("held-out" in line for line in job.lines)
 

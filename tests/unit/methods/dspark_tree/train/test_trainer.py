@@ -16,16 +16,13 @@ from tests.unit.methods.block import published
 from tests.unit.methods.block.published import tiny
 from tests.unit.methods.block.published_heads import PublishedHead
 from tests.unit.train.heads import Job
-from vllm_specplug.methods.block.train.blocks import pack_blocks
 from vllm_specplug.methods.dspark_tree.checkpoint import (
     load_dspark_head,
     save_dspark_head,
 )
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.loss import markov_loss
-from vllm_specplug.methods.dspark_tree.train.objective import tokens_before
 from vllm_specplug.registry import recognise_head
-from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights
 
 
@@ -55,19 +52,6 @@ def test_the_loss_is_the_published_one() -> None:
             torch.testing.assert_close(a.grad, b.grad, atol=1e-5, rtol=1e-4)
 
 
-def test_slots_predict_what_follows_and_read_what_precedes(
-    feature_folders: tuple[Path, Path],
-) -> None:
-    sequence = FeatureStore(feature_folders[0])[2]
-    last = len(sequence.tokens) - 2
-    batch = pack_blocks([sequence], [torch.tensor([10, last])], 4, first_slot=0)
-    assert batch.positions.tolist() == [*range(10, 14), *range(last, last + 4)]
-    assert batch.labels[:4].tolist() == sequence.tokens[11:15].tolist()
-    assert torch.equal(batch.teacher[:4], sequence.hidden[10:14])
-    assert batch.valid.tolist() == [True] * 4 + [True, False, False, False]
-    assert tokens_before(batch)[:4].tolist() == sequence.tokens[10:14].tolist()
-
-
 def test_the_head_has_the_published_layout(make_job: Callable[..., Job], tmp_path: Path) -> None:
     job = make_job("dspark", total_steps=24)
     _, facts = job.train()
@@ -81,7 +65,7 @@ def test_the_head_has_the_published_layout(make_job: Callable[..., Job], tmp_pat
     assert confidence.weight.abs().max() > 0 and confidence.of_token.std() > 0
     assert markov.low_rank_lm_head.weight.abs().max() > 0
     assert len(set(extras.target_ids.tolist())) == 48
-    assert facts["heldout"]["mean_acceptance_length"]["best_first/8"] >= 1.0
+    assert len(facts["heldout"]["slot_accuracy"]) == 4
     # The trained mask and the map of a reduced vocabulary are this project's additions.
     theirs = PublishedHead(tmp_path / "published", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
     names = {name.replace("layers.1.", "layers.0.") for name in theirs.tensors}

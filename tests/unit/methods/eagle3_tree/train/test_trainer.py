@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.unit.methods.eagle3_tree.published import SMALL
-from tests.unit.methods.eagle3_tree.world import LENGTHS, World
+from tests.unit.methods.eagle3_tree.world import World
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
-from vllm_specplug.methods.eagle3_tree.train.evaluate import (
-    SequenceDrafter,
-    evaluate_eagle3,
+from vllm_specplug.methods.eagle3_tree.train.objective import (
+    Eagle3Objective,
+    pack,
+    run_anchors,
 )
-from vllm_specplug.methods.eagle3_tree.train.objective import pack, run_anchors
+from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe
 from vllm_specplug.train.features import FeatureSequence
-from vllm_specplug.train.level_trees import TreePolicy
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -62,36 +62,21 @@ def test_runs_of_an_anchor_are_drafts_along_the_answer(layout: str, tmp_path: Pa
             column += 1
 
 
-def test_simulated_trees_are_those_that_serving_drafts(tmp_path: Path) -> None:
+def test_heldout_chains_are_the_runs_of_their_anchors(tmp_path: Path) -> None:
     world = World(tmp_path)
-    world.commit_all()
-    served = world.drafter.propose(world.requests([16] * 4, [8] * 4))
     head, _ = load_eagle3_head(tmp_path, SMALL)
-    for r, n in enumerate(LENGTHS):
-        drafter = SequenceDrafter(head, sequence_of(world, r), tables_of(world))
-        tree = drafter.draft(n - 1, TreePolicy(16, depth=4))
-        assert tree.token_ids.tolist() == served[r].token_ids.tolist()
-        assert tree.parent_indices.tolist() == served[r].parent_indices.tolist()
-
-
-def test_acceptance_counts_what_the_answer_follows(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    sequence = sequence_of(world, 3)
-    head, _ = load_eagle3_head(tmp_path, SMALL)
-    whole = TreePolicy(4000, depth=2, width=12, expand_width=12)
-    report = evaluate_eagle3(head, [sequence], tables_of(world), {"whole": whole})
-    # A tree of the whole draft vocabulary accepts exactly the tokens that are in it.
-    known, tokens = set(world.ids.tolist()), sequence.tokens.tolist()
-    anchor, rounds, accepted = 1, 0, 0
-    while anchor + 1 < len(tokens):
-        count = 0
-        while (
-            count < 2 and anchor + 1 + count < len(tokens) and tokens[anchor + 1 + count] in known
-        ):
-            count += 1
-        anchor, rounds, accepted = anchor + count + 1, rounds + 1, accepted + count
-    counts = report.total["whole"]
-    assert (counts.rounds, counts.accepted) == (rounds, accepted)
+    tokens, anchors = world.tokens[3], torch.tensor([5, 20, len(world.tokens[3]) - 2])
+    objective = Eagle3Objective(Eagle3Recipe(steps=3))
+    with torch.no_grad():
+        drafts = objective.drafts(head, sequence_of(world, 3), anchors, tables_of(world))
+    found = set()
+    for anchor, chain in zip(anchors.tolist(), drafts.tolist(), strict=True):
+        for step, draft in enumerate(chain[: len(tokens) - 1 - anchor]):
+            branch = tokens[anchor + 1 : anchor + 1 + step].tolist()
+            state = world.reference.along(tokens[: anchor + 1], branch, world.aux[3], world.embed)
+            assert draft == int((world.lm_head @ state).argmax())
+            found.add(draft)
+    assert len(found) > 1
 
 
 @pytest.mark.parametrize("save_lm_head", [True, False])

@@ -11,26 +11,24 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.longspec_module import module_tree
 from vllm_specplug.methods.longspec.config import LongSpecConfig
 from vllm_specplug.methods.longspec.head import LongSpecHead
-from vllm_specplug.methods.longspec.train.evaluate import (
-    SequenceDrafter,
-    evaluate_longspec,
-)
 from vllm_specplug.methods.longspec.train.features import (
     KVFeatureStore,
     draw_offset,
     offset_positions,
 )
 from vllm_specplug.methods.longspec.train.objective import (
+    CHAIN_DEPTH,
     LongSpecObjective,
+    attention,
     pack,
     run_packed,
     stale_attention,
     window_attention,
 )
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
-from vllm_specplug.train.level_trees import TreePolicy, attention
 from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -176,50 +174,23 @@ def test_padding_changes_no_state_that_counts(store: KVFeatureStore) -> None:
     torch.testing.assert_close(actual[: len(expected)], expected)
 
 
-def test_drafting_a_chain_is_the_training_forward_at_each_staleness(store: KVFeatureStore) -> None:
+def test_heldout_chains_are_those_of_the_module(store: KVFeatureStore) -> None:
     """Depth d of a draft reads a cache that ends d + 1 positions before it."""
-    sequence, head = store[3], make_head(window=64).eval()
-    tables = random_tables()
-    anchor = 20
-    drafter = SequenceDrafter(head, sequence, tables)
-    tree = drafter.draft(anchor, TreePolicy(3, depth=3, width=1))
-    tokens = sequence.tokens.clone()
-    for depth, node in enumerate(range(3)):
+    head, tables = make_head(window=64).eval(), random_tables()
+    # Large values, so that one more or less of the cache changes the drafts.
+    sequence = replace(store[3], value=30 * store[3].value)
+    anchor, tokens = torch.tensor([20]), sequence.tokens.clone()
+    chain = module_tree(
+        head, sequence, (tables.embed_tokens, tables.lm_head), 20,
+        budget=CHAIN_DEPTH, depth=CHAIN_DEPTH, width=1,
+    ).token_ids.tolist()  # fmt: skip
+    objective = LongSpecObjective(LongSpecRecipe())
+    assert len(set(chain)) > 1
+    with torch.no_grad():
+        apart = objective.drafts(head, sequence, anchor, tables)[0].tolist()
         # The drafted chain stands in for the text; its cache entries are never read.
-        changed = replace(sequence, tokens=tokens, prompt_len=1)
-        batch = pack([changed], [depth + 1])
-        with torch.no_grad():
-            states = run_packed(head, batch, tables.embed_tokens)
-        logits = states[anchor + depth] @ tables.lm_head.t()
-        assert int(logits.argmax()) == int(tree.token_ids[node])
-        tokens[anchor + depth + 1] = tree.token_ids[node]
-
-
-def test_evaluation_accepts_what_a_perfect_drafter_knows(store: KVFeatureStore) -> None:
-    """A layer that always finds the successor is accepted to the full depth, any other is not."""
-    # A token is followed by itself plus one.
-    sequences = [
-        replace(s, tokens=(7 * s.prompt_len + torch.arange(len(s))) % (VOCAB - 2) + 2)
-        for s in (store[i] for i in range(3))
-    ]
-    table, lm_head = torch.randn(VOCAB, 32), torch.randn(VOCAB, 32)
-
-    class Successor(LongSpecHead):
-        def forward(self, embeds, positions, self_attend, cross_attend):  # type: ignore
-            super().forward(embeds, positions, self_attend, cross_attend)
-            token = torch.cdist(embeds, table).argmin(-1)
-            return 100.0 * torch.linalg.pinv(lm_head).t()[(token - 2 + 1) % (VOCAB - 2) + 2]
-
-    policies = {"chain": TreePolicy(4, depth=4, width=1), "tree": TreePolicy(8, depth=4)}
-    lengths = {}
-    for cls in (Successor, LongSpecHead):
-        head = cls(make_head().config).eval()
-        tables = DraftTables(table, lm_head, torch.arange(VOCAB))
-        report = evaluate_longspec(head, sequences, tables, policies)
-        lengths[cls] = report.lengths()
-        for name, counts in report.total.items():
-            by_source = [kinds[name] for kinds in report.by_source.values()]
-            assert sum(c.rounds for c in by_source) == counts.rounds > 0
-            assert sum(c.accepted for c in by_source) == counts.accepted
-    # The last round of a text has less than the full depth to accept.
-    assert lengths[Successor]["chain"] > 3.5 > 2.0 > lengths[LongSpecHead]["chain"]
+        tokens[21 : 21 + CHAIN_DEPTH] = torch.tensor(chain)
+        followed = objective.drafts(head, replace(sequence, tokens=tokens), anchor, tables)
+    assert followed[0].tolist() == chain
+    # Without the text's agreement only the first draft is that of the chain.
+    assert apart[0] == chain[0] and apart != chain
