@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.candidates import cases
-from vllm_specplug.tree import BUILDERS, ROOT, DraftTree
+from vllm_specplug.tree import ROOT, DraftTree
 
 
 def make_tree(token_ids, parent_indices, depths) -> DraftTree:
@@ -33,9 +33,9 @@ def test_chain_is_one_branch():
     assert np.array_equal(tree.ancestor_mask(), np.tril(np.ones((4, 4), bool)))
 
 
-@given(cases(), st.sampled_from(BUILDERS), st.integers(0, 45))
-def test_every_prefix_is_a_tree(case, builder, num_nodes):
-    tree = case.build(builder)
+@given(cases(), st.integers(0, 45))
+def test_every_prefix_is_a_tree(case, num_nodes):
+    tree = case.build()
     tree.child_of(ROOT, 0)  # what it remembers of children is not the prefix's
     shorter = tree.prefix(num_nodes)
     shorter.validate()
@@ -47,9 +47,9 @@ def test_every_prefix_is_a_tree(case, builder, num_nodes):
         assert shorter.child_of(parent, token) == (node if node < num_nodes else None)
 
 
-@given(cases(), st.sampled_from(BUILDERS))
-def test_the_mask_of_ancestors_equals_brute_force(case, builder):
-    tree = case.build(builder)
+@given(cases())
+def test_the_mask_of_ancestors_equals_brute_force(case):
+    tree = case.build()
     size = tree.num_nodes + 1
     expected = np.zeros((size, size), bool)
     for row in range(size):
@@ -60,9 +60,9 @@ def test_the_mask_of_ancestors_equals_brute_force(case, builder):
     assert np.array_equal(tree.ancestor_mask(), expected)
 
 
-@given(cases(), st.sampled_from(BUILDERS))
-def test_child_of_equals_linear_search(case, builder):
-    tree = case.build(builder)
+@given(cases())
+def test_child_of_equals_linear_search(case):
+    tree = case.build()
     for parent in range(-1, tree.num_nodes):
         for token in range(8):
             found = [
@@ -105,13 +105,12 @@ def test_validate_names_shape_and_dtype():
 
 @given(
     cases(),
-    st.sampled_from(BUILDERS),
     st.sampled_from(["token_ids", "parent_indices", "depths", "scores"]),
     st.integers(0, 40),
     st.sampled_from([-2, -1, 0, 1, 2, 6, 7, 8, 99, -0.5, 0.25, float("nan"), float("-inf")]),
 )
-def test_the_cheap_check_finds_what_the_other_one_names(case, builder, name, place, value):
-    tree = case.build(builder)
+def test_the_cheap_check_finds_what_the_other_one_names(case, name, place, value):
+    tree = case.build()
     assert tree.is_valid(7)
     tree.validate(7)
     columns = {n: getattr(tree, n).copy() for n in ("token_ids", "parent_indices", "depths")}

@@ -81,8 +81,8 @@ class HeadDrafter(Drafter):
         ids, scores = top_candidates(self.logits.flatten(0, 1), 4)
         ids, scores = (x.view(NUM_REQUESTS, DEPTH, 4).numpy() for x in (ids, scores))
         self.made = [
-            build_tree("best_first", ids[r], scores[r], requests.budgets[r], tree_width=4,
-                       tree_depth=DEPTH, hybrid_lambda=0.5)
+            build_tree(ids[r], scores[r], requests.budgets[r], tree_width=4,
+                       tree_depth=DEPTH)
             for r in range(len(requests))
         ]  # fmt: skip
         return self.made

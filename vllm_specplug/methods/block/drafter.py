@@ -149,7 +149,6 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
         return [
             build_tree(
-                "best_first",
                 ids[r],
                 logps[r],
                 budgets[r],

@@ -265,7 +265,6 @@ class TokenSwiftDrafter(Drafter):
             ids, logps = token_ids[r, :deepest], log_probs[r, :deepest]
             trees.append(
                 build_tree(
-                    "best_first",
                     ids,
                     logps,
                     requests.budgets[r],

@@ -65,14 +65,14 @@ def chain_policy(tables: DraftTables) -> Policy:
     return accepted
 
 
-def tree_policy(tables: DraftTables, builder: str, budget: int, width: int) -> Policy:
+def tree_policy(tables: DraftTables, budget: int, width: int) -> Policy:
     """Returns the policy of trees of `budget` nodes from the slots' distributions."""
 
     def accepted(rounds: Rounds) -> torch.Tensor:
         slots = rounds.slots.narrowed(width)
         ids, log_probs = tables.target_ids[slots.rows].numpy(), slots.log_probs.numpy()
         counts = [
-            len(matched_nodes(ids[r], log_probs[r], rounds.truth[r].tolist(), budget, builder))
+            len(matched_nodes(ids[r], log_probs[r], rounds.truth[r].tolist(), budget))
             for r in range(len(ids))
         ]
         return torch.tensor(counts)
@@ -85,14 +85,12 @@ def matched_nodes(
     log_probs: np.ndarray,
     truth: Sequence[int],
     budget: int,
-    builder: str = "best_first",
 ) -> list[int]:
     """Returns the indices of the tree nodes on the true path, from the root down.
 
     `token_ids` and `log_probs` are [D, W]; `truth` are the target's next tokens.
     """
     tree = build_tree(
-        builder,
         token_ids,
         log_probs,
         budget,
@@ -131,14 +129,13 @@ def evaluate_head(
     tables: DraftTables,
     *,
     budgets: Sequence[int] = (8, 16, 32),
-    builders: Sequence[str] = ("best_first",),
     width: int = 16,
 ) -> AcceptanceReport:
     """Returns the acceptance of chains and trees on the target's greedy answers."""
     drafted = list(draft_sequences(head, sequences, tables, width))
     report = AcceptanceReport()
     count_slots(drafted, tables, report)
-    add_policies(drafted, tables, budgets, builders, width, report)
+    add_policies(drafted, tables, budgets, width, report)
     return report
 
 
@@ -146,13 +143,10 @@ def add_policies(
     drafted: Sequence[DraftedSequence],
     tables: DraftTables,
     budgets: Sequence[int],
-    builders: Sequence[str],
     width: int,
     report: AcceptanceReport,
 ) -> None:
-    """Walks the chain ('chain') and the trees ('builder/budget') into `report`."""
+    """Walks the chain ('chain') and the trees ('best_first/budget') into `report`."""
     walk(drafted, "chain", chain_policy(tables), report)
-    for builder in builders:
-        for budget in budgets:
-            policy = tree_policy(tables, builder, budget, width)
-            walk(drafted, f"{builder}/{budget}", policy, report)
+    for budget in budgets:
+        walk(drafted, f"best_first/{budget}", tree_policy(tables, budget, width), report)

@@ -18,7 +18,6 @@ def evaluate(
         Path, typer.Option(help="Features of greedy answers, made with the head's layers.")
     ],
     budgets: Annotated[str, typer.Option(help="Tree sizes in nodes, root excluded.")] = "8,16,32",
-    builders: Annotated[str, typer.Option(help="Tree builders.")] = "best_first,accum_logp",
     tree_width: Annotated[int, typer.Option(min=1, help="Candidates per depth.")] = 7,
     local_head: Annotated[
         str, typer.Option(help="Local head to fuse with (DeLS): adds its chain and trees.")
@@ -53,7 +52,7 @@ def evaluate(
             )
         sizes = [common.parse_number(int, "budgets", b) for b in budgets.split(",")]
         run = Evaluation(target, head, features, candidates=candidates)
-        run.add_backbone(sizes, builders.split(","), tree_width)
+        run.add_backbone(sizes, tree_width)
         if local_head:
             tables = run.local_tables(local_head, unigram, anchor_input)
             alphas, betas = (

@@ -81,9 +81,9 @@ class Evaluation:
         count_slots(self.drafted, self.draft, self.report)
 
     @torch.no_grad()
-    def add_backbone(self, budgets: Sequence[int], builders: Sequence[str], width: int) -> None:
-        """Adds the backbone's chain ('chain') and trees ('builder/budget')."""
-        add_policies(self.drafted, self.draft, budgets, builders, width, self.report)
+    def add_backbone(self, budgets: Sequence[int], width: int) -> None:
+        """Adds the backbone's chain ('chain') and trees ('best_first/budget')."""
+        add_policies(self.drafted, self.draft, budgets, width, self.report)
 
     def local_tables(
         self, local_head: str | Path, unigram: str | Path, anchor_input: bool | None = None

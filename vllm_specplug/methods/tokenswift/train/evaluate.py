@@ -60,7 +60,6 @@ class SequenceDrafter:
         """Returns the tree after the token at index `anchor`."""
         row, first = anchor - self.start + policy.anchor, 0 if policy.anchor else 1
         return build_tree(
-            "best_first",
             self.token_ids[row, first:],
             self.log_probs[row, first:],
             policy.budget,

@@ -96,22 +96,6 @@ def test_smaller_best_first_trees_are_prefixes():
             assert matched_nodes(ids, logp, truth, budget) == [n for n in large if n < budget]
 
 
-def test_builders_other_than_best_first_are_evaluated(monkeypatch):
-    rank = {(3, 1): 0, (3, 2): 0}
-    report = run(
-        monkeypatch, [11, 12, 13], rank, budgets=(2, 8), builders=("best_first", "accum_logp")
-    )
-    assert set(report.lengths()) == {
-        "chain",
-        "best_first/2",
-        "best_first/8",
-        "accum_logp/2",
-        "accum_logp/8",
-    }
-    assert report.total["accum_logp/8"].accepted == 2
-    assert report.total["accum_logp/2"].accepted == 1  # siblings come before depth
-
-
 def test_nothing_drafted_is_length_one():
     assert Acceptance().mean_acceptance_length == 1.0
 

@@ -176,7 +176,7 @@ def test_no_weight_is_the_backbone_exactly(local):
     backbone, fused = AcceptanceReport(), AcceptanceReport()
     walk(sequences(), "chain", chain_policy(tables.draft), backbone)
     evaluate_local_chains(tables, sequences(), {"chain": none}, fused)
-    walk(sequences(), "tree", tree_policy(tables.draft, "best_first", 6, 4), backbone)
+    walk(sequences(), "tree", tree_policy(tables.draft, 6, 4), backbone)
     walk(sequences(), "tree", local_tree_policy(tables, none, 6, 4), fused)
     for name in ("chain", "tree"):
         assert backbone.total[name] == fused.total[name]
