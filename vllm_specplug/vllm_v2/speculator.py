@@ -143,11 +143,6 @@ class TreeSpeculator(BaseSpeculator):
             self.penalties.pop(req_id, None)
             self.trees.pop(req_id, None)
 
-    def flush_context(self) -> None:
-        """Writes the draft context of all committed tokens to the draft layers' pages."""
-        self.commit_buffer.flush()
-        self.proposer.drafter.flush_context()
-
     def tree_of(self, req_id: str) -> DraftTree | None:
         """Returns a running request's tree on the host; None if none was drafted."""
         return self.trees.get(req_id)

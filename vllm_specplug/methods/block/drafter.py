@@ -175,9 +175,7 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns `candidates` with ids of the draft vocabulary, and the final normed states of the
         slots that drafted them [R, depth, H]."""
-        if isinstance(requests, DeviceRequests):
-            self.backlog.flush()
-        else:
+        if not isinstance(requests, DeviceRequests):
             self.backlog.write(requests.req_ids)
         num_reqs = len(requests)
         # A bidirectional block needs all slots that it was trained with, and convolutions see where

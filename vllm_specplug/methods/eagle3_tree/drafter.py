@@ -112,9 +112,7 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         self.drafts_on_device = hasattr(cache, "tree_attention")
 
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
-        if isinstance(requests, DeviceRequests):
-            self.backlog.flush()
-        else:
+        if not isinstance(requests, DeviceRequests):
             self.backlog.write(requests.req_ids)
 
     @property

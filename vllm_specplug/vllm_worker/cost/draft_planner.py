@@ -353,7 +353,6 @@ class DraftPlanner:
             if is_pending or not self._has_forward:
                 # Work of steps without drafts. In this draft's time, it would make rare drafts look
                 # expensive.
-                drafter.flush_context()
                 drafter.materialize_context(requests)
                 start = self.clock.mark()
         elif not can_forward:

@@ -181,7 +181,7 @@ class _LateDrafter(ChainDrafter):
         super().__init__(**options)
         self.clock, self.caught_up = clock, 0
 
-    def flush_context(self) -> None:
+    def materialize_context(self, requests: DraftRequests) -> None:
         self.caught_up += 1
         self.clock[0] += 50.0
 
