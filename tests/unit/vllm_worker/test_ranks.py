@@ -55,8 +55,8 @@ def test_ranks_choose_one_kernel(tmp_path: Path) -> None:
 
 
 def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
-    """Neither a slower clock nor a calibration kept by one replica changes how many forwards run:
-    a forward that the other replica does not join never ends."""
+    """A slower clock does not change how many forwards run: a forward that the other replica does
+    not join never ends."""
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
