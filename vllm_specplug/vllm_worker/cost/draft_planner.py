@@ -362,7 +362,7 @@ class DraftPlanner:
         if has_forward or not (can_forward or skips_lookup):
             drafted = self._valid(drafter.propose(requests))
         trees = budget.trim(drafted)
-        if is_optional and not (skips_lookup or has_forward) and budget.saved_ms is not None:
+        if is_optional and not (skips_lookup or has_forward):
             budget.lookups.observe(budget.saved_ms, (time.perf_counter() - began) * 1e3)
         self.wanted = [
             most if is_fixed else min(tree.num_nodes, most)
