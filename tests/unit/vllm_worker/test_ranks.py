@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from tests.e2e.fork_server import run_forked
+from vllm_specplug.drafting.device_levels import unpacked_trees
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.ranks import _packed, _unpacked
+from vllm_specplug.vllm_worker.ranks import packed_on_host
 
 
 def _run_all(module: str, arguments: list[list[Any]], folder: Path) -> None:
@@ -106,10 +107,10 @@ def _tree(*token_ids: int) -> DraftTree:
 
 def test_a_message_keeps_every_bit_and_cuts_what_is_over_budget() -> None:
     trees = [_tree(7, 8, 9), DraftTree.empty(), _tree(2**31 - 1, 0, 1, 2), _tree(5, 6)]
-    message = _packed(trees, [4, 3, 2, 2])
+    message = packed_on_host(trees, [4, 3, 2, 2])
     # The size is known from the budgets: a receiver has its own, perhaps emptier, trees.
-    assert message.shape == _packed([DraftTree.empty()] * 4, [4, 3, 2, 2]).shape
-    for sent, got in zip(trees, _unpacked(message, 4), strict=True):
+    assert message.shape == packed_on_host([DraftTree.empty()] * 4, [4, 3, 2, 2]).shape
+    for sent, got in zip(trees, unpacked_trees(message), strict=True):
         got.validate()
         expected = sent.prefix(2) if sent is trees[2] else sent
         for name in ("token_ids", "parent_indices", "depths", "scores"):
