@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.tree.candidates import cases
+from tests.unit.tree.candidates import cases, paths_of
 from vllm_specplug.tree import ROOT, DraftTree
+
+COLUMNS = ["token_ids", "parent_indices", "depths", "scores"]
 
 
 def make_tree(token_ids, parent_indices, depths) -> DraftTree:
@@ -82,7 +84,7 @@ def test_child_of_equals_linear_search(case):
         ([1, 2], [ROOT, -2], [1, 1], "a parent must precede its child, but node 1 has -2"),
         ([1, 2], [ROOT, 0], [1, 1], "one deeper than its parent, but node 1 has 1"),
         ([1, 2], [ROOT, ROOT], [1, 2], "one deeper than its parent, but node 1 has 2"),
-        ([1, -1], [ROOT, 0], [1, 2], "token ids are not negative, but node 1 has -1"),
+        ([1, -1], [ROOT, 0], [1, 2], "tokens are not negative and below .*, but node 1 has -1"),
         ([4, 4], [ROOT, ROOT], [1, 1], "node 1 is a second child of node -1 with token 4"),
     ],
 )
@@ -105,23 +107,21 @@ def test_validate_names_shape_and_dtype():
 
 @given(
     cases(),
-    st.sampled_from(["token_ids", "parent_indices", "depths", "scores"]),
+    st.sampled_from(COLUMNS),
     st.integers(0, 40),
     st.sampled_from([-2, -1, 0, 1, 2, 6, 7, 8, 99, -0.5, 0.25, float("nan"), float("-inf")]),
 )
-def test_the_cheap_check_finds_what_the_other_one_names(case, name, place, value):
+def test_no_other_columns_than_those_of_a_tree_are_valid(case, name, place, value):
     tree = case.build()
     assert tree.is_valid(7)
-    tree.validate(7)
-    columns = {n: getattr(tree, n).copy() for n in ("token_ids", "parent_indices", "depths")}
-    columns["scores"] = tree.scores.copy()
+    columns = {column: getattr(tree, column).copy() for column in COLUMNS}
     if tree.num_nodes and (name == "scores" or value in range(-2, 100)):
         columns[name][place % tree.num_nodes] = value
     changed = DraftTree(**columns)
     try:
-        changed.validate(7)
-        is_valid = True
-    except ValueError:
+        paths_of(changed)
+        is_valid = all(0 <= token < 7 for token in changed.token_ids)
+    except AssertionError:
         is_valid = False
     assert changed.is_valid(7) == is_valid
 
@@ -129,7 +129,7 @@ def test_the_cheap_check_finds_what_the_other_one_names(case, name, place, value
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
-        (DraftTree.chain([1, 7]), "token ids are below 7, but node 1 has 7"),
+        (DraftTree.chain([1, 7]), "tokens are not negative and below 7, but node 1 has 7"),
         (DraftTree.chain([1, 2], [-0.5, -0.25]), "scores more than its parent, but node 1"),
         (DraftTree.chain([1], [0.5]), "scores more than its parent, but node 0"),
         (DraftTree.chain([1], [np.nan]), "scores more than its parent, but node 0 has nan"),
