@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.cost.step_clock import HostClock
+from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
@@ -48,7 +48,7 @@ class SleepingRunner:
         self.rows: list[int] = []
         self.state = RunnerView(self)
         self.planner: Any = SimpleNamespace(
-            is_adaptive=True, adaptive=None, clock=HostClock(),
+            is_adaptive=True, adaptive=None, clock=StepClock(),
             row_budget=SimpleNamespace(max_step_rows=64),
         )  # fmt: skip
         self.tree_backend = SimpleNamespace(warmup_rows=0)
