@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.budget.calibrations import ROWS, TIMES, calibration
-from tests.unit.budget.calls import count_calls
 from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, RowBudget, StepCostModel
 from vllm_specplug.tree import DraftTree
 
@@ -278,6 +279,24 @@ def test_requests_that_end_leave_nothing_behind() -> None:
         controller.trim([tree(0.5)] * 8)
         controller.forget(ids)
     assert len(controller.acceptance._offsets) <= 64
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    """Functions that `work` calls, Python's and built-in ones: its work, counted instead of
+    timed."""
+    calls = 0
+
+    def noted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(noted)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls
 
 
 def test_a_decision_takes_few_calls_for_each_request() -> None:

@@ -71,30 +71,6 @@ def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
     assert sorted(cache.values) == list(range(12))
 
 
-def test_requests_that_end_are_not_written_for() -> None:
-    cache = _Cache()
-    backlog = _idle(cache)
-    _step(backlog, ["a", "b"], [(0, 5), (20, 28)])
-    backlog.forget(["a"])
-    backlog.write(["a", "b"])
-    assert sorted(cache.values) == list(range(20, 28))
-    assert not backlog.is_incomplete("b")
-
-
-def test_a_prefix_that_is_met_again_is_written_once_for_all() -> None:
-    cache = _Cache()
-    backlog = _idle(cache)
-    backlog.begin("a", _slots(0, 0))
-    _step(backlog, ["a"], [(0, 8)])
-    backlog.begin("b", _slots(0, 4))
-    assert sorted(cache.values) == [0, 1, 2, 3] and backlog.num_deferred(["a"]) == [4]
-    backlog.forget(["a"])
-    # Of a request that ended, too.
-    backlog.begin("c", _slots(0, 8))
-    assert sorted(cache.values) == list(range(8)) and cache.writes == 2
-    assert not backlog.is_incomplete("b") and not backlog.is_incomplete("c")
-
-
 def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
     cache = _Cache()
     backlog = _idle(cache, rows=10)
@@ -109,12 +85,6 @@ def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
     backlog.forget(["c"])
     backlog.begin("c", _slots(20, 26))
     assert not backlog.is_incomplete("c")
-
-
-def test_slots_that_no_step_committed_hold_no_context() -> None:
-    backlog = _idle(_Cache())
-    backlog.begin("a", _slots(3, 5))
-    assert backlog.is_incomplete("a")
 
 
 def test_a_slot_belongs_to_its_last_token() -> None:

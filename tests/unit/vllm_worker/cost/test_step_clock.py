@@ -104,14 +104,6 @@ def test_later_only_every_fourth_step_is_timed_and_whole() -> None:
     assert whole[64:] == [3000.0] * len(whole[64:]) and len(whole) >= 64 + len(later)
 
 
-def test_a_pretended_device_notices_a_host_that_waits() -> None:
-    device = Device()
-    clock = DeviceClock(device.make_event)
-    start = clock.mark()
-    with pytest.raises(AssertionError, match="wait"):
-        start.elapsed_time(clock.mark())
-
-
 TREE = DraftTree.chain([1, 2, 3, 4], [-0.1, -0.2, -0.3, -0.4])
 
 
@@ -181,24 +173,3 @@ def test_a_step_may_be_looked_at_when_others_are_over() -> None:
             planner.observe([request], ["a"], walked, running)
     assert float(costs.verify_ms(5, 5, 500, has_trees=True)) == pytest.approx(200, rel=0.1)
     assert costs.rest_ms + costs.tree_rest_ms == pytest.approx(6.0, rel=0.1)
-
-
-def test_a_device_that_lags_teaches_nothing_and_stops_nothing() -> None:
-    device = Device()
-    planner = planner_of(clock=DeviceClock(device.make_event))
-    assert planner.adaptive is not None
-    before = float(planner.adaptive.costs.verify_ms(5, 5, 500))
-    device.catch_up = lambda behind=0: None  # type: ignore[method-assign]
-    _serve(planner, planner.clock, 50, device)
-    assert float(planner.adaptive.costs.verify_ms(5, 5, 500)) == before
-    assert planner.stats.predicted_actual == 100
-
-
-def test_the_host_knows_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    clock, times = StepClock(), []
-    start = clock.mark()
-    now[0] += 0.5
-    clock.measure(start, clock.mark(), times.append)
-    assert times == [500.0]
