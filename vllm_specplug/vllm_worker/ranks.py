@@ -155,7 +155,7 @@ def packed_on_host(trees: Sequence[DraftTree], budgets: Sequence[int]) -> np.nda
     for line, tree, budget in zip(packed, trees, budgets, strict=True):
         line[0] = n = min(tree.num_nodes, budget)
         scores = tree.scores.view(np.int32)
-        fields = (tree.token_ids, tree.parent_indices, tree.depths, scores)
+        fields: list[np.ndarray] = [tree.token_ids, tree.parent_indices, tree.depths, scores]
         for field, values in zip(line[1:].reshape(4, most), fields, strict=True):
             field[:n] = values[:n]
     return packed
