@@ -141,19 +141,6 @@ class DraftTree:
             object.__setattr__(self, "_children", children)
         return children.get((parent_index, token_id))
 
-    def ancestor_mask(self) -> npt.NDArray[np.bool_]:
-        """Returns [N+1, N+1]: whether row i attends column j. Index 0 is the root, n + 1 node n.
-
-        Every row attends only itself, its ancestors and the root.
-        """
-        size = self.num_nodes + 1
-        mask = np.zeros((size, size), dtype=np.bool_)
-        mask[0, 0] = True
-        for node, parent in enumerate(self.parent_indices.tolist()):
-            mask[node + 1] = mask[parent + 1]
-            mask[node + 1, node + 1] = True
-        return mask
-
     def fault(self, vocab_size: int = 1 << 62) -> str | None:
         """Returns the violated invariant of the class and the first node that violates it; None for
         a valid tree with tokens below `vocab_size`.

@@ -17,13 +17,12 @@ def make_tree(token_ids, parent_indices, depths) -> DraftTree:
     return DraftTree(*(np.array(c, t) for c, t in columns), np.zeros(len(token_ids), np.float32))
 
 
-def test_empty_tree_has_no_nodes_and_only_the_root_row():
+def test_empty_tree_has_no_nodes():
     tree = DraftTree.empty()
     tree.validate()
     assert tree.num_nodes == len(tree) == 0
     assert tree.max_depth == 0
     assert tree.child_of(ROOT, 0) is None
-    assert tree.ancestor_mask().tolist() == [[True]]
 
 
 def test_chain_is_one_branch():
@@ -32,7 +31,6 @@ def test_chain_is_one_branch():
     assert tree.parent_indices.tolist() == [ROOT, 0, 1]
     assert tree.depths.tolist() == [1, 2, 3]
     assert tree.scores.tolist() == [-0.5, -1.0, -2.5]
-    assert np.array_equal(tree.ancestor_mask(), np.tril(np.ones((4, 4), bool)))
 
 
 @given(cases(), st.integers(0, 45))
@@ -47,19 +45,6 @@ def test_every_prefix_is_a_tree(case, num_nodes):
     for node in range(tree.num_nodes):
         parent, token = int(tree.parent_indices[node]), int(tree.token_ids[node])
         assert shorter.child_of(parent, token) == (node if node < num_nodes else None)
-
-
-@given(cases())
-def test_the_mask_of_ancestors_equals_brute_force(case):
-    tree = case.build()
-    size = tree.num_nodes + 1
-    expected = np.zeros((size, size), bool)
-    for row in range(size):
-        expected[row, 0], column = True, row
-        while column != 0:
-            expected[row, column] = True
-            column = int(tree.parent_indices[column - 1]) + 1
-    assert np.array_equal(tree.ancestor_mask(), expected)
 
 
 @given(cases())
