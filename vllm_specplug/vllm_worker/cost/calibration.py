@@ -102,12 +102,19 @@ class Calibrator:
         self._calls = 1 if state.is_host else _DEVICE_CALLS
 
     def measure(self) -> Calibration:
-        """Returns times by rows, by context, and of the draft forward.
+        """Returns times by rows, by context, and of the draft forward, equal on all workers.
 
         Raises:
-            CalibrationError: on every worker, if a draft failed on any.
+            CalibrationError: on every worker, if a draft failed on any, or the creation of dummy
+                adapters.
             TargetForwardError: on every worker, if a forward of the target failed on any.
         """
+        with ExitStack() as stack:
+            # Adapters take memory, which one worker may lack.
+            self.run(lambda: stack.enter_context(self.state.dummy_adapters()))
+            return self._measure()
+
+    def _measure(self) -> Calibration:
         context = max(1, min(_SHORT_CONTEXT, self.state.max_model_len - 1))
         # The first forward of a process allocates memory, so its time does not count.
         self._run_target(lambda: self.state.dummy_forward(1, context))
@@ -304,21 +311,6 @@ class Calibrator:
             self._note("draft", rows, draft_ms)
 
 
-def calibrate(state: RunnerView, share: Share, any_failed: Agree = bool) -> Calibration:
-    """Returns the calibration of this runner, equal on all workers.
-
-    Raises:
-        CalibrationError: on every worker, if a draft failed on any, or the creation of dummy
-            adapters.
-        TargetForwardError: on every worker, if a forward of the target failed on any.
-    """
-    calibrator = Calibrator(state, share, any_failed)
-    with ExitStack() as stack:
-        # Adapters take memory, which one worker may lack.
-        calibrator.run(lambda: stack.enter_context(state.dummy_adapters()))
-        return calibrator.measure()
-
-
 def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
     """Measures step costs for an adaptive budget. Call it once the model is ready to serve.
 
@@ -331,7 +323,7 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         return
     start = time.perf_counter()
     try:
-        calibration = calibrate(state, first_worker_values, any_failed_worker)
+        calibration = Calibrator(state, first_worker_values, any_failed_worker).measure()
     except CalibrationError as error:
         logger.warning(
             "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "

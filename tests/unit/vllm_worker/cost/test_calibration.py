@@ -12,7 +12,7 @@ import torch
 
 from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
 from vllm_specplug.vllm_worker.cost import calibration as module
-from vllm_specplug.vllm_worker.cost.calibration import Calibrator, calibrate
+from vllm_specplug.vllm_worker.cost.calibration import Calibrator
 from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
@@ -49,9 +49,9 @@ def test_ranks_run_the_same_forwards_and_agree() -> None:
         return values
 
     first, second = SleepingRunner(), SleepingRunner(row_ms=0.4)
-    expected = calibrate(first.state, record)
+    expected = Calibrator(first.state, record).measure()
     replay = iter(script)
-    assert calibrate(second.state, lambda values: next(replay)) == expected
+    assert Calibrator(second.state, lambda values: next(replay)).measure() == expected
     assert second.rows == first.rows
 
 
