@@ -29,7 +29,7 @@ DEFAULT_CUDA_TREE_NODES = 15
 DEFAULT_TREE_WIDTH = 8
 
 REMOVED_OPTIONS = {
-    "tree_builder": "trees are built best-first; vllm_specplug.tree.build_tree has the others",
+    "tree_builder": "trees are built best-first",
     "hybrid_lambda": "trees are built best-first",
     "ngram_size": "n-grams of up to 4 tokens are looked up",
     "unigram_smoothing": "counts are smoothed by 1",

@@ -116,17 +116,11 @@ def plan_columns(
     row_start: Sequence[int],
     row_count: Sequence[int],
     context_lens: Sequence[int],
-    # int32 [5, >= R], zeroed; default: a new array [5, R]
-    out: npt.NDArray[np.int32] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """Returns `TreeAttnMetadata.plan` of R trees. Leaves columns of `out` after them unchanged."""
-    num_trees = len(row_count)
-    plan = np.empty((PLAN_ROWS, num_trees), dtype=np.int32) if out is None else out
-    if num_trees:
-        used = plan[:, :num_trees]
-        used[0], used[1], used[2], used[3] = req_indices, row_start, row_count, context_lens
-        used[4, 0] = 0
-        np.cumsum(used[2, :-1], out=used[4, 1:])
+    """Returns `TreeAttnMetadata.plan` of R trees."""
+    plan = np.zeros((PLAN_ROWS, len(row_count)), dtype=np.int32)
+    plan[:4] = req_indices, row_start, row_count, context_lens
+    np.cumsum(plan[2, :-1], out=plan[4, 1:])
     return plan
 
 

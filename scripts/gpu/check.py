@@ -256,7 +256,7 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
             n = int(counts[r])
             tree = DraftTree(tokens[r, :n], parents[r, :n], node_depths[r, :n], scores[r, :n])
             wanted = build_tree(
-                "best_first", ids[r].numpy(), log_probs[r].numpy(), int(budgets[r]),
+                ids[r].numpy(), log_probs[r].numpy(), int(budgets[r]),
                 tree_width=width, tree_depth=int(depths[r]),
             )  # fmt: skip
             assert n == wanted.num_nodes, (turn, r, n, wanted.num_nodes)

@@ -18,17 +18,16 @@ LONG = [3 + (7 * i * i + 3 * i) % 60 for i in range(101)]
 
 class Drafts:
     """What an engine's drafter drafts in every `every`th step while entered, by the tokens before
-    it, and how many tokens' keys and values it computed at once."""
+    it."""
 
     def __init__(self, llm: Any, every: int = 1) -> None:
         runner = core_of(llm).model_executor.driver_worker.worker.model_runner
         self.drafter, self.every = runner.drafter.drafter, every
         self.seen: dict[tuple[int, ...], list[int]] = {}
-        self.written: list[int] = []
 
     def __enter__(self) -> Drafts:
         drafter, steps = self.drafter, count()
-        self.stock = propose, write = drafter.propose, drafter.backlog._write
+        self.stock = propose = drafter.propose
 
         def draft(requests: Any) -> list[DraftTree]:
             if next(steps) % self.every:
@@ -38,15 +37,11 @@ class Drafts:
                 self.seen[tuple(tokens.tolist())] = tree.token_ids.tolist()
             return trees
 
-        def noted(outputs: Any, *columns: Any) -> None:
-            self.written.append(len(outputs))
-            write(outputs, *columns)
-
-        drafter.propose, drafter.backlog._write = draft, noted
+        drafter.propose = draft
         return self
 
     def __exit__(self, *args: Any) -> None:
-        self.drafter.propose, self.drafter.backlog._write = self.stock
+        self.drafter.propose = self.stock
 
 
 def own_engine(method: str, **engine: Any) -> Any:

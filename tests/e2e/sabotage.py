@@ -132,10 +132,10 @@ def _clock() -> None:
 
 def _jitter() -> None:
     """All ranks but the first read a clock that is up to 4 ms late."""
-    from vllm_specplug.vllm_worker.cost.step_clock import HostClock
+    from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 
-    late, mark = random.Random(0), HostClock.mark
-    HostClock.mark = lambda clock: mark(clock) + is_later_rank() * late.uniform(0, 4e-3)
+    late, mark = random.Random(0), StepClock.mark
+    StepClock.mark = lambda clock: mark(clock) + is_later_rank() * late.uniform(0, 4e-3)
 
 
 def _drafts() -> None:

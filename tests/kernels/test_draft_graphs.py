@@ -384,7 +384,6 @@ def test_contexts_of_every_number_of_rows(
         """What it returned, and the pages; they are as before then."""
         before = [cache.clone() for cache in drafts.caches]
         result = observe()
-        drafter.flush_context()
         # Without that of slots that are none.
         found = [cache[1:].clone() for cache in drafts.caches]
         for cache, old in zip(drafts.caches, before, strict=True):

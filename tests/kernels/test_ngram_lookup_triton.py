@@ -148,7 +148,7 @@ def test_merged_trees_are_those_of_the_host(has_head: bool, nodes: int, count: i
             ]
             own = []
             if has_head:
-                own = [build_tree("best_first", ids[r].numpy(), logps[r].numpy(), budget,
+                own = [build_tree(ids[r].numpy(), logps[r].numpy(), budget,
                                   tree_width=width, tree_depth=depth)]  # fmt: skip
             together.append(merge_trees([*own, *chains], budget))
             alone.append(merge_trees(chains, budget))

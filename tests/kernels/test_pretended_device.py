@@ -12,7 +12,6 @@ import torch
 from tests.pretended_device import DEVICE, LATE_EVENTS, DeviceError, PretendedDevice
 from vllm_specplug.kernels import pinned, to_device
 from vllm_specplug.vllm_v2.host_step import HostCopy
-from vllm_specplug.vllm_worker.cuda_kernels import StepLimits, TreeBuffers
 
 ROOM = 64
 
@@ -289,28 +288,6 @@ def test_copies_to_the_device_keep_their_memory(device: PretendedDevice) -> None
         kept.numpy()[:] = step
         to_device(kept, DEVICE)
     assert len(found(device)) == 1
-
-
-LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_steps_trees_reach_the_device_from_kept_buffers(
-    device: PretendedDevice, waits: bool
-) -> None:
-    buffers = TreeBuffers(LIMITS, DEVICE)
-    if not waits:
-        buffers.sent = None
-    table = torch.zeros(4, 8, dtype=torch.int32, device=DEVICE)
-    for rows in (3, 2):
-        chain = np.arange(-1, rows - 1, dtype=np.int32)
-        made = buffers.fill([0], [0], [7], [chain], table)
-    assert made.parent_rows.tolist() == [-1, 0]
-    races = found(device)
-    assert (races == []) == waits
-    assert all("cuda_kernels.py" in race for race in races)
-    # The plan and the parents.
-    assert waits or len({race.split(":")[0] + race.split("at")[1] for race in races}) == 2, races
 
 
 @pytest.mark.parametrize("waits", [True, False])

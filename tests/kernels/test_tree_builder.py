@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 def check(ids, log_probs, budgets, depths, width) -> None:
     """Compares with the Python builder."""
     expected = [
-        build_tree("best_first", *candidates, tree_width=width, tree_depth=depth)
+        build_tree(*candidates, tree_width=width, tree_depth=depth)
         for *candidates, depth in zip(ids, log_probs, budgets, depths, strict=True)
     ]
     tokens, parents, node_depths, scores, counts = build_best_first(

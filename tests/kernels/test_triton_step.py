@@ -122,7 +122,6 @@ def assert_same_trees(ids, log_probs, budgets, depths, width, num_nodes) -> None
     *fields, counts = built
     for r, (budget, depth) in enumerate(zip(budgets, depths, strict=True)):
         tree = build_tree(
-            "best_first",
             ids[r].numpy(),
             log_probs[r].numpy(),
             budget,

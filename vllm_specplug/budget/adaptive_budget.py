@@ -81,9 +81,8 @@ class Plan:
     # [R] depth of the draft forward; 0 for none
     depths: Ints
     lookup_nodes: Nodes
-    is_plain_trial: bool = False
     is_trial: bool = False
-    """Whether the step only measures a plain step, another size, or the nodes of a forward."""
+    """Whether the step only measures another size, or the nodes of a forward."""
     ratio: float = 1.0
     """Milliseconds of the step with its chosen trees relative to a plain one."""
 
@@ -122,9 +121,9 @@ class AdaptiveBudget:
         self._plain_plan: Plan | None = None
         # Expected tokens per millisecond of the last step with drafts, relative to a plain one.
         self._gain = 1.0
-        self.saved_ms: float | None = 0.0
-        """Milliseconds of plain steps that the last trimmed trees are expected to save; None for a
-        step that only measures."""
+        self.saved_ms = 0.0
+        """Milliseconds of plain steps that the best choice of the last trimmed trees is expected to
+        save."""
 
     # -- before drafting -------------------------------------------------------------------
 
@@ -138,18 +137,11 @@ class AdaptiveBudget:
         slots = self._slots_of(step.req_ids)
         nodes = self._nodes(lookups, slots)
         plan = self.planned = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
-        self.trials.earn()
         self.thresholds = None
-        if not self._still_holds_plain(step, nodes):
-            plan.is_plain_trial = plan.is_trial = self._starts_plain_trial(step)
-            if self.gate is not None and len(step.req_ids) and not plan.is_plain_trial:
-                self._plan_forwards(self.gate, plan)
+        holds = self._still_holds_plain(step, nodes)
+        if self.gate is not None and len(step.req_ids) and not holds:
+            self._plan_forwards(self.gate, plan)
         return plan.depths.tolist()
-
-    def _starts_plain_trial(self, step: NextStep) -> bool:
-        if any(step.fixed) or not len(step.req_ids):
-            return False
-        return self.trials.starts_plain(step.num_roots + step.other_rows, self._gain)
 
     def _plan_forwards(self, gate: DraftGate, plan: Plan) -> None:
         step = plan.step
@@ -237,7 +229,6 @@ class AdaptiveBudget:
         self.gate.skip(steps)
         self.lookups.advance(steps)
         self.fairness.step(plan.slots, plan.step.num_roots, 1.0, steps)
-        self.trials.earn(steps)
 
     @property
     def expects_drafts(self) -> bool:
@@ -287,9 +278,9 @@ class AdaptiveBudget:
                 nodes.of_requests(drafted),
                 plan.lookup_nodes.of_requests(drafted),
             )
-        self.saved_ms = None if plan.is_plain_trial else 0.0
+        self.saved_ms = 0.0
         kept = np.zeros(len(nodes.probabilities), np.bool_)
-        if not plan.is_plain_trial and (len(kept) or len(drafted)):
+        if len(kept) or len(drafted):
             plain_ms = float(self._step_ms(step, 0, 0)[0])
             kept, allocation = self._allocate(plan, nodes, plain_ms)
             plan.ratio = allocation.milliseconds / plain_ms
@@ -318,7 +309,7 @@ class AdaptiveBudget:
         self.saved_ms = plain_ms * (self._gain - 1.0)
         if not any(step.fixed):
             rows = step.num_roots + step.other_rows
-            allocation = self.trials.another_size(rows, best, allocate_at, step_ms)
+            allocation = self.trials.choose(rows, best, allocate_at, step_ms)
             plan.is_trial |= allocation is not best
         kept[free] = allocation.kept
         return kept, allocation

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +34,7 @@ def draft_rows(requests: npt.ArrayLike, depth: npt.ArrayLike, by_level: bool) ->
 
 @dataclass(frozen=True)
 class Calibration:
-    """Times measured on this machine before serving, as numbers that fit into JSON."""
+    """Times measured on this machine before serving."""
 
     rows: tuple[float, ...]
     """Numbers of rows of the measured forwards."""
@@ -52,40 +50,6 @@ class Calibration:
     draft_rows: tuple[float, ...]
     draft_ms: tuple[float, ...]
     """Draft forward of that many rows (function `draft_rows`)."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the fields by name."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
-        """Inverts `to_json`.
-
-        Raises:
-            ValueError: if a field is missing or is not a valid time.
-        """
-        try:
-            lists = {
-                name: tuple(float(value) for value in data[name])
-                for name in ("rows", "forward_ms", "logits_ms", "draft_rows", "draft_ms")
-            }
-            result = cls(
-                context_ms=float(data["context_ms"]),
-                attention_ms=float(data["attention_ms"]),
-                **lists,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"not a calibration: {error!r}") from error
-        pairs = (("rows", "forward_ms"), ("rows", "logits_ms"), ("draft_rows", "draft_ms"))
-        for rows, times in pairs:
-            a, b = lists[rows], lists[times]
-            ascending = all(x < y for x, y in zip(a, a[1:], strict=False))
-            if not a or len(a) != len(b) or not ascending or not all(0 < x < 1e9 for x in b):
-                raise ValueError(f"not a calibration: {times} by {rows} is {b} by {a}")
-        for name in ("context_ms", "attention_ms"):
-            if not 0 <= (ms := getattr(result, name)) < 1e6:
-                raise ValueError(f"not a calibration: {name} is {ms}")
-        return result
 
 
 class StepCostModel:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Schedules occasional steps that only measure the cost of a step of another size.
+"""Occasional steps that only measure the cost of a step of another size.
 
 Without them, a size that was once measured as too expensive would never be chosen again, and while
 drafts pay no step is plain, so nothing would show that plain decoding has become cheaper.
@@ -28,41 +28,24 @@ _ADVANCE = 1.5
 class CostTrials:
     """Decides which steps are trials.
 
-    Every step adds to a credit, measured in steps' worth of tokens. A trial pays its expected loss
-    from the credit.
+    Every step with drafts adds to a credit for plain steps and one for other sizes, measured in
+    steps' worth of tokens. A trial pays its expected loss from its credit.
     """
 
     def __init__(self, curve: CostCurve) -> None:
         self._curve = curve
-        self.plain_credit = self.size_credit = 0.0
+        # By whether a step is plain.
+        self._credits = {True: 0.0, False: 0.0}
 
-    def earn(self, steps: int = 1) -> None:
-        """Adds the credit of `steps` steps."""
-        self.plain_credit = min(self.plain_credit + steps * _PLAIN_SHARE, 1.0)
-        self.size_credit = min(self.size_credit + steps * _SIZE_SHARE, 1.0)
-
-    def starts_plain(self, rows: int, gain: float) -> bool:
-        """Returns whether this step is plain only to measure a plain step.
-
-        Args:
-            rows: rows of a plain step.
-            gain: expected tokens per millisecond with drafts, relative to a plain step.
-        """
-        loss = 1.0 - 1.0 / gain
-        limit = self.plain_credit + self._advance(rows)
-        if loss == 0.0 or not self._is_due(rows, plain=True) or loss > limit:
-            return False
-        self.plain_credit -= loss
-        return True
-
-    def another_size(
+    def choose(
         self,
         rows: int,
         best: Allocation,
         allocate_at: Callable[[Floats], Allocation],
         step_ms: Floats,
     ) -> Allocation:
-        """Returns the allocation of a neighbouring size if it is due for a trial, else `best`.
+        """Returns the allocation of a plain step, or of a size near the best one, if it is due for
+        a trial; else `best`.
 
         Args:
             rows: rows of a plain step.
@@ -72,23 +55,21 @@ class CostTrials:
         chosen = int(best.kept.sum())
         if not chosen:
             return best
-        for size in self._curve.sizes_near(rows + chosen):
+        for is_plain, share in ((True, _PLAIN_SHARE), (False, _SIZE_SHARE)):
+            self._credits[is_plain] = min(self._credits[is_plain] + share, 1.0)
+        for size in (rows, *self._curve.sizes_near(rows + chosen)):
             count = min(int(size) - rows, len(step_ms) - 1)
-            if count < 1 or count == chosen or not self._is_due(size):
+            is_plain = count == 0
+            has_changed = self._curve.is_surprising(size)
+            stale = _STALE_STEPS_IF_CHANGED if has_changed else _STALE_STEPS
+            is_due = self._curve.age(size, plain=is_plain) >= stale
+            if count < 0 or count == chosen or not is_due:
                 continue
             only = np.full(len(step_ms), IMPOSSIBLE_MS)
             only[count] = step_ms[count]
             other = allocate_at(only)
             loss = 1.0 - other.rate / best.rate
-            if loss <= self.size_credit + self._advance(size):
-                self.size_credit -= loss
+            if loss <= self._credits[is_plain] + _ADVANCE * has_changed:
+                self._credits[is_plain] -= loss
                 return other
         return best
-
-    def _is_due(self, rows: float, *, plain: bool = False) -> bool:
-        has_changed = self._curve.is_surprising(rows)
-        stale = _STALE_STEPS_IF_CHANGED if has_changed else _STALE_STEPS
-        return self._curve.age(rows, plain=plain) >= stale
-
-    def _advance(self, rows: float) -> float:
-        return _ADVANCE * self._curve.is_surprising(rows)

@@ -63,13 +63,6 @@ class DeferredContext:
     def materialize_context(self, requests: DraftRequests) -> None:
         """Does the deferred work of the requests that are now drafted for."""
 
-    def flush_context(self) -> None:
-        """Does the work that `observe` has postponed.
-
-        Called before the first draft after steps without one, so that the draft's time does not
-        include their work.
-        """
-
 
 class Lookup:
     """Trees that need no draft forward, for instance from n-grams."""
@@ -194,7 +187,7 @@ class GraphCapture:
 
     @property
     def observes_from_graphs(self) -> bool:
-        """Whether `observe` with `flush_context` may be captured on a device.
+        """Whether `observe` may be captured on a device.
 
         It may read only states, rows, positions and slots, must store nothing at slot -1, and its
         launches may depend only on the number of tokens.

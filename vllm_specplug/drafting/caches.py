@@ -61,6 +61,16 @@ class HostCache(DraftCache, Protocol):
             req_index: index of the request in the batch.
         """
 
+    def branch_attention(
+        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    ) -> BlockAttention:
+        """Returns the attention of tree rows over the first `context_lens` [R] slots and their own
+        branch.
+
+        The rows of a request are contiguous. The first is its root, the others have parents as in
+        `DraftTree.parent_indices`.
+        """
+
 
 class DeviceCache(DraftCache, Protocol):
     """A draft cache on devices that draft without the host (`Drafter.drafts_on_device`)."""
@@ -82,20 +92,6 @@ class DeviceCache(DraftCache, Protocol):
         Args:
             parent_rows: int32 [R, rows], the row of each row's parent within its request; -1 for
                 the first row, which is the root.
-        """
-
-
-class BranchCache(DraftCache, Protocol):
-    """A draft cache for trees that are built on the host."""
-
-    def branch_attention(
-        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
-    ) -> BlockAttention:
-        """Returns the attention of tree rows over the first `context_lens` [R] slots and their own
-        branch.
-
-        The rows of a request are contiguous. The first is its root, the others have parents as in
-        `DraftTree.parent_indices`.
         """
 
 

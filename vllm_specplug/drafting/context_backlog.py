@@ -18,9 +18,6 @@ if TYPE_CHECKING:
 # which the tokens were added. The last column holds the slots.
 WriteContext = Callable[..., None]
 
-# Maximum number of joined tokens. A row of a pass over 128 rows costs about half as much as a row
-# of a pass over 16 rows (a core with AVX-512).
-MAX_TOKENS = 128
 # Maximum number of deferred tokens in one pass.
 _MAX_PASS_TOKENS = 1024
 # Memory for deferred hidden states: 11,000 tokens of five layers of 576 numbers, 1,600 of 4,096.
@@ -32,36 +29,21 @@ _MIN_TIMED_TOKENS = 32
 class ContextBacklog:
     """Keeps the committed tokens that no draft has needed yet.
 
-    Tokens wait in two ways:
-
-    - Joined tokens: up to `max_tokens` decoded tokens are written in one pass.
-    - Deferred tokens: while `is_deferring` is set, tokens wait until their request is drafted for.
-      Most requests end before that, and their context is never computed. `deferred_bytes` limits
-      their memory. Tokens beyond the limit are joined.
+    While `is_deferring` is set, tokens wait until their request is drafted for. Most requests end
+    before that, and their context is never computed. `deferred_bytes` limits the memory of these
+    tokens. Tokens beyond the limit are written at once, as all tokens are otherwise.
 
     vLLM may share a block among several requests, so the backlog records for each cache slot
-    whether it holds the context of its token (`begin`).
-
-    Call `flush` before a page of a running request can get another owner. Otherwise joined tokens
-    would be written into the pages of another request or layer. Deferred tokens are written only
-    for running requests, to slots that they own.
+    whether it holds the context of its token (`begin`). Deferred tokens are written only for
+    running requests, to slots that they own.
 
     Args:
         write: computes and stores the context of some tokens.
-        max_tokens: number of joined tokens that starts a pass.
         deferred_bytes: memory for deferred tokens; 0 defers none.
     """
 
-    def __init__(
-        self,
-        write: WriteContext,
-        max_tokens: int = MAX_TOKENS,
-        deferred_bytes: int = 0,
-    ) -> None:
+    def __init__(self, write: WriteContext, deferred_bytes: int = 0) -> None:
         self._write = write
-        self._max_tokens = max_tokens
-        self._parts: list[tuple[torch.Tensor, ...]] = []
-        self._num_tokens = 0
         self._deferred = DeferredTokens(deferred_bytes) if deferred_bytes else None
         self._numbers: dict[str, int] = {}
         self._next_number = 0
@@ -70,23 +52,6 @@ class ContextBacklog:
         """Whether new tokens wait until their request is drafted for."""
         self.token_ms = 0.0
         """Milliseconds per written token; 0 until a pass has been timed."""
-
-    @classmethod
-    def on(
-        cls, device: torch.device, write: WriteContext, knows_slots: bool = True
-    ) -> ContextBacklog:
-        """Returns the backlog of a drafter on `device`.
-
-        Waiting saves time only on a CPU. Other devices are bound by launches, so no token waits
-        there.
-
-        Args:
-            knows_slots: whether the drafter knows the slots of its requests (`begin`). Otherwise
-                no token is deferred.
-        """
-        if device.type != "cpu":
-            return cls(write, 1)
-        return cls(write, MAX_TOKENS, DEFERRED_BYTES * knows_slots)
 
     @property
     def knows_slots(self) -> bool:
@@ -106,41 +71,18 @@ class ContextBacklog:
             req_ids: requests of the step.
             owners: int64 [M] indices into `req_ids`. With None no token is deferred.
         """
-        count = len(columns[0])
-        if not count:
+        if not len(columns[0]):
             return
         if self.is_deferring and owners is not None:
             assert self._deferred is not None
             numbers = np.array([self._number_of(req_id) for req_id in req_ids], np.int64)
             if self._deferred.put(columns, numbers[owners]):
                 return
-        self._parts.append(columns)
-        self._num_tokens += count
-        if self._num_tokens >= self._max_tokens:
-            self.flush()
-
-    def flush(self) -> None:
-        """Writes the context of all joined tokens."""
-        if not self._parts:
-            return
-        import torch
-
-        parts, self._parts, self._num_tokens = self._parts, [], 0
-        columns = parts[0]
-        with torch.inference_mode():
-            if len(parts) > 1:
-                columns = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-            self._write_timed(columns)
-        if self._deferred is not None:
-            self._deferred.written(columns[-1].numpy())
+        self._write_columns(columns)
 
     def set_deferred(self, is_deferring: bool) -> None:
         """Switches the deferral of new tokens on or off. Deferred tokens stay deferred."""
-        if self._deferred is None:
-            return
-        if is_deferring and not self.is_deferring:
-            self.flush()
-        self.is_deferring = is_deferring
+        self.is_deferring = is_deferring and self._deferred is not None
 
     # -- requests --------------------------------------------------------------------------
 
@@ -160,7 +102,6 @@ class ContextBacklog:
         self._number_of(req_id)
         if not len(slots):
             return
-        self.flush()
         rows, is_complete = self._deferred.lookup(slots)
         self._write_rows(rows)
         if not is_complete:
@@ -178,8 +119,7 @@ class ContextBacklog:
         return self._deferred.counts(numbers)
 
     def write(self, req_ids: Iterable[str]) -> None:
-        """Writes the context of all tokens of some requests. Call it before a draft for them."""
-        self.flush()
+        """Writes the deferred context of some requests. Call it before a draft for them."""
         if self._deferred is not None and self._deferred.num_tokens:
             numbers = [self._numbers[req_id] for req_id in req_ids if req_id in self._numbers]
             self._write_rows(self._deferred.rows_of(numbers))
@@ -190,7 +130,6 @@ class ContextBacklog:
         Their deferred tokens are kept while there is room, because another request may hit their
         blocks in the prefix cache.
         """
-        self.flush()
         if self._deferred is None:
             return
         gone = [self._numbers.pop(req_id) for req_id in req_ids if req_id in self._numbers]
@@ -206,20 +145,18 @@ class ContextBacklog:
         return number
 
     def _write_rows(self, rows: np.ndarray) -> None:
-        if not len(rows):
-            return
+        assert self._deferred is not None
+        for first in range(0, len(rows), _MAX_PASS_TOKENS):
+            self._write_columns(self._deferred.take(rows[first : first + _MAX_PASS_TOKENS]))
+
+    def _write_columns(self, columns: tuple[torch.Tensor, ...]) -> None:
         import torch
 
-        assert self._deferred is not None
-        with torch.inference_mode():
-            for first in range(0, len(rows), _MAX_PASS_TOKENS):
-                columns = self._deferred.take(rows[first : first + _MAX_PASS_TOKENS])
-                self._write_timed(columns)
-                self._deferred.written(columns[-1].numpy())
-
-    def _write_timed(self, columns: tuple[torch.Tensor, ...]) -> None:
         start = time.perf_counter()
-        self._write(*columns)
+        with torch.inference_mode():
+            self._write(*columns)
+        if self._deferred is not None:
+            self._deferred.written(columns[-1].numpy())
         count = len(columns[0])
         if count >= _MIN_TIMED_TOKENS:
             now = 1e3 * (time.perf_counter() - start) / count

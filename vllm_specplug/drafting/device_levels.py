@@ -202,12 +202,16 @@ def packed_trees(trees: DeviceTrees) -> torch.Tensor:
     return torch.cat([trees.counts[:, None], *fields, trees.scores.view(torch.int32)], dim=1)
 
 
+def unpacked_trees(packed: np.ndarray) -> list[DraftTree]:
+    """Inverts `packed_trees` on the host."""
+    counts = packed[:, 0]
+    if not counts.any():
+        return [DraftTree.empty()] * len(packed)
+    tokens, parents, depths, scores = np.split(packed[:, 1:], 4, axis=1)
+    floats = np.ascontiguousarray(scores).view(np.float32)
+    return DraftTree.split(tokens.astype(np.int64), parents, depths, floats, counts)
+
+
 def read_trees(trees: DeviceTrees) -> list[DraftTree]:
     """Copies the trees to the host, waits for the copy and returns them."""
-    packed = packed_trees(trees).cpu()
-    # [4, R, N]
-    arrays = packed[:, 1:].reshape(len(packed), 4, -1).transpose(0, 1).contiguous()
-    tokens, parents, depths, scores = arrays.numpy()
-    return DraftTree.split(
-        tokens.astype(np.int64), parents, depths, scores.view(np.float32), packed[:, 0].numpy()
-    )
+    return unpacked_trees(packed_trees(trees).cpu().numpy())

@@ -10,7 +10,11 @@ from typing import ClassVar, cast
 import torch
 
 from vllm_specplug.drafting.caches import DraftCache, HostCache
-from vllm_specplug.drafting.context_backlog import ContextBacklog, WriteContext
+from vllm_specplug.drafting.context_backlog import (
+    DEFERRED_BYTES,
+    ContextBacklog,
+    WriteContext,
+)
 from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.drafting.requests import DraftRequests
 
@@ -27,14 +31,16 @@ class LateContextDrafter(Drafter):
     def begin_backlog(self, device: torch.device, write: WriteContext) -> None:
         """Creates the backlog of committed tokens; `write` stores their context."""
         self._backlog_args = device, write
-        self.backlog = ContextBacklog.on(device, write)
+        self.backlog = ContextBacklog(write)
 
     def bind_cache(self, cache: DraftCache) -> None:
         super().bind_cache(cache)
-        # A new backlog, because slots of another cache mean nothing in this one. The cache decides
-        # about slots, not the device: a CPU may interpret a GPU's kernels, with the GPU's cache.
-        knows_slots = getattr(cache, "knows_slots", False)
-        self.backlog = ContextBacklog.on(*self._backlog_args, knows_slots=knows_slots)
+        # A new backlog, because slots of another cache mean nothing in this one. Deferral saves
+        # time only on a CPU: other devices are bound by launches. The cache decides about slots,
+        # not the device: a CPU may interpret a GPU's kernels, with the GPU's cache.
+        device, write = self._backlog_args
+        defers = device.type == "cpu" and getattr(cache, "knows_slots", False)
+        self.backlog = ContextBacklog(write, DEFERRED_BYTES if defers else 0)
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
         if self.backlog.knows_slots:
@@ -53,9 +59,6 @@ class LateContextDrafter(Drafter):
 
     def materialize_context(self, requests: DraftRequests) -> None:
         self.backlog.write(requests.for_forward()[1].req_ids)
-
-    def flush_context(self) -> None:
-        self.backlog.flush()
 
     def forget(self, req_ids: Iterable[str]) -> None:
         ended = list(req_ids)

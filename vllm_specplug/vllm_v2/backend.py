@@ -34,7 +34,7 @@ from vllm_specplug.vllm_attention.tree_rows import (
     put_rows,
     warmup_rows,
 )
-from vllm_specplug.vllm_worker.cost.step_clock import HostClock, StepClock
+from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup, target_layouts
 from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLayer, PagedDraftCache
 from vllm_specplug.vllm_worker.memory.window_cache import PagedTargetCache, WindowCache
@@ -157,7 +157,7 @@ class CpuTreeBackend(TreeBackend):
         self.plain_rows = plain_rows
 
     def step_clock(self) -> StepClock:
-        return HostClock()
+        return StepClock()
 
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(g.index, g.own_caches) for g in groups if g.own_caches]

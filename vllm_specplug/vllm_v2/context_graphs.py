@@ -51,7 +51,6 @@ class ContextGraphs(CudaGraphManager):
         if not states:
             return
         self._states = states
-        self._drafter.flush_context()
         self.columns[:, 2] = -1
 
         def forward_of(
@@ -70,7 +69,6 @@ class ContextGraphs(CudaGraphManager):
         desc = self.dispatch(1, count, None, num_active_loras=0, max_query_len=1)
         if desc.cg_mode != CUDAGraphMode.FULL:
             return False
-        self._drafter.flush_context()
         columns = committed.rows, committed.positions, committed.slots
         torch.stack(columns, dim=1, out=self.columns[:count])
         if count < desc.num_tokens:
@@ -85,4 +83,3 @@ class ContextGraphs(CudaGraphManager):
                 aux_hidden_states=self._states, rows=rows, positions=positions, slots=slots
             )
         )
-        self._drafter.flush_context()

@@ -102,8 +102,6 @@ class DraftGraphs(CudaGraphManager):
         drafter does not support it."""
         if not self._drafter.can_be_captured:
             return
-        # Otherwise every replay would write the pending context again.
-        self._drafter.flush_context()
 
         def forward_of(
             desc: BatchExecutionDescriptor, warmup: bool
@@ -137,7 +135,6 @@ class DraftGraphs(CudaGraphManager):
         )
         if desc.cg_mode != CUDAGraphMode.FULL or not self._drafter.enter_graph(requests):
             return None
-        self._drafter.flush_context()
         self._fill(requests, chosen, desc.num_tokens)
         self.run_fullgraph(desc)
         return DeviceTrees(*(tensor[: len(requests)] for tensor in vars(self.trees).values()))

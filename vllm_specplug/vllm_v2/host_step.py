@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.device_levels import packed_trees
+from vllm_specplug.drafting.device_levels import packed_trees, unpacked_trees
 from vllm_specplug.drafting.device_requests import DeviceTrees
 from vllm_specplug.tree import DraftTree, step_trees
 from vllm_specplug.tree.step_trees import Walk
@@ -214,11 +214,7 @@ class TreesCopy:
 
     def _split(self, first: int, end: int) -> list[DraftTree]:
         table = self.copy.read()[:, first:end]
-        if not table.size or not (counts := table[:, 0]).any():
-            return [DraftTree.empty()] * len(self._room)
-        tokens, parents, depths, scores = np.split(table[:, 1:], 4, axis=1)
-        floats = np.ascontiguousarray(scores).view(np.float32)
-        return DraftTree.split(tokens.astype(np.int64), parents, depths, floats, counts)
+        return unpacked_trees(table) if table.size else [DraftTree.empty()] * len(self._room)
 
     def branches(self, row: int) -> list[tuple[int, list[int]]]:
         """Returns the matched suffix length and the tokens of each branch of one request."""

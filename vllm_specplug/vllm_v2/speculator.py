@@ -143,11 +143,6 @@ class TreeSpeculator(BaseSpeculator):
             self.penalties.pop(req_id, None)
             self.trees.pop(req_id, None)
 
-    def flush_context(self) -> None:
-        """Writes the draft context of all committed tokens to the draft layers' pages."""
-        self.commit_buffer.flush()
-        self.proposer.drafter.flush_context()
-
     def tree_of(self, req_id: str) -> DraftTree | None:
         """Returns a running request's tree on the host; None if none was drafted."""
         return self.trees.get(req_id)
@@ -274,9 +269,9 @@ class TreeSpeculator(BaseSpeculator):
         record = record or self.step.record(self.planner.running)
         step = verified_step(input_batch, trees, walk, seq_lens)
         step_nodes = 0
-        adapters = record.adapters or (None,) * len(step.requests)
-        for r, adapter in zip(step.requests, adapters, strict=True):
-            if r.tree is not None and r.tree.num_nodes:
+        adapters = record.adapters or (None,) * len(step)
+        for r, adapter in zip(step, adapters, strict=True):
+            if r.tree.num_nodes:
                 self.stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
                 step_nodes += r.tree.num_nodes
         self.planner.observe(step, input_batch.req_ids, record.walked, record.running)

@@ -16,7 +16,7 @@ import torch
 
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import StepRows, Walk
-from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.step import StepRequest
 
 
 def step_rows(input_batch: Any, max_nodes: int) -> StepRows:
@@ -45,8 +45,8 @@ def verified_step(
     trees: Mapping[str, DraftTree],
     walk: Walk | None,
     seq_lens: torch.Tensor | np.ndarray | None = None,
-) -> TreeStep:
-    """Returns a step's trees, cut to what was scheduled, and their accepted paths.
+) -> list[StepRequest]:
+    """Returns a step's requests in batch order, with trees cut to what was scheduled.
 
     Args:
         trees: trees of running requests, by request.
@@ -75,7 +75,7 @@ def verified_step(
                 accepted_path=path,
             )
         )
-    return TreeStep(requests)
+    return requests
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tree kernels on CUDA and their buffers, which outlive a step.
-
-A step's metadata goes to the device in two small copies from pinned memory. The host must not
-rewrite that memory during a copy, so it waits for the last copies before it fills the buffers
-again. This wait is mostly empty: the device makes trees and their ancestor words itself, and a
-draft over pages, which fills buffers from the host, has already waited for the step's tokens.
-"""
+"""Tree kernels on CUDA: which of them serves, and the compilation of their variants."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from vllm_specplug.kernels import TreeAttnMetadata, pinned
-from vllm_specplug.kernels.cuda_contract import (
-    FULL_GRAPHS_VARIABLE,
-    PLAN_ROWS,
-)
+from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import (
     ChosenKernel,
     KernelShape,
@@ -31,7 +21,6 @@ from vllm_specplug.kernels.cuda_dispatch import (
     choose_cuda_kernel,
 )
 from vllm_specplug.kernels.features import PLAIN, AttnFeatures, FeatureKind
-from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views, warm_up_store, without_scales
 from vllm_specplug.vllm_attention.tree_rows import CacheViews
@@ -65,72 +54,6 @@ class StepLimits:
             num_rows=state.max_rows,
             tree_rows=state.vllm_config.speculative_config.num_speculative_tokens + 1,
             context=state.max_model_len,
-        )
-
-
-class TreeBuffers:
-    """Device buffers for the trees of one kind of call, and their pinned host buffers.
-
-    Addresses stay the same from step to step, so that a captured graph reads each step's trees.
-    """
-
-    def __init__(self, limits: StepLimits, device: torch.device) -> None:
-        rows = limits.num_rows
-        self.limits = limits
-        # The plan, followed by the first row of each tree, in one copy to the device.
-        size = (PLAN_ROWS + 1) * limits.num_requests + 1
-        self.plan_host = pinned(torch.zeros(size, dtype=torch.int32), device)
-        self.parents_host = pinned(torch.zeros(rows, dtype=torch.int32), device)
-        # Recorded behind the copies; the host waits for it before it rewrites pinned memory.
-        self.sent = torch.cuda.Event() if device.type == "cuda" else None
-        self.plan = torch.zeros_like(self.plan_host, device=device)
-        self.parents = torch.zeros_like(self.parents_host, device=device)
-        self.words = torch.zeros(
-            rows * -(-limits.tree_rows // 64), dtype=torch.int64, device=device
-        )
-
-    def fill(
-        self,
-        # each [R]
-        req_indices: Sequence[int],
-        row_starts: Sequence[int],
-        context_lens: Sequence[int],
-        # R arrays: row of each row's parent in its own tree, -1 for none
-        parents: Sequence[np.ndarray],
-        block_table: torch.Tensor,
-    ) -> TreeAttnMetadata:
-        """Writes R trees, at least one, to the buffers and returns their metadata."""
-        if self.sent is not None:
-            self.sent.synchronize()
-        counts = [len(p) for p in parents]
-        num_trees = len(counts)
-        size = PLAN_ROWS * num_trees
-        host = self.plan_host[: size + num_trees + 1].numpy()
-        values = host[:size].reshape(PLAN_ROWS, num_trees)
-        values[:] = 0
-        plan_columns(req_indices, row_starts, counts, context_lens, out=values)
-        total = sum(counts)
-        ends = np.cumsum([*row_starts[:1], *counts])
-        side_by_side = list(req_indices) == list(range(len(counts))) and (
-            list(row_starts) == ends[:-1].tolist()
-        )
-        if side_by_side:
-            host[size:-1], host[-1] = row_starts, ends[-1]
-        self.parents_host.numpy()[:total] = np.concatenate(parents)
-        self.plan[: len(host)].copy_(self.plan_host[: len(host)], non_blocking=True)
-        self.parents[:total].copy_(self.parents_host[:total], non_blocking=True)
-        if self.sent is not None:
-            self.sent.record()
-        max_rows = max(counts)
-        width = -(-max_rows // 64)
-        return TreeAttnMetadata(
-            plan=self.plan[:size].view(PLAN_ROWS, num_trees),
-            parent_rows=self.parents[:total],
-            block_table=block_table,
-            max_rows=max_rows,
-            max_context=max(context_lens),
-            mask_words=self.words[: total * width].view(total, width),
-            query_starts=self.plan[size : len(host)] if side_by_side else None,
         )
 
 
@@ -317,23 +240,17 @@ class CudaKernels:
         if not self.kernel.reads_words:
             return
         shapes = [(s, *shape) for s in self.samples for shape in self._warm_up_shapes(s)]
-        most_trees = max((trees for _, trees, _ in shapes), default=1)
-        most_rows = max((trees * rows for _, trees, rows in shapes), default=1)
-        few_trees = replace(self.limits, num_requests=most_trees, num_rows=most_rows)
-        buffers, tables = TreeBuffers(few_trees, self.device), blocks.repeat(most_trees, 1)
         for sample, trees, rows in shapes:
             features, head_dim = sample.features, sample.keys.shape[3]
             query = torch.zeros(
                 trees * rows, sample.num_heads, head_dim, dtype=self.dtype, device=self.device
             )
             asked = query if features.query_scales is None else query.to(sample.keys.dtype)
-            chains = [np.arange(-1, rows - 1, dtype=np.int32)] * trees
-            starts = range(0, trees * rows, rows)
             more = {} if features.is_plain else {"features": features}
             # Trees in adjacent rows, as in most steps, or apart, as beside prompt chunks. A context
             # bound of 0 gives an unsplit context, the limit a split one, as in a captured graph.
             for apart, context in itertools.product((False, True), (0, self.limits.context)):
-                metadata = buffers.fill(range(trees), starts, [0] * trees, chains, tables[:trees])
+                metadata = self._chains(trees, rows, blocks.repeat(trees, 1))
                 metadata.max_context = context
                 if apart:
                     metadata.query_starts = None
@@ -344,6 +261,22 @@ class CudaKernels:
                 )
                 # A failing variant must raise here.
                 synchronize()
+
+    def _chains(self, trees: int, rows: int, block_table: torch.Tensor) -> TreeAttnMetadata:
+        """Returns the metadata of `trees` chains of `rows` rows without a context."""
+        ints: dict[str, Any] = {"dtype": torch.int32, "device": self.device}
+        starts = torch.arange(0, trees * rows + 1, rows, **ints)
+        none, counts = torch.zeros(trees, **ints), torch.full((trees,), rows, **ints)
+        words = (trees * rows, -(-rows // 64))
+        return TreeAttnMetadata(
+            torch.stack([torch.arange(trees, **ints), starts[:-1], counts, none, starts[:-1]]),
+            block_table,
+            max_rows=rows,
+            max_context=0,
+            mask_words=torch.zeros(words, dtype=torch.int64, device=self.device),
+            parent_rows=torch.arange(-1, rows - 1, **ints).repeat(trees),
+            query_starts=starts,
+        )
 
     def _warm_up_shapes(self, sample: LayerSample) -> list[tuple[int, int]]:
         """Returns pairs (number of trees, rows of each) that together need every variant of tile

@@ -33,6 +33,7 @@ import torch
 from vllm.distributed import get_tp_group, get_world_group
 from vllm.logger import init_logger
 
+from vllm_specplug.drafting.device_levels import unpacked_trees
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
 
@@ -40,8 +41,6 @@ logger = init_logger("vllm.specplug.ranks")
 
 # Time that a failed worker waits for the others, which may still compile.
 PATIENCE = timedelta(minutes=3)
-# Fields of a node in a message: token id, parent, depth and the bits of its score.
-_FIELDS = 4
 
 
 def first_rank_values(values: list[float]) -> list[float]:
@@ -144,9 +143,22 @@ def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list
     group = get_tp_group()
     if group.world_size == 1 or not budgets:
         return list(trees)
-    message = _packed(trees, budgets)
-    received = _from_first(torch.from_numpy(message), group).numpy()
-    return _unpacked(received, len(budgets))
+    # Every rank knows the size, which depends only on the budgets.
+    packed = packed_on_host(trees, budgets)
+    return unpacked_trees(_from_first(torch.from_numpy(packed), group).numpy())
+
+
+def packed_on_host(trees: Sequence[DraftTree], budgets: Sequence[int]) -> np.ndarray:
+    """Returns the trees, cut to their budgets, as `packed_trees` of the largest budget does."""
+    most = max(budgets)
+    packed = np.zeros((len(trees), 1 + 4 * most), np.int32)
+    for line, tree, budget in zip(packed, trees, budgets, strict=True):
+        line[0] = n = min(tree.num_nodes, budget)
+        scores = tree.scores.view(np.int32)
+        fields: list[np.ndarray] = [tree.token_ids, tree.parent_indices, tree.depths, scores]
+        for field, values in zip(line[1:].reshape(4, most), fields, strict=True):
+            field[:n] = values[:n]
+    return packed
 
 
 def first_rank_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,31 +175,3 @@ def _from_first(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     if group.world_size > 1:
         torch.distributed.broadcast(tensor, src=group.ranks[0], group=group.cpu_group)
     return tensor
-
-
-def _packed(trees: Sequence[DraftTree], budgets: Sequence[int]) -> np.ndarray:
-    """Packs trees into int32 [R + 4 * sum(budgets)]: node counts, then the four fields of all
-    nodes. Every rank knows the size, which depends only on the budgets."""
-    most = sum(budgets)
-    message = np.zeros(len(budgets) + _FIELDS * most, np.int32)
-    trees = [tree.prefix(budget) for tree, budget in zip(trees, budgets, strict=True)]
-    message[: len(budgets)] = [tree.num_nodes for tree in trees]
-    fields = message[len(budgets) :].reshape(_FIELDS, most)
-    used = int(message[: len(budgets)].sum())
-    fields[0, :used] = np.concatenate([tree.token_ids for tree in trees])
-    fields[1, :used] = np.concatenate([tree.parent_indices for tree in trees])
-    fields[2, :used] = np.concatenate([tree.depths for tree in trees])
-    fields[3, :used] = np.concatenate([tree.scores for tree in trees]).view(np.int32)
-    return message
-
-
-def _unpacked(message: np.ndarray, num_trees: int) -> list[DraftTree]:
-    counts = message[:num_trees]
-    ends = np.cumsum(counts)
-    token_ids, parents, depths, scores = message[num_trees:].reshape(_FIELDS, -1)
-    tokens = token_ids.astype(np.int64)
-    score_values = scores.view(np.float32)
-    return [
-        DraftTree(tokens[a:b], parents[a:b], depths[a:b], score_values[a:b])
-        for a, b in zip((ends - counts).tolist(), ends.tolist(), strict=True)
-    ]

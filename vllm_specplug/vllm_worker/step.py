@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A verified step on the host: its requests, trees and accepted paths."""
+"""A request of a verified step on the host: its tree and its accepted path."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ class StepRequest:
     end_row: int
     num_computed: int
     """Committed tokens in the cache before this step; position of `first_row`."""
-    tree: DraftTree | None
-    """The tree to verify; None if the plugin did not draft the rows after the root."""
+    tree: DraftTree
+    """The verified tree, which may be empty."""
     accepted_path: list[int] = field(default_factory=list)
 
     @property
     def context_len(self) -> int:
         """Tokens before the root, which is also the root's position."""
         return self.num_computed + self.root_row - self.first_row
-
-
-@dataclass
-class TreeStep:
-    """All requests of one step, in batch order."""
-
-    requests: list[StepRequest]

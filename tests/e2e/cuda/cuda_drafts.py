@@ -18,6 +18,8 @@ from tests.e2e.oracle import OracleDrafter
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.kernels import TreeAttnMetadata, to_device
+from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import draft_level_by_level
@@ -140,10 +142,15 @@ def knowing_levels() -> Iterator[LevelDrafts]:
 
     def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
         rows = [np.concatenate(([-1], p + 1)).astype(np.int32) for p in parents]
-        starts = np.cumsum([0, *map(len, rows)])[:-1].tolist()
-        metadata = self.buffers.fill(
-            requests.req_indices, starts, contexts, rows, self.block_table()
-        )
+        counts = [len(parent_rows) for parent_rows in rows]
+        starts = np.cumsum([0, *counts])[:-1].tolist()
+        plan = plan_columns(requests.req_indices, starts, counts, contexts)
+        device = self.backend.device
+        metadata = TreeAttnMetadata(
+            to_device(plan, device), self.block_table(), max(counts), max(contexts),
+            torch.empty(sum(counts), -(-max(counts) // 64), dtype=torch.int64, device=device),
+            to_device(np.concatenate(rows), device),
+        )  # fmt: skip
         return self.attention_of(metadata)
 
     with (

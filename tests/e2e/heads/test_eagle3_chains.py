@@ -90,8 +90,6 @@ def test_drafts_after_steps_without_any() -> None:
     assert len(common) > 5, (len(common), len(seldom.seen))
     for known in common:
         assert always.seen[known] == seldom.seen[known], len(known)
-    # Tokens of several steps went together.
-    assert sum(1 for n in seldom.written if n > 2 * len(PROMPTS)) > 2, seldom.written
 
 
 def test_a_head_of_other_heads_than_the_targets() -> None:

@@ -90,10 +90,13 @@ def test_ranks_with_trees_of_their_own_would_be_noticed(heads: Path) -> None:
 def test_ranks_with_schedulers_of_their_own_stay_together(
     heads: Path, tmp_path: Path, ahead: bool
 ) -> None:
-    """As under torchrun: no rank's scheduler hears what the first rank's worker asks for."""
+    """As under torchrun: no rank's scheduler hears what the first rank's worker asks for, and the
+    second rank drafts other trees by a clock of its own."""
     spec = {"num_speculative_tokens": 12, "max_step_rows": 512, "method": "ngram_tree"}
     engine = {**tiny_engine(heads / "target"), "async_scheduling": ahead}
-    first, second = run_ranks({**engine, "speculative_config": spec}, CALLS, tmp_path, "jitter")
+    first, second = run_ranks(
+        {**engine, "speculative_config": spec}, CALLS, tmp_path, "jitter", "drafts"
+    )
     plain = _run(heads, None, ahead)
     for call in range(len(CALLS)):
         assert first.token_ids(call) == second.token_ids(call) == plain.token_ids(call)

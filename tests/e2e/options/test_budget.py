@@ -65,10 +65,10 @@ def verified_steps(made: Pair) -> Iterator[list[dict[str, tuple[int, int]]]]:
     steps: list[dict[str, tuple[int, int]]] = []
     original = planner.observe
 
-    def noted(step: Any, req_ids: list[str], *args: Any) -> None:
-        found = [(r.end_row - r.root_row, r.tree.num_nodes) for r in step.requests]
+    def noted(requests: Any, req_ids: list[str], *args: Any) -> None:
+        found = [(r.end_row - r.root_row, r.tree.num_nodes) for r in requests]
         steps.append(dict(zip(req_ids, found, strict=True)))
-        original(step, req_ids, *args)
+        original(requests, req_ids, *args)
 
     with patch.object(planner, "observe", noted):
         yield steps

@@ -75,9 +75,7 @@ def drafts(tenths: int) -> list[tuple[DraftTree, list[int | None]]]:
         claimed = shares**0.85
         claimed /= np.maximum(claimed.sum(axis=1, keepdims=True) / 0.95, 1.0)
         claimed = -np.sort(-claimed, axis=1)
-        tree = build_tree(
-            "best_first", tokens, np.log(claimed), NODES, tree_width=WIDTH, tree_depth=DEPTH
-        )
+        tree = build_tree(tokens, np.log(claimed), NODES, tree_width=WIDTH, tree_depth=DEPTH)
         ranks = (shares.cumsum(axis=1) < rng.random((DEPTH, 1))).sum(axis=1)
         truth = [10 * d + int(k) if k < WIDTH else None for d, k in enumerate(ranks)]
         found.append((tree, truth))

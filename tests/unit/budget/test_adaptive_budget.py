@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.budget.calibrations import ROWS, TIMES, calibration
-from tests.unit.budget.calls import count_calls
 from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, RowBudget, StepCostModel
 from vllm_specplug.tree import DraftTree
 
@@ -280,6 +281,24 @@ def test_requests_that_end_leave_nothing_behind() -> None:
     assert len(controller.acceptance._offsets) <= 64
 
 
+def count_calls(work: Callable[[], object]) -> int:
+    """Functions that `work` calls, Python's and built-in ones: its work, counted instead of
+    timed."""
+    calls = 0
+
+    def noted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(noted)
+    try:
+        work()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
 def test_a_decision_takes_few_calls_for_each_request() -> None:
     def calls(num_reqs: int) -> int:
         controller = budget()
@@ -299,16 +318,6 @@ def test_a_decision_takes_few_calls_for_each_request() -> None:
     few, many = calls(8), calls(64)
     # Nodes are never looked at one by one: a tree has ten.
     assert (many - few) / 56 < CALLS_PER_REQUEST, (few, many)
-
-
-@pytest.mark.parametrize(
-    "change", [{"rows": []}, {"forward_ms": [1, 2]}, {"draft_ms": ["x", 1]}, {"attention_ms": -1}]
-)
-def test_broken_calibrations_are_refused(change: dict) -> None:
-    good = calibration().to_json()
-    assert Calibration.from_json(good) == calibration()
-    with pytest.raises(ValueError, match="not a calibration"):
-        Calibration.from_json({**good, **change})
 
 
 def test_plain_steps_that_are_counted_at_once_are_counted_alike() -> None:
@@ -333,7 +342,6 @@ def test_plain_steps_that_are_counted_at_once_are_counted_alike() -> None:
     told._count_plain_steps()
     for name in ("_due", "_emitted"):
         np.testing.assert_allclose(getattr(asked.fairness, name), getattr(told.fairness, name))
-    assert asked.trials.plain_credit == pytest.approx(told.trials.plain_credit)
 
 
 def test_nobody_rests_for_a_request_that_ended() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.budget.calls import count_calls
 from vllm_specplug.budget.allocation import allocate
 
 
@@ -76,17 +75,3 @@ def test_no_subset_closed_under_ancestors_has_a_better_rate(step: tuple) -> None
     assert allocation.milliseconds == pytest.approx(expected_ms)
     best = _best_rate(probabilities, parents, curve, node_ms, base_tokens)
     assert allocation.rate == pytest.approx(best, rel=1e-9)
-
-
-def test_more_trees_take_no_more_calls() -> None:
-    """One sorting and one sum a round for all nodes together, however many there are."""
-
-    def calls(trees: int) -> int:
-        rng = np.random.default_rng(0)
-        probabilities = rng.random(trees * 16)
-        curve = 30.0 + 1.5 * np.arange(trees * 16 + 1)
-        node_ms = np.repeat(rng.random(trees), 16)
-        return count_calls(lambda: allocate(probabilities, curve, trees, node_ms))
-
-    # Rounds differ a little in number.
-    assert calls(64) <= 2 * calls(2)

@@ -51,7 +51,7 @@ def served(a: float, batch: int, steps: int = 250) -> float:
     ids = np.arange(DEPTH * WIDTH).reshape(DEPTH, WIDTH)
     log_probs = np.tile(np.log(ranks), (DEPTH, 1)).astype(np.float32)
     trees = [DraftTree.empty()]
-    trees += [build_tree("best_first", ids, log_probs, NODES, tree_width=WIDTH, tree_depth=d)
+    trees += [build_tree(ids, log_probs, NODES, tree_width=WIDTH, tree_depth=d)
               for d in range(1, DEPTH + 1)]  # fmt: skip
     costs = Calibration(
         ROWS, tuple(0.95 * np.array(FORWARD_MS)), tuple(0.05 * np.array(FORWARD_MS)),

@@ -225,7 +225,7 @@ def test_probes_leave_those_alone_that_owe_more_than_a_probe() -> None:
 def test_where_all_owe_the_cheapest_is_probed_and_its_debt_is_part_of_the_share() -> None:
     gate = _closed()
     debts = [40.0, 25.0, 60.0, 50.0]
-    spent, steps, paid = 0.0, 20000, set()
+    spent, steps, paid = 0.0, 8000, set()
     for step in range(steps):
         # In a service requests end, and those that take their place have debts of their own.
         owed = [debt * (i not in paid) for i, debt in enumerate(debts)]

@@ -87,7 +87,7 @@ def _served(monkeypatch: pytest.MonkeyPatch, pull: float) -> tuple[float, float]
         budget = AdaptiveBudget(StepCostModel(machine.calibration()), RowBudget(64, 4096), DEPTH)
         server = Server(budget, machine, seed=seed)
         plain = Server(0, machine, seed=seed)
-        ratios.append(server.serve(4, 120e3) / plain.serve(4, 120e3))
+        ratios.append(server.serve(4, 80e3) / plain.serve(4, 80e3))
         plain_ms = machine.verify_ms(4) + machine.rest_ms
         paces.extend(plain_ms * tokens / ms for ms, tokens in server.ended)
     return float(np.mean(ratios)), float(np.percentile(paces, 5))

@@ -6,58 +6,9 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 import torch
 
 from vllm_specplug.drafting.context_backlog import ContextBacklog
-
-Written = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-
-
-def _tokens(first: int, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    places = torch.arange(first, first + count)
-    return places[:, None].float(), places, 100 + places
-
-
-@pytest.fixture
-def written() -> Written:
-    return []
-
-
-@pytest.fixture
-def backlog(written: Written) -> ContextBacklog:
-    return ContextBacklog(lambda *columns: written.append(columns), max_tokens=10)
-
-
-def test_tokens_wait_and_are_written_together_in_their_order(
-    backlog: ContextBacklog, written: Written
-) -> None:
-    for first in (0, 4):
-        backlog.add(*_tokens(first, 4))
-    assert written == []
-    backlog.flush()
-    (columns,) = written
-    for found, expected in zip(columns, _tokens(0, 8), strict=True):
-        assert torch.equal(found, expected)
-    backlog.flush()
-    assert len(written) == 1, "nothing is written twice"
-
-
-def test_what_waits_is_bounded(backlog: ContextBacklog, written: Written) -> None:
-    for first in range(0, 60, 3):
-        backlog.add(*_tokens(first, 3))
-    assert [len(slots) for _, _, slots in written] == [12] * 5
-    backlog.add(*_tokens(0, 500))
-    assert len(written) == 6, "a prompt does not wait"
-
-
-def test_steps_without_tokens_leave_nothing(backlog: ContextBacklog, written: Written) -> None:
-    backlog.add(*_tokens(0, 0))
-    backlog.flush()
-    assert written == []
-
-
-# -- tokens that are put off -------------------------------------------------------------------
 
 
 def _step(
@@ -87,7 +38,7 @@ ROW_BYTES = 4 * 4 + 8
 
 
 def _idle(cache: _Cache, rows: int = 100) -> ContextBacklog:
-    backlog = ContextBacklog(cache.write, 4, rows * ROW_BYTES)
+    backlog = ContextBacklog(cache.write, rows * ROW_BYTES)
     backlog.set_deferred(True)
     return backlog
 
@@ -116,35 +67,8 @@ def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
     backlog.set_deferred(False)
     _step(backlog, ["a"], [(5, 12)])
     assert sorted(cache.values) == list(range(5, 12))
-    _step(backlog, ["a"], [(12, 13)])
-    backlog.set_deferred(True)
-    assert 12 in cache.values, "joined tokens are not put off later"
     backlog.write(["a"])
-    assert sorted(cache.values) == list(range(13))
-
-
-def test_requests_that_end_are_not_written_for() -> None:
-    cache = _Cache()
-    backlog = _idle(cache)
-    _step(backlog, ["a", "b"], [(0, 5), (20, 28)])
-    backlog.forget(["a"])
-    backlog.write(["a", "b"])
-    assert sorted(cache.values) == list(range(20, 28))
-    assert not backlog.is_incomplete("b")
-
-
-def test_a_prefix_that_is_met_again_is_written_once_for_all() -> None:
-    cache = _Cache()
-    backlog = _idle(cache)
-    backlog.begin("a", _slots(0, 0))
-    _step(backlog, ["a"], [(0, 8)])
-    backlog.begin("b", _slots(0, 4))
-    assert sorted(cache.values) == [0, 1, 2, 3] and backlog.num_deferred(["a"]) == [4]
-    backlog.forget(["a"])
-    # Of a request that ended, too.
-    backlog.begin("c", _slots(0, 8))
-    assert sorted(cache.values) == list(range(8)) and cache.writes == 2
-    assert not backlog.is_incomplete("b") and not backlog.is_incomplete("c")
+    assert sorted(cache.values) == list(range(12))
 
 
 def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
@@ -161,12 +85,6 @@ def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
     backlog.forget(["c"])
     backlog.begin("c", _slots(20, 26))
     assert not backlog.is_incomplete("c")
-
-
-def test_slots_that_no_step_committed_hold_no_context() -> None:
-    backlog = _idle(_Cache())
-    backlog.begin("a", _slots(3, 5))
-    assert backlog.is_incomplete("a")
 
 
 def test_a_slot_belongs_to_its_last_token() -> None:
@@ -203,6 +121,8 @@ def test_a_full_room_takes_nothing_from_running_requests() -> None:
 def test_tokens_of_unknown_requests_are_not_put_off() -> None:
     cache = _Cache()
     backlog = _idle(cache)
+    backlog.add(torch.zeros(0, 4), torch.arange(0))
+    assert not cache.writes, "steps without tokens leave nothing"
     backlog.add(torch.zeros(5, 4), torch.arange(5))
     assert len(cache.values) == 5
 

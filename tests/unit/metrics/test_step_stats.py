@@ -86,15 +86,3 @@ def test_nothing_to_tell_is_no_payload():
     assert stats.drain() is None
     stats.merge({})
     assert stats == StepStats()
-
-
-def test_misuse_is_caught():
-    stats = StepStats()
-    with pytest.raises(AssertionError):
-        stats.observe_plain("tired")
-    with pytest.raises(AssertionError):
-        stats.observe_ms("sleep", 1.0)
-    with pytest.raises(AssertionError, match=r"\(3, 2\)"):
-        stats.observe_draft(2, 3)
-    with pytest.raises(AssertionError, match="plain step"):
-        stats.observe_draft(0, 0)

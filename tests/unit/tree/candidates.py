@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies for the per-depth candidates that builders take."""
+"""Hypothesis strategies for the per-depth candidates of trees."""
 
 from __future__ import annotations
 
@@ -22,26 +22,15 @@ class Case:
     budget: int
     tree_width: int
     tree_depth: int
-    hybrid_lambda: float
 
-    def build(self, builder: str, **changes) -> DraftTree:
+    def build(self, budget: int | None = None) -> DraftTree:
         return build_tree(
-            builder,
             self.token_ids,
             self.log_probs,
-            changes.get("budget", self.budget),
+            self.budget if budget is None else budget,
             tree_width=self.tree_width,
             tree_depth=self.tree_depth,
-            hybrid_lambda=self.hybrid_lambda,
         )
-
-    @property
-    def depth(self) -> int:
-        return min(self.tree_depth, self.log_probs.shape[0])
-
-    @property
-    def width(self) -> int:
-        return min(self.tree_width, self.log_probs.shape[1])
 
 
 @st.composite
@@ -65,7 +54,6 @@ def cases(draw: st.DrawFn, max_depth: int = 5, max_k: int = 5, max_budget: int =
         budget=draw(st.integers(0, max_budget)),
         tree_width=draw(st.integers(1, max_k + 1)),
         tree_depth=draw(st.integers(1, max_depth + 1)),
-        hybrid_lambda=draw(st.sampled_from([0.0, 0.25, 2.0])),
     )
 
 
@@ -107,7 +95,6 @@ def hard_cases(draw: st.DrawFn, max_depth: int = 4, max_k: int = 4) -> Case:
         budget=draw(st.sampled_from([0, 1, 2, 7, 64, 1000])),
         tree_width=draw(st.sampled_from([1, 2, max_k, 100])),
         tree_depth=draw(st.sampled_from([0, 1, 2, 100])),
-        hybrid_lambda=draw(st.sampled_from([0.0, 0.25, 1e6])),
     )
 
 

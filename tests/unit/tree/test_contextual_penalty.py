@@ -32,20 +32,3 @@ def test_positive_logits_are_divided_and_others_multiplied() -> None:
     logits = torch.tensor([3.0, -3.0, 0.0, 3.0, -3.0])
     penalise(logits, torch.tensor([0, 1, 2]), 1.5)
     assert logits.tolist() == pytest.approx([2.0, -4.5, 0.0, 3.0, -3.0])
-
-
-def test_every_depth_of_a_draft_is_penalised_alike() -> None:
-    logits = torch.randn(4, 10)
-    expected = logits.clone()
-    for row in expected:
-        penalise(row, torch.tensor([1, 7]), 1.2)
-    penalise(logits, torch.tensor([1, 7]), 1.2)
-    assert torch.equal(logits, expected)
-
-
-def test_the_temperature_may_come_before_or_after() -> None:
-    logits, tokens = torch.randn(50), torch.arange(0, 50, 3)
-    before, after = logits / 0.7, logits.clone()
-    penalise(before, tokens, 1.3)
-    penalise(after, tokens, 1.3)
-    torch.testing.assert_close(before, after / 0.7)

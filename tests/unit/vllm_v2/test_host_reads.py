@@ -26,7 +26,7 @@ from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
-from vllm_specplug.vllm_worker.cost.step_clock import HostClock, StepClock
+from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
 # Operations of one step's trees, each of which is a launch on a GPU. Less is better; more needs a
@@ -85,7 +85,7 @@ class PretendedBackend(CudaTreeBackend):
         self.kernel = ChosenKernel("cute", lambda *args: None, "")
 
     def step_clock(self) -> StepClock:
-        return HostClock()
+        return StepClock()
 
 
 class _Stock:
@@ -115,7 +115,7 @@ def _runner(step: Step) -> Any:
     runner.speculator = SimpleNamespace(
         store=step.store, trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
     )
-    runner.planner = SimpleNamespace(clock=HostClock(), running=(None, None), is_skipping=False)
+    runner.planner = SimpleNamespace(clock=StepClock(), running=(None, None), is_skipping=False)
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
     runner.step = StepContext()
     sampler = SimpleNamespace(

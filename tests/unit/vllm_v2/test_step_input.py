@@ -53,7 +53,7 @@ def test_a_verified_step_is_what_was_scheduled_and_what_was_accepted() -> None:
     step = verified_step(batch, {"a": tree}, walk_trees(trees, samples, rows))
     found = [
         (r.first_row, r.root_row, r.end_row, r.context_len, r.tree.num_nodes, r.accepted_path)
-        for r in step.requests
+        for r in step
     ]
     # The tree had a node more than rows.
     assert found == [(0, 0, 4, 40, 3, [0, 2]), (4, 4, 5, 60, 0, []), (5, 5, 8, 80, 0, [])]
@@ -61,6 +61,6 @@ def test_a_verified_step_is_what_was_scheduled_and_what_was_accepted() -> None:
 
 def test_rows_before_a_root_are_no_drafts() -> None:
     batch = _batch([0, 6, 0])
-    request = verified_step(batch, {}, None).requests[1]
+    request = verified_step(batch, {}, None)[1]
     assert (request.first_row, request.root_row, request.end_row) == (4, 10, 11)
     assert (request.num_computed, request.context_len) == (54, 60)

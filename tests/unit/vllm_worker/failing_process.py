@@ -35,7 +35,6 @@ def fail(*args: Any, **kwargs: Any) -> Any:
 
 
 def main(rank: int, port: int, folder: str, where: str) -> None:
-    os.environ["SPECPLUG_CACHE"] = str(Path(folder) / f"cache{rank}")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(2, rank, "env://", rank, "gloo", TIMEOUT)

@@ -2,8 +2,7 @@
 """One replica of a mixture-of-experts target.
 
 Groups are vLLM's own, for two replicas of one worker each. A forward of such a target is a
-collective of both, for which a barrier stands here; the second replica's machine is slower, and
-only it finds an earlier calibration in its cache.
+collective of both, for which a barrier stands here; the second replica's machine is slower.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
 from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
-from vllm_specplug.vllm_worker.cost.calibration import calibrate, start_budget
+from vllm_specplug.vllm_worker.cost.calibration import start_budget
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -31,9 +30,6 @@ class Replica(SleepingRunner):
 
 
 def main(rank: int, port: int, folder: str) -> None:
-    os.environ["SPECPLUG_CACHE"] = str(Path(folder) / f"cache{rank}")
-    if rank == 1:
-        calibrate(SleepingRunner().state, lambda values: values, is_first_rank=True)
     os.environ.update(VLLM_DP_SIZE="2", VLLM_DP_RANK=str(rank), VLLM_DP_MASTER_PORT=str(port))
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(1, 0, "env://", 0, "gloo")

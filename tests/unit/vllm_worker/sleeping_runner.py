@@ -8,10 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig
 
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.cost.step_clock import HostClock
+from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
@@ -42,7 +41,6 @@ class SleepingRunner:
     max_model_len = 1024
     device = torch.device("cpu")
     lora_config = None
-    model_config = SimpleNamespace(use_mla=False)
     speculator = None
 
     def __init__(self, row_ms: float = 0.02) -> None:
@@ -50,7 +48,7 @@ class SleepingRunner:
         self.rows: list[int] = []
         self.state = RunnerView(self)
         self.planner: Any = SimpleNamespace(
-            is_adaptive=True, adaptive=None, clock=HostClock(),
+            is_adaptive=True, adaptive=None, clock=StepClock(),
             row_budget=SimpleNamespace(max_step_rows=64),
         )  # fmt: skip
         self.tree_backend = SimpleNamespace(warmup_rows=0)
@@ -62,23 +60,7 @@ class SleepingRunner:
             state_layers=StateLayers(),
         )
         self.scheduler_config = SimpleNamespace(max_num_seqs=16)
-        parallel = SimpleNamespace(world_size=1, tensor_parallel_size=1, data_parallel_size=1)
-        self.vllm_config = SimpleNamespace(
-            speculative_config=SimpleNamespace(
-                plugin_method="jetspec", head_path="head", num_speculative_tokens=8,
-                draft_depth=3, tree_width=4, tree_kernel="auto", draft_weights="auto",
-                target_products="auto", max_step_rows=None,
-            ),
-            model_config=SimpleNamespace(
-                model="m", dtype=torch.float32, max_model_len=1024, quantization=None,
-                enforce_eager=True, is_hybrid=False, use_mla=False,
-            ),
-            compilation_config=SimpleNamespace(cudagraph_mode="NONE"),
-            cache_config=CacheConfig(block_size=16),
-            parallel_config=parallel,
-            lora_config=None,
-            scheduler_config=self.scheduler_config,
-        )  # fmt: skip
+        self.vllm_config = SimpleNamespace(speculative_config=SimpleNamespace(max_step_rows=None))
 
     def _dummy_run(
         self, rows: int, context_len: int, **kwargs: Any

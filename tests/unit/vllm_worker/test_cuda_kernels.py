@@ -21,7 +21,6 @@ from vllm_specplug.vllm_worker.cuda_kernels import (
     CudaKernels,
     LayerSample,
     StepLimits,
-    TreeBuffers,
 )
 from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
@@ -37,64 +36,6 @@ def backend() -> CudaKernels:
     backend.kernel = ChosenKernel("cute", lambda *args: None, "")
     backend.views = gpu_cache_views
     return backend
-
-
-class PendingCopies:
-    """In place of the event behind copies from pinned memory: notices memory that is rewritten
-    before anyone has waited."""
-
-    def __init__(self, buffers: TreeBuffers) -> None:
-        self.buffers = buffers
-        self.read: list[torch.Tensor] = []
-        self.waits = 0
-
-    def _memory(self) -> list[torch.Tensor]:
-        return [self.buffers.plan_host.clone(), self.buffers.parents_host.clone()]
-
-    def record(self) -> None:
-        self.read = self._memory()
-
-    def synchronize(self) -> None:
-        self.waits += 1
-        for then, now in zip(self.read, self._memory(), strict=False):
-            assert torch.equal(then, now), "rewritten while it was copied"
-        self.read = []
-
-
-def test_pinned_memory_is_not_rewritten_while_it_is_copied() -> None:
-    buffers = TreeBuffers(LIMITS, CPU)
-    assert buffers.sent is None, "memory of the host is copied at once"
-    buffers.sent = pending = PendingCopies(buffers)
-    for rows in (3, 2):
-        chain = np.arange(-1, rows - 1, dtype=np.int32)
-        buffers.fill([0], [0], [7], [chain], TABLE)
-        assert pending.read, "nobody is told when the copies are done"
-    assert pending.waits == 2
-    # The control: whoever writes there without waiting is noticed.
-    buffers.parents_host[0] = 9
-    with pytest.raises(AssertionError, match="rewritten"):
-        buffers.fill([0], [0], [7], [chain], TABLE)
-
-
-def test_fill_lays_trees_one_after_the_other():
-    buffers = TreeBuffers(LIMITS, CPU)
-    parents = [np.array([-1, 0, 0], np.int32), np.array([-1, 0, 1, 2, 0], np.int32)]
-    meta = buffers.fill([3, 1], [7, 20], [40, 0], parents, TABLE)
-    assert meta.plan.tolist() == [[3, 1], [7, 20], [3, 5], [40, 0], [0, 3]]
-    assert meta.parent_rows.tolist() == [-1, 0, 0, -1, 0, 1, 2, 0]
-    assert (meta.max_rows, meta.max_context) == (5, 40)
-    assert meta.mask_words.shape == (8, 1)
-
-
-def test_a_step_reuses_addresses_and_leaves_nothing_of_the_last():
-    buffers = TreeBuffers(LIMITS, CPU)
-    row = np.array([-1, 0], np.int32)
-    first = buffers.fill([0, 1, 2], [0, 2, 4], [9, 9, 9], [row] * 3, TABLE)
-    addresses = [t.data_ptr() for t in (first.plan, first.parent_rows, first.mask_words)]
-    second = buffers.fill([2], [1], [3], [row], TABLE)
-    assert [t.data_ptr() for t in (second.plan, second.parent_rows, second.mask_words)] == addresses
-    assert second.plan.tolist() == [[2], [1], [2], [3], [0]]
-    assert second.parent_rows.tolist() == [-1, 0] and second.query_starts is None
 
 
 @pytest.mark.parametrize("tree_rows", [1, 9, 65, 257])

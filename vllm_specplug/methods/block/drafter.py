@@ -53,9 +53,7 @@ def best_first_trees(
         return DraftTree.split(*(array.numpy() for array in built))
     ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
     return [
-        build_tree(
-            "best_first", ids[r], logps[r], budgets[r], tree_width=widths[r], tree_depth=depth
-        )
+        build_tree(ids[r], logps[r], budgets[r], tree_width=widths[r], tree_depth=depth)
         for r, depth in enumerate(depths)
     ]
 
@@ -178,9 +176,7 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns `candidates` with ids of the draft vocabulary, and the final normed states of the
         slots that drafted them [R, depth, H]."""
-        if isinstance(requests, DeviceRequests):
-            self.backlog.flush()
-        else:
+        if not isinstance(requests, DeviceRequests):
             self.backlog.write(requests.req_ids)
         num_reqs = len(requests)
         # A bidirectional block needs all slots that it was trained with, and convolutions see where

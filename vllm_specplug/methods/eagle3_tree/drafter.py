@@ -17,7 +17,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import BranchCache, DeviceCache, DraftCache, DraftCacheSpec
+from vllm_specplug.drafting.caches import DeviceCache, DraftCache, DraftCacheSpec, HostCache
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -112,9 +112,7 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         self.drafts_on_device = hasattr(cache, "tree_attention")
 
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
-        if isinstance(requests, DeviceRequests):
-            self.backlog.flush()
-        else:
+        if not isinstance(requests, DeviceRequests):
             self.backlog.write(requests.req_ids)
 
     @property
@@ -186,7 +184,7 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         states = self.root_states(requests)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            attention = cast(BranchCache, self.cache).branch_attention(
+            attention = cast(HostCache, self.cache).branch_attention(
                 requests, starts, rows.branches.parent_arrays()
             )
             return rows.attend(partial(attention, 0), query, key, value)

@@ -1,39 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures target and draft forwards on this machine once and stores their times on disk.
+"""Measures target and draft forwards when an engine starts.
 
 Dummy forwards of the loaded model give the shape of the curves: where rows are nearly free and
 where they start to cost. Their level need not be exact, because real steps correct it.
 
 If workers split the target, as tensor parallel ranks or as replicas of a mixture-of-experts target,
-every forward is a collective that all of them must run. The first worker's clock and cached file
-decide how many forwards run, and all workers use its times.
+every forward is a collective that all of them must run. The first worker's clock decides how many
+forwards run, and all workers use its times.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import platform
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import median
 
 import torch
-import vllm
 from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
-from vllm_specplug import __version__
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
-from vllm_specplug.kernels.packed_linear import packs_target
-from vllm_specplug.targets import cache_dir
-from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
 from vllm_specplug.vllm_worker.ranks import first_worker_values
@@ -47,8 +35,6 @@ Agree = Callable[[Exception | None], bool]
 
 TIME_LIMIT_S = 5.0
 _PASSES = 5
-_MAX_NOISE = 1.3
-_MAX_FALL = 1.05
 # In the order of measurement, as time may run out. With only the first two, sizes between them look
 # a little too expensive rather than too cheap.
 _ROWS = (1, 32, 8, 64, 16, 4, 128, 24, 48, 12, 2, 96, 256)
@@ -59,8 +45,6 @@ _DEVICE_ROWS = (*_ROWS, 512, 1024, 384, 192, 768)
 _DEVICE_CALLS = 3
 _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
-# Whether rows are timed as rows of trees, whose context is read once.
-_TREES_ATTEND = True
 _LONG_CONTEXT = 2048
 _MIN_CONTEXT_SPAN = 256
 
@@ -113,24 +97,24 @@ class Calibrator:
         self.any_failed = any_failed
         self.time_limit_s = time_limit_s
         self.start = time.perf_counter()
-        # (part, size) of a forward -> milliseconds of each pass
-        self._times: dict[tuple[str, float], list[float]] = {}
+        # (part, size) of a forward -> its least milliseconds
+        self._times: dict[tuple[str, float], float] = {}
         self._calls = 1 if state.is_host else _DEVICE_CALLS
 
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the machine was too busy for the times to be worth keeping."""
-        # The first pass includes one-time costs.
-        later = [times[1:] if len(times) > 2 else times for times in self._times.values()]
-        return median(median(times) / max(min(times), 1e-4) for times in later) > _MAX_NOISE
-
     def measure(self) -> Calibration:
-        """Returns times by rows, by context, and of the draft forward.
+        """Returns times by rows, by context, and of the draft forward, equal on all workers.
 
         Raises:
-            CalibrationError: on every worker, if a draft failed on any.
+            CalibrationError: on every worker, if a draft failed on any, or the creation of dummy
+                adapters.
             TargetForwardError: on every worker, if a forward of the target failed on any.
         """
+        with ExitStack() as stack:
+            # Adapters take memory, which one worker may lack.
+            self.run(lambda: stack.enter_context(self.state.dummy_adapters()))
+            return self._measure()
+
+    def _measure(self) -> Calibration:
         context = max(1, min(_SHORT_CONTEXT, self.state.max_model_len - 1))
         # The first forward of a process allocates memory, so its time does not count.
         self._run_target(lambda: self.state.dummy_forward(1, context))
@@ -200,7 +184,7 @@ class Calibrator:
     ) -> Calibration:
         """Returns the best times, broadcast from the first worker."""
         keys = list(self._times)
-        best = self.share([max(min(self._times[key]), 1e-4) for key in keys])
+        best = self.share([max(self._times[key], 1e-4) for key in keys])
         by_part: dict[str, dict[float, float]] = {}
         for (part, size), ms in zip(keys, best, strict=True):
             by_part.setdefault(part, {})[size] = ms
@@ -233,7 +217,8 @@ class Calibrator:
         return self.share([left])[0] < 0
 
     def _note(self, part: str, rows: float, elapsed_ms: float) -> None:
-        self._times.setdefault((part, rows), []).append(elapsed_ms)
+        key = (part, rows)
+        self._times[key] = min(elapsed_ms, self._times.get(key, elapsed_ms))
 
     def run(self, call: Callable[[], object], calls: int = 1) -> float:
         """Returns the milliseconds of a `call` on this worker, once it succeeded on all.
@@ -326,75 +311,6 @@ class Calibrator:
             self._note("draft", rows, draft_ms)
 
 
-def calibrate(
-    state: RunnerView, share: Share, is_first_rank: bool, any_failed: Agree = bool
-) -> Calibration:
-    """Returns the calibration of this runner: the cached one, or a new one, which it caches.
-
-    Raises:
-        CalibrationError: on every worker, if a draft failed on any, or the creation of dummy
-            adapters.
-        TargetForwardError: on every worker, if a forward of the target failed on any.
-    """
-    try:
-        path = cache_dir() / "calibration" / f"{_digest(state)}.json"
-    except RuntimeError:  # a user without a home directory
-        path = None
-    cached = _read(path) if is_first_rank and path is not None else None
-    if cached is not None and _falls(cached):
-        cached = None
-    shared = _share_calibration(cached, share)
-    if shared is not None:
-        logger.info("Tree budget: step costs from an earlier calibration (%s)", path)
-        return shared
-    start = time.perf_counter()
-    calibrator = Calibrator(state, share, any_failed)
-    with ExitStack() as stack:
-        # Adapters take memory, which one worker may lack.
-        calibrator.run(lambda: stack.enter_context(state.dummy_adapters()))
-        calibration = calibrator.measure()
-    if is_first_rank:
-        elapsed_s = time.perf_counter() - start
-        stored = _store(path, calibration, calibrator.is_noisy)
-        _log(calibration, elapsed_s, stored)
-    return calibration
-
-
-def _share_calibration(cached: Calibration | None, share: Share) -> Calibration | None:
-    """Returns the first worker's cached calibration on all workers; None if it has none. The file
-    of another worker may be missing or another machine's."""
-    text = b"" if cached is None else json.dumps(cached.to_json()).encode()
-    size = int(share([float(len(text))])[0])
-    if not size:
-        return None
-    # `share` takes numbers: the bytes of the text.
-    shared = share([float(byte) for byte in text.ljust(size)[:size]])
-    return Calibration.from_json(json.loads(bytes(int(byte) for byte in shared)))
-
-
-def _store(path: Path | None, calibration: Calibration, is_noisy: bool) -> str:
-    """Stores a calibration that is worth keeping and returns, for the log, where or why not."""
-    if is_noisy:
-        return "not stored, the machine was busy"
-    if _falls(calibration):
-        return "not stored, fewer rows took longer than more"
-    if path is None:
-        return "not stored"
-    _write(path, calibration)
-    return f"stored in {path}"
-
-
-def _log(calibration: Calibration, elapsed_s: float, stored: str) -> None:
-    rows, forward_ms, logits_ms = calibration.rows, calibration.forward_ms, calibration.logits_ms
-    times = ", ".join(
-        f"{forward + logits:.1f} ms at {int(count)}"
-        for count, forward, logits in zip(rows, forward_ms, logits_ms, strict=True)
-    )
-    logger.info(
-        "Tree budget: measured step costs in %.1f s (rows: %s); %s", elapsed_s, times, stored
-    )
-
-
 def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
     """Measures step costs for an adaptive budget. Call it once the model is ready to serve.
 
@@ -405,9 +321,9 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
     """
     if not planner.is_adaptive:
         return
-    is_first = get_world_group().is_first_rank
+    start = time.perf_counter()
     try:
-        calibration = calibrate(state, first_worker_values, is_first, any_failed_worker)
+        calibration = Calibrator(state, first_worker_values, any_failed_worker).measure()
     except CalibrationError as error:
         logger.warning(
             "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
@@ -415,6 +331,8 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
             error,
         )
         return
+    if get_world_group().is_first_rank:
+        _log(calibration, time.perf_counter() - start)
     planner.adaptive = AdaptiveBudget(
         StepCostModel(calibration, state.drafter.drafts_by_level),
         planner.row_budget,
@@ -423,89 +341,10 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
     planner.adaptive.lookups.is_on = get_world_group().world_size == 1
 
 
-def _falls(calibration: Calibration) -> bool:
-    """Returns whether some rows took clearly longer than more rows, as on a busy machine."""
-    pairs = zip(calibration.forward_ms, calibration.logits_ms, strict=True)
-    times = [forward + logits for forward, logits in pairs]
-    return any(ms > _MAX_FALL * min(times[i:]) for i, ms in enumerate(times))
-
-
-def _digest(state: RunnerView) -> str:
-    """Returns a file name that depends on everything that changes the times."""
-    config = state.vllm_config
-    spec = config.speculative_config
-    factors = [
-        # The way of measuring.
-        _DEVICE_ROWS,
-        _DEVICE_CALLS,
-        _PASSES,
-        __version__,
-        vllm.__version__,
-        torch.__version__,
-        config.model_config.model,
-        str(config.model_config.dtype),
-        config.model_config.max_model_len,
-        str(config.model_config.quantization),
-        config.model_config.enforce_eager,
-        str(config.compilation_config.cudagraph_mode),
-        wants_full_graphs(config),
-        config.cache_config.block_size,
-        config.cache_config.cache_dtype,
-        config.cache_config.kv_cache_dtype_skip_layers,
-        config.cache_config.mamba_cache_dtype,
-        config.cache_config.mamba_ssm_cache_dtype,
-        config.parallel_config.tensor_parallel_size,
-        config.parallel_config.data_parallel_size,
-        config.scheduler_config.max_num_seqs,
-        state.max_rows,
-        spec.plugin_method,
-        spec.head_path,
-        spec.num_speculative_tokens,
-        spec.draft_depth,
-        spec.tree_width,
-        spec.tree_kernel,
-        spec.draft_weights,
-        state.device.type == "cpu" and packs_target(spec.target_products),
-        _TREES_ATTEND,
-        repr(state.drafter_options),
-        len(state.state_layers.names),
-        state.drafter.forward_depth,
-        state.drafter.drafts_by_level,
-        None if state.runner.lora_config is None else state.runner.lora_config.compute_hash(),
-        torch.get_num_threads(),
-        os.cpu_count(),
-        _device_name(state.device),
-    ]
-    return hashlib.sha256(json.dumps(factors).encode()).hexdigest()[:20]
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "|".join(sorted({line for line in lines if line.startswith(wanted)}))
-
-
-def _read(path: Path) -> Calibration | None:
-    try:
-        return Calibration.from_json(json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        logger.warning("Tree budget: calibrating again, %s cannot be used: %s", path, error)
-        return None
-
-
-def _write(path: Path, calibration: Calibration) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Renamed into place, so that another engine never reads half a file.
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as stream:
-            json.dump(calibration.to_json(), stream, indent=1)
-        os.replace(stream.name, path)
-    except OSError as error:
-        logger.warning("Tree budget: step costs could not be stored: %s", error)
+def _log(calibration: Calibration, elapsed_s: float) -> None:
+    rows, forward_ms, logits_ms = calibration.rows, calibration.forward_ms, calibration.logits_ms
+    times = ", ".join(
+        f"{forward + logits:.1f} ms at {int(count)}"
+        for count, forward, logits in zip(rows, forward_ms, logits_ms, strict=True)
+    )
+    logger.info("Tree budget: measured step costs in %.1f s (rows: %s)", elapsed_s, times)

@@ -20,13 +20,13 @@ from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
 from vllm_specplug.metrics import SpecPlugMetrics
 from vllm_specplug.options import RequestBudget, max_scheduled_rows, parse_request_budget
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.cost.step_clock import HostClock, StepClock
+from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
     from vllm_specplug.drafting.requests import DraftRequests
     from vllm_specplug.metrics import StepStats
-    from vllm_specplug.vllm_worker.step import TreeStep
+    from vllm_specplug.vllm_worker.step import StepRequest
 
 # Below "vllm", so that vLLM's handler, format and level apply.
 _logger = logging.getLogger("vllm.specplug")
@@ -104,7 +104,7 @@ class DraftPlanner:
     ) -> None:
         self.options = options
         self.stats = stats
-        self.clock = HostClock() if clock is None else clock
+        self.clock = StepClock() if clock is None else clock
         self.max_nodes: int = options.num_speculative_tokens
         self.is_adaptive = options.tree_budget == "auto"
         self.row_budget = row_budget
@@ -353,7 +353,6 @@ class DraftPlanner:
             if is_pending or not self._has_forward:
                 # Work of steps without drafts. In this draft's time, it would make rare drafts look
                 # expensive.
-                drafter.flush_context()
                 drafter.materialize_context(requests)
                 start = self.clock.mark()
         elif not can_forward:
@@ -363,7 +362,7 @@ class DraftPlanner:
         if has_forward or not (can_forward or skips_lookup):
             drafted = self._valid(drafter.propose(requests))
         trees = budget.trim(drafted)
-        if is_optional and not (skips_lookup or has_forward) and budget.saved_ms is not None:
+        if is_optional and not (skips_lookup or has_forward):
             budget.lookups.observe(budget.saved_ms, (time.perf_counter() - began) * 1e3)
         self.wanted = [
             most if is_fixed else min(tree.num_nodes, most)
@@ -386,22 +385,20 @@ class DraftPlanner:
         """
         checked = list(trees)
         for r, tree in enumerate(trees):
-            if tree.is_valid(self._vocab_size):
+            fault = tree.fault(self._vocab_size)
+            if fault is None:
                 continue
             checked[r] = DraftTree.empty()
             self._dropped.add(r)
             if not self._has_warned:
                 self._has_warned = True
-                try:
-                    tree.validate(self._vocab_size)
-                except ValueError as error:
-                    _logger.warning(
-                        "Dropped an invalid draft; its request decodes without drafts for a step: "
-                        "%s. This costs speed, never tokens; please report it with the draft "
-                        "head's name. Later ones are only counted, as plain steps of reason "
-                        "invalid_tree.",
-                        error,
-                    )
+                _logger.warning(
+                    "Dropped an invalid draft; its request decodes without drafts for a step: "
+                    "DraftTree: %s. This costs speed, never tokens; please report it with the "
+                    "draft head's name. Later ones are only counted, as plain steps of reason "
+                    "invalid_tree.",
+                    fault,
+                )
         return checked
 
     # -- observing steps -------------------------------------------------------------------
@@ -423,7 +420,7 @@ class DraftPlanner:
 
     def observe(
         self,
-        step: TreeStep,
+        requests: Sequence[StepRequest],
         req_ids: Sequence[str],
         walked: Any,
         running: tuple[_Step | None, _Step | None] | None = None,
@@ -431,6 +428,7 @@ class DraftPlanner:
         """Learns from a step whose trees were walked.
 
         Args:
+            requests: all requests of the step, in batch order.
             walked: a mark of the clock; None for a step that was not timed. Such a step does not
                 update node probabilities either, which would take the host a millisecond for many
                 requests.
@@ -439,11 +437,11 @@ class DraftPlanner:
         now, before = self.running if running is None else running
         assert now is not None
         now.req_ids = set(req_ids)
-        now.has_trees = any(r.tree is not None and r.tree.num_nodes for r in step.requests)
+        now.has_trees = any(r.tree.num_nodes for r in requests)
         self._steps += 1
         now.is_warm = self._steps > _WARM_UP_STEPS
-        if all(r.first_row == r.root_row for r in step.requests):
-            rows = [(r.end_row - r.first_row, r.context_len + 1) for r in step.requests]
+        if all(r.first_row == r.root_row for r in requests):
+            rows = [(r.end_row - r.first_row, r.context_len + 1) for r in requests]
             now.shape = (
                 sum(count for count, _ in rows),
                 sum(length for _, length in rows),
@@ -458,9 +456,9 @@ class DraftPlanner:
             return
         verified = [
             (req_id, r.tree, r.accepted_path)
-            for req_id, r in zip(req_ids, step.requests, strict=True)
+            for req_id, r in zip(req_ids, requests, strict=True)
             # Requests of a step that is over may have ended; the budget must not store them again.
-            if r.tree is not None and r.tree.num_nodes and (running is None or self.knows(req_id))
+            if r.tree.num_nodes and (running is None or self.knows(req_id))
         ]
         if verified:
             ids, trees, paths = zip(*verified, strict=True)

@@ -9,7 +9,6 @@ the device has passed both, usually one step later, and the clock reads it only 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -23,45 +22,28 @@ _MAX_PENDING = 64
 _FIRST_TIMED, _TIMED_EVERY = 64, 4
 
 
-class StepClock(ABC):
-    """Marks moments and tells the time between them."""
+class StepClock:
+    """Marks moments and tells the time between them: the clock of a host that computes itself."""
 
-    @abstractmethod
     def mark(self) -> Any:
         """Returns this moment; None in a step that is not timed."""
+        return time.perf_counter()
 
     def begin_step(self) -> Any:
         """Returns the moment at which a step begins and the previous one ends."""
         return self.mark()
 
-    @abstractmethod
     def between(self, start: Any, end: Any) -> float:
         """Returns the milliseconds between two marks that the device has passed."""
+        return 1e3 * (end - start)
 
-    @abstractmethod
     def measure(self, start: Any, end: Any, use: Use) -> None:
         """Calls `use` with the milliseconds between two marks once they are known: here or in a
         later `poll`, in the order of the calls. It never calls `use` if a mark is None."""
-
-    @abstractmethod
-    def poll(self) -> None:
-        """Calls `use` for measurements that are known by now. Call it once per step."""
-
-
-class HostClock(StepClock):
-    """The clock of a host that computes the steps itself."""
-
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def between(self, start: float, end: float) -> float:
-        return 1e3 * (end - start)
-
-    def measure(self, start: float, end: float, use: Use) -> None:
         use(self.between(start, end))
 
     def poll(self) -> None:
-        pass
+        """Calls `use` for measurements that are known by now. Call it once per step."""
 
 
 class Event(Protocol):

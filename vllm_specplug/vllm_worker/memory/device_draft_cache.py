@@ -6,17 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 
-import numpy as np
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata
-from vllm_specplug.kernels.cuda_contract import MAX_TREE_ROWS
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values import make_finite
-from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels, StepLimits, TreeBuffers
+from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
 from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLayer
 
 
@@ -134,16 +132,6 @@ class CudaDraftCache(CudaDraftRows):
         super().__init__(backend, [layer.kv_cache for layer in layers], block_table, scale)
         self.features = [AttnFeatures(window=layer.spec.window or 0) for layer in layers]
         self.write_layer = backend.cache_writer()
-        limits = backend.limits
-        self.buffers = TreeBuffers(
-            StepLimits(
-                limits.num_requests,
-                limits.num_requests * MAX_TREE_ROWS,
-                MAX_TREE_ROWS,
-                limits.context,
-            ),
-            backend.device,
-        )
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
@@ -156,19 +144,11 @@ class CudaDraftCache(CudaDraftRows):
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Returns the attention of `rows` block rows per request over its context and the block."""
         masks = [causal] * len(self.views) if isinstance(causal, bool) else causal
-        if isinstance(requests, DeviceRequests):
-            chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
-            parents = chain.repeat(len(requests), 1)
-            metadata = self.metadata_of(requests, requests.context_lens, parents)
-        else:
-            block = np.arange(-1, rows - 1, dtype=np.int32)
-            metadata = self.buffers.fill(
-                requests.req_indices,
-                range(0, rows * len(requests), rows),
-                requests.context_lens,
-                [block] * len(requests),
-                self.block_table(),
-            )
+        device, contexts = self.backend.device, requests.context_lens
+        if not isinstance(contexts, torch.Tensor):
+            contexts = device_tensor(contexts, device)
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=device)
+        metadata = self.metadata_of(requests, contexts, chain.repeat(len(requests), 1))
         attend = {}
         for mask in set(masks):
             own = copy(metadata)

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm_specplug.drafting.caches import BlockAttention, DraftCacheSpec
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
+    CpuKvLayout,
     TreeAttnMetadata,
     block_metadata,
     tree_attn,
@@ -162,23 +163,24 @@ class PagedDraftCache:
 
     def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
         """Returns the attention of rows whose own keys and values are a dense tail."""
+        return lambda layer, query, key, value: attend_with_tail(
+            query, key, value, self.caches[layer], metadata, self.scale, self.layout
+        )
 
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            key_cache, value_cache = self.caches[layer]
-            output = torch.empty_like(query)
-            tree_attn(
-                query,
-                key_cache,
-                value_cache,
-                output,
-                metadata,
-                self.scale,
-                self.layout,
-                tail_key=key,
-                tail_value=value,
-            )
-            return output
 
-        return attend
+def attend_with_tail(
+    # [M, Hq, Dh]
+    query: torch.Tensor,
+    # [M, Hkv, Dh] of the rows themselves, which the cache does not hold
+    key: torch.Tensor,
+    value: torch.Tensor,
+    # keys and values of a layer in pages
+    views: tuple[torch.Tensor, torch.Tensor],
+    metadata: TreeAttnMetadata,
+    scale: float,
+    layout: CpuKvLayout,
+) -> torch.Tensor:
+    """Returns the attention [M, Hq, Dh] of tree rows over their context in pages and their tree."""
+    output = torch.empty_like(query)
+    tree_attn(query, *views, output, metadata, scale, layout, tail_key=key, tail_value=value)
+    return output

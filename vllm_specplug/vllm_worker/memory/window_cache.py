@@ -15,16 +15,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import WindowSpec, WindowTokens
+from vllm_specplug.drafting.caches import RowAttention, WindowSpec, WindowTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
     TreeAttnMetadata,
     prefix_attn,
-    tree_attn,
     tree_metadata,
 )
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_worker.memory.draft_cache import attend_with_tail
 from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
 # Tokens per page of a ring, on every device. vLLM sets its own page size only after it has divided
@@ -106,9 +106,7 @@ class WindowCache(Rings):
         key_cache, value_cache = self.views
         ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, self.layout.isa)
 
-    def attention(
-        self, requests: DraftRequests, parents: list[np.ndarray]
-    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> RowAttention:
         """Returns the attention over the window and the rows of a tree; see the protocol."""
         starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
         metadata = tree_metadata(
@@ -118,16 +116,9 @@ class WindowCache(Rings):
             parents,
             self.block_table,
         )
-
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            output = torch.empty_like(query)
-            tree_attn(
-                query, *self.views, output, metadata, self.scale, self.layout,
-                tail_key=key, tail_value=value,
-            )  # fmt: skip
-            return output
-
-        return attend
+        return lambda query, key, value: attend_with_tail(
+            query, key, value, self.views, metadata, self.scale, self.layout
+        )
 
 
 class PagedTargetCache:

@@ -39,9 +39,7 @@ def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> 
         assert 0 < tree.num_nodes <= requests.budgets[r]
         assert tree.max_depth <= requests.depths[r]
         assert tree.token_ids.tolist() == oracle[r].token_ids.tolist()
-    marginal = build_tree(
-        "best_first", ids[0].numpy(), log_probs[0].numpy(), 12, tree_width=4, tree_depth=4
-    )
+    marginal = build_tree(ids[0].numpy(), log_probs[0].numpy(), 12, tree_width=4, tree_depth=4)
     assert trees[0].token_ids.tolist() != marginal.token_ids.tolist()
 
 

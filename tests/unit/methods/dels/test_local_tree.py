@@ -131,9 +131,7 @@ def test_weights_of_zero_are_the_block_head_exactly() -> None:
     assert case.builder.is_idle and not Case().builder.is_idle
     ids, log_probs = case.candidates(8)
     (tree,) = case.builder.build(ids, log_probs, [5], [20], [DEPTH], [5])
-    oracle = build_tree(
-        "best_first", ids[0].numpy(), log_probs[0].numpy(), 20, tree_width=5, tree_depth=DEPTH
-    )
+    oracle = build_tree(ids[0].numpy(), log_probs[0].numpy(), 20, tree_width=5, tree_depth=DEPTH)
     assert tree.token_ids.tolist() == oracle.token_ids.tolist()
     assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
     assert tree.scores.tolist() == oracle.scores.tolist()

@@ -68,7 +68,6 @@ def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
     ordered, shuffled = (World(tmp_path, device_cache=True) for _ in range(2))
     for world in (ordered, shuffled):
         world.commit_all()
-        world.drafter.flush_context()
     states = ordered.drafter._roots
     aux = [torch.randn(6, 16) for _ in range(3)]
     rows = torch.tensor([0, 3, 0, 0, 4, 5])
@@ -80,7 +79,6 @@ def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
             last_rows=torch.tensor([3, 5]), next_token_ids=torch.zeros(6, dtype=torch.int64),
         )
     )  # fmt: skip
-    shuffled.drafter.flush_context()
     taken = CommittedTokens(aux, torch.tensor([3, 5]), torch.zeros(2), torch.zeros(2))
     expected = ordered.drafter.target_states(ordered.drafter.target_outputs(taken))
     torch.testing.assert_close(shuffled.drafter._roots, expected)
@@ -124,7 +122,6 @@ def test_chunks_leave_the_context_of_one_pass(tmp_path: Path) -> None:
     cut.commit([(0, 0, 1), (1, 0, 3), (2, 0, 16), (3, 0, 1)])
     cut.commit([(1, 3, 6), (2, 16, 19), (3, 1, 32)])
     cut.commit([(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)])
-    whole.drafter.flush_context(), cut.drafter.flush_context()
     for r, n in enumerate(LENGTHS):
         slots = slice(100 * r, 100 * r + n - 1)
         torch.testing.assert_close(cut.cache.key[slots], whole.cache.key[slots])
@@ -134,33 +131,13 @@ def test_chunks_leave_the_context_of_one_pass(tmp_path: Path) -> None:
         assert a.token_ids.tolist() == b.token_ids.tolist()
 
 
-def test_what_no_draft_needs_waits_and_leaves_the_drafts_as_they_are(tmp_path: Path) -> None:
-    """A request ends in between: what waits is written before its pages can go to others. Roots are
-    those of the last step, whose batch has another order."""
-    late, soon = World(tmp_path), World(tmp_path)
+def test_roots_are_those_of_the_last_step(tmp_path: Path) -> None:
+    """Whose batch has another order than earlier ones."""
+    world = World(tmp_path)
     steps = [[(1, 0, 3), (3, 0, 30)], [(3, 30, 31), (1, 3, 5)], [(0, 0, 1), (2, 0, 19)],
              [(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)]]  # fmt: skip
-    for i, step in enumerate(steps):
-        late.commit(step), soon.commit(step)
-        soon.drafter.flush_context()
-        if i == 1:
-            assert late.cache.key.isnan().all()
-            late.drafter.forget(["another"])
-            assert not late.cache.key[300:331].isnan().any()
-    assert late.cache.key[331].isnan().all() and not soon.cache.key[331].isnan().any()
-    asked = late.requests([16] * 4, [8] * 4)
-    found = late.drafter.propose(asked)
-    for r, (a, b) in enumerate(zip(found, soon.drafter.propose(asked), strict=True)):
-        late.check(r, a)
-        assert a.token_ids.tolist() == b.token_ids.tolist()
-    torch.testing.assert_close(late.cache.key, soon.cache.key, equal_nan=True)
-
-
-def test_roots_are_those_of_the_last_step_also_where_it_was_written_at_once(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.commit_all()
-    world.drafter.backlog._max_tokens = 1
-    world.commit([(r, n - 2, n - 1) for r, n in enumerate(LENGTHS)])
+    for step in steps:
+        world.commit(step)
     for r, tree in enumerate(world.drafter.propose(world.requests([16] * 4, [8] * 4))):
         world.check(r, tree)
 
@@ -169,11 +146,9 @@ def test_only_the_last_slot_depends_on_the_next_token(tmp_path: Path) -> None:
     """Hence a hit of cached blocks needs its last one again, and no other."""
     world = World(tmp_path)
     world.commit_all()
-    world.drafter.flush_context()
     key = world.cache.key.clone()
     world.tokens[2][16] = (world.tokens[2][16] + 1) % VOCAB
     world.commit_all()
-    world.drafter.flush_context()
     changed = (world.cache.key != key).flatten(1).any(1) & ~key.flatten(1).isnan().any(1)
     assert changed.nonzero().flatten().tolist() == [200 + 15]
 

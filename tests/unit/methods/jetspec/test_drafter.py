@@ -34,7 +34,7 @@ def test_trees_respect_every_limit_and_equal_the_oracle(tmp_path: Path) -> None:
         assert 0 < tree.num_nodes <= requests.budgets[r]
         assert tree.max_depth <= requests.depths[r]
         oracle = build_tree(
-            "best_first", ids[r].numpy(), log_probs[r].numpy(), requests.budgets[r], tree_width=4,
+            ids[r].numpy(), log_probs[r].numpy(), requests.budgets[r], tree_width=4,
             tree_depth=requests.depths[r],
         )  # fmt: skip
         assert tree.token_ids.tolist() == oracle.token_ids.tolist()

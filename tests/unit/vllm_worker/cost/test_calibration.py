@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calibrations take bounded time, are kept, shared between ranks and replaced when broken."""
+"""Calibrations take bounded time and are shared between ranks."""
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,24 +11,14 @@ import pytest
 import torch
 
 from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
-from vllm_specplug.budget import Calibration
 from vllm_specplug.vllm_worker.cost import calibration as module
-from vllm_specplug.vllm_worker.cost.calibration import Calibrator, calibrate
+from vllm_specplug.vllm_worker.cost.calibration import Calibrator
 from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 
 def _alone(values: list[float]) -> list[float]:
     return values
-
-
-@pytest.fixture(autouse=True)
-def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
-    # Timings of a busy test machine are noisy; whether they are kept has a test of its own.
-    for limit in ("_MAX_NOISE", "_MAX_FALL"):
-        monkeypatch.setattr(module, limit, 1e9)
-    return tmp_path
 
 
 def test_measures_rows_context_and_drafts() -> None:
@@ -60,63 +49,10 @@ def test_ranks_run_the_same_forwards_and_agree() -> None:
         return values
 
     first, second = SleepingRunner(), SleepingRunner(row_ms=0.4)
-    expected = calibrate(first.state, record, is_first_rank=True)
+    expected = Calibrator(first.state, record).measure()
     replay = iter(script)
-    assert calibrate(second.state, lambda values: next(replay), is_first_rank=False) == expected
+    assert Calibrator(second.state, lambda values: next(replay)).measure() == expected
     assert second.rows == first.rows
-
-
-def test_is_measured_once_and_again_when_the_file_is_broken(cache_folder: Path) -> None:
-    runner = SleepingRunner()
-    measured = calibrate(runner.state, _alone, is_first_rank=True)
-    again = SleepingRunner()
-    assert calibrate(again.state, _alone, is_first_rank=True) == measured
-    assert not again.rows
-    (file,) = (cache_folder / "calibration").iterdir()
-    file.write_text("{")
-    calibrate(again.state, _alone, is_first_rank=True)
-    assert again.rows
-    assert isinstance(module._read(file), Calibration)
-
-
-def test_other_options_are_another_calibration(cache_folder: Path) -> None:
-    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
-    other = SleepingRunner()
-    other.vllm_config.model_config.dtype = torch.bfloat16
-    calibrate(other.state, _alone, is_first_rank=True)
-    assert other.rows
-    assert len(list((cache_folder / "calibration").iterdir())) == 2
-
-
-def test_times_of_a_busy_machine_are_used_but_not_kept(
-    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_MAX_NOISE", 0.5)
-    measured = calibrate(SleepingRunner().state, _alone, is_first_rank=True)
-    assert measured.rows
-    assert not (cache_folder / "calibration").exists()
-
-
-@pytest.mark.parametrize(("first_ms", "is_kept"), [(43.9, True), (45.9, True), (48.9, False)])
-def test_times_that_fall_with_more_rows_are_not_kept(
-    cache_folder: Path, monkeypatch: pytest.MonkeyPatch, first_ms: float, is_kept: bool
-) -> None:
-    found = Calibration(
-        rows=(1, 8, 12), forward_ms=(first_ms - 1.0, 42.9, 71.2), logits_ms=(1.0,) * 3,
-        context_ms=0.0, attention_ms=0.0, draft_rows=(1.0,), draft_ms=(0.1,),
-    )  # fmt: skip
-    monkeypatch.setattr(module, "_MAX_FALL", 1.05)
-    monkeypatch.setattr(Calibrator, "measure", lambda self: found)
-    monkeypatch.setattr(Calibrator, "is_noisy", False)
-    said: list[str] = []
-    monkeypatch.setattr(module.logger, "info", lambda text, *args: said.append(text % args))
-    assert calibrate(SleepingRunner().state, _alone, is_first_rank=True) == found
-    assert (cache_folder / "calibration").exists() == is_kept
-    assert ("not stored, fewer rows took longer than more" in said[-1]) != is_kept
-    # As files of earlier versions may hold such times.
-    monkeypatch.setattr(module, "_read", lambda path: found)
-    calibrate(SleepingRunner().state, _alone, is_first_rank=True)
-    assert ("earlier calibration" in said[-1]) == is_kept
 
 
 def _start(monkeypatch: pytest.MonkeyPatch, runner: SleepingRunner) -> Any:
@@ -187,15 +123,12 @@ class _ClockedRunner(SleepingRunner):
 def test_a_machine_busy_for_a_second_spoils_no_size(
     start: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_NOISE", 1.3)
     runner = _ClockedRunner(monkeypatch, (start, start + 1.0))
-    calibrator = Calibrator(runner.state, _alone)
-    measured = calibrator.measure()
+    measured = Calibrator(runner.state, _alone).measure()
     assert len(measured.rows) >= 6
     expected = [40.0 + rows for rows in measured.rows]
     assert measured.forward_ms == pytest.approx(expected)
     assert measured.draft_ms == pytest.approx([6.0] * len(measured.draft_ms))
-    assert not calibrator.is_noisy
     assert runner.now < 1.5 * module.TIME_LIMIT_S
 
 

@@ -24,7 +24,7 @@ from vllm_specplug.options import (
 )
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner, best_nodes
-from vllm_specplug.vllm_worker.step import StepRequest, TreeStep
+from vllm_specplug.vllm_worker.step import StepRequest
 
 
 def test_each_request_gets_what_it_asks_for() -> None:
@@ -181,7 +181,7 @@ class _LateDrafter(ChainDrafter):
         super().__init__(**options)
         self.clock, self.caught_up = clock, 0
 
-    def flush_context(self) -> None:
+    def materialize_context(self, requests: DraftRequests) -> None:
         self.caught_up += 1
         self.clock[0] += 50.0
 
@@ -245,7 +245,7 @@ def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPat
         planner.begin_step()
         now[0] += 5.0
         chunk = StepRequest(0, 200, 201, 0, DraftTree.empty())
-        planner.observe(TreeStep([chunk]), [f"r{step}"], now[0])
+        planner.observe([chunk], [f"r{step}"], now[0])
         now[0] += 60.0
     assert (float(costs.verify_ms(5, 5, 0)), costs.rest_ms) == (verify, rest)
 

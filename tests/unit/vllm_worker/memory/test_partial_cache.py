@@ -73,14 +73,6 @@ def test_keeps_the_sink_the_recent_and_the_most_important(caches, layout) -> Non
             assert torch.equal(stored, keys[positions[head], head])
 
 
-def test_heads_choose_for_themselves(caches, layout) -> None:
-    pool, row = _pool(caches, layout), _row(7, 2, 9, 4, 11, 0, 1)
-    context, _ = pool.advance("a", 200, row)
-    positions = _choose_all(pool, context, row)
-    assert set(positions[0][0].tolist()) != set(positions[0][1].tolist())
-    assert not torch.equal(positions[0], positions[1])
-
-
 def test_new_tokens_replace_the_tail_until_the_choice_is_due_again(caches, layout) -> None:
     pool, row = _pool(caches, layout), _row(7, 2, 9, 4, 11, 0, 1)
     context, _ = pool.advance("a", 100, row)
