@@ -82,14 +82,6 @@ def _bad_words(b: Batch) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _replayed(b: Batch) -> tuple[Any, ...]:
-    b.idx_mapping[-1] = -1
-    return (
-        torch.arange(b.num_reqs), b.idx_mapping, b.tokens, b.ints(b.rng.integers(0, 12, SLOTS)),
-        b.total_len, b.prompt_len,
-    )  # fmt: skip
-
-
 # By module and function of vLLM's: its arguments.
 CALLS: dict[str, Callable[[Batch], tuple[Any, ...]]] = {
     "input_batch prepare_prefill_inputs": lambda b: (
@@ -123,7 +115,6 @@ CALLS: dict[str, Callable[[Batch], tuple[Any, ...]]] = {
     "sample.prompt_logprob get_prompt_logprobs_token_ids": lambda b: (
         b.num_tokens, b.query_start_loc, b.idx_mapping, b.computed, b.tokens,
     ),
-    "sample.trace_replay apply_trace_tokens": _replayed,
 }  # fmt: skip
 
 
@@ -222,29 +213,15 @@ def test_staged_writes(seed: int, dtype: torch.dtype, rows: bool) -> None:
 
 
 @few
-@given(seeds, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["", "one", "each"]))
-def test_sampling_draws_the_same_tokens(
-    seed: int, apply_temperature: bool, drafting: bool, fp64: bool, cache: str
-) -> None:
+@given(seeds, st.booleans(), st.booleans())
+def test_sampling_draws_the_same_tokens(seed: int, apply_temperature: bool, fp64: bool) -> None:
     b = Batch(seed)
-    options = {}
-    if cache:
-        columns = b.ints(b.rng.integers(0, 3, b.num_logits))
-        options = {
-            "logits_cache": torch.zeros(SLOTS, 3, VOCAB),
-            "logits_cache_col": columns if cache == "each" else columns[0],
-        }
-        # A row of each slot: which of two rows is cached last is not defined.
-        b.expanded = b.ints(b.rng.permutation(SLOTS)[: b.num_logits])
     b.expanded[0] = -1
     rows = len(b.expanded)
-    if cache == "each":
-        options["logits_cache_col"] = options["logits_cache_col"][:rows]
     (sampled, _, _) = check(
         "sample.gumbel", "gumbel_sample", b.logits(rows), b.expanded,
         b.choice(0.0, 0.7, 1.0, 1.3), torch.from_numpy(b.rng.integers(-(2**63), 2**63, SLOTS)),
-        torch.from_numpy(b.rng.integers(0, 5000, rows)), apply_temperature, drafting,
-        use_fp64=fp64, **options,
+        torch.from_numpy(b.rng.integers(0, 5000, rows)), apply_temperature, False, use_fp64=fp64,
     )  # fmt: skip
     assert sampled.dtype == torch.int64
 
@@ -382,30 +359,6 @@ def test_scores_of_chosen_tokens(seed: int, num_logprobs: int) -> None:
     stock, ours = run_both("sample.logprob", call)
     assert torch.equal(stock.logprob_token_ids, ours.logprob_token_ids)
     same(stock.logprobs, ours.logprobs, tolerance=1e-5)
-
-
-@few
-@given(seeds)
-def test_rows_of_accepted_drafts(seed: int) -> None:
-    b = Batch(seed)
-    rows = torch.from_numpy(b.rng.permutation(b.num_tokens)[: b.num_logits].copy())
-    if len(rows) == b.num_logits:
-        check(
-            "spec_decode.rejection_sampler", "gather_draft_sampled", b.input_ids,
-            torch.from_numpy(b.rng.integers(0, 20, b.num_tokens)), rows, b.expanded, b.local_pos,
-            b.prefill_len,
-        )  # fmt: skip
-    sampled = torch.from_numpy(b.rng.integers(0, VOCAB, (b.num_reqs, DRAFTS + 1)))
-    count = b.cu_num_logits.diff()
-
-    def call(module):
-        flat = torch.full((b.num_logits,), -7)
-        module._flatten_sampled_kernel[(b.num_reqs,)](
-            flat, sampled, sampled.stride(0), count, b.cu_num_logits
-        )
-        return flat
-
-    same(*run_both("spec_decode.rejection_sampler", call))
 
 
 @few

@@ -146,7 +146,6 @@ CPU_KERNELS = SeamSet(
                 ("sampling", "sample.prompt_logprob", "prompt_logprobs_token_ids"),
                 ("sampling", "metrics.logits", "num_nans"),
                 ("sampling", "sample.output", "compact_sampling_mask"),
-                ("sampling", "sample.trace_replay", "trace_replay"),
                 ("logits", "sample.penalties", "penalties bincount"),
                 ("logits", "sample.bad_words", "bad_words"),
                 ("logits", "sample.logit_bias", "bias"),
@@ -156,7 +155,6 @@ CPU_KERNELS = SeamSet(
                     "update_committed_marker_cache thinking_budget",
                 ),
                 ("logits", "structured_outputs", "apply_grammar_bitmask"),
-                ("logits", "spec_decode.rejection_sampler", "flatten_sampled gather_draft_sampled"),
             )
             for name in names.split()
         ),
@@ -187,12 +185,6 @@ CPU_RUNNER_USES: tuple[Seam, ...] = (
         "__init__",
     ),
     CPU_WORKER_ADMISSION,
-    *uses(
-        "cpu_kernels",
-        "since 0.33 cached draft logits come with seeds by step",
-        HAS_CPU_KERNELS,
-        f"{_WORKER}.sample:gumbel",
-    ),
 )
 
 _WHY_STATE = (

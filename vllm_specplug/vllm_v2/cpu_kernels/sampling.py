@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.v1.worker.gpu.sample import gumbel
 
 from vllm_specplug.kernels import gumbel_argmax, row_argmax
 from vllm_specplug.kernels.gumbel_argmax import UNDECIDED
@@ -20,10 +19,7 @@ from vllm_specplug.vllm_v2.cpu_kernels.launch import CpuKernel, Grid
 
 Tensor = torch.Tensor
 
-_DRAFT_NOISE_SALT = 1 << 30
 _HIGH_DOMAIN = 0x9E3779B9
-# From vLLM 0.33 on the column of cached logits, a speculative step, is mixed into the seed.
-_STEPS_HAVE_SEEDS = hasattr(gumbel, "spec_step_seed")
 _U32 = 0xFFFFFFFF
 
 
@@ -99,26 +95,17 @@ def gumbel_sample(
     PER_TOKEN_COL: bool,
 ) -> None:
     """The winner of a row goes to its first block; vLLM then takes the best of all blocks."""
+    assert logits_cache_ptr is None and not IS_DRAFTING, "only vLLM's own drafters sample like this"
     slots, logits = expanded_idx_mapping_ptr.long(), logits_ptr[:, :vocab_size]
-    if logits_cache_ptr is not None:
-        assert logits_cache_source_ptr is not None and logits_cache_col_ptr is not None
-        real = slots >= 0
-        columns = logits_cache_col_ptr.long().expand(len(slots))
-        logits_cache_ptr[slots[real], columns[real], :vocab_size] = logits_cache_source_ptr[real]
     temperature = torch.where(slots >= 0, temp_ptr[slots], 0.0)
     # The first block wins ties; no other has a winner.
     local_argmax_ptr.zero_()
     local_max_ptr.fill_(float("-inf"))
     drawn = row_argmax(logits)
     if temperature.any():
-        seeds, positions = seeds_ptr[slots], pos_ptr.long()
-        if logits_cache_ptr is not None and _STEPS_HAVE_SEEDS:
-            seeds = seeds ^ (columns << 32)
-        if IS_DRAFTING:
-            positions = positions + _DRAFT_NOISE_SALT
         # A row of temperature 0 is left out.
         divisors = temperature if APPLY_TEMPERATURE else (temperature != 0).float()
-        _draw(logits.float(), divisors, seeds, positions, USE_FP64, drawn)
+        _draw(logits.float(), divisors, seeds_ptr[slots], pos_ptr.long(), USE_FP64, drawn)
     local_argmax_ptr[:, 0] = drawn
 
 
@@ -304,21 +291,3 @@ def compact_sampling_mask(
         bits = np.packbits(kept.numpy(), bitorder="little")
         packed_mask_ptr[row, : len(bits)] = torch.from_numpy(bits)
         counts_ptr[row] = kept.sum()
-
-
-@CpuKernel
-def trace_replay(
-    grid: Grid,
-    sampled_ptr: Tensor,
-    idx_mapping_ptr: Tensor,
-    trace_token_ids_ptr: Tensor,
-    trace_token_ids_stride: int,
-    trace_len_ptr: Tensor,
-    total_len_ptr: Tensor,
-    prompt_len_ptr: Tensor,
-) -> None:
-    for i, slot in enumerate(idx_mapping_ptr.tolist()):
-        if slot >= 0:
-            step = int(total_len_ptr[slot]) - int(prompt_len_ptr[slot])
-            if 0 <= step < int(trace_len_ptr[slot]):
-                sampled_ptr[i] = trace_token_ids_ptr[slot, step].long()
