@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.kernels.interpreted_vllm import check, run_both, same
 from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
+from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -69,6 +70,11 @@ class Batch:
 
 def test_every_kernel_has_the_parameters_of_vllms() -> None:
     assert CPU_KERNELS.verify() == []
+
+    def grown(logits_ptr: Any, logits_stride: int, num_nans_ptr: Any, SEED: int) -> None:
+        pass
+
+    assert num_nans.misfit(grown) == "its parameters differ: unknown SEED; no vocab_size"
 
 
 def _bad_words(b: Batch) -> tuple[Any, ...]:
@@ -409,12 +415,10 @@ def test_prompts_of_embeddings(seed: int) -> None:
 
 def test_numbers_that_are_none() -> None:
     """Counted by torch: the interpreter has no libdevice."""
-    from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
-
     logits = torch.zeros(3, VOCAB)
     logits[0, :7], logits[2, -1] = float("nan"), float("nan")
     counts = torch.full((3,), 9, dtype=torch.int32)
-    num_nans[(3,)](logits, VOCAB, counts, VOCAB, BLOCK_SIZE=8192)
+    num_nans.function(logits, counts, VOCAB)
     assert counts.tolist() == [7, 0, 1]
 
 
@@ -443,11 +447,10 @@ def test_new_blocks_are_zeroed() -> None:
     expected = caches.clone()
     expected[0, [1, 4]] = 0
     expected[1, [1, 4], 2:9] = 0
-    zero_kv_blocks[2, 2, 1](
+    zero_kv_blocks.function(
         torch.tensor([caches[0].data_ptr(), caches[1, 0, 2:].data_ptr()], dtype=torch.uint64),
         torch.tensor([10, 10]),
         torch.tensor([10, 7]),
         torch.tensor([1, 4]),
-        BLOCK_SIZE=16,
     )
     assert torch.equal(caches, expected)

@@ -70,25 +70,17 @@ def _noise64(seed: int, pos: int, tokens: NDArray[np.uint32]) -> NDArray[np.floa
 
 @CpuKernel
 def gumbel_sample(
-    grid: Grid,
     local_argmax_ptr: Tensor,
-    local_argmax_stride: int,
     local_max_ptr: Tensor,
-    local_max_stride: int,
     logits_cache_ptr: Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
     logits_cache_col_ptr: Tensor | None,
     logits_cache_source_ptr: Tensor | None,
-    logits_cache_source_stride: int,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     seeds_ptr: Tensor,
     pos_ptr: Tensor,
     temp_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
     IS_DRAFTING: bool,
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
@@ -137,13 +129,10 @@ def _draw(
 
 @CpuKernel
 def temperature(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     temperature_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     divisors = temperature_ptr[expanded_idx_mapping_ptr.long()]
     divisors = torch.where(divisors == 0.0, 1.0, divisors)
@@ -152,13 +141,10 @@ def temperature(
 
 @CpuKernel
 def min_p(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     min_p_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     shares = min_p_ptr[expanded_idx_mapping_ptr.long()].numpy()
     for i in np.flatnonzero(shares):
@@ -169,16 +155,11 @@ def min_p(
 
 @CpuKernel
 def topk_log_softmax(
-    grid: Grid,
     output_ptr: Tensor,
     logits_ptr: Tensor,
-    logits_stride: int,
     topk_ids_ptr: Tensor,
-    topk_ids_stride: int,
     topk: int,
     vocab_size: int,
-    BLOCK_SIZE: int,
-    TOPK_BLOCK_SIZE: int,
 ) -> None:
     logits = logits_ptr[:, :vocab_size].float()
     chosen = logits.gather(-1, topk_ids_ptr)
@@ -187,13 +168,10 @@ def topk_log_softmax(
 
 @CpuKernel
 def ranks(
-    grid: Grid,
     output_ptr: Tensor,
     logits_ptr: Tensor,
-    logits_stride: int,
     token_ids_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     logits = logits_ptr[:, :vocab_size]
     chosen = logits.gather(-1, token_ids_ptr.long()[:, None])
@@ -202,18 +180,13 @@ def ranks(
 
 @CpuKernel
 def fill_logprob_token_ids(
-    grid: Grid,
     out_token_ids_ptr: Tensor,
-    out_token_ids_stride: int,
     out_valid_mask_ptr: Tensor,
-    out_valid_mask_stride: int,
     sampled_token_ids_ptr: Tensor,
     topk_indices_ptr: Tensor,
-    topk_indices_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     num_per_req_token_ids_ptr: Tensor,
     per_req_token_ids_ptr: Tensor,
-    per_req_token_ids_stride: int,
     NUM_TOPK: int,
     PADDED_COLS: int,
 ) -> None:
@@ -231,14 +204,12 @@ def fill_logprob_token_ids(
 
 @CpuKernel
 def prompt_logprobs_token_ids(
-    grid: Grid,
     prompt_logprobs_token_ids_ptr: Tensor,
     query_start_loc_ptr: Tensor,
     idx_mapping_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
     all_token_ids_ptr: Tensor,
     all_token_ids_stride: int,
-    BLOCK_SIZE: int,
 ) -> None:
     starts, tokens = query_start_loc_ptr.tolist(), all_token_ids_ptr.view(-1)
     for i, slot in enumerate(idx_mapping_ptr.tolist()):
@@ -251,12 +222,9 @@ def prompt_logprobs_token_ids(
 
 @CpuKernel
 def num_nans(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     num_nans_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     num_nans_ptr.copy_(logits_ptr[:, :vocab_size].isnan().sum(dim=-1))
 
@@ -265,19 +233,14 @@ def num_nans(
 def compact_sampling_mask(
     grid: Grid,
     logits_ptr: Tensor,
-    logits_row_stride: int,
-    logits_col_stride: int,
     cu_num_logits_ptr: Tensor,
     num_sampled_tokens_ptr: Tensor,
     token_ids_ptr: Tensor,
-    token_ids_row_stride: int,
     packed_mask_ptr: Tensor,
-    packed_mask_row_stride: int,
     counts_ptr: Tensor,
     vocab_size: int,
     max_num_kept: int,
     ROWS_PER_REQUEST: int,
-    BLOCK_SIZE: int,
 ) -> None:
     starts, sampled = cu_num_logits_ptr.tolist(), num_sampled_tokens_ptr.tolist()
     for row in range(grid[0]):
