@@ -6,7 +6,7 @@ requests with at most as many rows as the largest tree are decoded, whatever the
 vLLM's kernel serves a step in which each has one row, and a Triton kernel all other steps. Longer
 pieces of prompts take vLLM's path for prompts.
 
-Seam: latent_gpu_backend.
+Seam: latent_backend.
 """
 
 from __future__ import annotations
