@@ -372,9 +372,7 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     assert budget.planned is None
 
 
-def from_graphs(
-    made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.MonkeyPatch, *, is_adaptive: bool
-) -> list[Any]:
+def from_graphs(made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Gives it graphs, whose replays are noted: nothing is captured of a pretended device."""
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4),
@@ -388,7 +386,7 @@ def from_graphs(
     )
     replayed: list[Any] = []
     with pretended_graphs(distributed=False):
-        graphs = DraftGraphs(config, META, drafter, 4, N, graph_depths(4, is_adaptive))
+        graphs = DraftGraphs(config, META, drafter, 4, N, graph_depths(4, True))
     graphs._graphs_captured = True
     monkeypatch.setattr(graphs, "run_fullgraph", replayed.append)
     made.draft_graphs = graphs
@@ -414,17 +412,6 @@ LAUNCHES_WITH_A_GRAPH = {
 }
 
 
-@pytest.mark.parametrize("make", LAUNCHES_WITH_A_GRAPH)
-def test_a_draft_from_a_graph_is_one_launch(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, drafter, made = drafting(make, tmp_path, monkeypatch)
-    replayed = from_graphs(made, drafter, monkeypatch, is_adaptive=False)
-    found = launches(made, step) + 1
-    assert [desc.num_tokens for desc in replayed] == [4, 4]
-    assert found <= LAUNCHES_WITH_A_GRAPH[make], found
-
-
 @pytest.mark.parametrize("depths", [[4, 4, 4], [2, 0, 1], [0, 0, 0]])
 @pytest.mark.parametrize("make", LAUNCHES_WITH_A_GRAPH)
 def test_the_defaults_from_graphs(
@@ -434,7 +421,7 @@ def test_the_defaults_from_graphs(
     step, drafter, made = drafting(make, tmp_path, monkeypatch)
     defaults(made, drafter)
     plans_made(monkeypatch, depths)
-    replayed = from_graphs(made, drafter, monkeypatch, is_adaptive=True)
+    replayed = from_graphs(made, drafter, monkeypatch)
     wanted = {4: [(4, 4)], 2: [(4, 2)], 0: []}[max(depths)]
     found = launches(made, step) + len(wanted)
     assert [(desc.num_tokens, desc.max_query_len) for desc in replayed] == 2 * wanted
