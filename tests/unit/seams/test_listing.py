@@ -46,12 +46,16 @@ def unlisted(used: names.UsedNames) -> set[str]:
     return missing | {name for name in used.private if name[1:] not in last}
 
 
-def test_everything_overridden_or_private_is_listed() -> None:
-    assert unlisted(names.used_names()) == set()
+@pytest.fixture(scope="module")
+def used() -> names.UsedNames:
+    return names.used_names()
 
 
-def test_every_listed_member_is_used() -> None:
-    used = names.used_names()
+def test_everything_overridden_or_private_is_listed(used: names.UsedNames) -> None:
+    assert unlisted(used) == set()
+
+
+def test_every_listed_member_is_used(used: names.UsedNames) -> None:
     listings = set(Path(seams.__file__).parent.glob("*.py"))
     files = (path for folder in names.SOURCES for path in folder.rglob("*.py"))
     code = "".join(path.read_text() for path in files if path not in listings)
