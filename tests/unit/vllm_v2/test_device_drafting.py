@@ -65,11 +65,9 @@ from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 VOCAB = 64
 META = torch.device("meta")
 TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2)
-LAUNCHES_OF_BRANCHES = 0
-"""What n-gram branches and a budget that follows the load add beside the three kernels of
-branches."""
 LAUNCHES_OF_A_PART = 15
-"""What it adds when not every request of the batch gets a draft forward."""
+"""What a budget that follows the load adds when not every request of the batch gets a draft
+forward. Beside their three kernels, n-gram branches add nothing."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -361,7 +359,7 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     asked: list[DeviceRequests] = []
     drafts = drafter.propose_on_device
     monkeypatch.setattr(drafter, "propose_on_device", lambda r: asked.append(r) or drafts(r))
-    more = LAUNCHES_OF_BRANCHES + (0 in depths) * LAUNCHES_OF_A_PART
+    more = (0 in depths) * LAUNCHES_OF_A_PART
     found = launches(made, step)
     assert found <= fixed.operations + more, (found, fixed)
     # A forward for those who get one, as deep as any of them.
@@ -425,7 +423,7 @@ def test_the_defaults_from_graphs(
     wanted = {4: [(4, 4)], 2: [(4, 2)], 0: []}[max(depths)]
     found = launches(made, step) + len(wanted)
     assert [(desc.num_tokens, desc.max_query_len) for desc in replayed] == 2 * wanted
-    assert found <= LAUNCHES_WITH_A_GRAPH[make] + LAUNCHES_OF_BRANCHES, found
+    assert found <= LAUNCHES_WITH_A_GRAPH[make], found
 
 
 def test_what_the_host_decides_reads_a_step_once(
