@@ -3,9 +3,10 @@
 
     python scripts/check_seams.py /path/to/vllm-source [--json]
 
-It looks up all names of vLLM that the package uses (`seams/listing.py`) in the source, and compares
-the parameters of functions with those of the installed vLLM. It does not check behaviour: a release
-is supported if the tests pass with it.
+It looks up all names of vLLM that the package uses in the source: those of the seams, and those
+that the code imports (`scripts/vllm_names.py`). It compares the parameters of functions with
+those of the installed vLLM. It does not check behaviour: a release is supported if the tests pass
+with it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from vllm_specplug.seams import ALL_SEAMS
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+from scripts.vllm_names import used_names  # noqa: E402
+from vllm_specplug.seams import ALL_SEAMS  # noqa: E402
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
 
@@ -124,11 +127,16 @@ def parameters(node: Definition | ast.Module | None) -> list[str] | None:
     return names + [f"*{arg.arg}" for arg in (a.vararg, a.kwarg) if arg is not None]
 
 
-def compare(source: Path, installed: Path) -> dict[str, str]:
-    """Returns "same", "missing" or the change of its parameters for every seam."""
+def all_targets() -> set[str]:
+    """Returns all names of vLLM that the package uses, except those that it adds."""
+    listed = {target for seam in ALL_SEAMS if seam.kind != "adds" for target in seam.targets}
+    # Of a class whose types are replaced, the class is in the source.
+    return {target.removesuffix(".__annotations__") for target in listed} | used_names().imported
+
+
+def compare(source: Path, installed: Path, targets: set[str]) -> dict[str, str]:
+    """Returns "same", "missing" or the change of its parameters for every name."""
     result = {}
-    # Added names are not in the source.
-    targets = {seam.target for seam in ALL_SEAMS if seam.kind != "adds"}
     for module, _, path in sorted(target.partition(":") for target in targets):
         node = find(source, module, path)
         before, after = parameters(find(installed, module, path)), parameters(node)
@@ -153,7 +161,7 @@ def main() -> int:
 
     spec = importlib.util.find_spec("vllm")
     assert spec is not None and spec.origin is not None
-    result = compare(arguments.source, Path(spec.origin).parents[1])
+    result = compare(arguments.source, Path(spec.origin).parents[1], all_targets())
     if arguments.json:
         print(json.dumps(result, indent=2))
     else:

@@ -20,8 +20,9 @@ def table() -> str:
     """Returns a table of topics in the list's order: what is done to which names, and why."""
     topics: dict[tuple[str, str], dict[str, list[str]]] = {}
     for seam in ALL_SEAMS:
-        kinds = topics.setdefault((seam.key, seam.why), {})
-        kinds.setdefault(seam.kind, []).append(f"`{seam.name.removeprefix('vllm.')}`")
+        kinds = topics.setdefault((seam.topic.key, seam.topic.why), {})
+        names = (target.replace(":", ".").removeprefix("vllm.") for target in seam.targets)
+        kinds.setdefault(seam.kind, []).extend(f"`{name}`" for name in names)
     rows = []
     for (key, why), kinds in topics.items():
         what = "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())

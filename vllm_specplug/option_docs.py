@@ -16,6 +16,7 @@ from vllm_specplug.options import (
     TreeOptions,
     bounds,
     describe_type,
+    option_defaults,
 )
 from vllm_specplug.registry import legal_method_names
 
@@ -49,14 +50,12 @@ def shared_options() -> list[tuple[str, ...]]:
             "nodes fill the kernels' row tiles.",
         ),
     ]
-    docs = field_docs(TreeOptions)
+    docs, defaults = field_docs(TreeOptions), option_defaults(TreeOptions)
     hints = get_type_hints(TreeOptions)
     for field in fields(TreeOptions):
-        info: Any = field.default
-        has_info = hasattr(info, "metadata")
-        default = info.default if has_info else info
-        metadata = info.metadata if has_info else ()
-        rows.append(_row(field.name, hints[field.name], default, metadata, docs[field.name]))
+        metadata = getattr(field.default, "metadata", ())
+        name = field.name
+        rows.append(_row(name, hints[name], defaults[name], metadata, docs[name]))
     return rows
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import json
 import types
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -112,17 +112,15 @@ def tree_option_names() -> tuple[str, ...]:
     return tuple(field.name for field in fields(TreeOptions))
 
 
+def option_defaults(cls: Any) -> dict[str, Any]:
+    """Returns the default of each field of a config class, whether it is plain or in a `Field`."""
+    return {f.name: getattr(f.default, "default", f.default) for f in fields(cls)}
+
+
 def changed_tree_options(options: Any) -> list[str]:
     """Returns the names of the tree options that differ from their default on `options`."""
-    changed = []
-    for field in fields(TreeOptions):
-        default: Any = field.default
-        if hasattr(default, "default"):
-            default = default.default
-        assert default is not MISSING
-        if getattr(options, field.name) != default:
-            changed.append(field.name)
-    return changed
+    defaults = option_defaults(TreeOptions)
+    return [name for name, default in defaults.items() if getattr(options, name) != default]
 
 
 # vLLM options that do not apply to trees, and what to do instead.
@@ -157,45 +155,25 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 }
 
 
-KERNELS_OF_DEVICE = {
-    "cpu": ("auto", "cpp", "reference"),
-    "cuda": ("auto", "cute", "cute_ws", "flash", "triton", "reference"),
+VALUES_OF_DEVICE: dict[str, dict[str, tuple[str, ...]]] = {
+    "tree_kernel": {
+        "cpu": ("auto", "cpp", "reference"),
+        "cuda": ("auto", "cute", "cute_ws", "flash", "triton", "reference"),
+    },
+    "draft_weights": {"cpu": ("auto", "int8", "full"), "cuda": ("auto", "fp8", "full")},
+    "target_products": {"cpu": ("auto", "packed", "vllm"), "cuda": ("auto", "vllm")},
 }
+"""Legal values of the options that depend on the device."""
 
 
-def check_kernel(name: str, device_type: str) -> None:
-    """Raises ValueError unless `name` is a kernel of the device."""
-    legal = KERNELS_OF_DEVICE[device_type]
-    if name not in legal:
-        raise option_error(
-            "tree_kernel",
-            name,
-            f"kernels of a {device_type} device are {', '.join(legal)}",
-            'Use "auto"',
-        )
-
-
-def check_draft_weights(name: str, device_type: str) -> None:
-    """Raises ValueError if the device cannot multiply with such draft weights."""
-    needed = {"int8": "cpu", "fp8": "cuda"}.get(name, device_type)
-    if needed != device_type:
-        raise option_error(
-            "draft_weights",
-            name,
-            f"it is for a {needed} device, and this is a {device_type} device",
-            'Use "auto"',
-        )
-
-
-def check_target_products(name: str, device_type: str) -> None:
-    """Raises ValueError if the device has no such kernels for the target's products."""
-    if name == "packed" and device_type != "cpu":
-        raise option_error(
-            "target_products",
-            name,
-            f"packed products are for CPUs, and this is a {device_type} device",
-            'Use "auto"',
-        )
+def check_device_options(options: Any, device_type: str) -> None:
+    """Raises ValueError for an option's value that the device does not support."""
+    for name, by_device in VALUES_OF_DEVICE.items():
+        value, legal = getattr(options, name), by_device[device_type]
+        if value not in legal:
+            raise option_error(
+                name, value, f"on a {device_type} device, legal: {', '.join(legal)}", 'Use "auto"'
+            )
 
 
 def option_error(field: str, value: object, legal: str, remedy: str) -> ValueError:

@@ -64,8 +64,9 @@ def interpreted(name: str) -> ModuleType:
 def our_kernels(name: str) -> dict[str, Any]:
     """By name in the module, what stands in for its kernels."""
     target = f"{PREFIX}.{name}:"
+    module = interpreted(name)
     return {
-        seam.attribute: resolve(seam.make)
+        seam.attribute: resolve(seam.make)(getattr(module, seam.attribute))
         for seam in CPU_KERNELS.seams
         if seam.target.startswith(target)
     }

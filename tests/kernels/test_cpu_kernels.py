@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.kernels.interpreted_vllm import check, run_both, same
 from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
+from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -70,6 +71,11 @@ class Batch:
 def test_every_kernel_has_the_parameters_of_vllms() -> None:
     assert CPU_KERNELS.verify() == []
 
+    def grown(logits_ptr: Any, logits_stride: int, num_nans_ptr: Any, SEED: int) -> None:
+        pass
+
+    assert num_nans.misfit(grown) == "its parameters differ: unknown SEED; no vocab_size"
+
 
 def _bad_words(b: Batch) -> tuple[Any, ...]:
     """Across committed and draft tokens."""
@@ -79,14 +85,6 @@ def _bad_words(b: Batch) -> tuple[Any, ...]:
         b.logits(), b.expanded, b.ints(b.rng.integers(0, 3, (SLOTS, 40))), b.ints(offsets),
         b.ints(b.rng.integers(0, 10, SLOTS)), b.tokens % 3, b.prompt_len, b.total_len,
         b.row_tokens % 3, b.local_pos, 9,
-    )  # fmt: skip
-
-
-def _replayed(b: Batch) -> tuple[Any, ...]:
-    b.idx_mapping[-1] = -1
-    return (
-        torch.arange(b.num_reqs), b.idx_mapping, b.tokens, b.ints(b.rng.integers(0, 12, SLOTS)),
-        b.total_len, b.prompt_len,
     )  # fmt: skip
 
 
@@ -123,7 +121,6 @@ CALLS: dict[str, Callable[[Batch], tuple[Any, ...]]] = {
     "sample.prompt_logprob get_prompt_logprobs_token_ids": lambda b: (
         b.num_tokens, b.query_start_loc, b.idx_mapping, b.computed, b.tokens,
     ),
-    "sample.trace_replay apply_trace_tokens": _replayed,
 }  # fmt: skip
 
 
@@ -222,29 +219,15 @@ def test_staged_writes(seed: int, dtype: torch.dtype, rows: bool) -> None:
 
 
 @few
-@given(seeds, st.booleans(), st.booleans(), st.booleans(), st.sampled_from(["", "one", "each"]))
-def test_sampling_draws_the_same_tokens(
-    seed: int, apply_temperature: bool, drafting: bool, fp64: bool, cache: str
-) -> None:
+@given(seeds, st.booleans(), st.booleans())
+def test_sampling_draws_the_same_tokens(seed: int, apply_temperature: bool, fp64: bool) -> None:
     b = Batch(seed)
-    options = {}
-    if cache:
-        columns = b.ints(b.rng.integers(0, 3, b.num_logits))
-        options = {
-            "logits_cache": torch.zeros(SLOTS, 3, VOCAB),
-            "logits_cache_col": columns if cache == "each" else columns[0],
-        }
-        # A row of each slot: which of two rows is cached last is not defined.
-        b.expanded = b.ints(b.rng.permutation(SLOTS)[: b.num_logits])
     b.expanded[0] = -1
     rows = len(b.expanded)
-    if cache == "each":
-        options["logits_cache_col"] = options["logits_cache_col"][:rows]
     (sampled, _, _) = check(
         "sample.gumbel", "gumbel_sample", b.logits(rows), b.expanded,
         b.choice(0.0, 0.7, 1.0, 1.3), torch.from_numpy(b.rng.integers(-(2**63), 2**63, SLOTS)),
-        torch.from_numpy(b.rng.integers(0, 5000, rows)), apply_temperature, drafting,
-        use_fp64=fp64, **options,
+        torch.from_numpy(b.rng.integers(0, 5000, rows)), apply_temperature, False, use_fp64=fp64,
     )  # fmt: skip
     assert sampled.dtype == torch.int64
 
@@ -385,30 +368,6 @@ def test_scores_of_chosen_tokens(seed: int, num_logprobs: int) -> None:
 
 
 @few
-@given(seeds)
-def test_rows_of_accepted_drafts(seed: int) -> None:
-    b = Batch(seed)
-    rows = torch.from_numpy(b.rng.permutation(b.num_tokens)[: b.num_logits].copy())
-    if len(rows) == b.num_logits:
-        check(
-            "spec_decode.rejection_sampler", "gather_draft_sampled", b.input_ids,
-            torch.from_numpy(b.rng.integers(0, 20, b.num_tokens)), rows, b.expanded, b.local_pos,
-            b.prefill_len,
-        )  # fmt: skip
-    sampled = torch.from_numpy(b.rng.integers(0, VOCAB, (b.num_reqs, DRAFTS + 1)))
-    count = b.cu_num_logits.diff()
-
-    def call(module):
-        flat = torch.full((b.num_logits,), -7)
-        module._flatten_sampled_kernel[(b.num_reqs,)](
-            flat, sampled, sampled.stride(0), count, b.cu_num_logits
-        )
-        return flat
-
-    same(*run_both("spec_decode.rejection_sampler", call))
-
-
-@few
 @given(seeds, st.integers(1, 3), st.booleans())
 def test_sampling_masks(seed: int, rows_per_request: int, wide: bool) -> None:
     b = Batch(seed)
@@ -456,12 +415,10 @@ def test_prompts_of_embeddings(seed: int) -> None:
 
 def test_numbers_that_are_none() -> None:
     """Counted by torch: the interpreter has no libdevice."""
-    from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
-
     logits = torch.zeros(3, VOCAB)
     logits[0, :7], logits[2, -1] = float("nan"), float("nan")
     counts = torch.full((3,), 9, dtype=torch.int32)
-    num_nans[(3,)](logits, VOCAB, counts, VOCAB, BLOCK_SIZE=8192)
+    num_nans.function(logits, counts, VOCAB)
     assert counts.tolist() == [7, 0, 1]
 
 
@@ -490,11 +447,10 @@ def test_new_blocks_are_zeroed() -> None:
     expected = caches.clone()
     expected[0, [1, 4]] = 0
     expected[1, [1, 4], 2:9] = 0
-    zero_kv_blocks[2, 2, 1](
+    zero_kv_blocks.function(
         torch.tensor([caches[0].data_ptr(), caches[1, 0, 2:].data_ptr()], dtype=torch.uint64),
         torch.tensor([10, 10]),
         torch.tensor([10, 7]),
         torch.tensor([1, 4]),
-        BLOCK_SIZE=16,
     )
     assert torch.equal(caches, expected)

@@ -42,7 +42,7 @@ def collect(
         "device": _device(),
         "vllm": _vllm(),
         "kernel": _kernel(shape),
-        "seams": sorted({seam.key for seam in ALL_SEAMS}),
+        "seams": sorted({seam.topic.key for seam in ALL_SEAMS}),
     }
     report["self_test"] = _self_test(shape) if self_test else {"ok": None, "detail": "skipped"}
     report["ok"] = bool(report["vllm"]["supported"]) and report["self_test"]["ok"] is not False

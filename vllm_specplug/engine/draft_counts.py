@@ -3,16 +3,9 @@
 
 Seam: draft_counts.
 
-What: (1) `exclude_unused_rows`, which `metrics_bridge` calls before vLLM counts a step, counts the
-reserved rows without a node as invalid drafts. vLLM's statistics exclude those. (2)
-`Scheduler.make_spec_decoding_stats` is wrapped to skip a draft without nodes. (3)
-`Scheduler.add_request` is wrapped to give a request statistics that skip it too.
-
-Why: vLLM takes every reserved row for a draft. A tree may have fewer nodes than its reservation,
+vLLM takes every reserved row for a draft. A tree may have fewer nodes than its reservation,
 or none. The acceptance rate and the acceptance length would be too low, in `/metrics` and in the
 answer (`--per-request-spec-decode-metrics`).
-
-Remove when: a worker that works ahead reports the number of drafts of each request.
 """
 
 from __future__ import annotations

@@ -6,18 +6,10 @@ sizes of the verified trees (`draft_counts.exclude_unused_rows`).
 
 Seam: metrics_bridge.
 
-What: (1) `Scheduler.update_from_output` is wrapped to copy attribute `specplug_stats` of the
-runner's output to the `SchedulerStats` it returns. (2) `EngineCoreOutputs.scheduler_stats` is
-retyped to a subclass of `SchedulerStats` that declares the field, because the front end decodes
-by declared type and drops everything else. (3) `StatLoggerManager.__init__` is wrapped to add one
-stat logger if the engine runs one of our methods.
-
-Why: a worker process makes the numbers, and the API server's process exports them. vLLM's channel
-between the two has no field for plugins. Its plugin group for stat loggers covers only the
-receiving end, and switches statistics on for servers that do not use our methods.
-
-Remove when: vLLM lets a runner attach statistics that reach stat loggers (a free-form field on
-`ModelRunnerOutput` and `SchedulerStats`). Then only the stat logger stays.
+A worker process makes the numbers, and the API server's process exports them. vLLM's channel
+between the two has no field for plugins: the front end decodes by declared type and drops
+everything else. Its plugin group for stat loggers covers only the receiving end, and switches
+statistics on for servers that do not use our methods.
 
 The front end's decoder caches the types of `EngineCoreOutputs` when it is built, so the seams must
 be applied before an engine client exists. The plugin's entry point ensures it.
@@ -45,6 +37,11 @@ class TreeSchedulerStats(SchedulerStats):
 
     # Payload of metrics.StepStats
     specplug_stats: dict[str, Any] | None = None
+
+
+def replace_annotations(stock: dict[str, Any]) -> dict[str, Any]:
+    """The declared types of `EngineCoreOutputs`, with the plugin's statistics."""
+    return {**stock, "scheduler_stats": TreeSchedulerStats | None}
 
 
 class TreeStatLogger(AggregateStatLoggerBase):

@@ -1,17 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Selects vLLM's V2 model runner for tree methods.
 
-Seams: model_runner_v2, cpu_admission.
-
-What: `VllmConfig.use_v2_model_runner` is true for a config with a tree method.
-`_get_v2_model_runner_unsupported_features` omits our methods, which reach vLLM as `custom_class`,
-a method that V2 does not run. On a CPU `_validate_v2_model_runner` does not require Triton, because
-workers install kernels of their own. `VllmConfig.__post_init__` runs with asynchronous scheduling
-switched off, and the requested value is set afterwards: vLLM allows it by the names of its own
-methods, and its CPU platform silently switches it off. An engine process checks its config again
-in the same way.
-
-Remove when: vLLM has a proposer registry, and CPU kernels for V2.
+Seams: model_runner_v2, cpu_admission. Our methods reach vLLM as `custom_class`, a method that V2
+does not run. An engine process checks its config again in the same way.
 """
 
 from __future__ import annotations
@@ -75,7 +66,9 @@ def wrap_validate_v2_model_runner(original: Callable[[Any], None]) -> Callable[[
 def wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """`VllmConfig.__post_init__`, which supports asynchronous scheduling for tree methods.
 
-    It is on by default on a GPU, and off by default on a CPU.
+    It is on by default on a GPU, and off by default on a CPU. vLLM's own code runs with it switched
+    off: vLLM allows it by the names of its own methods, and its CPU platform silently switches it
+    off.
     """
 
     def post_init(self: Any) -> None:

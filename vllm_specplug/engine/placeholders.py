@@ -1,19 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Removes placeholder drafts of resumed and prefix-hit requests, and limits reserved rows.
 
-Seam: placeholders.
+Seam: placeholders. For our methods it sets the scheduler's `dynamic_sd_lookup`, otherwise unset, to
+a table of drafts per request by batch size.
 
-What: wraps `Scheduler.__init__`. For our methods it sets `dynamic_sd_lookup`, otherwise unset, to a
-table of drafts per request by batch size.
-
-Why: without the table, the scheduler pads a request that starts with a single row to
+Without the table, the scheduler pads a request that starts with a single row to
 1 + num_speculative_tokens rows of drafts -1, so that all requests of a step have equal rows and fit
 full CUDA graphs. Trees differ in size anyway, the padding can never be accepted, and every row
 costs compute. A scheduler that works ahead reserves the table's rows before it knows the trees, so
 the table holds the budget of one request in such a batch. `keep_reserved_rows` later cuts the
 reservation to what the worker requests in each step's output.
-
-Remove when: a proposer can decline the padding and choose the number of rows.
 """
 
 from __future__ import annotations

@@ -28,15 +28,14 @@ from vllm_specplug.options import (
     DEFAULT_TREE_NODES,
     TreeOptions,
     changed_tree_options,
-    check_draft_weights,
-    check_kernel,
+    check_device_options,
     check_num_nodes,
     check_request_limit,
-    check_target_products,
     check_tree_budget,
     check_tree_shape,
     check_vllm_options,
     is_number,
+    option_defaults,
     option_error,
     tree_option_names,
     value_error,
@@ -123,7 +122,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         for key in given:
             owners = owners_of(key)
             # A third-party method must not hide an option of vLLM's own methods.
-            if owners and key not in own and key not in _vllm_defaults():
+            if owners and key not in own and key not in option_defaults(SpeculativeConfig):
                 raise option_error(
                     key,
                     given[key],
@@ -158,7 +157,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         check_tree_shape(self.num_speculative_tokens, self.tree_depth)
         check_tree_budget(self.tree_budget, self.num_speculative_tokens)
         check_request_limit(self.max_request_budget, self.num_speculative_tokens)
-        check_vllm_options(self, _vllm_defaults(), method.name)
+        check_vllm_options(self, option_defaults(SpeculativeConfig), method.name)
         options: MethodOptions = self.method_options
         target = self.target_model_config
         info = TargetInfo(target.hf_text_config, target.max_model_len, target)
@@ -228,9 +227,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 f"{method.name!r}: it needs {', '.join(one_rank)}, but a rank has only some of the "
                 "KV heads. Use --tensor-parallel-size 1, or another method."
             )
-        check_kernel(self.tree_kernel, device)
-        check_draft_weights(self.draft_weights, device)
-        check_target_products(self.target_products, device)
+        check_device_options(self, device)
         if parallel.worker_cls != "auto":
             raise ValueError(
                 f"worker_cls={parallel.worker_cls!r} cannot be combined with "
@@ -382,15 +379,6 @@ def refusal_message(error: ValueError) -> str | None:
         frame = frame.tb_next
     origin = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__"))
     return str(error) if origin.startswith("vllm_specplug.") else None
-
-
-def _vllm_defaults() -> dict[str, Any]:
-    """Returns the defaults of vLLM's own speculative options by name."""
-    defaults = {}
-    for field in fields(SpeculativeConfig):
-        default: Any = field.default
-        defaults[field.name] = default.default if hasattr(default, "default") else default
-    return defaults
 
 
 def speculative_config_class(stock: type) -> type:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vllm_specplug.seams.listing import PROCESS_CHECKS
+from vllm_specplug.seams import PROCESS_SEAMS
 
 SUPPORTED_VLLM = ("0.32", "0.33")
 SUPPORTED_TEXT = "0.32.x and 0.33.x"
@@ -34,7 +34,7 @@ def check_vllm() -> SeamReport:
             version,
             f"vllm-specplug needs vLLM {SUPPORTED_TEXT}, but {version} is installed",
         )
-    missing = PROCESS_CHECKS.verify()
+    missing = PROCESS_SEAMS.verify()
     if missing:
         return SeamReport(
             version, f"vLLM {version} lacks {missing[0]}, which vllm-specplug builds on"

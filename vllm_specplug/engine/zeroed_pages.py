@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Zeroes new pages where KV cache groups with unlike heads share memory.
 
-Seam: zeroed_pages.
+Seam: zeroed_pages. For our methods, a config whose groups have several head shapes asks vLLM to
+zero new pages, as vLLM's own configs do for several precisions.
 
-What: wraps `get_kv_cache_configs`. For our methods, a config whose groups have several head shapes
-asks vLLM to zero new pages, as vLLM's own configs do for several precisions.
-
-Why: a draft whose values are not finite gets NaN keys (`kernels.finite_values`). Rows that do not
+A draft whose values are not finite gets NaN keys (`kernels.finite_values`). Rows that do not
 attend it are unaffected as long as the page is read with the layout that it was written in. A group
 with other heads may read such keys as values, and attention multiplies the values after a request's
 last token by 0, which gives NaN. Draft layers write only finite numbers.
-
-Remove when: kernels skip the values of columns that a row does not attend.
 """
 
 from __future__ import annotations

@@ -52,26 +52,34 @@ def _find_problem(path: str) -> str | None:
     return None
 
 
-@dataclass(eq=False)
-class Seam:
-    """A name in vLLM that the package uses without changing it.
-
-    Seams that change something override `_apply` and `_undo`.
-    """
+@dataclass(frozen=True)
+class Topic:
+    """Why the package touches vLLM in some places, and what would make that unnecessary."""
 
     key: str
-    """Topic, which several seams may share."""
-    target: str
-    """The name in vLLM, as "module:Attribute.path"."""
     why: str
     remove_when: str
-    kind: ClassVar[str] = "uses"
+
+
+@dataclass(eq=False)
+class Seam:
+    """A place in vLLM that the package changes; subclasses override `_apply` and `_undo`."""
+
+    topic: Topic
+    target: str
+    """The name in vLLM, as "module:Attribute.path"."""
+    kind: ClassVar[str]
     _is_applied: bool = field(default=False, init=False, repr=False)
 
     @property
     def name(self) -> str:
         """The target as Python would write it."""
         return self.target.replace(":", ".")
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The names in vLLM that must exist."""
+        return (self.target,)
 
     @property
     def owner_path(self) -> str:
@@ -126,32 +134,43 @@ class Seam:
             raise SeamError(f"{self.name} was changed by other code since; it is left as it is")
 
 
-class Overrides(Seam):
-    """A method that a subclass in the package overrides."""
+@dataclass(eq=False)
+class Members(Seam):
+    """Attributes of an object of vLLM's that the package overrides, calls or reads.
 
-    kind = "overrides"
-
-
-class InstanceAttribute(Seam):
-    """An attribute that the package reads or sets on vLLM's objects.
-
-    A method of a vLLM class sets it, or a function of vLLM registers it as a buffer.
+    The target is the object. A class defines the attributes, or its methods set them; a function
+    registers them as buffers. Nothing is changed. Only what would be noticed late, or never, is
+    listed: a missing import fails by itself.
     """
 
-    kind = "reads"
+    members: str = ""
+    """Their names, separated by spaces."""
+    kind = "builds on"
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        separator = "." if ":" in self.target else ":"
+        return tuple(f"{self.target}{separator}{name}" for name in self.members.split())
 
     def verify(self) -> str | None:
-        problem = _find_problem(self.owner_path)
-        name = self.name.rpartition(".")[2]
-        if problem is None and name not in _stored_names(resolve(self.owner_path)):
-            problem = f"{self.owner_path.replace(':', '.')} sets no {name}"
-        return problem
+        problem = super().verify()
+        if problem is not None:
+            return problem
+        owner = resolve(self.target)
+        missing = [
+            name
+            for name in self.members.split()
+            if not hasattr(owner, name) and name not in _stored_names(owner)
+        ]
+        return f"it has no {', '.join(missing)}" if missing else None
 
 
 @functools.cache
 def _stored_names(owner: Any) -> frozenset[str]:
     """Names of the attributes that methods of a class and its bases set, or of the buffers that a
     function registers."""
+    if inspect.ismodule(owner):
+        return frozenset()
     if not isinstance(owner, type):
         body = list(dis.get_instructions(inspect.unwrap(owner)))
         return frozenset(
@@ -195,6 +214,10 @@ class Replace(Seam):
     @property
     def attribute(self) -> str:
         return self.name.rpartition(".")[2]
+
+    def verify(self) -> str | None:
+        # Importing the package's own code also shows a name that vLLM lacks.
+        return super().verify() or _find_problem(self.make)
 
     def _apply(self) -> None:
         owner = resolve(self.owner_path)
@@ -242,14 +265,9 @@ class ReplaceKernel(Replace):
         problem = super().verify()
         if problem is not None:
             return problem
-        stock, new = resolve(self.target), resolve(self.make)
-        if stock is new:
-            # An engine that this process built earlier has replaced it.
-            return None
-        own = tuple(inspect.signature(getattr(stock, "fn", stock)).parameters)
-        if own not in new.forms:
-            return f"its parameters are {', '.join(own)} instead of {', '.join(new.forms[0])}"
-        return None
+        stock = resolve(self.target)
+        # An engine that this process built earlier may have replaced it.
+        return None if id(stock) in _installed else resolve(self.make).misfit(stock)
 
 
 class Add(Replace):
@@ -265,40 +283,6 @@ class Add(Replace):
 
     def _stock(self) -> Any:
         return None
-
-
-@dataclass(eq=False)
-class Retype(Seam):
-    """The declared type of a class's field; `target` is the class, `annotation` names the type."""
-
-    attribute: str = ""
-    annotation: str = ""
-    kind: ClassVar[str] = "retypes"
-    _own: Any = field(default=None, init=False, repr=False)
-    _new: Any = field(default=None, init=False, repr=False)
-
-    @property
-    def name(self) -> str:
-        return f"{super().name}.{self.attribute}"
-
-    def verify(self) -> str | None:
-        problem = super().verify()
-        if problem is None and self.attribute not in resolve(self.target).__annotations__:
-            problem = f"{super().name} declares no {self.attribute}"
-        return problem
-
-    def _apply(self) -> None:
-        problem = self.verify()
-        if problem is not None:
-            raise SeamError(problem)
-        annotations = resolve(self.target).__annotations__
-        self._own, self._new = annotations[self.attribute], resolve(self.annotation) | None
-        annotations[self.attribute] = self._new
-
-    def _undo(self) -> None:
-        annotations = resolve(self.target).__annotations__
-        self._check_unchanged(annotations.get(self.attribute) is self._new)
-        annotations[self.attribute] = self._own
 
 
 @dataclass(eq=False)

@@ -101,9 +101,6 @@ class DeviceStateStep(StateStep):
         self.requests = to_device(self.requests, device)
         if self.linear is not None:
             self.linear = DeviceLinearRows.moved(self.linear, device)
-        # By KV cache group: the row with which each tree's path fills a block, and that block's
-        # slot.
-        self._ends: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run_trees(
         self,
@@ -172,31 +169,8 @@ class DeviceStateStep(StateStep):
     ) -> None:
         for layer in self.pending:
             if layer.blocks is not None and contexts is not None and lengths is not None:
-                _write(layer, *self._block_ends(layer, last_rows, contexts, lengths))
+                _write(layer, *self.block_ends(layer, last_rows, contexts, lengths))
             _write(layer, last_rows, layer.trees.slots)
-        self._ends.clear()
-
-    def _block_ends(
-        self,
-        layer: PendingLayer,
-        last_rows: torch.Tensor,
-        contexts: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the row of each tree that fills a block, and the slot for its state; -1 for a
-        tree whose path fills no block."""
-        known = self._ends.get(id(layer.trees))
-        if known is None:
-            is_full, slots, depths = self.block_ends(layer, contexts, lengths)
-            rows, above = last_rows, (lengths - depths).clamp_min(0)
-            # By doubling: parents, grandparents, and so on.
-            higher = self.parents
-            for bit in range(max(1, (self.max_rows - 1).bit_length())):
-                rows = torch.where((above >> bit) % 2 == 1, higher[rows], rows)
-                higher = torch.where(higher < 0, higher, higher[higher.clamp_min(0)])
-            known = rows.clamp_min(0), torch.where(is_full, slots, -1)
-            self._ends[id(layer.trees)] = known
-        return known
 
 
 def _write(layer: PendingLayer, rows: torch.Tensor, targets: torch.Tensor) -> None:

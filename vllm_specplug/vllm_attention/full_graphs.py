@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 
@@ -44,3 +45,14 @@ def captures_by_default(vllm_config: Any) -> bool:
         and not vllm_config.model_config.is_hybrid
         and not vllm_config.model_config.use_mla
     )
+
+
+class GraphSupport:
+    """A mixin for a metadata builder: supports full graphs, also of ragged batches
+    (`vllm_v2.graph_trees`), if they are wanted."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        if wants_full_graphs(vllm_config):
+            return AttentionCGSupport.UNIFORM_BATCH
+        return AttentionCGSupport.NEVER

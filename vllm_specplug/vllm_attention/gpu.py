@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -30,7 +30,7 @@ from vllm_specplug.kernels.cuda_contract import (
     numbers_and_scales,
 )
 from vllm_specplug.kernels.features import AttnFeatures
-from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import GraphSupport
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 
 # Features that the Triton kernel reproduces. The other kernels hand such layers to it, or refuse.
@@ -129,17 +129,7 @@ class _DeviceAttentionMixin(TreeAttentionMixin):
         store_isolated_triton(key, value, *gpu_cache_views(kv_cache), slot_mapping)
 
 
-class _GraphSupport:
-    """Supports full graphs, also of ragged batches (`vllm_v2.graph_trees`), if they are wanted."""
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config, kv_cache_spec) -> AttentionCGSupport:
-        if wants_full_graphs(vllm_config):
-            return AttentionCGSupport.UNIFORM_BATCH
-        return AttentionCGSupport.NEVER
-
-
-class TreeFlashAttentionMetadataBuilder(_GraphSupport, FlashAttentionMetadataBuilder):
+class TreeFlashAttentionMetadataBuilder(GraphSupport, FlashAttentionMetadataBuilder):
     """vLLM's metadata; the runner attaches the tree rows."""
 
 
@@ -163,7 +153,7 @@ class TreeFlashAttentionBackend(FlashAttentionBackend):
         return TreeFlashAttentionMetadataBuilder
 
 
-class TreeTritonAttentionMetadataBuilder(_GraphSupport, TritonAttentionMetadataBuilder):
+class TreeTritonAttentionMetadataBuilder(GraphSupport, TritonAttentionMetadataBuilder):
     """vLLM's metadata; the runner attaches the tree rows."""
 
 

@@ -6,7 +6,7 @@ requests with at most as many rows as the largest tree are decoded, whatever the
 vLLM's kernel serves a step in which each has one row, and a Triton kernel all other steps. Longer
 pieces of prompts take vLLM's path for prompts.
 
-Seam: latent_gpu_backend.
+Seam: latent_backend.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadata, QueryLenSupport
 from vllm.utils.import_utils import resolve_obj_by_qualname
-from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
+from vllm.v1.attention.backend import max_decode_query_len
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import GraphSupport
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, tree_rows_of
 
 # vLLM's MLA backends whose caches hold latent rows in the model's dtype.
@@ -96,7 +96,7 @@ class TreeMLAImplMixin:
         )
 
 
-class RaggedDecodesMixin:
+class RaggedDecodesMixin(GraphSupport):
     """A mixin for a metadata builder: requests with up to as many rows as the largest tree are
     decoded."""
 
@@ -109,12 +109,6 @@ class RaggedDecodesMixin:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self.query_len_support = QueryLenSupport.VARLEN
         self.reorder_batch_threshold = max_decode_query_len(vllm_config)
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        if wants_full_graphs(vllm_config):
-            return AttentionCGSupport.UNIFORM_BATCH
-        return AttentionCGSupport.NEVER
 
 
 @cache

@@ -194,6 +194,8 @@ class StateStep:
         # By KV cache group, whose layers share one metadata object.
         self._groups: dict[int, tuple[Any, StateTrees, Any]] = {}
         self._windows: dict[int, torch.Tensor] = {}
+        # By KV cache group, as `block_ends` returns them.
+        self._ends: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def _group(self, metadata: Any) -> tuple[Any, StateTrees, Any]:
         known = self._groups.get(id(metadata))
@@ -297,6 +299,7 @@ class StateStep:
         # Breaks the reference cycle of step and metadata, without waiting for the collector.
         self.pending.clear()
         self._groups.clear()
+        self._ends.clear()
 
     def apply_paths(
         self,
@@ -311,7 +314,9 @@ class StateStep:
             known = torch.cat((kept, layer.inputs.to(kept.dtype)))
             windows = self.window(layer.trees, width)[:, 1:]
             if layer.blocks is not None and contexts is not None and lengths is not None:
-                ended, rows, slots = self._full_blocks(layer, last_rows, contexts, lengths)
+                all_rows, all_slots = self.block_ends(layer, last_rows, contexts, lengths)
+                ended = (all_slots >= 0).nonzero()[:, 0]
+                rows, slots = all_rows[ended], all_slots[ended]
                 if len(ended):
                     layer.conv_states[slots] = known[windows[rows]]
                     layer.states[slots] = layer.states[layer.trees.slots[ended]]
@@ -322,36 +327,37 @@ class StateStep:
             layer.conv_states[layer.trees.slots] = known[windows[last_rows]]
             commit_states(layer.states, layer.updates, layer.trees, last_rows)
 
-    def _full_blocks(
+    def block_ends(
         self,
         layer: PendingLayer,
         last_rows: torch.Tensor,
         contexts: torch.Tensor,
         lengths: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns, in int64, the trees whose paths fill a block, the row that fills it, and the
-        slot for its state."""
-        is_full, slots, depths = self.block_ends(layer, contexts, lengths)
-        ended = is_full.nonzero()[:, 0]
-        rows, above = last_rows[ended], (lengths - depths)[ended]
-        for climbed in range(int(above.max()) if len(above) else 0):
-            rows = torch.where(above > climbed, self.parents[rows], rows)
-        return ended, rows, slots[ended]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns int64 [R], the row of each tree that fills the block in which its path began, and
+        the slot of that block; slot -1 for a tree whose path fills no block.
 
-    def block_ends(
-        self, layer: PendingLayer, contexts: torch.Tensor, lengths: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns for each tree whether its path fills and leaves the block that it began in
-        (bool), the slot of that block, and the number of path nodes that fit in it (int64)."""
+        Made once per KV cache group. Does not synchronise with the host.
+        """
         assert layer.blocks is not None
-        size = layer.blocks.size
-        # Nodes of the path down to the row with a block's last position.
-        depths = size - 1 - contexts % size
-        slots = layer.blocks.table[self.requests].long()
-        slots = slots.gather(1, (contexts // size)[:, None])[:, 0]
-        # If the rows end with the block, its slot already holds the running state.
-        is_full = (depths <= lengths) & (slots != layer.trees.slots) & (slots != 0)
-        return is_full, slots, depths
+        known = self._ends.get(id(layer.trees))
+        if known is None:
+            size = layer.blocks.size
+            # Nodes of the path down to the row with a block's last position.
+            depths = size - 1 - contexts % size
+            slots = layer.blocks.table[self.requests].long()
+            slots = slots.gather(1, (contexts // size)[:, None])[:, 0]
+            # If the rows end with the block, its slot already holds the running state.
+            is_full = (depths <= lengths) & (slots != layer.trees.slots) & (slots != 0)
+            rows, above = last_rows, (lengths - depths).clamp_min(0)
+            # By doubling: parents, grandparents, and so on.
+            higher = self.parents
+            for bit in range(max(1, (self.max_rows - 1).bit_length())):
+                rows = torch.where((above >> bit) % 2 == 1, higher[rows], rows)
+                higher = torch.where(higher < 0, higher, higher[higher.clamp_min(0)])
+            known = rows.clamp_min(0), torch.where(is_full, slots, -1)
+            self._ends[id(layer.trees)] = known
+        return known
 
 
 def warmup_step(

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ from vllm_specplug.kernels import (
     tree_metadata,
 )
 from vllm_specplug.kernels.features import PLAIN
-from vllm_specplug.vllm_attention.draft_attention import DraftAttention
 
 # Attribute of vLLM's attention metadata that carries `TreeRows`.
 TREE_ROWS_ATTRIBUTE = "specplug_tree_rows"
@@ -32,27 +32,19 @@ TREE_BACKEND_MARK = "takes_tree_rows"
 CacheViews = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class TreeRows(Protocol):
-    """The tree rows of a step and their attention."""
+class DraftAttention(ABC):
+    """Replaces vLLM's attention metadata in a draft forward of the target itself."""
 
-    @property
-    def covers_batch(self) -> bool:
-        """Whether every row of the step is a tree row, so that the stock kernel can be skipped."""
-
+    @abstractmethod
     def attend(
         self,
-        # [T, Hq, Dh]
+        layer: Any,
         query: torch.Tensor,
-        # [num_blocks, Hkv, block_size, 2 * Dh]
-        kv_cache: torch.Tensor,
-        # [T, Hq, Dh], written in place at tree rows
+        key: torch.Tensor,
+        value: torch.Tensor,
         output: torch.Tensor,
-        scale: float,
-        features: AttnFeatures,
-        # int32 [R, max_blocks] of the layer's KV cache group
-        block_table: torch.Tensor,
     ) -> None:
-        """Computes the attention of the tree rows in one layer."""
+        """One layer: query [R, Hq, Dh], key and value [R, Hkv, Dh] -> output [R, Hq, Dh]."""
 
 
 # Block size, head size and dtype of a cache.
@@ -72,6 +64,7 @@ class CpuTreeRows:
     layouts: Mapping[LayoutKey, CpuKvLayout]
     """Layouts of the target's caches."""
     covers_batch: bool
+    """Whether every row of the step is a tree row, so that the stock kernel can be skipped."""
     layers: dict[Any, TreeLayer] = field(default_factory=dict)
     """Layers of all steps, by attention implementation. The owner of the caches keeps them, because
     an implementation may outlive the caches."""
@@ -80,13 +73,18 @@ class CpuTreeRows:
 
     def attend(
         self,
+        # [T, Hq, Dh]
         query: torch.Tensor,
+        # [num_blocks, Hkv, block_size, 2 * Dh]
         kv_cache: torch.Tensor,
+        # [T, Hq, Dh], written in place at tree rows
         output: torch.Tensor,
         scale: float,
         features: AttnFeatures,
+        # int32 [R, max_blocks] of the layer's KV cache group
         block_table: torch.Tensor,
     ) -> None:
+        """Computes the attention of the tree rows in one layer."""
         layout = self.layouts[layout_key(kv_cache)]
         metadata = replace(self.metadata, block_table=block_table)
         tree_attn(
@@ -114,6 +112,7 @@ class DeviceTreeRows:
         features: AttnFeatures = PLAIN,
         block_table: torch.Tensor | None = None,
     ) -> None:
+        """See `CpuTreeRows.attend`."""
         key_cache, value_cache = self.views(kv_cache)
         # Not every kernel takes features.
         more = {} if features.is_plain else {"features": features}
@@ -130,6 +129,10 @@ class DeviceTreeRows:
         if address not in self._of_groups:
             self._of_groups[address] = replace(self.metadata, block_table=block_table)
         return self._of_groups[address]
+
+
+# The tree rows of a step and their attention.
+TreeRows = CpuTreeRows | DeviceTreeRows
 
 
 class TreeAttentionMixin:
@@ -239,7 +242,7 @@ class TreeAttentionMixin:
         output: torch.Tensor,
         block_table: torch.Tensor,
     ) -> None:
-        """Computes the attention of a step's tree rows in this layer; see `TreeRows.attend`."""
+        """Computes the attention of a step's tree rows in this layer; see `CpuTreeRows.attend`."""
         rows.attend(query, kv_cache, output, self.scale, self.tree_features(layer), block_table)
 
 

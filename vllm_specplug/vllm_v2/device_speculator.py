@@ -200,10 +200,10 @@ class DeviceSpeculator(TreeSpeculator):
         counts = np.diff(input_batch.cu_num_logits_np[: len(input_batch.req_ids) + 1])
         for req_id, count in zip(input_batch.req_ids, counts.tolist(), strict=True):
             self.len_upper_bound[req_id] += count
-        committed = _all_rows(final, aux_hidden_states)
-        if self.spec.reads_next_tokens:
-            following = self._next_tokens(input_batch, final)
-            committed = replace(committed, next_token_ids=following)
+        committed = replace(
+            _all_rows(final, aux_hidden_states),
+            next_token_ids=self._next_tokens(input_batch, final),
+        )
         if self.context_graphs is None or not self.context_graphs(committed):
             committed = replace(committed, output_states=last_hidden_states)
             self.proposer.drafter.observe(committed)
@@ -480,17 +480,6 @@ class DeviceSpeculator(TreeSpeculator):
                 self.stats.observe_plain(reason)
             budgets[i] = max(nodes, 0)
         return budgets
-
-    def _next_tokens(self, input_batch: Any, final: CommitMap) -> torch.Tensor:
-        """Returns int64 [T]: the token that follows each row's token; 0 if it is not known."""
-        counts = torch.diff(input_batch.query_start_loc[: input_batch.num_reqs + 1])
-        slots = torch.repeat_interleave(
-            input_batch.idx_mapping.long(), counts, output_size=len(final.positions)
-        )
-        after = final.positions.long() + 1
-        is_known = after < self.req_states.total_len.gpu[slots]
-        found = self.req_states.all_token_ids.gpu[slots, after.clamp_max(self.max_model_len - 1)]
-        return torch.where(is_known, found, 0).long()
 
     def _batch(self, input_batch: Any, read: HostStep) -> list[HostRequest]:
         totals, computed = read.totals.tolist(), read.computed.tolist()

@@ -6,7 +6,7 @@ last row holds the running state. That state moves there before the forward; the
 leaves keep their contents. vLLM moves states with Triton kernels that count one state per draft,
 and here drafts have none (`vllm_attention.state_rows`).
 
-Seams: runner_inputs, state_blocks.
+Seams: model_state, state_blocks.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from vllm_specplug.vllm_v2.step_context import StepContext, StepRecord
 from vllm_specplug.vllm_v2.step_input import (
     HostRequest,
     host_requests,
-    next_tokens,
     verified_step,
 )
 from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
@@ -195,17 +194,13 @@ class TreeSpeculator(BaseSpeculator):
         most: int,
     ) -> torch.Tensor:
         req_ids = list(input_batch.req_ids)
-        batch = None
-        if self.spec.reads_next_tokens:
-            batch = host_requests(self.req_states, input_batch, num_sampled)
-        self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states, batch)
+        self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states)
         # Tensor parallel ranks wait for the first one's trees, so none of them may skip a draft.
         may_skip = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
         may_skip = may_skip and bool((num_sampled > 0).all())
         if may_skip and self.planner.should_skip(req_ids):
             return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
-        if batch is None:
-            batch = host_requests(self.req_states, input_batch, num_sampled)
+        batch = host_requests(self.req_states, input_batch, num_sampled)
         return self._draft(input_batch, batch, most, req_ids if may_skip else ())
 
     def _observe(
@@ -214,15 +209,11 @@ class TreeSpeculator(BaseSpeculator):
         req_ids: list[str],
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
-        batch: list[HostRequest] | None,
     ) -> None:
-        """Shows the drafter what the step committed, now or before it next drafts.
-
-        Args:
-            batch: the requests with the step's tokens, for a drafter that reads the next tokens.
-        """
+        """Shows the drafter what the step committed, now or before it next drafts."""
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
+        following = self._next_tokens(input_batch, final)
         if self.commit_buffer.is_late:
             # Cloned: the next step overwrites these tensors.
             final = replace(final, slots=final.slots.clone(), positions=final.positions.clone())
@@ -232,16 +223,10 @@ class TreeSpeculator(BaseSpeculator):
             req_ids,
             input_batch.query_start_loc_np[: len(req_ids) + 1].copy(),
             aux_hidden_states,
+            following,
             self.step.walk is None,
         )
-        if batch is None:
-            self.commit_buffer.add(lambda: replace(make(), output_states=last_hidden_states))
-        else:
-            # Made now: `batch` holds views of token arrays that the next step appends to.
-            known = make()
-            following = torch.from_numpy(next_tokens(known.positions.numpy(), batch))
-            known = replace(known, next_token_ids=following, output_states=last_hidden_states)
-            self.commit_buffer.add(lambda: known)
+        self.commit_buffer.add(lambda: replace(make(), output_states=last_hidden_states))
         new = [i for i, req_id in enumerate(req_ids) if req_id not in self.begun]
         if new:
             self.commit_buffer.flush()
@@ -250,6 +235,20 @@ class TreeSpeculator(BaseSpeculator):
             # A request's first step has no drafts, so its rows are in the order of positions.
             first = int(final.positions[input_batch.query_start_loc_np[i]])
             drafter.begin(req_ids[i], i, first)
+
+    def _next_tokens(self, input_batch: Any, final: CommitMap) -> torch.Tensor | None:
+        """Returns int64 [T]: the token that follows each row's token, 0 if it is not known. None
+        for a drafter that does not read them."""
+        if not self.spec.reads_next_tokens:
+            return None
+        counts = torch.diff(input_batch.query_start_loc[: input_batch.num_reqs + 1])
+        slots = torch.repeat_interleave(
+            input_batch.idx_mapping.long(), counts, output_size=len(final.positions)
+        )
+        after = final.positions.long() + 1
+        is_known = after < self.req_states.total_len.gpu[slots]
+        found = self.req_states.all_token_ids.gpu[slots, after.clamp_max(self.max_model_len - 1)]
+        return torch.where(is_known, found, 0).long()
 
     def learn(
         self,
@@ -418,11 +417,13 @@ def _committed_tokens(
     # [R + 1] first row of each request
     starts: np.ndarray,
     aux_hidden_states: list[torch.Tensor] | None,
+    following: torch.Tensor | None,
     is_plain: bool,
 ) -> CommittedTokens:
     """Returns what a drafter observes, without rows that committed nothing. Reads the device.
 
     Args:
+        following: int64 [T] as of `_next_tokens`.
         is_plain: whether the step had no drafts, so that every row committed its token.
     """
     owners = np.arange(len(req_ids)).repeat(np.diff(starts))
@@ -435,12 +436,14 @@ def _committed_tokens(
             slots=committed.slots[kept],
         )
         owners = owners[kept.numpy()]
+        following = None if following is None else following[kept]
     return CommittedTokens(
         aux_hidden_states=aux_hidden_states or [],
         rows=committed.computed_rows,
         positions=committed.positions,
         slots=committed.slots,
         last_rows=committed.last_rows,
+        next_token_ids=following,
         req_ids=req_ids,
         owners=owners,
         in_order=is_plain,

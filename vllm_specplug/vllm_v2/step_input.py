@@ -7,7 +7,7 @@ the forward that have logits, and `cu_num_logits` the first logits row of each r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,22 +116,3 @@ def host_requests(
         )
         for i, req_id in enumerate(input_batch.req_ids)
     ]
-
-
-def next_tokens(
-    # [M] int64 positions of committed tokens, request by request
-    positions: np.ndarray,
-    batch: Sequence[HostRequest],
-) -> np.ndarray:
-    """Returns int64 [M]: the token after each position; 0 if it is not known."""
-    following = np.zeros(len(positions), np.int64)
-    start = 0
-    for request in batch:
-        if start == len(positions):
-            break
-        first = int(positions[start])
-        end = start + request.num_computed - first
-        found = request.token_ids[first + 1 : first + 1 + end - start]
-        following[start : start + len(found)] = found[: len(following) - start]
-        start = end
-    return following

@@ -9,25 +9,10 @@ Letters: M logits rows of the step, P the longest path.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-
-class StepParents(Protocol):
-    """A step's logits rows as trees."""
-
-    @property
-    def parent_rows(self) -> torch.Tensor:
-        """[M] int32 logits row of each row's parent; negative for roots and unused rows."""
-
-    @property
-    def depths(self) -> torch.Tensor:
-        """[M] int32 distance to the root."""
-
-    @property
-    def max_request_rows(self) -> int:
-        """Rows of the request with the most rows."""
+from vllm_specplug.tree.step_trees import StepTrees
 
 
 @dataclass(frozen=True)
@@ -47,7 +32,7 @@ class TreePaths:
 
 
 def tree_paths(
-    parents: StepParents,
+    trees: StepTrees,
     # [M] token of every row
     input_ids: torch.Tensor,
     # [M] offset within the row's request, 0 for its root
@@ -61,10 +46,10 @@ def tree_paths(
     """
     num_rows = len(offsets)
     rows = torch.arange(num_rows, device=offsets.device)
-    is_node = parents.parent_rows >= 0
-    above = torch.where(is_node, parents.parent_rows.long(), rows)
+    is_node = trees.parent_rows >= 0
+    above = torch.where(is_node, trees.parent_rows.long(), rows)
     # After k rounds of doubling a row knows its 2 ** k nearest ancestors: their tokens, by depth.
-    depth = torch.where(is_node, parents.depths.long() - 1, longest)
+    depth = torch.where(is_node, trees.depths.long() - 1, longest)
     tokens = torch.full((num_rows, longest + 1), -1, dtype=torch.int64, device=offsets.device)
     tokens.scatter_(1, depth[:, None], input_ids[:, None].long())
     # Rows that are not nodes share the last column.
@@ -72,7 +57,7 @@ def tree_paths(
     for _ in range(max(1, longest.bit_length())):
         tokens = torch.maximum(tokens, tokens[above])
         above = above[above]
-    return TreePaths(tokens, torch.where(is_node, parents.depths.long(), 0))
+    return TreePaths(tokens, torch.where(is_node, trees.depths.long(), 0))
 
 
 def output_tail(

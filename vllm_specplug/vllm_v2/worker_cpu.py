@@ -53,7 +53,7 @@ def tree_runner_class(stock: type) -> type:
 class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     """vLLM's CPU worker with the tree runner.
 
-    Seams: cpu_runner, speculator, cpu_backend, cpu_admission, cpu_kernels, cpu_products,
+    Seams: cpu_runner, speculator, attention_backend, cpu_admission, cpu_kernels, cpu_products,
     cpu_worker, weight_updates.
     """
 

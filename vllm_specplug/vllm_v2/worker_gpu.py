@@ -106,8 +106,7 @@ class TreeGPUModelRunner(DeviceRunnerMixin, GPUModelRunner):  # type: ignore[mis
 
 
 class TreeGPUWorker(FollowsTarget, Worker):
-    """vLLM's CUDA worker. Seams: gpu_worker, gpu_backend, device_speculator,
-    weight_updates."""
+    """vLLM's CUDA worker. Seams: gpu_worker, device_speculator, weight_updates."""
 
     device: Any
     model_runner: Any  # a TreeGPUModelRunner

@@ -14,7 +14,7 @@ from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import TreeAttnMetadata
-from vllm_specplug.vllm_attention.draft_attention import DraftAttention
+from vllm_specplug.vllm_attention.tree_rows import DraftAttention
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
 from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows

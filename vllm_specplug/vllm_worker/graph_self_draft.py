@@ -17,7 +17,7 @@ import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels import pinned
-from vllm_specplug.vllm_attention.draft_attention import DraftAttention
+from vllm_specplug.vllm_attention.tree_rows import DraftAttention
 from vllm_specplug.vllm_worker.memory.device_partial_cache import Contexts, partial_of, single_rows
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import TreeAttnMetadata, causal_words, tree_attn
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
-from vllm_specplug.vllm_attention.draft_attention import DraftAttention
+from vllm_specplug.vllm_attention.tree_rows import DraftAttention
 from vllm_specplug.vllm_worker.memory.partial_cache import PartialCache, PartialContext
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 

@@ -62,6 +62,9 @@ def _refusal(target: Path, spec: dict[str, Any]) -> str:
             "speculative_config.tree_width=0 is not usable: legal: int 1..64. Correct it, or leave "
             "it out for its default, 8.",
         ),
+        ({"tree_width": 65}, "speculative_config.tree_width=65 is not usable: legal: int 1..64"),
+        ({"max_step_rows": 0}, "speculative_config.max_step_rows=0 is not usable: legal: int 1.."),
+        ({"max_draft_context": -1}, "speculative_config.max_draft_context=-1 is not usable: "),
         ({"tree_depth": "deep"}, "speculative_config.tree_depth='deep' is not usable: legal: int"),
         (
             {"tree_builder": "entropy"},

@@ -255,15 +255,6 @@ def test_masks_are_those_of_each_path_and_forbidden_drafts_cannot_be_reached(
             assert not mask[1 + parents[node]] >> tokens[node] & 1
 
 
-def test_without_parents_the_masks_of_such_drafts_are_others() -> None:
-    """What makes the test above one that can fail: siblings taken for a chain."""
-    tokens, parents = [5, 6, 8, 8], [-1, -1, 0, 1]
-    for ahead in (False, True):
-        with_tree, _ = masks_of(tokens, parents, [], 4, ahead=ahead)
-        as_chain, _ = masks_of(tokens, None, [], 4, ahead=ahead)
-        assert with_tree != as_chain
-
-
 def test_a_tree_outlives_steps_that_leave_its_request_out() -> None:
     """Its drafts wait in the scheduler while others, drafted without parents, take the budget."""
     waits, runs = make_request("waits", []), make_request("runs", [])

@@ -26,10 +26,9 @@ def _drill(fault: str, model: str, folder: Path, after: str = "") -> tuple[str, 
 # name: what goes wrong, and what the message must name
 FAULTS = {
     "version": ('import vllm; vllm.__version__ = "0.40.1"', "0.40.1"),
-    "older": ('import vllm; vllm.__version__ = "0.31.2"', "0.31.2"),
-    "function": (
-        "import vllm.v1.attention.backends.registry as registry; del registry.register_backend",
-        "registry.register_backend",
+    "import": (
+        "import vllm.config.utils as utils; import vllm.engine.arg_utils; del utils.config",
+        "cannot import name 'config' from 'vllm.config.utils'",
     ),
     "method": (
         "from vllm.v1.structured_output import StructuredOutputManager as manager; "

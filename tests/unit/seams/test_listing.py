@@ -9,14 +9,12 @@ import pytest
 
 from scripts import seam_table
 from scripts import vllm_names as names
-from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS, SeamError
-from vllm_specplug.seams import listing as listing_module
-from vllm_specplug.seams.listing import PROCESS_CHECKS
-from vllm_specplug.seams.seam import Overrides, Seam, Wrap, resolve
+from vllm_specplug import seams
+from vllm_specplug.seams import ALL_SEAMS, PROCESS_SEAMS, WORKER_SEAMS, SeamError
+from vllm_specplug.seams.seam import Members, Topic, resolve
 
-LISTED = {seam.target for seam in ALL_SEAMS}
-# Public: the class and the type that generate training data, outside of any server.
-_TRAINING = {"vllm:LLM", "vllm:SamplingParams"}
+MEMBERS = {target for seam in ALL_SEAMS for target in seam.targets}
+TOPIC = Topic("key", "why", "never")
 
 
 def overridden(used: names.UsedNames) -> set[str]:
@@ -25,7 +23,7 @@ def overridden(used: names.UsedNames) -> set[str]:
         f"{base}.{method}"
         for base, methods in used.overridden.items()
         for method in methods
-        if method in dir(resolve(base)) and _is_vllms(base, method)
+        if not method.startswith("__") and method in dir(resolve(base)) and _is_vllms(base, method)
     }
 
 
@@ -36,56 +34,41 @@ def _is_vllms(base: str, method: str) -> bool:
 
 
 def unlisted(used: names.UsedNames) -> set[str]:
-    """What the code uses and the list does not have."""
-    missing = {target for target in used.imported | overridden(used) if not _covers(target)}
-    last = {target.replace(":", ".").rpartition(".")[2] for target in LISTED}
+    """What the code overrides or reads, and the list does not have. An import that is missing is
+    noticed without a list; a runner of vLLM's CPU build inherits what is listed of the other."""
+    runner = "vllm.v1.worker.{}.model_runner:{}ModelRunner."
+    missing = {
+        target
+        for target in overridden(used)
+        if target.replace(runner.format("cpu", "CPU"), runner.format("gpu", "GPU")) not in MEMBERS
+    }
+    last = {target.replace(":", ".").rpartition(".")[2] for target in MEMBERS}
     return missing | {name for name in used.private if name[1:] not in last}
 
 
-def _covers(target: str) -> bool:
-    """Whether a target, or a member of it, is listed; a runner of vLLM's CPU build inherits what it
-    is checked for from the other."""
-    target = target.replace(
-        "vllm.v1.worker.cpu.model_runner:CPUModelRunner.",
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.",
-    )
-    return target in _TRAINING or any(
-        seam == target or seam.startswith(f"{target}.") for seam in LISTED
-    )
+@pytest.fixture(scope="module")
+def used() -> names.UsedNames:
+    return names.used_names()
 
 
-def test_everything_used_of_vllm_is_listed() -> None:
-    assert unlisted(names.used_names()) == set()
+def test_everything_overridden_or_private_is_listed(used: names.UsedNames) -> None:
+    assert unlisted(used) == set()
 
 
-def test_everything_listed_is_used() -> None:
-    used = names.used_names()
-    known = used.imported | overridden(used)
-    listings = set(Path(listing_module.__file__).parent.glob("listing*.py"))
+def test_every_listed_member_is_used(used: names.UsedNames) -> None:
+    listings = set(Path(seams.__file__).parent.glob("*.py"))
     files = (path for folder in names.SOURCES for path in folder.rglob("*.py"))
     code = "".join(path.read_text() for path in files if path not in listings)
-    private = {name[1:] for name in used.private}
-    changed = {seam.target for seam in ALL_SEAMS if seam.kind not in ("uses", "overrides")}
+    methods = {target.rpartition(".")[2] for target in overridden(used)}
     for seam in ALL_SEAMS:
-        member = seam.target.replace(":", ".").rpartition(".")[2]
-        owner = seam.target.rpartition(".")[0]
-        assert (
-            seam.target in known | changed
-            or member in private
-            # A member of what is imported, or of an object that vLLM hands over.
-            or (owner in known and not names.is_private(member))
-            or (not names.is_private(member) and f".{member}" in code)
-            # Called on a runner, and not told apart from a method of the package's own.
-            or f".runner.{member}(" in code
-        ), seam
+        for name in seam.members.split() if isinstance(seam, Members) else ():
+            is_named = any(text in code for text in (f".{name}", f'"{name}"', f"def {name}("))
+            assert is_named or name in methods, (seam.target, name)
 
 
 @pytest.mark.parametrize(
     "code",
     [
-        "from vllm.v1.worker.utils import _private_helper\n",
-        "import vllm.v1.worker.gpu_worker as worker\nworker._init_somehow()\n",
-        "from vllm.v1.core.block_pool import BlockPool\n",
         "def read(runner):\n    return runner._secret_state\n",
         "def patch(thing):\n    setattr(thing, '_secret_state', 1)\n",
         "from vllm.v1.worker.gpu.model_runner import GPUModelRunner\n"
@@ -102,7 +85,7 @@ def test_a_new_use_is_noticed(tmp_path: Path, code: str) -> None:
 
 def test_the_installed_vllm_has_them_all() -> None:
     # Those of CUDA import what a CPU build has not; scripts/check_seams.py reads the source.
-    assert PROCESS_CHECKS.verify() == []
+    assert PROCESS_SEAMS.verify() == []
     assert WORKER_SEAMS["cpu"].verify() == []
 
 
@@ -113,23 +96,18 @@ def test_workers_of_a_gpu_leave_vllms_cpu_worker_alone() -> None:
 
 
 def test_what_seams_put_in_place_exists() -> None:
-    """Overridden methods exist by the test above; wrappers are named by strings."""
     for seam in ALL_SEAMS:
-        for name in ("make", "annotation"):
-            path = getattr(seam, name, "")
-            if path:
-                assert callable(resolve(path)), path
+        path = getattr(seam, "make", "")
+        if path:
+            assert callable(resolve(path)), path
         path = getattr(seam, "path", "")
         if path and "gpu" not in path:
             assert resolve(":".join(path.rsplit(".", 1)))
 
 
-def test_every_seam_says_why_and_is_listed_once() -> None:
-    seen = [(seam.key, seam.target, seam.kind) for seam in ALL_SEAMS]
+def test_every_seam_is_listed_once() -> None:
+    seen = [(seam.topic, target, seam.kind) for seam in ALL_SEAMS for target in seam.targets]
     assert len(seen) == len(set(seen))
-    for seam in ALL_SEAMS:
-        assert seam.why and seam.remove_when and ":" in seam.target, seam
-    assert {type(seam).__name__ for seam in ALL_SEAMS} >= {"Seam", "Overrides", "Wrap", "Register"}
 
 
 def test_the_page_shows_the_list() -> None:
@@ -140,5 +118,6 @@ def test_the_page_shows_the_list() -> None:
 def test_a_lost_attribute_is_told_from_a_found_one() -> None:
     with pytest.raises(SeamError, match="vllm has no such_thing"):
         resolve("vllm:such_thing")
-    assert Overrides("k", "vllm:LLM.nothing", "w", "r").verify() == "vllm.LLM has no nothing"
-    assert isinstance(ALL_SEAMS[0], Seam) and Wrap.kind == "wraps"
+    lost = Members(TOPIC, "vllm:LLM", "nothing generate neither")
+    assert lost.verify() == "it has no nothing, neither"
+    assert Members(TOPIC, "vllm._custom_ops", "nothing").verify() == "it has no nothing"

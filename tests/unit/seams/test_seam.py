@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 
-from vllm_specplug.seams.seam import Add, Replace, Retype, Seam, SeamError, SeamSet, Wrap
+from vllm_specplug.seams.seam import (
+    Add,
+    Members,
+    Replace,
+    SeamError,
+    SeamSet,
+    Topic,
+    Wrap,
+)
+
+TOPIC = Topic("key", "why", "never")
 
 
 class Base:
@@ -31,6 +41,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     members = {"run": Host.run, "__annotations__": dict(Host.__annotations__)}
     module.Host = type("Host", (Base,), members)
     module.around = lambda stock: lambda self: f"around {stock(self)}"
+    module.retype = lambda stock: {**stock, "size": str}
     module.yes = lambda stock: True
     module.fails = lambda stock: 1 / 0
     monkeypatch.setitem(sys.modules, "seam_host", module)
@@ -38,7 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def wrap(path: str, make: str = "around") -> Wrap:
-    return Wrap("key", f"seam_host:{path}", "why", "never", make=f"seam_host:{make}")
+    return Wrap(TOPIC, f"seam_host:{path}", make=f"seam_host:{make}")
 
 
 def test_a_wrapper_is_undone_to_the_object_that_was_there(host: Any) -> None:
@@ -90,33 +101,31 @@ def test_what_somebody_else_changed_since_is_left(host: Any) -> None:
 def test_a_global_that_some_releases_lack_is_put_back(host: Any, before: bool | str) -> None:
     if before != "missing":
         host.HAS_IT = before
-    first = Add("key", "seam_host:HAS_IT", "why", "never", make="seam_host:yes")
-    second = Add("key", "seam_host:HAS_IT_TOO", "why", "never", make="seam_host:yes")
+    first = Add(TOPIC, "seam_host:HAS_IT", make="seam_host:yes")
+    second = Add(TOPIC, "seam_host:HAS_IT_TOO", make="seam_host:yes")
     assert first.verify() is None
     with second.applied(), first.applied():
         assert host.HAS_IT is True and host.HAS_IT_TOO is True
     assert getattr(host, "HAS_IT", "missing") == before and not hasattr(host, "HAS_IT_TOO")
-    nowhere = Add("key", "nowhere.at.all:HAS_IT", "why", "never", make="seam_host:yes")
+    nowhere = Add(TOPIC, "nowhere.at.all:HAS_IT", make="seam_host:yes")
     assert "nowhere" in str(nowhere.verify())
 
 
 def test_a_set_is_applied_whole_or_not_at_all(host: Any) -> None:
-    before = dict(vars(host.Host)), dict(host.Host.__annotations__)
-    retype = Retype("key", "seam_host:Host", "why", "never", "size", "seam_host:Host")
+    before = dict(vars(host.Host))
+    retype = Replace(TOPIC, "seam_host:Host.__annotations__", make="seam_host:retype")
     good = [wrap("Host.run"), retype]
     seams = SeamSet([*good, wrap("Host.inherited", "fails")])
     with pytest.raises(SeamError, match=r"Host\.inherited could not.*division.*vLLM is as it was"):
         seams.apply()
-    after = dict(vars(host.Host)), dict(host.Host.__annotations__)
-    assert after == before and not seams.is_applied
+    assert dict(vars(host.Host)) == before and not seams.is_applied
     works = SeamSet(good)
     works.apply()
     works.apply()
     assert works.is_applied and host.Host().run() == "around stock"
-    assert host.Host.__annotations__["size"] == host.Host | None
+    assert host.Host.__annotations__ == {"size": str}
     works.undo()
-    after = dict(vars(host.Host)), dict(host.Host.__annotations__)
-    assert after == before and not works.is_applied
+    assert dict(vars(host.Host)) == before and not works.is_applied
 
 
 def test_what_cannot_be_taken_back_is_said(host: Any) -> None:
@@ -126,7 +135,7 @@ def test_what_cannot_be_taken_back_is_said(host: Any) -> None:
 
     before = dict(host.Host.__annotations__)
     host.meddling = meddling
-    retype = Retype("key", "seam_host:Host", "why", "never", "size", "seam_host:Host")
+    retype = Replace(TOPIC, "seam_host:Host.__annotations__", make="seam_host:retype")
     seams = SeamSet([retype, wrap("Host.run"), wrap("Host.inherited", "meddling")])
     with pytest.raises(SeamError, match=r"too late\. Not undone: seam_host\.Host\.run was"):
         seams.apply()
@@ -137,12 +146,14 @@ def test_what_cannot_be_taken_back_is_said(host: Any) -> None:
 def test_missing_targets_are_found_without_applying() -> None:
     seams = SeamSet(
         [
-            Seam("key", "seam_host:Host.run", "why", "never"),
+            Members(TOPIC, "seam_host:Host", "run"),
             wrap("Host.walk"),
-            Replace("key", "no.such.module:name", "why", "never", make="seam_host:around"),
+            Replace(TOPIC, "no.such.module:name", make="seam_host:around"),
+            wrap("Host.run", "nothing"),
         ]
     )
     missing = seams.verify()
     assert missing[0] == "seam_host.Host.walk (seam_host.Host has no walk)"
     assert missing[1].startswith("no.such.module.name (no.such.module cannot be imported")
-    assert len(missing) == 2
+    assert missing[2] == "seam_host.Host.run (seam_host has no nothing)"
+    assert len(missing) == 3

@@ -23,18 +23,15 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
-from vllm_specplug.tree.step_trees import StepTrees
 from vllm_specplug.vllm_attention.latent import (
     LatentRequest,
     TreeCPUMLABackend,
     TreeCPUMLAImpl,
     attach_latent_rows,
     attach_warmup_rows,
-    spans_of,
 )
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
-from vllm_specplug.vllm_v2.latent_backend import latent_requests
 from vllm_specplug.vllm_worker.target.latent_layers import (
     check_compiled_routing,
     check_latent_rotary,
@@ -232,44 +229,3 @@ def test_warmup_rows_are_trees_over_the_context(counts: list[int], num_decodes: 
     spans = [(s.request, s.first_row, s.num_rows, s.context) for s in rows.spans]
     assert spans == [(0, 0, 5, 27), (1, 5, 2, 30)]
     assert rows.num_single == 0 and step.num_decode_tokens == 7 and step.prefill is None
-
-
-# Of three requests: (rows before the root, tokens before, parents).
-BATCH: list[tuple[int, int, list[int]]] = [(0, 9, [-1, -1, 1]), (0, 4, []), (2, 7, [-1, 0, 0, -1])]
-
-
-def test_spans_of_a_step() -> None:
-    ends, starts, above = [0], [0], []
-    for before, _, parents in BATCH:
-        above += [starts[-1], *(starts[-1] + 1 + p for p in parents)]
-        starts.append(starts[-1] + 1 + len(parents))
-        ends.append(ends[-1] + before + 1 + len(parents))
-    offsets = torch.cat([torch.arange(b - a) for a, b in zip(starts, starts[1:], strict=False)])
-    rows: Any = SimpleNamespace(
-        starts=torch.tensor(starts), offsets=offsets, max_rows=9,
-        contexts=torch.tensor([before + computed for before, computed, _ in BATCH]),
-    )  # fmt: skip
-    trees: Any = StepTrees(rows, None, None, torch.tensor(above))  # type: ignore[arg-type]
-    batch = SimpleNamespace(query_start_loc_np=np.array(ends))
-    spans = spans_of(enumerate(latent_requests(batch, trees)))
-    # Rows of a prompt stand before their root; a request of one row is a span, too.
-    expected = [
-        (0, 0, 9, path_mask([-1, -1, 1])),
-        (1, 4, 4, None),
-        (2, 5, 7, None),
-        (2, 7, 9, path_mask([-1, 0, 0, -1])),
-    ]
-    assert len(spans) == len(expected)
-    for span, (request, first, context, mask) in zip(spans, expected, strict=True):
-        assert (span.request, span.first_row, span.context) == (request, first, context)
-        if mask is not None:
-            assert torch.equal(span.mask, mask)
-
-
-def path_mask(parents: list[int]) -> torch.Tensor:
-    """Which rows each row of a tree attends: the root, its ancestors and itself."""
-    mask = torch.eye(1 + len(parents), dtype=torch.bool)
-    mask[:, 0] = True
-    for node, parent in enumerate(parents):
-        mask[node + 1] |= mask[parent + 1]
-    return mask

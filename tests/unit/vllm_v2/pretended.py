@@ -18,16 +18,9 @@ from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch
 from vllm_specplug.tree import step_trees
 from vllm_specplug.tree.step_trees import (
     TreeStore,
-    ancestor_words,
     attach_trees,
-    committed_rows,
-    emitting_rows,
-    path_moves,
-    set_axes,
-    set_positions,
     walk_trees,
 )
-from vllm_specplug.vllm_v2.backend import step_plan
 from vllm_specplug.vllm_v2.step_input import step_rows
 
 N = 16
@@ -104,24 +97,3 @@ class Step:
         self.tokens = torch.empty(rows, dtype=torch.int32, device="meta")
         self.walk = walk_trees(self.trees, self.samples, self.tokens)
         self.slots = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
-
-    def phases(self) -> dict[str, Callable[[], Any]]:
-        def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device="meta")
-
-        drafted = (numbers(3, N), numbers(3, N, dtype=torch.int32), numbers(3, dtype=torch.int32))
-        roots, scores = numbers(3, dtype=torch.int32), numbers(3, N, dtype=torch.float32)
-        return {
-            "attach": lambda: set_positions(
-                attach_trees(self.store, step_rows(self.batch, N)), self.slots
-            ),
-            # As in vLLM, a view of a buffer with more columns.
-            "axes": lambda: set_axes(self.trees, numbers(3, len(self.slots) + 9)[:, :-9]),
-            "words": lambda: (ancestor_words(self.trees), step_plan(self.trees)),
-            "walk": lambda: emitting_rows(
-                self.trees, walk_trees(self.trees, self.samples, self.tokens)
-            ),
-            "moves": lambda: path_moves(self.trees, self.walk, self.slots),
-            "committed": lambda: committed_rows(self.trees, self.walk, self.slots, self.slots),
-            "put": lambda: self.store.put(self.batch.idx_mapping, roots, *drafted, scores),
-        }

@@ -61,11 +61,9 @@ from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 VOCAB = 64
 META = torch.device("meta")
 TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2)
-LAUNCHES_OF_BRANCHES = 0
-"""What n-gram branches and a budget that follows the load add beside the three kernels of
-branches."""
 LAUNCHES_OF_A_PART = 15
-"""What it adds when not every request of the batch gets a draft forward."""
+"""What a budget that follows the load adds when not every request of the batch gets a draft
+forward. Beside their three kernels, n-gram branches add nothing."""
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
@@ -355,7 +353,7 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     asked: list[DeviceRequests] = []
     drafts = drafter.propose_on_device
     monkeypatch.setattr(drafter, "propose_on_device", lambda r: asked.append(r) or drafts(r))
-    more = LAUNCHES_OF_BRANCHES + (0 in depths) * LAUNCHES_OF_A_PART
+    more = (0 in depths) * LAUNCHES_OF_A_PART
     found = launches(made, step)
     assert found <= fixed.operations + more, (found, fixed)
     # A forward for those who get one, as deep as any of them.
@@ -366,9 +364,7 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     assert budget.planned is None
 
 
-def from_graphs(
-    made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.MonkeyPatch, *, is_adaptive: bool
-) -> list[Any]:
+def from_graphs(made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Gives it graphs, whose replays are noted: nothing is captured of a pretended device."""
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4),
@@ -382,7 +378,7 @@ def from_graphs(
     )
     replayed: list[Any] = []
     with pretended_graphs(distributed=False):
-        graphs = DraftGraphs(config, META, drafter, 4, N, graph_depths(4, is_adaptive))
+        graphs = DraftGraphs(config, META, drafter, 4, N, graph_depths(4, True))
     graphs._graphs_captured = True
     monkeypatch.setattr(graphs, "run_fullgraph", replayed.append)
     made.draft_graphs = graphs
@@ -408,17 +404,6 @@ LAUNCHES_WITH_A_GRAPH = {
 }
 
 
-@pytest.mark.parametrize("make", LAUNCHES_WITH_A_GRAPH)
-def test_a_draft_from_a_graph_is_one_launch(
-    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step, drafter, made = drafting(make, tmp_path, monkeypatch)
-    replayed = from_graphs(made, drafter, monkeypatch, is_adaptive=False)
-    found = launches(made, step) + 1
-    assert [desc.num_tokens for desc in replayed] == [4, 4]
-    assert found <= LAUNCHES_WITH_A_GRAPH[make], found
-
-
 @pytest.mark.parametrize("depths", [[4, 4, 4], [2, 0, 1], [0, 0, 0]])
 @pytest.mark.parametrize("make", LAUNCHES_WITH_A_GRAPH)
 def test_the_defaults_from_graphs(
@@ -428,11 +413,11 @@ def test_the_defaults_from_graphs(
     step, drafter, made = drafting(make, tmp_path, monkeypatch)
     defaults(made, drafter)
     plans_made(monkeypatch, depths)
-    replayed = from_graphs(made, drafter, monkeypatch, is_adaptive=True)
+    replayed = from_graphs(made, drafter, monkeypatch)
     wanted = {4: [(4, 4)], 2: [(4, 2)], 0: []}[max(depths)]
     found = launches(made, step) + len(wanted)
     assert [(desc.num_tokens, desc.max_query_len) for desc in replayed] == 2 * wanted
-    assert found <= LAUNCHES_WITH_A_GRAPH[make] + LAUNCHES_OF_BRANCHES, found
+    assert found <= LAUNCHES_WITH_A_GRAPH[make], found
 
 
 def test_what_the_host_decides_reads_a_step_once(

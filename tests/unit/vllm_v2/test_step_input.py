@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,24 +13,29 @@ from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB, input_batch, stored
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import TreeStore, attach_trees, walk_trees
-from vllm_specplug.vllm_v2.step_input import HostRequest, next_tokens, step_rows, verified_step
+from vllm_specplug.vllm_v2.speculator import TreeSpeculator
+from vllm_specplug.vllm_v2.step_input import step_rows, verified_step
 
 
-def _request(tokens: np.ndarray, num_computed: int) -> HostRequest:
-    return HostRequest("r", 0, tokens, 999, True, num_computed)
-
-
-def test_the_token_after_each_committed_one() -> None:
+def test_the_token_after_each_row() -> None:
     """A prompt's chunk ends before a prompt token, a decoding request before its anchor."""
-    batch = [
-        _request(np.arange(100, 130), 8),
-        _request(np.arange(200, 224), 23),
-        _request(np.arange(300, 309), 9),  # its last token has no follower
-    ]
-    positions = np.array([3, 4, 5, 6, 7, 20, 21, 22, 7, 8])
-    following = next_tokens(positions, batch)
-    assert following.tolist() == [104, 105, 106, 107, 108, 221, 222, 223, 308, 0]
-    assert following.dtype == np.int64
+    tokens = torch.arange(SLOTS * 100).view(SLOTS, 100)
+    totals = torch.tensor([0, 30, 9, 0, 24, 0, 0])
+    states = SimpleNamespace(
+        total_len=SimpleNamespace(gpu=totals), all_token_ids=SimpleNamespace(gpu=tokens)
+    )
+    batch = input_batch([1, 4, 2], [3, 20, 7], [4, 2, 1])
+    batch.query_start_loc = torch.tensor([0, 5, 8, 10])
+    # The last row of the last request has the request's last token.
+    positions = torch.tensor([3, 4, 5, 6, 7, 20, 21, 22, 7, 8])
+    made: Any = SimpleNamespace(
+        spec=SimpleNamespace(reads_next_tokens=True), req_states=states, max_model_len=100
+    )
+    following = TreeSpeculator._next_tokens(made, batch, SimpleNamespace(positions=positions))
+    assert following is not None and following.dtype == torch.int64
+    assert following.tolist() == [104, 105, 106, 107, 108, 421, 422, 423, 208, 0]
+    made.spec.reads_next_tokens = False
+    assert TreeSpeculator._next_tokens(made, batch, None) is None
 
 
 def _batch(prompt_rows: list[int]) -> Any:

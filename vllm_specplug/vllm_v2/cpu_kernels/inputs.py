@@ -7,7 +7,6 @@ Letters as in vLLM: B requests of the batch, slots index persistent request stat
 from __future__ import annotations
 
 import ctypes
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,19 +30,14 @@ def _spread(values: Any, counts: Any) -> Any:
 
 @CpuKernel
 def prepare_prefill_inputs(
-    grid: Grid,
     input_ids_ptr: Tensor,
     next_prefill_tokens_ptr: Tensor,
-    next_prefill_tokens_stride: int,
     num_lookahead: int,
     idx_mapping_ptr: Tensor,
     query_start_loc_ptr: Tensor,
     all_token_ids_ptr: Tensor,
-    all_token_ids_stride: int,
     prefill_lens_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
-    BLOCK_SIZE: int,
-    LOOKAHEAD_BLOCK: int,
 ) -> None:
     slots = idx_mapping_ptr.numpy()
     prefill_lens = prefill_lens_ptr.numpy()[slots]
@@ -69,7 +63,6 @@ def prepare_pos_seq_lens(
     query_start_loc_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
     max_num_reqs: int,
-    BLOCK_SIZE: int,
 ) -> None:
     num_reqs = grid[0] - 1
     computed = num_computed_tokens_ptr.numpy()[idx_mapping_ptr.numpy()]
@@ -83,9 +76,7 @@ def prepare_pos_seq_lens(
 
 @CpuKernel
 def prepare_rope_positions(
-    grid: Grid,
     positions_ptr: Tensor,
-    positions_stride: int,
     prefill_positions_ptr: Tensor,
     prefill_positions_stride0: int,
     prefill_positions_stride1: int,
@@ -94,7 +85,6 @@ def prepare_rope_positions(
     query_start_loc_ptr: Tensor,
     prefill_lens_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
-    BLOCK_SIZE: int,
     NUM_DIMS: int,
 ) -> None:
     slots = idx_mapping_ptr.numpy()
@@ -117,7 +107,6 @@ def prepare_rope_positions(
 
 @CpuKernel
 def combine_sampled_and_draft_tokens(
-    grid: Grid,
     input_ids_ptr: Tensor,
     idx_mapping_ptr: Tensor,
     last_sampled_tokens_ptr: Tensor,
@@ -125,10 +114,8 @@ def combine_sampled_and_draft_tokens(
     seq_lens_ptr: Tensor,
     prefill_len_ptr: Tensor,
     draft_tokens_ptr: Tensor,
-    draft_tokens_stride: int,
     cu_num_logits_ptr: Tensor,
     logits_indices_ptr: Tensor,
-    BLOCK_SIZE: int,
     NUM_NEW_SAMPLED_TOKENS: int = 1,
 ) -> None:
     slots = idx_mapping_ptr.numpy()
@@ -155,7 +142,6 @@ def combine_sampled_and_draft_tokens(
 
 @CpuKernel
 def get_num_sampled_and_rejected(
-    grid: Grid,
     num_sampled_ptr: Tensor,
     num_rejected_ptr: Tensor,
     seq_lens_ptr: Tensor,
@@ -173,21 +159,17 @@ def get_num_sampled_and_rejected(
     num_rejected_ptr.numpy()[:num_reqs] = rejected
 
 
-@partial(CpuKernel, added=("draft_tokens_ptr", "draft_tokens_out_ptr", "num_draft_tokens"))
+@CpuKernel
 def post_update(
-    grid: Grid,
     idx_mapping_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
     last_sampled_tokens_ptr: Tensor,
     output_bin_counts_ptr: Tensor | None,
-    output_bin_counts_stride: int,
     sampled_tokens_ptr: Tensor,
-    sampled_tokens_stride: int,
     num_sampled_ptr: Tensor,
     num_rejected_ptr: Tensor,
     query_start_loc_ptr: Tensor | None,
     all_token_ids_ptr: Tensor,
-    all_token_ids_stride: int,
     total_len_ptr: Tensor,
     draft_tokens_ptr: Tensor | None = None,
     draft_tokens_out_ptr: Tensor | None = None,
@@ -218,7 +200,6 @@ def post_update(
 
 @CpuKernel
 def post_update_num_computed_tokens(
-    grid: Grid,
     idx_mapping_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
     query_start_loc_ptr: Tensor,
@@ -230,12 +211,10 @@ def post_update_num_computed_tokens(
 
 @CpuKernel
 def expand_idx_mapping(
-    grid: Grid,
     idx_mapping_ptr: Tensor,
     expanded_idx_mapping_ptr: Tensor,
     expanded_local_pos_ptr: Tensor,
     cu_num_logits_ptr: Tensor,
-    BLOCK_SIZE: int,
 ) -> None:
     slots = idx_mapping_ptr.numpy()
     num_logits = np.diff(cu_num_logits_ptr.numpy()[: len(slots) + 1])
@@ -244,15 +223,7 @@ def expand_idx_mapping(
     expanded_local_pos_ptr.numpy()[:total] = _spread(np.zeros_like(num_logits), num_logits)
 
 
-_WINDOW_PARAMETERS = (
-    "num_computed_tokens_ptr",
-    "sliding_window_reach_ptr",
-    "block_sizes_ptr",
-    "MASK_SLIDING_WINDOW",
-)
-
-
-@partial(CpuKernel, added=_WINDOW_PARAMETERS)
+@CpuKernel
 def gather_block_tables(
     grid: Grid,
     batch_idx_to_req_idx: Tensor,
@@ -260,13 +231,11 @@ def gather_block_tables(
     dst_block_table_ptrs: Tensor,
     block_table_strides: Tensor,
     num_blocks_ptr: Tensor,
-    num_blocks_stride: int,
     num_reqs: int,
     num_computed_tokens_ptr: Tensor | None = None,
     sliding_window_reach_ptr: Tensor | None = None,
     block_sizes_ptr: Tensor | None = None,
     MASK_SLIDING_WINDOW: bool = False,
-    BLOCK_SIZE: int = 0,
 ) -> None:
     num_groups, num_padded = grid
     slots, num_blocks = batch_idx_to_req_idx.tolist(), num_blocks_ptr.numpy()
@@ -298,12 +267,10 @@ def compute_slot_mappings(
     slot_mapping_enabled: Tensor,
     dcp_sharded: Tensor,
     slot_mappings_ptr: Tensor,
-    slot_mappings_stride: int,
     cp_rank: int,
     CP_SIZE: int,
     CP_INTERLEAVE: int,
     PAD_ID: int,
-    TRITON_BLOCK_SIZE: int,
 ) -> None:
     assert CP_SIZE == 1, "CPUs have no context parallelism"
     num_groups, num_reqs = grid[0], grid[1] - 1
@@ -325,7 +292,6 @@ def compute_slot_mappings(
 
 @CpuKernel
 def apply_write(
-    grid: Grid,
     output_ptr: Tensor,
     output_stride: int | Tensor,
     write_indices_ptr: Tensor,
@@ -333,7 +299,6 @@ def apply_write(
     write_contents_ptr: Tensor,
     write_cu_lens_ptr: Tensor,
     write_group_ids_ptr: Tensor | None,
-    BLOCK_SIZE: int,
     MULTI_GROUP: bool,
 ) -> None:
     contents, begin = write_contents_ptr.numpy(), 0
@@ -355,9 +320,7 @@ def apply_write(
 
 @CpuKernel
 def apply_prompt_embeds(
-    grid: Grid,
     inputs_embeds_ptr: Tensor,
-    inputs_embeds_stride: int,
     embeds_ptrs_ptr: Tensor,
     mask_ptrs_ptr: Tensor,
     embeds_lens_ptr: Tensor,
@@ -365,8 +328,6 @@ def apply_prompt_embeds(
     query_start_loc_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
     hidden_size: int,
-    TOKEN_BLOCK: int,
-    BLOCK_SIZE: int,
 ) -> None:
     starts, width = query_start_loc_ptr.tolist(), inputs_embeds_ptr.element_size()
     for i, slot in enumerate(idx_mapping_ptr.tolist()):
@@ -403,12 +364,10 @@ def fill_num_accepted(
 
 @CpuKernel
 def zero_kv_blocks(
-    grid: Grid,
     seg_addrs_ptr: Tensor,
     seg_block_strides_ptr: Tensor,
     seg_page_sizes_ptr: Tensor,
     block_ids_ptr: Tensor,
-    BLOCK_SIZE: int,
 ) -> None:
     # Strides and sizes count words of four bytes.
     segments = zip(

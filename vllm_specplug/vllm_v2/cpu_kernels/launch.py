@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,32 +14,51 @@ import numpy as np
 from numpy.typing import NDArray
 
 Grid = tuple[int, ...]
+# Parameters that describe memory and launch grids.
+_IS_LAYOUT = re.compile("stride|BLOCK")
+
+
+def kernel_parameters(kernel: Any) -> tuple[str, ...]:
+    """Returns the names of a Triton kernel's parameters, also without Triton."""
+    return tuple(inspect.signature(getattr(kernel, "fn", kernel)).parameters)
 
 
 class CpuKernel:
-    """`kernel[grid](*arguments, **constants)` as a call of `function(grid, *arguments, ...)`.
+    """`kernel[grid](*arguments, **constants)` as a call of `function` with the arguments it names.
 
-    Pointer parameters receive the tensors themselves.
+    Pointer parameters receive the tensors themselves, so a function may leave out strides and block
+    sizes. A parameter with a default is one that a supported release lacks.
 
     Args:
-        added: parameters that vLLM 0.32 does not have; the function has defaults for them.
+        parameters: names of the parameters of vLLM's kernel.
     """
 
-    def __init__(self, function: Callable[..., None], added: tuple[str, ...] = ()) -> None:
+    def __init__(self, function: Callable[..., None], parameters: tuple[str, ...] = ()) -> None:
         self.function = function
-        latest = tuple(inspect.signature(function).parameters)[1:]
-        # Parameters that the kernel may have in the releases that are supported, the latest first.
-        self.forms = (latest, tuple(name for name in latest if name not in added))
+        self.parameters = parameters
+        self._own = inspect.signature(function).parameters
+
+    def misfit(self, stock: Any) -> str | None:
+        """Returns how the parameters of a kernel of vLLM's differ from the function's; None if they
+        do not."""
+        given = {name for name in kernel_parameters(stock) if not _IS_LAYOUT.search(name)}
+        own = {name for name in self._own if name != "grid" and not _IS_LAYOUT.search(name)}
+        optional = {n for n, one in self._own.items() if one.default is not inspect.Parameter.empty}
+        unknown, missing = sorted(given - own), sorted(own - optional - given)
+        parts = [f"unknown {', '.join(unknown)}"] if unknown else []
+        parts += [f"no {', '.join(missing)}"] if missing else []
+        return f"its parameters differ: {'; '.join(parts)}" if parts else None
 
     def __getitem__(self, grid: Grid) -> Callable[..., None]:
         return partial(self._launch, grid)
 
-    def _launch(self, grid: Grid, *arguments: Any, num_warps: int = 1, **constants: Any) -> None:
-        self.function(grid, *arguments, **constants)
+    def _launch(self, grid: Grid, *arguments: Any, **constants: Any) -> None:
+        given = {**dict(zip(self.parameters, arguments, strict=False)), **constants, "grid": grid}
+        self.function(**{name: given[name] for name in self._own if name in given})
 
     def __call__(self, stock: Any) -> CpuKernel:
         """Returns the replacement of a kernel, for `Replace`."""
-        return self
+        return CpuKernel(self.function, kernel_parameters(stock))
 
 
 def array_at(address: int, *shape: int) -> NDArray[np.int32]:

@@ -32,9 +32,7 @@ def _drafted(input_ids: Tensor, row: int, local_pos: int) -> Tensor:
 
 @CpuKernel
 def penalties(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     token_ids_ptr: Tensor,
     expanded_local_pos_ptr: Tensor,
@@ -42,11 +40,8 @@ def penalties(
     frequency_penalty_ptr: Tensor,
     presence_penalty_ptr: Tensor,
     prompt_bin_mask_ptr: Tensor,
-    prompt_bin_mask_stride: int,
     output_bin_counts_ptr: Tensor,
-    output_bin_counts_stride: int,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     local_pos = expanded_local_pos_ptr.tolist()
     for i, slot in enumerate(expanded_idx_mapping_ptr.tolist()):
@@ -69,17 +64,12 @@ def penalties(
 
 @CpuKernel
 def bincount(
-    grid: Grid,
     expanded_idx_mapping_ptr: Tensor,
     all_token_ids_ptr: Tensor,
-    all_token_ids_stride: int,
     prompt_len_ptr: Tensor,
     prefill_len_ptr: Tensor,
     prompt_bin_mask_ptr: Tensor,
-    prompt_bin_mask_stride: int,
     output_bin_counts_ptr: Tensor,
-    output_bin_counts_stride: int,
-    BLOCK_SIZE: int,
 ) -> None:
     masks, counts = prompt_bin_mask_ptr.numpy(), output_bin_counts_ptr.numpy()
     for slot in expanded_idx_mapping_ptr.tolist():
@@ -93,17 +83,12 @@ def bincount(
 
 @CpuKernel
 def bad_words(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     bad_word_token_ids_ptr: Tensor,
-    bad_word_token_ids_stride: int,
     bad_word_offsets_ptr: Tensor,
-    bad_word_offsets_stride: int,
     num_bad_words_ptr: Tensor,
     all_token_ids_ptr: Tensor,
-    all_token_ids_stride: int,
     prompt_len_ptr: Tensor,
     total_len_ptr: Tensor,
     input_ids_ptr: Tensor,
@@ -129,27 +114,19 @@ def bad_words(
 
 @CpuKernel
 def bias(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     vocab_size: int,
     expanded_idx_mapping_ptr: Tensor,
     num_allowed_token_ids_ptr: Tensor,
     allowed_token_ids_ptr: Tensor,
-    allowed_token_ids_stride: int,
     num_logit_bias_ptr: Tensor,
     bias_token_ids_ptr: Tensor,
-    bias_token_ids_stride: int,
     bias_ptr: Tensor,
-    bias_stride: int,
     pos_ptr: Tensor,
     min_lens_ptr: Tensor,
     num_stop_token_ids_ptr: Tensor,
     restore_when_all_masked_ptr: Tensor,
     stop_token_ids_ptr: Tensor,
-    stop_token_ids_stride: int,
-    BLOCK_SIZE: int,
-    LOGITS_BLOCK_SIZE: int,
     CHECK_ALL_MASKED_ROWS: bool,
 ) -> None:
     positions = pos_ptr.tolist()
@@ -185,11 +162,9 @@ def _last_match(tokens: list[int], pattern: list[int], first: int, last: int) ->
 
 @CpuKernel
 def update_committed_marker_cache(
-    grid: Grid,
     req_ids_ptr: Tensor,
     thinking_token_budget_ptr: Tensor,
     all_token_ids_ptr: Tensor,
-    all_token_ids_stride: int,
     total_len_ptr: Tensor,
     cached_last_start_ptr: Tensor,
     cached_last_end_ptr: Tensor,
@@ -199,7 +174,6 @@ def update_committed_marker_cache(
     START_LEN: int,
     NATURAL_END_LEN: int,
     MAX_LEN: int,
-    BLOCK: int,
 ) -> None:
     """A scan from the beginning finds both markers' last places; the kernel stops at the first
     block that has one of them, whose order is the same."""
@@ -221,13 +195,10 @@ def update_committed_marker_cache(
 
 @CpuKernel
 def thinking_budget(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     thinking_token_budget_ptr: Tensor,
     all_token_ids_ptr: Tensor,
-    all_token_ids_stride: int,
     total_len_ptr: Tensor,
     input_ids_ptr: Tensor,
     expanded_local_pos_ptr: Tensor,
@@ -271,14 +242,11 @@ def thinking_budget(
 def apply_grammar_bitmask(
     grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     logits_indices_ptr: Tensor,
     cu_num_logits_ptr: Tensor,
     bitmask_ptr: Tensor,
-    bitmask_stride: int,
     vocab_size: int,
     MASK_STRIDE: int,
-    BLOCK_SIZE: int,
 ) -> None:
     mapping = logits_indices_ptr.numpy()[: grid[0]]
     cu_num_logits = cu_num_logits_ptr.numpy()
@@ -288,40 +256,3 @@ def apply_grammar_bitmask(
     masks = bitmask_ptr[torch.from_numpy(used)]
     for row, allowed in zip(rows[used].tolist(), unpack_bits(masks, vocab_size), strict=True):
         logits_ptr[row, :vocab_size].masked_fill_(~allowed, -_INF)
-
-
-@CpuKernel
-def flatten_sampled(
-    grid: Grid,
-    flat_sampled_ptr: Tensor,
-    sampled_ptr: Tensor,
-    sampled_stride: int,
-    num_sampled_ptr: Tensor,
-    cu_num_logits_ptr: Tensor,
-) -> None:
-    starts = cu_num_logits_ptr.tolist()
-    for i, count in enumerate(num_sampled_ptr.tolist()):
-        flat_sampled_ptr[starts[i] : starts[i] + count] = sampled_ptr[i, :count]
-
-
-@CpuKernel
-def gather_draft_sampled(
-    grid: Grid,
-    draft_sampled_ptr: Tensor,
-    pos_ptr: Tensor,
-    input_ids_ptr: Tensor,
-    positions_ptr: Tensor,
-    logits_indices_ptr: Tensor,
-    expanded_idx_mapping_ptr: Tensor,
-    expanded_local_pos_ptr: Tensor,
-    prefill_len_ptr: Tensor,
-    num_logits: int,
-    BLOCK_SIZE: int,
-) -> None:
-    rows = logits_indices_ptr.long()
-    local_pos, positions = expanded_local_pos_ptr, positions_ptr[rows]
-    prefill_lens = prefill_len_ptr[expanded_idx_mapping_ptr.long()]
-    # Drafts that begin inside a prompt are placeholders.
-    placeholder = (local_pos > 0) & (positions - local_pos < prefill_lens)
-    draft_sampled_ptr.copy_(torch.where(placeholder, -1, input_ids_ptr[rows]))
-    pos_ptr.copy_(positions)

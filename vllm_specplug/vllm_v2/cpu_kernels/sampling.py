@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm.v1.worker.gpu.sample import gumbel
 
 from vllm_specplug.kernels import gumbel_argmax, row_argmax
 from vllm_specplug.kernels.gumbel_argmax import UNDECIDED
@@ -20,10 +19,7 @@ from vllm_specplug.vllm_v2.cpu_kernels.launch import CpuKernel, Grid
 
 Tensor = torch.Tensor
 
-_DRAFT_NOISE_SALT = 1 << 30
 _HIGH_DOMAIN = 0x9E3779B9
-# From vLLM 0.33 on the column of cached logits, a speculative step, is mixed into the seed.
-_STEPS_HAVE_SEEDS = hasattr(gumbel, "spec_step_seed")
 _U32 = 0xFFFFFFFF
 
 
@@ -74,51 +70,34 @@ def _noise64(seed: int, pos: int, tokens: NDArray[np.uint32]) -> NDArray[np.floa
 
 @CpuKernel
 def gumbel_sample(
-    grid: Grid,
     local_argmax_ptr: Tensor,
-    local_argmax_stride: int,
     local_max_ptr: Tensor,
-    local_max_stride: int,
     logits_cache_ptr: Tensor | None,
-    logits_cache_stride_0: int,
-    logits_cache_stride_1: int,
     logits_cache_col_ptr: Tensor | None,
     logits_cache_source_ptr: Tensor | None,
-    logits_cache_source_stride: int,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     seeds_ptr: Tensor,
     pos_ptr: Tensor,
     temp_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
     IS_DRAFTING: bool,
     APPLY_TEMPERATURE: bool,
     USE_FP64: bool,
     PER_TOKEN_COL: bool,
 ) -> None:
     """The winner of a row goes to its first block; vLLM then takes the best of all blocks."""
+    assert logits_cache_ptr is None and not IS_DRAFTING, "only vLLM's own drafters sample like this"
     slots, logits = expanded_idx_mapping_ptr.long(), logits_ptr[:, :vocab_size]
-    if logits_cache_ptr is not None:
-        assert logits_cache_source_ptr is not None and logits_cache_col_ptr is not None
-        real = slots >= 0
-        columns = logits_cache_col_ptr.long().expand(len(slots))
-        logits_cache_ptr[slots[real], columns[real], :vocab_size] = logits_cache_source_ptr[real]
     temperature = torch.where(slots >= 0, temp_ptr[slots], 0.0)
     # The first block wins ties; no other has a winner.
     local_argmax_ptr.zero_()
     local_max_ptr.fill_(float("-inf"))
     drawn = row_argmax(logits)
     if temperature.any():
-        seeds, positions = seeds_ptr[slots], pos_ptr.long()
-        if logits_cache_ptr is not None and _STEPS_HAVE_SEEDS:
-            seeds = seeds ^ (columns << 32)
-        if IS_DRAFTING:
-            positions = positions + _DRAFT_NOISE_SALT
         # A row of temperature 0 is left out.
         divisors = temperature if APPLY_TEMPERATURE else (temperature != 0).float()
-        _draw(logits.float(), divisors, seeds, positions, USE_FP64, drawn)
+        _draw(logits.float(), divisors, seeds_ptr[slots], pos_ptr.long(), USE_FP64, drawn)
     local_argmax_ptr[:, 0] = drawn
 
 
@@ -150,13 +129,10 @@ def _draw(
 
 @CpuKernel
 def temperature(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     temperature_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     divisors = temperature_ptr[expanded_idx_mapping_ptr.long()]
     divisors = torch.where(divisors == 0.0, 1.0, divisors)
@@ -165,13 +141,10 @@ def temperature(
 
 @CpuKernel
 def min_p(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     min_p_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     shares = min_p_ptr[expanded_idx_mapping_ptr.long()].numpy()
     for i in np.flatnonzero(shares):
@@ -182,16 +155,11 @@ def min_p(
 
 @CpuKernel
 def topk_log_softmax(
-    grid: Grid,
     output_ptr: Tensor,
     logits_ptr: Tensor,
-    logits_stride: int,
     topk_ids_ptr: Tensor,
-    topk_ids_stride: int,
     topk: int,
     vocab_size: int,
-    BLOCK_SIZE: int,
-    TOPK_BLOCK_SIZE: int,
 ) -> None:
     logits = logits_ptr[:, :vocab_size].float()
     chosen = logits.gather(-1, topk_ids_ptr)
@@ -200,13 +168,10 @@ def topk_log_softmax(
 
 @CpuKernel
 def ranks(
-    grid: Grid,
     output_ptr: Tensor,
     logits_ptr: Tensor,
-    logits_stride: int,
     token_ids_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     logits = logits_ptr[:, :vocab_size]
     chosen = logits.gather(-1, token_ids_ptr.long()[:, None])
@@ -215,18 +180,13 @@ def ranks(
 
 @CpuKernel
 def fill_logprob_token_ids(
-    grid: Grid,
     out_token_ids_ptr: Tensor,
-    out_token_ids_stride: int,
     out_valid_mask_ptr: Tensor,
-    out_valid_mask_stride: int,
     sampled_token_ids_ptr: Tensor,
     topk_indices_ptr: Tensor,
-    topk_indices_stride: int,
     expanded_idx_mapping_ptr: Tensor,
     num_per_req_token_ids_ptr: Tensor,
     per_req_token_ids_ptr: Tensor,
-    per_req_token_ids_stride: int,
     NUM_TOPK: int,
     PADDED_COLS: int,
 ) -> None:
@@ -244,14 +204,12 @@ def fill_logprob_token_ids(
 
 @CpuKernel
 def prompt_logprobs_token_ids(
-    grid: Grid,
     prompt_logprobs_token_ids_ptr: Tensor,
     query_start_loc_ptr: Tensor,
     idx_mapping_ptr: Tensor,
     num_computed_tokens_ptr: Tensor,
     all_token_ids_ptr: Tensor,
     all_token_ids_stride: int,
-    BLOCK_SIZE: int,
 ) -> None:
     starts, tokens = query_start_loc_ptr.tolist(), all_token_ids_ptr.view(-1)
     for i, slot in enumerate(idx_mapping_ptr.tolist()):
@@ -264,12 +222,9 @@ def prompt_logprobs_token_ids(
 
 @CpuKernel
 def num_nans(
-    grid: Grid,
     logits_ptr: Tensor,
-    logits_stride: int,
     num_nans_ptr: Tensor,
     vocab_size: int,
-    BLOCK_SIZE: int,
 ) -> None:
     num_nans_ptr.copy_(logits_ptr[:, :vocab_size].isnan().sum(dim=-1))
 
@@ -278,19 +233,14 @@ def num_nans(
 def compact_sampling_mask(
     grid: Grid,
     logits_ptr: Tensor,
-    logits_row_stride: int,
-    logits_col_stride: int,
     cu_num_logits_ptr: Tensor,
     num_sampled_tokens_ptr: Tensor,
     token_ids_ptr: Tensor,
-    token_ids_row_stride: int,
     packed_mask_ptr: Tensor,
-    packed_mask_row_stride: int,
     counts_ptr: Tensor,
     vocab_size: int,
     max_num_kept: int,
     ROWS_PER_REQUEST: int,
-    BLOCK_SIZE: int,
 ) -> None:
     starts, sampled = cu_num_logits_ptr.tolist(), num_sampled_tokens_ptr.tolist()
     for row in range(grid[0]):
@@ -304,21 +254,3 @@ def compact_sampling_mask(
         bits = np.packbits(kept.numpy(), bitorder="little")
         packed_mask_ptr[row, : len(bits)] = torch.from_numpy(bits)
         counts_ptr[row] = kept.sum()
-
-
-@CpuKernel
-def trace_replay(
-    grid: Grid,
-    sampled_ptr: Tensor,
-    idx_mapping_ptr: Tensor,
-    trace_token_ids_ptr: Tensor,
-    trace_token_ids_stride: int,
-    trace_len_ptr: Tensor,
-    total_len_ptr: Tensor,
-    prompt_len_ptr: Tensor,
-) -> None:
-    for i, slot in enumerate(idx_mapping_ptr.tolist()):
-        if slot >= 0:
-            step = int(total_len_ptr[slot]) - int(prompt_len_ptr[slot])
-            if 0 <= step < int(trace_len_ptr[slot]):
-                sampled_ptr[i] = trace_token_ids_ptr[slot, step].long()

@@ -21,7 +21,7 @@ def claim_attention_backend(vllm_config: Any) -> None:
     """Registers the tree backends and chooses one if the user named none: FlashAttention, or Triton
     for float32 and for caches with scales per token, which FlashAttention does not support.
 
-    Seam: gpu_backend.
+    Seam: attention_backend.
 
     Raises:
         ValueError: for a backend that does not support tree rows or the cache.
@@ -58,7 +58,7 @@ def _claim_latent_backends(vllm_config: Any) -> None:
     """Registers the tree backends for latent attention, of which vLLM or the user chooses one, and
     chooses one for draft layers, which have keys and values.
 
-    Seam: latent_gpu_backend.
+    Seam: latent_backend.
     """
     # Compiled, it would store rows without the attention backend.
     vllm_config.compilation_config.pass_config.fuse_rope_kvcache_cat_mla = False

@@ -91,10 +91,7 @@ def draft_linear(weights: DraftWeightsName, dtype: torch.dtype) -> LinearFactory
 
 
 def expert_products() -> ExpertProducts:
-    """Returns the products of a draft head's experts: on a GPU vLLM's, which graphs can capture.
-
-    Seam: draft_experts.
-    """
+    """Returns the products of a draft head's experts: on a GPU vLLM's, which graphs can capture."""
     if current_platform.is_cpu():
         return multiply_experts
     # Imported here: it needs Triton.
@@ -158,10 +155,7 @@ def fp8_linear(
 def packed_linear(
     weight: torch.Tensor, bias: torch.Tensor | None
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns x [T, in] -> [T, out] for weight [out, in], in vLLM's fastest form for the device.
-
-    Seam: packed_linear.
-    """
+    """Returns x [T, in] -> [T, out] for weight [out, in], in vLLM's fastest form for the device."""
     if not current_platform.is_cpu():
         return lambda x: torch.nn.functional.linear(x, weight, bias)
     layer: Any = torch.nn.Module()

@@ -4,7 +4,7 @@
 vLLM reserves a state per draft token; trees need one per sequence (`vllm_attention.state_rows`). So
 these layers request the same states as without speculation.
 
-Seams: state_layers, state_blocks.
+Seams: state_rows, state_blocks.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _without_draft_states(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def without_draft_states(original: Callable[[Any], None]) -> Callable[[Any, Any], None]:
     """Wraps `Platform.update_block_size_for_backend`, which pads pages to the size of a state.
 
-    Seam: state_layers.
+    Seam: state_rows.
     """
     # Unbound: a platform that inherits it decides by its own class.
     stock: Callable[[Any, Any], None] = original.__func__  # type: ignore[attr-defined]

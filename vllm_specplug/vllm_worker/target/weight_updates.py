@@ -15,8 +15,6 @@ from vllm_specplug.vllm_worker.target.linear import repack_tables, target_produc
 def kept_asleep(model_config: Any) -> AbstractContextManager[None]:
     """Returns a context in which device memory comes from the pool that vLLM restores after every
     sleep. At sleep level 2 it drops the weights' pool, and a reload only restores the target.
-
-    Seam: draft_memory.
     """
     if not (current_platform.is_cuda_alike() and model_config.enable_cumem_allocator):
         return nullcontext()

@@ -12,7 +12,6 @@ import torch
 
 from vllm_specplug.kernels import DeltaUpdates, StateTrees, commit_states
 from vllm_specplug.tree.step_trees import NO_NODE, ROOT, StepTrees
-from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 from vllm_specplug.vllm_attention.state_rows import (
     PendingLayer,
     RequestRows,
@@ -100,40 +99,6 @@ def test_a_full_block_keeps_the_state_at_its_end() -> None:
     for slot in range(10):
         state, window = expected.get(slot, (kept[slot], conv[slot]))
         assert torch.equal(states[slot], state) and torch.equal(own[0][slot], window), slot
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_block_ends_on_a_device_are_those_of_the_host(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    count, rows, size = 5, 12, 16
-    tree = [-1, *(int(rng.integers(max(0, i - 4), i)) for i in range(1, rows))]
-    parents = torch.tensor([p if p < 0 else p + i * rows for i in range(count) for p in tree])
-    requests = [RequestRows(i * rows, i * rows, (i + 1) * rows, True) for i in range(count)]
-    table = torch.arange(1, 3 * count + 1, dtype=torch.int32).view(count, 3)
-    contexts = torch.from_numpy(rng.integers(1, 2 * size, count))
-    last = torch.from_numpy(rng.integers(0, rows, count)) + torch.arange(count) * rows
-    lengths = torch.tensor([_depth(parents, int(row)) for row in last])
-    ends = (contexts + rows - 1) // size
-    slots = table.gather(1, ends[:, None])[:, 0].long()
-    found = []
-    for make in (StateStep, DeviceStateStep):
-        step = make(requests, parents)
-        trees = StateTrees(step.starts, parents, slots)
-        layer: Any = SimpleNamespace(trees=trees, blocks=StateBlocks(table, size))
-        if isinstance(step, DeviceStateStep):
-            at, targets = step._block_ends(layer, last, contexts, lengths)
-            full = (targets >= 0).nonzero()[:, 0]
-            found.append((full, at[full], targets[full]))
-            assert len(at) == count and (at >= 0).all()
-        else:
-            found.append(step._full_blocks(layer, last, contexts, lengths))
-    for host, device in zip(*found, strict=True):
-        assert torch.equal(host, device)
-
-
-def _depth(parents: torch.Tensor, row: int) -> int:
-    above = int(parents[row])
-    return 0 if above < 0 else 1 + _depth(parents, above)
 
 
 # Of four requests: (rows before the root, tokens before, parents, accepted nodes). A prompt that
