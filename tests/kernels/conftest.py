@@ -47,13 +47,17 @@ def _one_thread():
 
 
 @pytest.fixture
-def interpreter() -> None:
-    """Skips where Triton kernels would need a GPU."""
+def interpreter() -> Iterator[None]:
+    """Triton kernels run in the checked interpreter; skips where they would need a GPU."""
     pytest.importorskip("triton")
     from triton import knobs
 
     if not knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is off")
+    from tests.kernels.checked_interpreter import checked_interpreter
+
+    with checked_interpreter():
+        yield
 
 
 @pytest.fixture

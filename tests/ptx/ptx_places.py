@@ -26,8 +26,8 @@ _PLACE = re.compile(
     rf"mbarrier\.try_wait[^}}]*LAB_WAIT;|^[ \t]*(?:@!?%\w+[ \t]+)?(?:{_NAMES})\b[^;\n]*;",
     re.MULTILINE,
 )
-_WRITES = ("st.shared", "stmatrix", "cp.async.ca", "cp.async.cg", "cp.async.bulk", "mbarrier.init")
-_READS = ("ld.shared", "ldmatrix", "wgmma.mma_async")
+_WRITES = ("st.shared", "cp.async.ca", "cp.async.cg", "cp.async.bulk", "mbarrier.init")
+_READS = ("ld.shared", "wgmma.mma_async")
 # Work of before, of which only now it is known that it is done.
 _ARRIVALS = ("cp.async.wait_group", "mbarrier.try_wait", "fence.proxy")
 
