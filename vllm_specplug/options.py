@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute", "cute_ws"]
+KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute"]
 DraftWeightsName = Literal["auto", "int8", "fp8", "full"]
 TargetProductsName = Literal["auto", "packed", "vllm"]
 
@@ -101,10 +101,10 @@ class TreeOptions:
     unless AMD's zentorch is installed; on such a CPU the tree kernel also attends rows without
     drafts. "vllm" leaves both to vLLM."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute" and
-    "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are
-    preferences: if one does not work, the engine uses the next one that does. "reference" is the
-    readable torch version. "auto" uses the fastest kernel that is correct on this machine; on CUDA
+    """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute"
+    (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are preferences: if one
+    does not work, the engine uses the next one that does. "reference" is the readable torch
+    version. "auto" uses the fastest kernel that is correct on this machine; on CUDA
     the engine times all kernels that run at start."""
 
 
@@ -160,7 +160,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 
 KERNELS_OF_DEVICE = {
     "cpu": ("auto", "cpp", "reference"),
-    "cuda": ("auto", "cute", "cute_ws", "flash", "triton", "reference"),
+    "cuda": ("auto", "cute", "flash", "triton", "reference"),
 }
 
 

@@ -32,9 +32,7 @@ from .reference import tree_attn_cuda_reference
 logger = logging.getLogger(__name__)
 
 # In the order in which they replace each other.
-CUDA_KERNELS = ("cute", "cute_ws", "flash", "triton", "reference")
-# The two schemes of the Hopper kernel.
-_CUTE = ("cute", "cute_ws")
+CUDA_KERNELS = ("cute", "flash", "triton", "reference")
 TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
@@ -176,12 +174,7 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
     except ImportError as error:
         return f"it cannot be imported ({error})"
     return unsupported_reason(
-        capability,
-        shape.head_dim,
-        shape.dtype,
-        shape.block_size,
-        shape.kinds,
-        specialised=name == "cute_ws",
+        capability, shape.head_dim, shape.dtype, shape.block_size, shape.kinds
     )
 
 
@@ -192,10 +185,10 @@ def _listed(kinds: Sequence[FeatureKind]) -> str:
 
 def load_kernel(name: str) -> TreeAttnFn:
     """Returns the call of kernel `name`, see `cuda_contract`."""
-    if name in _CUTE:
-        from .tree_attn_cute_sm90 import tree_attn_cute, tree_attn_cute_ws
+    if name == "cute":
+        from .tree_attn_cute_sm90 import tree_attn_cute
 
-        return tree_attn_cute if name == "cute" else tree_attn_cute_ws
+        return tree_attn_cute
     if name == "flash":
         from .tree_attn_flash import tree_attn_flash
 
@@ -254,7 +247,7 @@ def choose_cuda_kernel(
             if requested != "auto":
                 break
         # Skipping the Hopper kernel on other architectures is not worth a warning.
-        elif not (name in _CUTE and requested == "auto" and capability[0] != 9):
+        elif not (name == "cute" and requested == "auto" and capability[0] != 9):
             passed_over.append(f"{name}: {problem}")
     if not good:
         raise ValueError(

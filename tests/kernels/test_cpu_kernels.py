@@ -17,7 +17,7 @@ from tests.kernels.interpreted_vllm import check, run_both, same
 from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
 
-pytestmark = pytest.mark.usefixtures("interpreter")
+pytestmark = pytest.mark.usefixtures("stock_interpreter")
 
 SLOTS, MAX_LEN, VOCAB, DRAFTS = 6, 40, 1100, 5
 """Two blocks of the sampling kernel."""

@@ -125,8 +125,7 @@ def test_a_feature_that_a_kernel_leaves_out_fails_its_self_test(monkeypatch, kin
     ("name", "kinds", "capability", "why"),
     [
         ("cute", KINDS[:3], HOPPER, None),
-        ("cute_ws", KINDS[:3], HOPPER, None),
-        ("cute_ws", KINDS[:3], (8, 0), "compute capability 8.0 is not 9.0"),
+        ("cute", KINDS[:3], (8, 0), "compute capability 8.0 is not 9.0"),
         ("cute", (*KINDS[:2], QUANTISED), HOPPER, "layers with a quantised cache"),
         ("flash", KINDS[:2], HOPPER, None),
         ("flash", KINDS[1:2], HOPPER, "reads no layer with sliding windows, attention sinks"),
@@ -175,10 +174,8 @@ def test_a_variant_that_does_not_load_is_found_at_start(monkeypatch, rows):
     assert "does not load" in self_test_failure("cute", SHAPE, CPU)
 
 
-@pytest.mark.parametrize("name", ["cute", "cute_ws"])
 @pytest.mark.parametrize("kind", [FeatureKind(), FeatureKind(window=600, sinks=True)])
-def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch, kind, name):
-    specialised = name == "cute_ws"
+def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch, kind):
     planned = set()
 
     def attend(query, key_cache, value_cache, output, meta, scale, features=PLAIN):
@@ -188,7 +185,7 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
 
         launches = plan_launches(
             query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace,
-            features=features, specialised=specialised,
+            features=features,
         )  # fmt: skip
         planned.update(launch.config for launch in launches)
         tree_attn_cuda_reference(
@@ -199,15 +196,13 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
     for head_dim, page in ((64, 16), (128, 64)):
         shape = KernelShape(head_dim, torch.bfloat16, page, 8, 2, kinds=(kind,))
         planned.clear()
-        assert self_test_failure(name, shape, CPU) is None
+        assert self_test_failure("cute", shape, CPU) is None
         wanted = {
             config
             for config in all_configs()
             if (config.head_dim, config.dtype) == (head_dim, "bfloat16")
             and getattr(config, "box", page) == page
             and getattr(config, "window", bool(kind.window)) == bool(kind.window)
-            # Trees of one warpgroup are served alike.
-            and getattr(config, "warpgroups", 1) in (1, 2 if specialised else 3)
         }
         assert planned == wanted and len(wanted) == 3
 
@@ -222,7 +217,7 @@ def timed(monkeypatch, tmp_path):
     """Times of kernels in a cache of their own; each taken is noted."""
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
     monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
-    times = {"cute": 30.0, "cute_ws": 25.0, "flash": 20.0, "triton": 50.0}
+    times = {"cute": 30.0, "flash": 20.0, "triton": 50.0}
     taken = []
 
     def set_times(**changes):
@@ -244,11 +239,6 @@ def test_auto_takes_the_fastest_of_those_that_are_right(only_reference_fails, ti
     chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
     assert chosen.name == "flash"
     assert "cute 30 us" in chosen.reason and "triton 50 us" in chosen.reason
-    # The Hopper kernel's schemes are timed like any two kernels.
-    timed(cute_ws=19.0)
-    only_reference_fails("cute", "cute_ws", "triton")
-    chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
-    assert chosen.name == "cute_ws" and "cute 30 us, cute_ws 19 us" in chosen.reason
     # The fastest is passed over where it is wrong.
     only_reference_fails("cute", "triton")
     timed(flash=1.0)
@@ -368,8 +358,6 @@ def test_a_slower_kernel_takes_longer(monkeypatch):
     [
         ("cute", ("cute", "triton"), "cute"),
         ("cute", ("triton",), "triton"),
-        ("cute", ("cute_ws", "triton"), "cute_ws"),
-        ("cute_ws", ("cute", "cute_ws", "triton"), "cute_ws"),
         ("cute", ("flash", "triton"), "flash"),
         ("flash", ("cute", "triton"), "triton"),
         ("triton", ("cute", "triton"), "triton"),
@@ -395,7 +383,7 @@ def test_the_reference_never_serves_unless_asked_for(only_reference_fails, reque
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="auto, cute, cute_ws, flash, triton, reference"):
+    with pytest.raises(ValueError, match="auto, cute, flash, triton, reference"):
         choose_cuda_kernel("cpp", SHAPE, CPU, HOPPER)
 
 
