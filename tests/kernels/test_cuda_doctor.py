@@ -29,7 +29,8 @@ def good(monkeypatch: pytest.MonkeyPatch):
         for module in (cuda_dispatch, cuda_doctor):
             monkeypatch.setattr(module, "unsupported_by", lambda *args: None)
             monkeypatch.setattr(module, "self_test_failure", failure)
-            monkeypatch.setattr(module, "kernel_times", lambda *args: {"cute": 9.0, "triton": 8.0})
+        times = {"cute": 9.0, "triton": 8.0}
+        monkeypatch.setattr(cuda_dispatch, "kernel_times", lambda *args: times)
         monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: print)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         return asked

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -478,3 +479,12 @@ def test_importing_needs_no_cutlass():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_user_without_a_home_compiles_into_a_temporary_folder(monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("SPECPLUG_CACHE", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert store.cache_folder().name == store.sources_digest()
