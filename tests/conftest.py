@@ -26,7 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Kernels of other devices, which no instruction set of the CPU changes.
-_OTHER_DEVICES = ("cuda", "cute", "fa4", "ptx", "triton")
+_OTHER_DEVICES = ("cuda", "cute", "ptx", "triton")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

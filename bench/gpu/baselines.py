@@ -173,49 +173,9 @@ def flashinfer_mask(problem: Problem) -> Call:
     return Call(lambda: wrapper.run(query, caches, out=output), output)
 
 
-def fa4_mask_mod(problem: Problem) -> Call:
-    """FA4's kernel for Hopper with the tree as a mask_mod, which it evaluates for every column. It
-    does not split contexts: a request, KV head and tile of rows have one block."""
-    try:
-        from fa4_mask import WORD_BITS, make_tree_mask
-        from flash_attn.cute import flash_attn_varlen_func
-
-        mask_mod = make_tree_mask()
-    except ImportError as error:
-        raise Unavailable(f"FlashAttention 4: {error}") from error
-    from vllm_specplug.kernels.masks import ancestor_mask
-
-    query = problem.query[problem.tree_rows].contiguous()
-    cumulated, contexts, rows, most = _lengths(problem)
-    width = -(-most // WORD_BITS)
-    words = torch.zeros(len(query), width, dtype=torch.int64, device=problem.device)
-    for start, count in zip(cumulated.tolist(), rows.tolist(), strict=False):
-        mask = ancestor_mask(problem.meta.parent_rows[start : start + count])
-        for column in range(count):
-            bit = 1 << column % WORD_BITS
-            words[start : start + count, column // WORD_BITS] += mask[:, column] * bit
-    # The same bits in 32: two's complement.
-    words = words.to(torch.int32)
-    # Its copies need pages of only keys or only values.
-    caches = (problem.key_cache.contiguous(), problem.value_cache.contiguous())
-    call = Call(lambda: None, torch.empty_like(query))
-    used = contexts + rows
-
-    def run() -> None:
-        call.output, _ = flash_attn_varlen_func(
-            query, *caches, cu_seqlens_q=cumulated, max_seqlen_q=most, seqused_k=used,
-            max_seqlen_k=problem.meta.max_context + most, page_table=problem.block_table,
-            softmax_scale=problem.scale, mask_mod=mask_mod, aux_tensors=[words],
-        )  # fmt: skip
-
-    call.run = run
-    return call
-
-
 BASELINES: dict[str, Callable[[Problem], Call]] = {
     "fa3 chain": fa3_chain,
     "fa3 two-pass": fa3_two_pass,
     "unified_attention qq_bias": unified_attention_bias,
     "flashinfer custom_mask": flashinfer_mask,
-    "fa4 mask_mod": fa4_mask_mod,
 }
