@@ -22,7 +22,6 @@ from vllm_specplug.kernels.cute.config import (
     CombineConfig,
     ForwardConfig,
     all_configs,
-    tuning_configs,
 )
 
 
@@ -30,7 +29,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=store.SHIPPED)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--tune", action="store_true", help="also variants to measure")
     parser.add_argument("--force", action="store_true", help="also those that are up to date")
     args = parser.parse_args()
     if not store.can_compile():
@@ -38,7 +36,7 @@ def main() -> int:
         return 1
     todo = [
         config
-        for config in [*all_configs(), *(tuning_configs() if args.tune else [])]
+        for config in all_configs()
         if args.force or isinstance(store.read(args.out, config.name), str)
     ]
     start = time.monotonic()

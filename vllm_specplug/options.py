@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute", "cute_ws"]
+KernelName = Literal["auto", "cpp", "reference", "triton", "flash", "cute"]
 DraftWeightsName = Literal["auto", "int8", "fp8", "full"]
 TargetProductsName = Literal["auto", "packed", "vllm"]
 
@@ -100,10 +100,10 @@ class TreeOptions:
     AVX-512 BF16 but no AMX, or with AVX2 but no AVX-512, unless AMD's zentorch is installed. On
     such a CPU the tree kernel also attends rows without drafts."""
     tree_kernel: KernelName = "auto"
-    """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute" and
-    "cute_ws" (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are
-    preferences: if one does not work, the engine uses the next one that does. "reference" is the
-    readable torch version. "auto" uses the fastest kernel that is correct on this machine; on CUDA
+    """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute"
+    (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are preferences: if one
+    does not work, the engine uses the next one that does. "reference" is the readable torch
+    version. "auto" uses the fastest kernel that is correct on this machine; on CUDA
     the engine times all kernels that run at start."""
 
 
@@ -158,7 +158,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
 VALUES_OF_DEVICE: dict[str, dict[str, tuple[str, ...]]] = {
     "tree_kernel": {
         "cpu": ("auto", "cpp", "reference"),
-        "cuda": ("auto", "cute", "cute_ws", "flash", "triton", "reference"),
+        "cuda": ("auto", "cute", "flash", "triton", "reference"),
     },
     "draft_weights": {"cpu": ("auto", "int8", "full"), "cuda": ("auto", "fp8", "full")},
     "target_products": {"cpu": ("auto", "packed", "vllm"), "cuda": ("auto", "vllm")},

@@ -195,13 +195,11 @@ def check_baselines(report: Report, device: torch.device) -> None:
 def sweep_options(name: str) -> list[dict[str, int]]:
     """Returns arguments of kernel `name` to compare with its own choice."""
     splits = "context_splits" if name == "flash" else "splits"
-    options = [{splits: n} for n in (1, 2, 4, 8, 16, 32)]
-    stages = {"cute": (2, 3, 4, 6), "cute_ws": (4, 5)}.get(name, ())
-    return options + [{"stages": n} for n in stages]
+    return [{splits: n} for n in (1, 2, 4, 8, 16, 32)]
 
 
 def sweeps(args, report: Report, device: torch.device) -> None:
-    """Times numbers of splits, and of stages of the CuTe kernels, to check the kernels' choices."""
+    """Times numbers of splits, to check the kernels' choices."""
     on_gpu = device.type == "cuda"
     for context, batch in ((4096, 1), (32768, 1), (4096, 8)) if on_gpu else ((40, 1),):
         spec = ProblemSpec(((context, 64),) * batch, page=args.page, adjacent=True)

@@ -90,7 +90,7 @@ ARMS = {
         Arm("127 nodes", 127, (1, 4), kv_gib=1.5),
         Arm("auto", 63, is_adaptive=True, kv_gib=7.5),
         Arm("15 nodes, bfloat16 drafts", 15, kv_gib=7.5, options={"draft_weights": "full"}),
-        Arm("15 nodes, cute_ws", 15, kv_gib=7.5, options={"tree_kernel": "cute_ws"}),
+        Arm("15 nodes, cute", 15, kv_gib=7.5, options={"tree_kernel": "cute"}),
         Arm("vLLM chain of 15", 15, is_stock=True, kv_gib=7.5),
         Arm("vLLM chain of 7", 7, is_stock=True, kv_gib=7.5),
         Arm("vLLM chain of 3", 3, is_stock=True, kv_gib=7.5),

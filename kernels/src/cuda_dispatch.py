@@ -2,23 +2,18 @@
 """The choice of the tree attention kernel on a CUDA device: the fastest correct one.
 
 A kernel can serve if it supports the shape and agrees with the reference on this device. With
-"auto" these are timed for at most `TIME_LIMIT_S`; times are kept per device, driver, versions,
-sources and shape. The torch reference synchronises with the host, so it must be requested.
+"auto" these are timed for at most `TIME_LIMIT_S`. The torch reference synchronises with the host,
+so it must be requested.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,9 +27,7 @@ from .reference import tree_attn_cuda_reference
 logger = logging.getLogger(__name__)
 
 # In the order in which they replace each other.
-CUDA_KERNELS = ("cute", "cute_ws", "flash", "triton", "reference")
-# The two schemes of the Hopper kernel.
-_CUTE = ("cute", "cute_ws")
+CUDA_KERNELS = ("cute", "flash", "triton", "reference")
 TIME_LIMIT_S = 5.0
 _TRITON_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _MIN_TRITON_CAPABILITY = (8, 0)
@@ -94,6 +87,8 @@ class ChosenKernel:
     name: str
     run: TreeAttnFn
     reason: str
+    times: dict[str, float] = field(default_factory=dict)
+    """Microseconds of a call of each kernel that was timed."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -176,12 +171,7 @@ def unsupported_by(name: str, shape: KernelShape, capability: tuple[int, int]) -
     except ImportError as error:
         return f"it cannot be imported ({error})"
     return unsupported_reason(
-        capability,
-        shape.head_dim,
-        shape.dtype,
-        shape.block_size,
-        shape.kinds,
-        specialised=name == "cute_ws",
+        capability, shape.head_dim, shape.dtype, shape.block_size, shape.kinds
     )
 
 
@@ -192,10 +182,10 @@ def _listed(kinds: Sequence[FeatureKind]) -> str:
 
 def load_kernel(name: str) -> TreeAttnFn:
     """Returns the call of kernel `name`, see `cuda_contract`."""
-    if name in _CUTE:
-        from .tree_attn_cute_sm90 import tree_attn_cute, tree_attn_cute_ws
+    if name == "cute":
+        from .tree_attn_cute_sm90 import tree_attn_cute
 
-        return tree_attn_cute if name == "cute" else tree_attn_cute_ws
+        return tree_attn_cute
     if name == "flash":
         from .tree_attn_flash import tree_attn_flash
 
@@ -254,7 +244,7 @@ def choose_cuda_kernel(
             if requested != "auto":
                 break
         # Skipping the Hopper kernel on other architectures is not worth a warning.
-        elif not (name in _CUTE and requested == "auto" and capability[0] != 9):
+        elif not (name == "cute" and requested == "auto" and capability[0] != 9):
             passed_over.append(f"{name}: {problem}")
     if not good:
         raise ValueError(
@@ -262,6 +252,7 @@ def choose_cuda_kernel(
             f"({'; '.join(passed_over)}). Use a target and a head of other sizes, or "
             "tree_kernel='reference', which is right but far slower than plain decoding."
         )
+    times: dict[str, float] = {}
     chosen, reason = good[0], "requested" if requested == good[0] else "the first that is right"
     if len(good) > 1:
         times = kernel_times(good, KernelUse(shape, for_drafts, from_graphs), device)
@@ -277,16 +268,12 @@ def choose_cuda_kernel(
         logger.warning(
             "Tree attention kernels skipped (%s); using %s instead", "; ".join(passed_over), chosen
         )
-    return ChosenKernel(chosen, load_kernel(chosen), reason)
+    return ChosenKernel(chosen, load_kernel(chosen), reason, times)
 
 
 def kernel_times(names: Sequence[str], use: KernelUse, device: torch.device) -> dict[str, float]:
-    """Returns microseconds of a call of each kernel that does not fail, measured now or earlier. No
-    call begins after `TIME_LIMIT_S`, and times after an early end are not kept."""
-    path = _times_path(use, device)
-    kept = None if path is None else _read_times(path)
-    if kept is not None and set(kept) == set(names):
-        return kept
+    """Returns microseconds of a call of each kernel that does not fail. No call begins after
+    `TIME_LIMIT_S`."""
     times: dict[str, list[float]] = {}
     deadline = time.monotonic() + TIME_LIMIT_S
     # Kernels take turns, so that short disturbances affect one time of each.
@@ -298,50 +285,7 @@ def kernel_times(names: Sequence[str], use: KernelUse, device: torch.device) -> 
         except Exception as failure:
             # For example out of memory. The next kernel may need less.
             logger.warning("Tree attention kernel %s cannot be timed: %s", name, failure)
-    best = {name: min(us) for name, us in times.items() if us}
-    if path is not None and all(len(times.get(name, ())) == _TURNS for name in names):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(best))
-            partial.replace(path)
-        except OSError as error:
-            logger.info("Kernel times are not kept: %s", error)
-    return best
-
-
-def _read_times(path: Path) -> dict[str, float] | None:
-    try:
-        return {name: float(us) for name, us in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError, TypeError):
-        return None
-
-
-def _times_path(use: KernelUse, device: torch.device) -> Path | None:
-    """Returns the file for a device, its software, these sources and a use; None without a
-    cache."""
-    import triton
-
-    from .cute.store import cache_root
-
-    folder = Path(__file__).parent
-    digest = hashlib.sha256()
-    for source in sorted([*folder.glob("*.py"), *folder.glob("cute/*.py")]):
-        digest.update(source.read_bytes())
-    where: tuple[Any, ...] = (str(device),)
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        driver = Path("/proc/driver/nvidia/version")
-        where = (properties.name, properties.multi_processor_count,
-                 driver.read_text() if driver.is_file() else "")  # fmt: skip
-    try:
-        vllm_version = version("vllm")
-    except PackageNotFoundError:
-        vllm_version = None
-    key = (*where, torch.__version__, triton.__version__, vllm_version, use)
-    digest.update(repr(key).encode())
-    root = cache_root()
-    return None if root is None else root / "tree_kernels" / f"{digest.hexdigest()[:16]}.json"
+    return {name: min(us) for name, us in times.items() if us}
 
 
 # Timed calls: one request with a large tree, and several with small trees.

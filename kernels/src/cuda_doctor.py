@@ -11,9 +11,7 @@ from .cuda_dispatch import (
     CUDA_KERNELS,
     KernelFaultError,
     KernelShape,
-    KernelUse,
     choose_cuda_kernel,
-    kernel_times,
     self_test_error,
     self_test_failure,
     unsupported_by,
@@ -52,15 +50,12 @@ def describe_cuda(
             problems[name] = str(fault)
             break
     good = [name for name, problem in problems.items() if problem is None]
+    times: dict[str, float] = {}
     try:
         chosen = choose_cuda_kernel("auto", shape, device, capability, from_graphs=True)
-        kernel, reason = chosen.name, chosen.reason
+        kernel, reason, times = chosen.name, chosen.reason, chosen.times
     except ValueError as error:
         kernel, reason = "none", str(error)
-    # The times by which "auto" chose.
-    raced = [name for name in good if name != "reference"]
-    use = KernelUse(shape, for_drafts=False, from_graphs=True)
-    times = kernel_times(raced, use, device) if raced[1:] else {}
     return {
         "kernel": kernel,
         "isa": f"sm_{capability[0]}{capability[1]}",

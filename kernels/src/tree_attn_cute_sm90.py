@@ -15,7 +15,6 @@ import torch
 
 from .cute import driver, store
 from .cute.config import (
-    SPECIALISED_WARPGROUPS,
     WARPGROUP_CHOICES,
     CombineConfig,
     ForwardConfig,
@@ -26,7 +25,7 @@ from .cute.store import CuteUnavailable
 from .features import PLAIN, AttnFeatures, FeatureKind
 from .metadata import TreeAttnMetadata
 
-__all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute", "tree_attn_cute_ws"]
+__all__ = ["CuteUnavailable", "unsupported_reason", "tree_attn_cute"]
 
 CAPABILITY = (9, 0)
 # Limit of prepared calls: one per layer and bucket of `launch.Bounds`.
@@ -39,8 +38,6 @@ def unsupported_reason(
     dtype: torch.dtype,
     block_size: int,
     kinds: Sequence[FeatureKind] = (FeatureKind(),),
-    *,
-    specialised: bool = False,
 ) -> str | None:
     """Returns why the kernel does not support layers of these kinds, or None."""
     if tuple(capability) != CAPABILITY:
@@ -51,17 +48,10 @@ def unsupported_reason(
     if problem is not None:
         return problem
     name = str(dtype).removeprefix("torch.")
-    warpgroups = SPECIALISED_WARPGROUPS if specialised else WARPGROUP_CHOICES[0]
     variants = (
-        ForwardConfig(
-            head_dim,
-            name,
-            warpgroups,
-            box_of(block_size),
-            **feature_flags(kind),
-            specialised=specialised,
-        )
+        ForwardConfig(head_dim, name, warpgroups, box_of(block_size), **feature_flags(kind))
         for kind in kinds
+        for warpgroups in WARPGROUP_CHOICES
     )
     return next(filter(None, map(store.missing, variants)), None)
 
@@ -80,13 +70,10 @@ def tree_attn_cute(
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
     splits: int | None = None,
-    stages: int = 0,
     *,
     features: AttnFeatures = PLAIN,
-    specialised: bool = False,
 ) -> None:
-    """See `cuda_contract`. `splits` and `stages` override the defaults, for measurements.
-    `specialised` selects the warp-specialised main loop for trees of more than one warpgroup.
+    """See `cuda_contract`. `splits` overrides the default, for measurements.
 
     Raises:
         CuteUnavailable: if a kernel cannot be read, compiled or loaded. Nothing is launched then.
@@ -94,24 +81,20 @@ def tree_attn_cute(
     if meta.num_trees == 0 or meta.max_rows == 0:
         return
     key = call_key(
-        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, splits, stages,
-        features, specialised=specialised,
-    )  # fmt: skip
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, splits, features
+    )
     stream = torch.cuda.current_stream(query.device).cuda_stream
     prepared = _prepared.get((stream, key))
     if prepared is None:
         call = Call(
             query, key_cache, value_cache, output, meta, scale, tail_key, tail_value,
-            _num_sms_of(query.device), splits, stages, features, specialised=specialised,
+            _num_sms_of(query.device), splits, features,
         )  # fmt: skip
         prepared = _Prepared(call, query.device)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         _prepared[stream, key] = prepared
     prepared.launch(query, output, meta, tail_key, tail_value, stream)
-
-
-tree_attn_cute_ws = partial(tree_attn_cute, specialised=True)
 
 
 class _Prepared:

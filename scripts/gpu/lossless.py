@@ -82,7 +82,7 @@ def cases() -> list[Case]:
     found += [Case("plain bfloat16", None, dtype="bfloat16")]
     found += [
         Case(f"jetspec, {kernel}", {**jetspec, "tree_kernel": kernel}, **bf16)
-        for kernel in ("triton", "cute", "cute_ws", "flash")
+        for kernel in ("triton", "cute", "flash")
     ]
     found += [Case(name, options) for name, options in of.items() if name != "jetspec"]
     found += [

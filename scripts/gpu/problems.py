@@ -10,7 +10,7 @@ import torch
 
 from vllm_specplug.kernels import TreeAttnMetadata, cuda_dispatch
 
-TREE_KERNELS = ("triton", "flash", "cute", "cute_ws")
+TREE_KERNELS = ("triton", "flash", "cute")
 
 
 @dataclass(frozen=True)

@@ -47,13 +47,22 @@ def _one_thread():
 
 
 @pytest.fixture
-def interpreter() -> None:
+def stock_interpreter() -> None:
     """Skips where Triton kernels would need a GPU."""
     pytest.importorskip("triton")
     from triton import knobs
 
     if not knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is off")
+
+
+@pytest.fixture
+def interpreter(stock_interpreter: None) -> Iterator[None]:
+    """Triton kernels run in the checked interpreter."""
+    from tests.kernels.checked_interpreter import checked_interpreter
+
+    with checked_interpreter():
+        yield
 
 
 @pytest.fixture

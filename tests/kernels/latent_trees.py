@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees over a cache of latent rows as on CUDA, for kernels in an interpreter or an emulator."""
+"""Trees over a cache of latent rows as on CUDA, for kernels in an interpreter."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
 from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
 
-pytestmark = pytest.mark.usefixtures("interpreter")
+pytestmark = pytest.mark.usefixtures("stock_interpreter")
 
 SLOTS, MAX_LEN, VOCAB, DRAFTS = 6, 40, 1100, 5
 """Two blocks of the sampling kernel."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from vllm_specplug.kernels.cuda_dispatch import (
     self_test_failure,
     unsupported_by,
 )
-from vllm_specplug.kernels.cute import store
 from vllm_specplug.kernels.cute.config import all_configs
 from vllm_specplug.kernels.cute.launch import plan_launches
 from vllm_specplug.kernels.features import PLAIN
@@ -125,8 +123,7 @@ def test_a_feature_that_a_kernel_leaves_out_fails_its_self_test(monkeypatch, kin
     ("name", "kinds", "capability", "why"),
     [
         ("cute", KINDS[:3], HOPPER, None),
-        ("cute_ws", KINDS[:3], HOPPER, None),
-        ("cute_ws", KINDS[:3], (8, 0), "compute capability 8.0 is not 9.0"),
+        ("cute", KINDS[:3], (8, 0), "compute capability 8.0 is not 9.0"),
         ("cute", (*KINDS[:2], QUANTISED), HOPPER, "layers with a quantised cache"),
         ("flash", KINDS[:2], HOPPER, None),
         ("flash", KINDS[1:2], HOPPER, "reads no layer with sliding windows, attention sinks"),
@@ -175,10 +172,8 @@ def test_a_variant_that_does_not_load_is_found_at_start(monkeypatch, rows):
     assert "does not load" in self_test_failure("cute", SHAPE, CPU)
 
 
-@pytest.mark.parametrize("name", ["cute", "cute_ws"])
 @pytest.mark.parametrize("kind", [FeatureKind(), FeatureKind(window=600, sinks=True)])
-def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch, kind, name):
-    specialised = name == "cute_ws"
+def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatch, kind):
     planned = set()
 
     def attend(query, key_cache, value_cache, output, meta, scale, features=PLAIN):
@@ -188,7 +183,7 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
 
         launches = plan_launches(
             query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace,
-            features=features, specialised=specialised,
+            features=features,
         )  # fmt: skip
         planned.update(launch.config for launch in launches)
         tree_attn_cuda_reference(
@@ -199,15 +194,13 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
     for head_dim, page in ((64, 16), (128, 64)):
         shape = KernelShape(head_dim, torch.bfloat16, page, 8, 2, kinds=(kind,))
         planned.clear()
-        assert self_test_failure(name, shape, CPU) is None
+        assert self_test_failure("cute", shape, CPU) is None
         wanted = {
             config
             for config in all_configs()
             if (config.head_dim, config.dtype) == (head_dim, "bfloat16")
             and getattr(config, "box", page) == page
             and getattr(config, "window", bool(kind.window)) == bool(kind.window)
-            # Trees of one warpgroup are served alike.
-            and getattr(config, "warpgroups", 1) in (1, 2 if specialised else 3)
         }
         assert planned == wanted and len(wanted) == 3
 
@@ -218,25 +211,18 @@ def test_rows_that_a_kernel_leaves_unwritten_fail_the_self_test(monkeypatch):
 
 
 @pytest.fixture
-def timed(monkeypatch, tmp_path):
-    """Times of kernels in a cache of their own; each taken is noted."""
+def timed(monkeypatch):
+    """Times of kernels."""
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
-    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
-    times = {"cute": 30.0, "cute_ws": 25.0, "flash": 20.0, "triton": 50.0}
-    taken = []
-
-    def set_times(**changes):
-        times.update(changes)
-        return taken
+    times = {"cute": 30.0, "flash": 20.0, "triton": 50.0}
 
     def call_us(run, use, device):
-        taken.append(run)
         if times[run] is None:
             raise torch.OutOfMemoryError("no room")
         return times[run]
 
     monkeypatch.setattr(cuda_dispatch, "call_us", call_us)
-    return set_times
+    return lambda **changes: times.update(changes)
 
 
 def test_auto_takes_the_fastest_of_those_that_are_right(only_reference_fails, timed):
@@ -244,11 +230,6 @@ def test_auto_takes_the_fastest_of_those_that_are_right(only_reference_fails, ti
     chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
     assert chosen.name == "flash"
     assert "cute 30 us" in chosen.reason and "triton 50 us" in chosen.reason
-    # The Hopper kernel's schemes are timed like any two kernels.
-    timed(cute_ws=19.0)
-    only_reference_fails("cute", "cute_ws", "triton")
-    chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
-    assert chosen.name == "cute_ws" and "cute 30 us, cute_ws 19 us" in chosen.reason
     # The fastest is passed over where it is wrong.
     only_reference_fails("cute", "triton")
     timed(flash=1.0)
@@ -267,23 +248,6 @@ def test_drafts_are_served_by_a_kernel_that_was_timed_on_blocks(only_reference_f
 
 
 USE = cuda_dispatch.KernelUse(SHAPE, for_drafts=False)
-
-
-def test_times_are_kept_for_the_same_kernels_use_and_device(timed, monkeypatch):
-    monkeypatch.setattr(cuda_dispatch, "_TURNS", 2)
-    names = ("cute", "triton")
-    taken = timed()
-    first = cuda_dispatch.kernel_times(names, USE, CPU)
-    assert taken == ["cute", "triton"] * 2, "in turns"
-    assert cuda_dispatch.kernel_times(names, USE, CPU) == first and len(taken) == 4
-    cuda_dispatch.kernel_times(names, replace(USE, for_drafts=True), CPU)
-    cuda_dispatch.kernel_times(names, replace(USE, shape=replace(SHAPE, head_dim=32)), CPU)
-    cuda_dispatch.kernel_times(("cute", "flash", "triton"), USE, CPU)
-    assert len(taken) == 4 + 4 + 4 + 6
-    path = cuda_dispatch._times_path(USE, CPU)
-    for text in ("{", "[3]", '{"cute": "fast"}'):
-        path.write_text(text)
-        assert cuda_dispatch.kernel_times(names, USE, CPU) == first
 
 
 def test_calls_that_will_be_replayed_are_timed_in_a_replay(monkeypatch):
@@ -310,8 +274,7 @@ def test_calls_that_will_be_replayed_are_timed_in_a_replay(monkeypatch):
     assert len(calls) == cells * (warm_ups + timed_calls)
 
 
-def test_the_best_time_counts(monkeypatch, tmp_path):
-    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
+def test_the_best_time_counts(monkeypatch):
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
     times = iter([90.0, 20.0, 30.0, 21.0, 31.0, 500.0])
     monkeypatch.setattr(cuda_dispatch, "call_us", lambda *args: next(times))
@@ -326,7 +289,6 @@ def test_a_kernel_that_cannot_be_timed_is_not_taken_while_another_can(timed, cap
     assert "cute cannot be timed: no room" in caplog.text
     timed(triton=None)
     assert cuda_dispatch.kernel_times(("cute", "triton"), USE, CPU) == {}
-    assert not list(cuda_dispatch._times_path(USE, CPU).parent.parent.rglob("*.json"))
 
 
 def test_timing_ends_when_its_time_is_up(only_reference_fails, timed, monkeypatch):
@@ -334,18 +296,6 @@ def test_timing_ends_when_its_time_is_up(only_reference_fails, timed, monkeypatc
     monkeypatch.setattr(cuda_dispatch, "TIME_LIMIT_S", -1.0)
     chosen = choose_cuda_kernel("auto", SHAPE, CPU, HOPPER)
     assert (chosen.name, chosen.reason) == ("cute", "the first that is right")
-    assert not list(cuda_dispatch._times_path(USE, CPU).parent.parent.rglob("*.json"))
-
-
-def test_a_user_without_a_home_keeps_no_times(only_reference_fails, timed, monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    only_reference_fails("cute", "flash", "triton")
-    monkeypatch.delenv("SPECPLUG_CACHE")
-    monkeypatch.setattr(Path, "home", homeless)
-    assert choose_cuda_kernel("auto", SHAPE, CPU, HOPPER).name == "flash"
-    assert store.cache_folder().name == store.sources_digest()
 
 
 def test_a_slower_kernel_takes_longer(monkeypatch):
@@ -368,8 +318,6 @@ def test_a_slower_kernel_takes_longer(monkeypatch):
     [
         ("cute", ("cute", "triton"), "cute"),
         ("cute", ("triton",), "triton"),
-        ("cute", ("cute_ws", "triton"), "cute_ws"),
-        ("cute_ws", ("cute", "cute_ws", "triton"), "cute_ws"),
         ("cute", ("flash", "triton"), "flash"),
         ("flash", ("cute", "triton"), "triton"),
         ("triton", ("cute", "triton"), "triton"),
@@ -395,7 +343,7 @@ def test_the_reference_never_serves_unless_asked_for(only_reference_fails, reque
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="auto, cute, cute_ws, flash, triton, reference"):
+    with pytest.raises(ValueError, match="auto, cute, flash, triton, reference"):
         choose_cuda_kernel("cpp", SHAPE, CPU, HOPPER)
 
 

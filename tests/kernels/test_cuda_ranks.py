@@ -46,7 +46,6 @@ def choices(
     monkeypatch.setattr(cuda_dispatch, "self_test_failure", failure)
     monkeypatch.setattr(cuda_dispatch, "load_kernel", str)
     monkeypatch.setattr(cuda_dispatch, "call_us", lambda name, *args: times[name][rank.index])
-    monkeypatch.setattr(cuda_dispatch, "_times_path", lambda *args: None)
     exchange = Exchange(2) if agree else list
 
     def choose(index: int) -> str:

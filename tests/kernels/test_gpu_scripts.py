@@ -87,7 +87,7 @@ def test_kernels_are_checked(dry_run: Run) -> None:
             assert status.pop(f"{kernel}: {part}") == "ok", report["parts"]
     for part in ("words, builder, walk, compaction", "partial caches"):
         assert status.pop(part) == "ok", report["parts"]
-    assert status == {"cute: self-test": "skipped", "cute_ws: self-test": "skipped"}
+    assert status == {"cute: self-test": "skipped"}
     assert report["parts"]["cute: self-test"]["reason"]
 
 
@@ -120,6 +120,6 @@ def test_kernels_are_timed(dry_run: Run, attention: Attention, tmp_path: Path) -
     assert timed == {f"{k} {kind}" for k in ("triton", "flash") for kind in ("tree", "chain")}
     assert {row["sweep"] for row in rows if row.get("time_us", 0) > 0} == {"triton", "flash"}
     assert attention.splits == {0, 1}, "its own choice is timed, and what the sweep gives"
-    assert {row["kernel"] for row in rows if "missing" in row} == {"cute", "cute_ws"}
+    assert {row["kernel"] for row in rows if "missing" in row} == {"cute"}
     table = (tmp_path / "gpu_kernels_page16.md").read_text()
     assert "| triton |" in table and "| flash |" in table

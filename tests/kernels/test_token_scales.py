@@ -59,8 +59,7 @@ def test_each_matches_branches_run_as_chains(kind: torch.dtype, name: str) -> No
 @KINDS
 @pytest.mark.parametrize("page", [16, 64])
 def test_half_precision_and_other_pages(kind: torch.dtype, page: int) -> None:
-    """bfloat16 is for the emulated kernels: the interpreter takes integers for its bits."""
-    problem(kind, [(70, 9), (0, 12)], dtype=FP16, head_dim=24, page=page).check()
+    problem(kind, [(70, 9), (0, 12)], dtype=torch.bfloat16, head_dim=24, page=page).check()
     problem(kind, [(130, 9)], dtype=FP16, head_dim=128, page=page).check(splits=1)
 
 

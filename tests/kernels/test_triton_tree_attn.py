@@ -49,10 +49,11 @@ def test_dense_tails(mask, nodes):
     DeviceTrees([(0, nodes), (40, nodes)], dense=True, mask=mask).check()
 
 
+@pytest.mark.parametrize("dtype", [FP16, torch.bfloat16])
 @pytest.mark.parametrize(("head_dim", "group", "kv_heads"), [(96, 3, 1), (80, 1, 2), (64, 8, 1)])
-def test_head_shapes_in_half_precision(head_dim, group, kv_heads):
+def test_head_shapes_in_half_precision(dtype, head_dim, group, kv_heads):
     DeviceTrees(
-        [(33, 9), (0, 12)], dtype=FP16, head_dim=head_dim, group=group, kv_heads=kv_heads
+        [(33, 9), (0, 12)], dtype=dtype, head_dim=head_dim, group=group, kv_heads=kv_heads
     ).check()
 
 

@@ -29,12 +29,8 @@ from vllm_specplug.tree import DraftTree
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
 
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.interpreter import InterpretedFunction
-from triton.runtime.jit import JITFunction, create_function_from_signature
-
-from vllm_specplug.kernels import AttnFeatures, tree_attn_flash, tree_attn_triton
+from tests.kernels.triton_launches import Launches
+from vllm_specplug.kernels import AttnFeatures, tree_attn_flash
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values_triton import (
@@ -91,38 +87,10 @@ STEP_KERNELS = {
 }  # fmt: skip
 
 
-class Launches:
-    """In place of launches: what of each Triton would compile a variant of its own for, by its own
-    rules for a GPU. Kernels do not run, so what they would write holds anything."""
-
-    def __init__(self) -> None:
-        self.keys: set[tuple[Any, ...]] = set()
-        self._binders: dict[str, Any] = {}
-
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        name = kernel.fn.__name__
-        if name not in self._binders:
-            backend = CUDABackend(GPUTarget("cuda", 90, 32))
-            chosen = ("do_not_specialize", "do_not_specialize_on_alignment")
-            compiled = JITFunction(kernel.fn, **{c: kernel.kwargs.get(c) for c in chosen})
-            binder = create_function_from_signature(compiled.signature, compiled.params, backend)
-            self._binders[name] = binder
-        _, specialisation, options = self._binders[name](*args, **kwargs)
-        self.keys.add((name, *specialisation, *sorted(options.items())))
-
-    def taken(self) -> set[tuple[Any, ...]]:
-        keys, self.keys = self.keys, set()
-        return keys
-
-
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    record = Launches()
-    monkeypatch.setattr(InterpretedFunction, "run", lambda self, *a, **k: record.run(self, *a, **k))
-    # An H100's, so that contexts are split as there.
-    monkeypatch.setitem(tree_attn_triton._LIMITS, CPU, (132, 227 * 1024, 9))
     monkeypatch.setattr(warmup, "any_failed", bool)
-    return record
+    return Launches(monkeypatch)
 
 
 def _build_on_device(ids: torch.Tensor, log_probs: torch.Tensor, budgets: torch.Tensor,

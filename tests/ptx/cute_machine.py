@@ -107,7 +107,6 @@ class MachineTrees(DeviceTrees):
         skipped: int = 0,
         timing: Timing = LATE,
         features: AttnFeatures | None = None,
-        specialised: bool = False,
     ) -> tuple[torch.Tensor, Counter[str]]:
         """Output [T, Hq, Dh], 7 in rows of no tree, and how often each instruction ran."""
         told = features or self.features
@@ -125,7 +124,6 @@ class MachineTrees(DeviceTrees):
         inputs = (self.query, self.key_cache, self.value_cache, output)
         launches = plan_launches(
             *inputs, meta, self.scale, *tail, 132, workspace, splits, features=told,
-            specialised=specialised,
         )  # fmt: skip
         tables = (meta.plan, meta.parent_rows, meta.block_table, told.sinks, told.alibi_slopes)
         machines = HostDevice([*inputs, *tail, *tables, *parts]).run(launches, timing)

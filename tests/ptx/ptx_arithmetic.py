@@ -50,8 +50,8 @@ class Arithmetic:
     """
 
     def _read(self, group: Warpgroup, operand: str, bits: int) -> np.ndarray:
-        """Operand as an array of unsigned integers of 8 to 64 bits (bool for bits 1)."""
-        dtype = {1: bool, 8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
+        """Operand as an array of unsigned integers of 16 to 64 bits (bool for bits 1)."""
+        dtype = {1: bool, 16: np.uint16, 32: np.uint32, 64: np.uint64}[bits]
         if operand in group.registers:
             return group.registers[operand].astype(dtype)
         if operand[0] == "{":
@@ -69,9 +69,9 @@ class Arithmetic:
                 return lanes if axis == "x" else np.zeros(group.lanes, dtype)
             assert axis, f"{operand} is read before anything was written to it"
             value = {"ctaid": self.index, "nctaid": self.grid}[special][axis]
-        elif operand[:2] in ("0f", "0d"):
+        elif operand[:2] == "0f":
             value = int(operand[2:], 16)
-        elif operand in ("__dynamic_shmem__0", "global_smem"):
+        elif operand == "__dynamic_shmem__0":
             value = SHARED_BASE
         elif operand in self.param_values:
             value = self.param_values[operand]
@@ -81,12 +81,11 @@ class Arithmetic:
 
     def _signed(self, group, operand: str, bits: int) -> np.ndarray:
         return self._read(group, operand, bits).view(
-            {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}[bits]
+            {16: np.int16, 32: np.int32, 64: np.int64}[bits]
         )
 
-    def _float(self, group, operand: str, kind: str = "f32") -> np.ndarray:
-        bits = int(kind[1:])
-        return self._read(group, operand, bits).view({32: np.float32, 64: np.float64}[bits])
+    def _float(self, group, operand: str) -> np.ndarray:
+        return self._read(group, operand, 32).view(np.float32)
 
     def _write(self, group: Warpgroup, name: str, value: np.ndarray, mask: np.ndarray) -> None:
         if name == "_":
@@ -122,7 +121,7 @@ class Arithmetic:
             value = self._read(group, operands[1], bits)
             names = self._vector(operands[0])
             part = bits // len(names)
-            element = {8: np.uint8, 16: np.uint16, 32: np.uint32}[part]
+            element = {16: np.uint16, 32: np.uint32}[part]
             for i, name in enumerate(names):
                 self._write(
                     group, name, (value >> value.dtype.type(i * part)).astype(element), mask
@@ -142,17 +141,10 @@ class Arithmetic:
         if kind == "pred":
             a, b = (self._read(group, o, 1) for o in operands[1:3])
             self._write(group, operands[0], integer(a, b), mask)
-        elif kind in ("f32", "f64"):
-            a, b = (self._float(group, o, kind) for o in operands[1:3])
+        elif kind == "f32":
+            a, b = (self._float(group, o) for o in operands[1:3])
             result = (floating or integer)(a, b).astype(a.dtype)
             self._write(group, operands[0], self._flushed(result, suffix), mask)
-        elif kind == "s16x2":
-            a, b = (self._read(group, o, 32).view(np.int16) for o in operands[1:3])
-            self._write(group, operands[0], integer(a, b).view(np.uint32), mask)
-        elif kind == "bf16x2":
-            pairs = [self._read(group, o, 32).view(np.uint16) for o in operands[1:3]]
-            result = (floating or integer)(*(as_float(raw, "bf16") for raw in pairs))
-            self._write(group, operands[0], self._half(result, "bf16").view(np.uint32), mask)
         else:
             bits = int(kind[1:])
             read = self._signed if kind[0] == "s" else self._read
@@ -200,14 +192,6 @@ class Arithmetic:
         sign = np.where((a < 0) != (b < 0), -1, 1)
         self._write(group, operands[0], (quotient * sign).astype(a.dtype), mask)
 
-    def _rem(self, group, suffix, operands, mask) -> None:
-        bits = int(suffix[-1][1:])
-        read = self._signed if suffix[-1][0] == "s" else self._read
-        a, b = (read(group, o, bits) for o in operands[1:3])
-        assert (b[mask] != 0).all(), "division by zero"
-        b = np.where(b == 0, b.dtype.type(1), b)
-        self._write(group, operands[0], np.fmod(a, b), mask)
-
     def _mul(self, group, suffix, operands, mask) -> None:
         if suffix[-1][0] == "f":
             self._binary(group, suffix, operands, mask, np.multiply)
@@ -219,10 +203,6 @@ class Arithmetic:
         wide = {16: np.int32, 32: np.int64}.get(bits, a.dtype)
         if kind[0] == "u":
             wide = {16: np.uint32, 32: np.uint64}.get(bits, a.dtype)
-        if (mode, bits) == ("hi", 64):
-            product = [int(x) * int(y) >> 64 for x, y in zip(a, b, strict=True)]
-            self._write(group, operands[0], np.array(product, a.dtype), mask)
-            return
         product = a.astype(wide) * b.astype(wide)
         if mode == "hi":
             product = (product >> wide(bits)).astype(a.dtype)
@@ -280,23 +260,12 @@ class Arithmetic:
 
     def _setp(self, group, suffix, operands, mask) -> None:
         test, kind = suffix[0], suffix[-1]
-        if kind.startswith("bf16"):
-            # A predicate for each half.
-            for half, name in enumerate(operands[0].split("|")):
-                a, b = (self._bf16(group, o, kind, half) for o in operands[1:3])
-                self._write(group, name, _compared(test, a, b), mask)
-            return
-        if kind[0] == "f":
-            a, b = (self._float(group, o, kind) for o in operands[1:3])
+        if kind == "f32":
+            a, b = (self._float(group, o) for o in operands[1:3])
         else:
             read = self._signed if kind[0] == "s" else self._read
             a, b = (read(group, o, int(kind[1:])) for o in operands[1:3])
         self._write(group, operands[0], _compared(test, a, b), mask)
-
-    def _bf16(self, group, operand: str, kind: str, half: int) -> np.ndarray:
-        """float32 of a bf16 operand, or of a half of a bf16x2 one."""
-        raw = self._read(group, operand, 32 if kind == "bf16x2" else 16).astype(np.uint32)
-        return (raw >> np.uint32(16 * half) << np.uint32(16)).view(np.float32)
 
     def _selp(self, group, suffix, operands, mask) -> None:
         bits = int(suffix[-1][1:])
@@ -305,38 +274,26 @@ class Arithmetic:
 
     def _cvt(self, group, suffix, operands, mask) -> None:
         to, source = suffix[-2], suffix[-1]
-        if source == "e4m3x2":
-            assert to == "f16x2"
-            pair = self._read(group, operands[1], 16)
-            parts = [_e4m3(pair >> np.uint16(8 * i)).astype(np.float16) for i in (0, 1)]
-            value = np.stack(parts, axis=1).view(np.uint32).reshape(-1)
-        elif to in ("bf16x2", "f16x2"):
+        if to in ("bf16x2", "f16x2"):
             high, low = (self._half(self._float(group, o), to[:-2]) for o in operands[1:3])
             value = low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
         elif source in ("bf16", "f16"):
             raw = self._read(group, operands[1], 16)
+            assert to == "f32", suffix
             value = as_float(raw, source)
-            assert to == "f32" or (to, source) == ("bf16", "f16"), suffix
-            if to == "bf16":
-                value = self._half(value, to)
         elif to in ("bf16", "f16"):
             value = self._half(self._float(group, operands[1]), to)
-        elif source[0] == "f":
-            assert to[0] == "f" and ("rn" in suffix or to == "f64"), suffix
-            kind = {"f32": np.float32, "f64": np.float64}[to]
-            value = self._float(group, operands[1], source).astype(kind)
-        elif to[0] == "f":
+        elif to == "f32":
             assert suffix[0] == "rn" and source[0] in "su", suffix
             read = self._signed if source[0] == "s" else self._read
-            kind = {"f32": np.float32, "f64": np.float64}[to]
-            value = read(group, operands[1], int(source[1:])).astype(kind)
+            value = read(group, operands[1], int(source[1:])).astype(np.float32)
         else:
-            assert to[0] in "sub" and source[0] in "sub", suffix
+            assert to[0] in "su" and source[0] in "su", suffix
             bits = int(source[1:])
             read = self._signed if source[0] == "s" else self._read
-            kinds = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+            kinds = {16: np.int16, 32: np.int32, 64: np.int64}
             if to[0] == "u":
-                kinds = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+                kinds = {16: np.uint16, 32: np.uint32, 64: np.uint64}
             value = read(group, operands[1], bits).astype(kinds[int(to[1:])])
         self._write(group, operands[0], value, mask)
 
@@ -359,65 +316,14 @@ class Arithmetic:
         value = self._flushed(self._float(group, operands[1]), suffix)
         self._write(group, operands[0], np.log2(value), mask)
 
-    def _sqrt(self, group, suffix, operands, mask) -> None:
-        value = self._flushed(self._float(group, operands[1]), suffix)
-        self._write(group, operands[0], np.sqrt(value), mask)
-
     def _popc(self, group, suffix, operands, mask) -> None:
         value = self._read(group, operands[1], int(suffix[-1][1:]))
         count = np.bitwise_count(value).astype(np.uint32)
         self._write(group, operands[0], count, mask)
 
-    def _abs(self, group, suffix, operands, mask) -> None:
-        if suffix[-1] in ("bf16x2", "f16x2"):
-            both = self._read(group, operands[1], 32) & np.uint32(0x7FFF7FFF)
-            self._write(group, operands[0], both, mask)
-            return
-        assert suffix[-1] == "f32"
-        self._write(group, operands[0], np.abs(self._float(group, operands[1])), mask)
-
     def _rcp(self, group, suffix, operands, mask) -> None:
         one = np.float32(1)
         self._write(group, operands[0], one / self._float(group, operands[1]), mask)
-
-    # -- bits
-
-    def _bfe(self, group, suffix, operands, mask) -> None:
-        """Bits `start` to `start + length - 1`, as far as there are any."""
-        bits = int(suffix[-1][1:])
-        value = self._read(group, operands[1], bits)
-        start, length = (
-            (self._read(group, o, 32) & np.uint32(0xFF)).astype(np.int64) for o in operands[2:4]
-        )
-        kept = np.minimum(length, np.maximum(bits - start, 0))
-        # In 64 bits no shift reaches the width but that of nothing at all.
-        wide = np.where(start >= bits, 0, value.astype(np.uint64) >> start.astype(np.uint64))
-        ones = np.where(
-            kept == 64, ~np.uint64(0), (np.uint64(1) << kept.astype(np.uint64)) - np.uint64(1)
-        )
-        wide = wide.astype(np.uint64) & ones
-        if suffix[-1][0] == "s":
-            # The sign is the last bit asked for, or of the value where that is beyond it.
-            at = np.minimum(start + length - 1, bits - 1)
-            sign = (value.astype(np.uint64) >> np.maximum(at, 0).astype(np.uint64)) & np.uint64(1)
-            negative = (sign == 1) & (length > 0)
-            wide = np.where(negative, wide | ~ones, wide)
-        self._write(group, operands[0], wide.astype(value.dtype), mask)
-
-    def _prmt(self, group, suffix, operands, mask) -> None:
-        """Any four of the eight bytes of a pair, the first being the lowest."""
-        assert suffix == ["b32"], suffix
-        low, high = (self._read(group, o, 32).astype(np.uint64) for o in operands[1:3])
-        pair = low | (high << np.uint64(32))
-        chosen = self._read(group, operands[3], 32)
-        result = np.zeros(group.lanes, np.uint64)
-        for i in range(4):
-            nibble = (chosen >> np.uint32(4 * i)).astype(np.uint64) & np.uint64(15)
-            byte = (pair >> ((nibble & np.uint64(7)) * np.uint64(8))) & np.uint64(0xFF)
-            signs = np.where(byte >> np.uint64(7) == 1, np.uint64(0xFF), np.uint64(0))
-            byte = np.where(nibble >> np.uint64(3) == 1, signs, byte)
-            result |= byte << np.uint64(8 * i)
-        self._write(group, operands[0], result.astype(np.uint32), mask)
 
 
 def as_float(raw: np.ndarray, element: str) -> np.ndarray:
@@ -425,17 +331,6 @@ def as_float(raw: np.ndarray, element: str) -> np.ndarray:
     if element == "f16":
         return raw.view(np.float16).astype(np.float32)
     return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
-
-
-def _e4m3(raw: np.ndarray) -> np.ndarray:
-    """The low eight bits: a sign, four bits of exponent (bias 7) and three of mantissa; no
-    infinities."""
-    bits = (raw & np.uint16(0xFF)).astype(np.int64)
-    exponent, mantissa = bits >> 3 & 15, bits & 7
-    normal = np.ldexp(1 + mantissa / 8, (exponent - 7).astype(np.int32))
-    size = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    size = np.where(bits & 0x7F == 0x7F, np.nan, size)
-    return np.where(bits >> 7 == 1, -size, size).astype(np.float32)
 
 
 def _compared(test: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -447,7 +342,6 @@ def _compared(test: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     result = {
         "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
         "eq": np.equal, "ne": np.not_equal,
-        "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
     }[base](a, b)  # fmt: skip
     if a.dtype.kind == "f":
         nan = np.isnan(a) | np.isnan(b)

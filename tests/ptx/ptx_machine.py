@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.ptx.ptx_arithmetic import WARPGROUP, Warpgroup, as_float
+from tests.ptx.ptx_arithmetic import WARPGROUP, Warpgroup
 from tests.ptx.ptx_async import Asynchronous
 from tests.ptx.ptx_memory import (
     GLOBAL_BASE,
@@ -204,7 +204,7 @@ class _Block(Asynchronous):
         elif name == "ld":
             for register in self._vector(operands[0]):
                 # Anything, but something: a warp may hand on what none of its threads loaded.
-                bits = max(16, int(suffix[-1][1:]))
+                bits = int(suffix[-1][1:])
                 unknown = np.full(group.lanes, 2**bits - 1, f"u{bits // 8}")
                 group.registers.setdefault(register, unknown)
         if not group.polling:
@@ -256,11 +256,10 @@ class _Block(Asynchronous):
         lanes = self._vector(operands[0])
         size = bits // 8 * len(lanes)
         address = self._address(group, operands[1], 64 if space == "global" else 32)
-        kinds = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+        kinds = {16: np.uint16, 32: np.uint32, 64: np.uint64}
         loaded = self._load(group, space, address[mask], size, mask).view(kinds[bits])
         for i, name in enumerate(lanes):
-            # There are no registers of a byte.
-            full = np.zeros(group.lanes, np.uint32 if bits == 8 else loaded.dtype)
+            full = np.zeros(group.lanes, loaded.dtype)
             full[mask] = loaded[:, i]
             self._write(group, name, full, mask)
 
@@ -292,17 +291,6 @@ class _Block(Asynchronous):
         _, predicate = operands[0].split("|")
         self._write(group, predicate, np.arange(group.lanes) % 32 == 0, mask)
 
-    def _redux(self, group, suffix, operands, mask) -> None:
-        """One result for the threads of a warp."""
-        self._whole_warps(mask)
-        assert self._read(group, operands[2], 32)[mask].min() == 0xFFFFFFFF
-        kind, element = suffix[1:]
-        read = self._signed if element[0] == "s" else self._read
-        value = read(group, operands[1], 32).reshape(-1, 32)
-        reduce = {"add": np.sum, "min": np.min, "max": np.max}[kind]
-        result = reduce(value, axis=1).astype(value.dtype).repeat(32)
-        self._write(group, operands[0], result, mask)
-
     def _bar(self, group, suffix, operands, mask) -> None:
         assert suffix == ["warp", "sync"] and operands == ["-1"], (suffix, operands)
         self._whole_warps(mask)
@@ -312,66 +300,3 @@ class _Block(Asynchronous):
     def _whole_warps(mask: np.ndarray) -> None:
         counts = mask.reshape(-1, 32).sum(axis=1)
         assert ((counts == 0) | (counts == 32)).all(), "a warp is split at a warp-wide instruction"
-
-    # -- matrices of a warp
-
-    def _fragments(self, group, suffix, operand: str, mask) -> tuple[np.ndarray, int]:
-        """Addresses of the rows of 8 x 8 matrices [warps, matrices, 8], and the bytes' matrices."""
-        self._whole_warps(mask)
-        assert suffix[:3] == ["sync", "aligned", "m8n8"] and suffix[-1] == "b16", suffix
-        count = int(suffix[3][1:])
-        address = self._address(group, operand, 32)[mask].reshape(-1, 32)
-        return address[:, : 8 * count].reshape(-1, count, 8), count
-
-    def _ldmatrix(self, group, suffix, operands, mask) -> None:
-        rows, count = self._fragments(group, suffix, operands[1], mask)
-        lanes = np.repeat(mask.reshape(-1, 32)[:, :1], 8 * count, axis=1)
-        padded = np.zeros((group.lanes // 32, 32), bool)
-        padded[:, : 8 * count] = lanes
-        data = self._load(group, "shared", rows.reshape(-1), 16, padded.reshape(-1))
-        matrices = data.view(np.uint16).reshape(-1, count, 8, 8)
-        if "trans" in suffix:
-            matrices = matrices.swapaxes(2, 3)
-        # thread 4 r + c of a warp takes elements 2 c and 2 c + 1 of row r
-        pairs = np.ascontiguousarray(matrices).view(np.uint32).reshape(-1, count, 32)
-        for i, name in enumerate(self._vector(operands[0])):
-            full = np.zeros(group.lanes, np.uint32)
-            full[mask] = pairs[:, i].reshape(-1)
-            self._write(group, name, full, mask)
-
-    def _stmatrix(self, group, suffix, operands, mask) -> None:
-        rows, count = self._fragments(group, suffix, operands[0], mask)
-        values = [self._read(group, name, 32)[mask] for name in self._vector(operands[1])]
-        pairs = np.stack(values, axis=1).reshape(-1, 32, count).swapaxes(1, 2)
-        matrices = np.ascontiguousarray(pairs).view(np.uint16).reshape(-1, count, 8, 8)
-        if "trans" in suffix:
-            matrices = np.ascontiguousarray(matrices.swapaxes(2, 3))
-        lanes = np.repeat(mask.reshape(-1, 32)[:, :1], 8 * count, axis=1)
-        padded = np.zeros((group.lanes // 32, 32), bool)
-        padded[:, : 8 * count] = lanes
-        data = matrices.view(np.uint8).reshape(-1, 16)
-        self._store(group, "shared", rows.reshape(-1), data, padded.reshape(-1))
-
-    def _mma(self, group, suffix, operands, mask) -> None:
-        """m16n8k16 of every warp, with sums in float32."""
-        self._whole_warps(mask)
-        assert suffix[:5] == ["sync", "aligned", "m16n8k16", "row", "col"], suffix
-        assert suffix[5] == suffix[8] == "f32" and suffix[6] == suffix[7], suffix
-        element, warps = suffix[6], group.lanes // 32
-        lane = np.arange(group.lanes)
-        warp, row, pair = lane // 32, lane % 32 // 4, 2 * (lane % 4)
-        a, b = np.zeros((warps, 16, 16), np.float32), np.zeros((warps, 8, 16), np.float32)
-        for factor, operand, places in (
-            (a, operands[1], [(8 * (i % 2), 8 * (i // 2)) for i in range(4)]),
-            (b, operands[2], [(0, 8 * i) for i in range(2)]),
-        ):
-            for name, (down, right) in zip(self._vector(operand), places, strict=True):
-                packed = self._read(group, name, 32)
-                for half in range(2):
-                    raw = (packed >> np.uint32(16 * half)).astype(np.uint16)
-                    factor[warp, row + down, pair + right + half] = as_float(raw, element)
-        product = a @ b.swapaxes(1, 2)
-        old = [self._float(group, name) for name in self._vector(operands[3])]
-        for i, name in enumerate(self._vector(operands[0])):
-            value = product[warp, row + 8 * (i // 2), pair + i % 2]
-            self._write(group, name, (value + old[i]).astype(np.float32), mask)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parsing of PTX as cutlass and Triton print it: one entry, one instruction per line."""
+"""Parsing of PTX as cutlass prints it: one entry, one instruction per line."""
 
 from __future__ import annotations
 
@@ -54,10 +54,7 @@ class Program:
         operands = _split(rest)
         # registers declared within a scope are its own
         if scope:
-            operands = [
-                re.sub(r"(?<![\w%$.])(?!global_smem)[A-Za-z]\w*", rf"\g<0>{scope}", o)
-                for o in operands
-            ]
+            operands = [re.sub(r"(?<![\w%$.])[A-Za-z]\w*", rf"\g<0>{scope}", o) for o in operands]
         return guard, opcode, operands
 
     def _shared_registers(self) -> list[frozenset[str]]:

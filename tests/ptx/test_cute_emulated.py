@@ -8,13 +8,17 @@ small: a tile costs some tens of milliseconds.
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("cutlass")
 
 from tests.kernels.spoilt_rows import check_device, device_trees
-from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
+from tests.ptx import cute_machine
+from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, compiled, ran, variant
 from vllm_specplug.kernels import isolate_nonfinite
 
 
@@ -134,3 +138,31 @@ def test_the_check_notices_a_wrong_mask():
 def test_what_is_not_finite_reaches_those_who_attend_it(splits):
     problem = device_trees(MachineTrees, dtype=FP16, head_dim=64)
     check_device(problem, isolate_nonfinite, lambda: problem.answer(splits=splits)[0])
+
+
+@variant(64)
+@pytest.mark.parametrize("nodes", [15, 40], ids=["basic", "specialised"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bar.sync", "fence.proxy", "fence.mbarrier_init", "mbarrier.init", "mbarrier.arrive",
+        "cp.async.commit_group", "cp.async.wait_group", "wgmma.fence", "wgmma.commit_group",
+        "wgmma.wait_group",
+    ],
+)  # fmt: skip
+def test_missing_synchronisation_is_noticed(kind, nodes, monkeypatch):
+    trees = MachineTrees([(64 * 11 + 5, nodes)], dtype=BF16, head_dim=64, group=4, page=64)
+    trees.check()
+    line = re.compile(rf"^[ \t]*(?:@!?%\w+[ \t]+)?{re.escape(kind)}\b[^;\n]*;", re.MULTILINE)
+
+    def damaged(config):
+        kernel = compiled(config)
+        ptx, count = line.subn("", kernel.ptx)
+        # Not by an AssertionError, which is waited for.
+        return replace(kernel, ptx=ptx) if count else pytest.fail(f"there is no {kind}")
+
+    monkeypatch.setattr(cute_machine, "compiled", damaged)
+    with pytest.raises(
+        (AssertionError, RuntimeError), match="without|nobody|not fenced|not waited for|deadlock"
+    ):
+        trees.check()

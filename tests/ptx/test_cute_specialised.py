@@ -11,7 +11,7 @@ pytest.importorskip("cutlass")
 
 from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, ran, variant
 from vllm_specplug.kernels import AttnFeatures
-from vllm_specplug.kernels.cute.config import CP_ASYNC_LAG, ForwardConfig
+from vllm_specplug.kernels.cute.config import CP_ASYNC_LAG
 from vllm_specplug.kernels.cute.launch import warpgroups_for
 
 TIMINGS = pytest.mark.parametrize("timing", [LATE, EARLY])
@@ -22,7 +22,7 @@ TIMINGS = pytest.mark.parametrize("timing", [LATE, EARLY])
 @pytest.mark.parametrize("page", [16, pytest.param(64, marks=pytest.mark.smoke), 128])
 def test_the_ring_turns(page, timing):
     trees = MachineTrees([(64 * 11 + 5, 15)], dtype=BF16, head_dim=64, group=8, page=page)
-    counts = trees.check(timing=timing, specialised=True)
+    counts = trees.check(timing=timing)
     # 12 tiles of two warpgroups in four steps each, of which the last is masked
     assert ran(counts, "wgmma.mma_async") == 12 * 2 * (4 + 4)
     assert ran(counts, "cp.async.bulk.tensor") == 11 * 2 * (1 if page >= 64 else 4)
@@ -36,14 +36,14 @@ def test_the_ring_turns(page, timing):
 @TIMINGS
 def test_shapes_of_an_8b_model(timing):
     specs = [(64 * 6 + 9, 31), (20, 63)]
-    MachineTrees(specs, dtype=BF16, head_dim=128).check(timing=timing, specialised=True)
+    MachineTrees(specs, dtype=BF16, head_dim=128).check(timing=timing)
 
 
 @variant(96)
 @pytest.mark.parametrize("page", [16, 64])
 def test_head_size_of_narrower_bands(page):
     trees = MachineTrees([(470, 33), (0, 40)], dtype=FP16, head_dim=96, group=3, page=page)
-    trees.check(timing=EARLY, specialised=True)
+    trees.check(timing=EARLY)
 
 
 @variant(64)
@@ -51,7 +51,7 @@ def test_head_size_of_narrower_bands(page):
 def test_context_lengths_around_tile_and_page_edges(timing):
     contexts = (0, 1, 15, 16, 17, 63, 64, 65, 130)
     trees = MachineTrees([(c, 8) for c in contexts], dtype=BF16, head_dim=64, group=8)
-    trees.check(timing=timing, specialised=True)
+    trees.check(timing=timing)
 
 
 @variant(64)
@@ -59,7 +59,7 @@ def test_context_lengths_around_tile_and_page_edges(timing):
 def test_the_last_block_may_have_a_warpgroup_less(nodes):
     """That one waits for nobody, and nobody for it."""
     trees = MachineTrees([(70, nodes)], dtype=FP16, head_dim=64, group=1)
-    trees.check(timing=EARLY, specialised=True)
+    trees.check(timing=EARLY)
 
 
 @variant(64)
@@ -67,7 +67,7 @@ def test_the_last_block_may_have_a_warpgroup_less(nodes):
 def test_dense_tails_of_more_tiles_than_the_producer_lags(mask):
     specs = [(0, 15), (40, 64 * (CP_ASYNC_LAG + 1)), (64, 90)]
     trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=1, dense=True, mask=mask)
-    trees.check(timing=EARLY, specialised=True)
+    trees.check(timing=EARLY)
 
 
 @variant(64)
@@ -76,28 +76,26 @@ def test_parts_of_skewed_batches(timing):
     """What is long is cut, what is short is not; scaled down, the whole is below."""
     specs = [(64 * 20 + 3, 8), *[(60 + n, 8) for n in range(3)]]
     trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
-    counts = trees.check(splits=None, timing=timing, specialised=True)
+    counts = trees.check(splits=None, timing=timing)
     assert ran(counts, "ex2.approx") and ran(counts, "lg2.approx"), "nothing was merged"
 
 
 @variant(64)
 @TIMINGS
-@pytest.mark.parametrize("specialised", [False, True])
-def test_parts_of_several_row_blocks(specialised, timing):
+def test_parts_of_several_row_blocks(timing):
     """Trees of three row blocks, two and one beside a long context of two; a tenth of 31 x 1k."""
     specs = [(64 * 14 + 3, 16), (90, 30), *[(100 + n, 2 + n) for n in range(3)], (0, 12)]
     trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
-    counts = trees.check(splits=None, timing=timing, specialised=specialised, skipped=2)
+    counts = trees.check(splits=None, timing=timing, skipped=2)
     assert ran(counts, "lg2.approx"), "nothing was cut"
 
 
 @variant(64)
 @TIMINGS
-@pytest.mark.parametrize("specialised", [False, True])
-def test_31_contexts_of_1k_beside_one_of_100k(specialised, timing):
+def test_31_contexts_of_1k_beside_one_of_100k(timing):
     specs = [(100_000, 8), *[(1000 + n, 8) for n in range(31)]]
     trees = MachineTrees(specs, dtype=BF16, head_dim=64, group=10)
-    trees.check(splits=None, timing=timing, specialised=specialised)
+    trees.check(splits=None, timing=timing)
 
 
 @variant(64)
@@ -118,24 +116,15 @@ def test_features(features, timing):
     """A window begins within a tile, which comes by small copies before those of the engine."""
     specs = [(64 * 9 + 30, 15), (39, 9)]
     trees = MachineTrees(specs, dtype=FP16, head_dim=64, group=8, features=features)
-    trees.check(timing=timing, specialised=True)
+    trees.check(timing=timing)
 
 
 @variant(64)
 def test_scores_that_outgrow_their_reference_rescale_what_is_under_way():
     trees = MachineTrees([(500, 20)], dtype=FP16, head_dim=64, group=4)
     trees.query *= 30
-    trees.check(timing=EARLY, specialised=True)
+    trees.check(timing=EARLY)
 
 
-@variant(64)
-def test_small_trees_are_served_as_ever():
-    trees = MachineTrees([(100, 7)], dtype=BF16, head_dim=64, group=8)
-    assert not ran(trees.check(specialised=True), "bar.sync \t1")
-    assert [warpgroups_for(n, specialised=True) for n in (64, 65, 256, 1024)] == [1, 2, 2, 2]
-    assert [warpgroups_for(n, specialised=False) for n in (64, 65, 256, 1024)] == [1, 3, 3, 3]
-
-
-def test_too_few_stages_are_refused():
-    with pytest.raises(AssertionError):
-        ForwardConfig(64, "bfloat16", 2, 16, CP_ASYNC_LAG + 1, specialised=True)
+def test_small_trees_take_one_warpgroup():
+    assert [warpgroups_for(n) for n in (64, 65, 256, 1024)] == [1, 2, 2, 2]

@@ -1,100 +1,107 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles one Triton kernel for a GPU that need not be there, and reads what ptxas says."""
+"""Compiles variants of Triton kernels for a GPU that need not be there.
+
+`python -m tests.ptx.triton_compile ARCH` reads pickled `Variant`s and prints the JSON of one
+`Compiled` per line. It is a process of its own, because a process whose kernels run in the
+interpreter cannot compile them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import re
 import subprocess
+import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
+from tests.kernels.triton_launches import Variant
+
+ROOT = Path(__file__).resolve().parents[2]
+_COUNTED = ("wgmma.mma", "tcgen05.mma", "mma.sync", "cp.async.")
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one architecture."""
+    """One variant for one architecture."""
 
-    name: str
-    shared_memory: int
+    shared_bytes: int
     registers: int
     spilled_bytes: int
     """Stores and loads to local memory, as ptxas counts them."""
     instructions: dict[str, int]
-    """How often the PTX has some that matter."""
-    specialised: list[str]
-    """Run-time arguments whose value or alignment makes a variant of its own."""
+    """How often the PTX has each of `_COUNTED`."""
 
 
-_COUNTED = ("wgmma.mma", "tcgen05.mma", "mma.sync", "cp.async.")
+def compile_variants(variants: list[Variant], arch: int) -> list[Compiled]:
+    """Compiles variants for sm_`arch`, or takes them from Triton's cache."""
+    run = subprocess.run(
+        [sys.executable, "-m", __name__, str(arch)],
+        cwd=ROOT,
+        # Without fused multiply-adds Triton would compile other code than on a device.
+        env={**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"},
+        input=pickle.dumps(variants),
+        capture_output=True,
+    )
+    assert not run.returncode, run.stderr.decode()[-3000:]
+    return [Compiled(**json.loads(line)) for line in run.stdout.splitlines()]
 
 
-def compile_kernel(
-    name: str,
-    kernel: Any,
-    arch: int,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    *,
-    aligned: tuple[str, ...] = (),
-    num_warps: int = 4,
-    num_stages: int = 3,
-) -> Compiled:
-    """Compiles `kernel` for sm_`arch`.
+def _compile(variant: Variant, arch: int) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-    Args:
-        types: Triton type of each run-time argument, e.g. "*bf16" or "i32".
-        constants: compile-time arguments, also run-time ones that are fixed here.
-        aligned: run-time arguments that are multiples of 16, as pointers and strides usually are.
-    """
-    names = list(kernel.arg_names)
-    unknown = (set(types) | set(constants)) ^ set(names)
-    assert not unknown, f"arguments without a type, or unknown: {sorted(unknown)}"
-    signature = {n: types.get(n, "constexpr") for n in names}
     source = ASTSource(
-        fn=kernel,
-        signature=signature,
-        constexprs=constants,
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+        fn=getattr(import_module(variant.module), variant.kernel),
+        signature=variant.signature,
+        constexprs=variant.constants,
+        attrs=variant.attributes,
     )
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", arch, 32),
-        options={"num_warps": num_warps, "num_stages": num_stages},
-    )
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source, target=target, options=variant.options)
     ptx = compiled.asm["ptx"]
     registers, spilled = _ptxas(ptx, arch)
     counts = {instruction: ptx.count(instruction) for instruction in _COUNTED}
-    specialised = [
-        p.name
-        for p in kernel.params
-        if not p.is_constexpr
-        and not p.do_not_specialize
-        and not (types.get(p.name, "").startswith("*") and p.do_not_specialize_on_alignment)
-    ]
-    return Compiled(name, compiled.metadata.shared, registers, spilled, counts, specialised)
+    return Compiled(compiled.metadata.shared, registers, spilled, counts)
 
 
 def _ptxas(ptx: str, arch: int) -> tuple[int, int]:
-    """Registers a thread and bytes spilled."""
-    tool = get_ptxas(arch).path
+    """Returns registers of a thread and bytes spilled."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
     target = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     assert target, "no target in the PTX"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
         log = subprocess.run(
-            [tool, "-v", f"--gpu-name={target[1]}", source, "-o", Path(folder) / "kernel.cubin"],
+            [
+                get_ptxas(arch).path, "-v", f"--gpu-name={target[1]}", source, "-o",
+                Path(folder) / "kernel.cubin",
+            ],
             capture_output=True,
             text=True,
             check=True,
-        ).stderr
+        ).stderr  # fmt: skip
     registers = re.search(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill", log)
     assert registers and spills, log
     return int(registers[1]), sum(map(int, spills))
+
+
+def main(arch: int) -> None:
+    for variant in pickle.load(sys.stdin.buffer):
+        try:
+            compiled = _compile(variant, arch)
+        except Exception as error:
+            raise RuntimeError(f"{variant.kernel} does not compile for sm_{arch}") from error
+        print(json.dumps(asdict(compiled)), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -41,20 +41,17 @@ SHARED_LIMIT = 227 * 1024
 SHARED_TOTAL = 228 * 1024
 SHARED_RESERVED = 1024
 
-WARPGROUP_CHOICES = (1, 3)
-# MMA warpgroups beside a producer warp. Two fit the packed rows of 31 and of 63 nodes (G = 4)
-# without a warpgroup of padding. With three, a thread would have too few registers.
-SPECIALISED_WARPGROUPS = 2
-# (warpgroups, specialised) of the compiled variants
-SCHEMES = (*((w, False) for w in WARPGROUP_CHOICES), (SPECIALISED_WARPGROUPS, True))
+# MMA warpgroups of a block: one that also loads, or two beside a producer warp. Two fit the packed
+# rows of 31 and of 63 nodes (G = 4) without a warpgroup of padding. With three, a thread would have
+# too few registers.
+WARPGROUP_CHOICES = (1, 2)
 # The producer waits for the cp.async copies of a masked tile this many tiles later.
 CP_ASYNC_LAG = 2
 # K/V tiles in shared memory, by head size and warpgroups. A single warpgroup cannot overlap loads,
-# GEMMs and softmax, so its stages leave room for two blocks per SM. Three warpgroups fill an SM.
-DEFAULT_STAGES = {
+# GEMMs and softmax, so its stages leave room for two blocks per SM. Two with a producer fill an SM.
+STAGES = {
     (64, 1): 6, (96, 1): 4, (128, 1): 2,
     (64, 2): 8, (96, 2): 6, (128, 2): 5,
-    (64, 3): 6, (96, 3): 5, (128, 3): 5,
 }  # fmt: skip
 
 
@@ -65,47 +62,45 @@ class ForwardConfig:
     Attributes:
         head_dim: Dh, of HEAD_DIMS.
         dtype: of DTYPES; queries, keys, values and output.
-        warpgroups: MMA warpgroups, 64 packed rows each. Several share each K/V tile, which saves
-            L2 reads of large trees; one avoids padding in small trees.
-        box: slots of a TMA box for full tiles: a whole tile or a smaller page; 0 uses cp.async.
-        stages: K/V tiles in shared memory; 0 takes the default.
+        warpgroups: MMA warpgroups, 64 packed rows each. Two share each K/V tile, which saves L2
+            reads of large trees; one avoids padding in small trees.
+        box: slots of a TMA box for full tiles: a whole tile or a smaller page.
         window: a row attends only the last positions before it.
         soft_cap: scores pass through a tanh.
         alibi: a slope per head times the distance is subtracted from scores.
-        specialised: warp-specialised, see `mainloop_specialised`.
     """
 
     head_dim: int
     dtype: str
     warpgroups: int
     box: int
-    stages: int = 0
     window: bool = False
     soft_cap: bool = False
     alibi: bool = False
-    specialised: bool = False
 
     def __post_init__(self) -> None:
         assert self.head_dim in HEAD_DIMS, self.head_dim
         assert self.dtype in DTYPES, self.dtype
-        if self.specialised:
-            assert self.warpgroups == SPECIALISED_WARPGROUPS and self.box, self
-        else:
-            assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
-        assert self.box in (0, *BOXES), self.box
-        if self.stages == 0:
-            default = DEFAULT_STAGES[self.head_dim, self.warpgroups]
-            object.__setattr__(self, "stages", default)
+        assert self.warpgroups in WARPGROUP_CHOICES, self.warpgroups
+        assert self.box in BOXES, self.box
         least = CP_ASYNC_LAG + 2 if self.specialised else 2
         assert self.stages >= least and self.shared_bytes <= SHARED_LIMIT, self
 
     @property
     def name(self) -> str:
-        path = f"box{self.box}" if self.box else "cpasync"
-        shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_s{self.stages}"
+        shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_box{self.box}"
         features = "".join(f"_{f}" for f in ("window", "soft_cap", "alibi") if getattr(self, f))
-        scheme = "_ws" if self.specialised else ""
-        return f"tree_attn_sm90_{shape}_{path}{scheme}{features}"
+        return f"tree_attn_sm90_{shape}{features}"
+
+    @property
+    def specialised(self) -> bool:
+        """Whether a producer warp loads, see `mainloop_specialised`."""
+        return self.warpgroups > 1
+
+    @property
+    def stages(self) -> int:
+        """K/V tiles in shared memory."""
+        return STAGES[self.head_dim, self.warpgroups]
 
     @property
     def needs_positions(self) -> bool:
@@ -119,8 +114,8 @@ class ForwardConfig:
 
     @property
     def boxes(self) -> int:
-        """TMA boxes of a full tile; 1 without TMA."""
-        return TILE_N // self.box if self.box else 1
+        """TMA boxes of a full tile."""
+        return TILE_N // self.box
 
     @property
     def tile_m(self) -> int:
@@ -186,27 +181,12 @@ class CombineConfig:
 def all_configs() -> list[ForwardConfig | CombineConfig]:
     """Every shipped variant. Variants with soft caps or ALiBi are compiled on demand."""
     forward = [
-        ForwardConfig(head_dim, dtype, warpgroups, box, window=window, specialised=specialised)
+        ForwardConfig(head_dim, dtype, warpgroups, box, window=window)
         for window in (False, True)
         for head_dim in HEAD_DIMS
         for dtype in DTYPES
-        for warpgroups, specialised in SCHEMES
+        for warpgroups in WARPGROUP_CHOICES
         for box in BOXES
     ]
     combine = [CombineConfig(head_dim, dtype) for head_dim in HEAD_DIMS for dtype in DTYPES]
     return [*forward, *combine]
-
-
-def tuning_configs() -> list[ForwardConfig]:
-    """Variants to measure against the defaults, at the most common head size."""
-    basic = [
-        ForwardConfig(128, "bfloat16", warpgroups, box, stages)
-        for box in (0, *BOXES)
-        for warpgroups, stages in ((1, 4), (1, 6), (3, 3))
-    ]
-    return basic + [
-        ForwardConfig(
-            128, "bfloat16", SPECIALISED_WARPGROUPS, box, CP_ASYNC_LAG + 2, specialised=True
-        )
-        for box in BOXES
-    ]

@@ -3,11 +3,11 @@
 
 A block processes `tile_m` packed rows (tree row x query head of one KV head) of one tree and one
 part of its tiles, see `tile_scheduler`. Packed row p is tree row p // G, head p % G of the group.
-K/V tiles are in a ring of stages. A variant uses one of two main loops: `mainloop_basic`, in which
-all threads load and compute, or the warp-specialised `mainloop_specialised`.
+K/V tiles are in a ring of stages. A block of one warpgroup runs `mainloop_basic`, in which all
+threads load and compute; a larger one runs the warp-specialised `mainloop_specialised`.
 
-TMA loads full tiles (all context), with one box per page if pages are smaller than a tile. Variants
-without boxes use cp.async. All other tiles use cp.async, which writes zeros to columns without a
+TMA loads full tiles (all context), with one box per page if pages are smaller than a tile. All
+other tiles use cp.async, which writes zeros to columns without a
 row: a stale slot may hold NaN, and 0 * NaN in P V is NaN. Full tiles are contiguous. At most one
 tile precedes them, the one in which a window begins. It arrives at its stage's barrier too, so that
 the phase of a barrier follows from the tile number.
@@ -109,26 +109,23 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
             (WARPGROUP_ROWS, head_dim),
             warpgroup.OperandSource.RMEM,
         )
-        copies, tensors = (None, None), (None, None)
-        if cutlass.const_expr(config.box > 0):
-            nowhere = cute.make_ptr(self.dtype, Int64(0), cute.AddressSpace.gmem, assumed_align=128)
-            slot = 2 * head_dim * _ANY_HEADS
-            # [slot, element, head, block]
-            cache = cute.make_tensor(
-                nowhere,
-                cute.make_layout(
-                    (MAX_PAGE, head_dim, _ANY_HEADS, _ANY_BLOCKS),
-                    stride=(slot, 1, 2 * head_dim, MAX_PAGE * slot),
-                ),
-            )
-            box = cute.select(box_layout, mode=[0, 1])
-            op = cpasync.CopyBulkTensorTileG2SOp()
-            extent = (config.box, band)
-            copy_key, keys = cpasync.make_tiled_tma_atom(op, cache, box, extent)
-            copy_value, values = cpasync.make_tiled_tma_atom(op, cache, box, extent)
-            copies, tensors = (copy_key, copy_value), (keys, values)
+        nowhere = cute.make_ptr(self.dtype, Int64(0), cute.AddressSpace.gmem, assumed_align=128)
+        slot = 2 * head_dim * _ANY_HEADS
+        # [slot, element, head, block]
+        cache = cute.make_tensor(
+            nowhere,
+            cute.make_layout(
+                (MAX_PAGE, head_dim, _ANY_HEADS, _ANY_BLOCKS),
+                stride=(slot, 1, 2 * head_dim, MAX_PAGE * slot),
+            ),
+        )
+        box = cute.select(box_layout, mode=[0, 1])
+        op = cpasync.CopyBulkTensorTileG2SOp()
+        extent = (config.box, band)
+        copy_key, keys = cpasync.make_tiled_tma_atom(op, cache, box, extent)
+        copy_value, values = cpasync.make_tiled_tma_atom(op, cache, box, extent)
         self.kernel(
-            copies[0], copies[1], tensors[0], tensors[1], mma_scores, mma_output, query_layout,
+            copy_key, copy_value, keys, values, mma_scores, mma_output, query_layout,
             key_layout, box_layout, value_layout, placeholders(FORWARD_PARAMETERS),
         ).launch(
             grid=(1, 1, 1), block=(config.threads, 1, 1), stream=stream, min_blocks_per_mp=1
@@ -136,8 +133,8 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
 
     @cute.kernel
     def kernel(
-        self, copy_key: cute.CopyAtom | None, copy_value: cute.CopyAtom | None,
-        keys: cute.Tensor | None, values: cute.Tensor | None, mma_scores: cute.TiledMma,
+        self, copy_key: cute.CopyAtom, copy_value: cute.CopyAtom,
+        keys: cute.Tensor, values: cute.Tensor, mma_scores: cute.TiledMma,
         mma_output: cute.TiledMma, query_layout: cute.ComposedLayout,
         key_layout: cute.ComposedLayout, box_layout: cute.ComposedLayout,
         value_layout: cute.ComposedLayout, p,
@@ -238,15 +235,14 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
                 (packed_rows - first_packed + WARPGROUP_ROWS - 1) // WARPGROUP_ROWS,
                 Int32(config.warpgroups),
             )
-            if cutlass.const_expr(config.box > 0):
-                if thread == 0:
-                    for stage in cutlass.range_constexpr(config.stages):
-                        cute.arch.mbarrier_init(barriers + stage, 1)
-                        if cutlass.const_expr(config.specialised):
-                            empty = barriers + config.stages + stage
-                            cute.arch.mbarrier_init(empty, active * WARPS)
-                cute.arch.mbarrier_init_fence()
-                cute.arch.sync_threads()
+            if thread == 0:
+                for stage in cutlass.range_constexpr(config.stages):
+                    cute.arch.mbarrier_init(barriers + stage, 1)
+                    if cutlass.const_expr(config.specialised):
+                        empty = barriers + config.stages + stage
+                        cute.arch.mbarrier_init(empty, active * WARPS)
+            cute.arch.mbarrier_init_fence()
+            cute.arch.sync_threads()
 
             # A value tile has the byte layout of a key tile.
             key_boxes = cute.make_tensor(s_key.iterator, box_layout.outer)

@@ -25,7 +25,6 @@ from .config import (
     MIN_PAGE,
     MIN_SPLIT_TILES,
     MIN_UNEVEN_TILES,
-    SPECIALISED_WARPGROUPS,
     TILE_N,
     WARPGROUP_CHOICES,
     WARPGROUP_ROWS,
@@ -149,14 +148,14 @@ class Bounds:
     tiles: int
 
     @classmethod
-    def of(cls, rows: int, context: int, group: int, *, specialised: bool = False) -> Bounds:
+    def of(cls, rows: int, context: int, group: int) -> Bounds:
         """
         Args:
             rows: most rows of a tree; rounded up to full blocks.
             context: longest context; its tiles are rounded up to a power of two.
             group: query heads of a KV head.
         """
-        tile_m = WARPGROUP_ROWS * warpgroups_for(rows * group, specialised=specialised)
+        tile_m = WARPGROUP_ROWS * warpgroups_for(rows * group)
         most = -(-rows * group // tile_m) * tile_m // group
         return cls(min(most, MAX_TREE_ROWS), 1 << (-(-(context + rows) // TILE_N)).bit_length())
 
@@ -166,15 +165,13 @@ def box_of(block_size: int) -> int:
     return max(box for box in BOXES if box <= block_size)
 
 
-def warpgroups_for(packed: int, *, specialised: bool) -> int:
+def warpgroups_for(packed: int) -> int:
     """Returns the MMA warpgroups of a block for trees of `packed` packed rows.
 
     Trees that fit one warpgroup are memory-bound: a producer warp would not speed them up.
     """
     small, large = WARPGROUP_CHOICES
-    if packed <= small * WARPGROUP_ROWS:
-        return small
-    return SPECIALISED_WARPGROUPS if specialised else large
+    return small if packed <= small * WARPGROUP_ROWS else large
 
 
 class Call:
@@ -192,10 +189,7 @@ class Call:
         tail_value: torch.Tensor | None,
         num_sms: int,
         splits: int | None = None,
-        stages: int = 0,
         features: AttnFeatures = PLAIN,
-        *,
-        specialised: bool = False,
     ) -> None:
         """Arguments as for `plan_launches`."""
         _, self.num_heads, self.head_dim = query.shape
@@ -210,22 +204,19 @@ class Call:
             assert tensor is None or _is_loadable(tensor, query.dtype), "dtype, stride or alignment"
         dense = tail_key is not None
         group = self.num_heads // self.num_kv_heads
-        self.bounds = Bounds.of(meta.max_rows, meta.max_context, group, specialised=specialised)
+        self.bounds = Bounds.of(meta.max_rows, meta.max_context, group)
         window = min(features.window, MAX_WINDOW)
         # A dense tail begins at a tile boundary and a window within a tile. Each adds one tile.
         self.tiles = self.bounds.tiles + dense
         if window:
             self.tiles = min(self.tiles, -(-(window + self.bounds.rows) // TILE_N) + 1 + dense)
         packed = self.bounds.rows * group
-        warpgroups = warpgroups_for(packed, specialised=specialised)
         self.config = ForwardConfig(
             self.head_dim,
             dtype,
-            warpgroups,
+            warpgroups_for(packed),
             box_of(block_size),
-            stages,
             **feature_flags(features.kind),
-            specialised=specialised and warpgroups == SPECIALISED_WARPGROUPS,
         )
         self.merge = CombineConfig(self.head_dim, dtype)
         self.row_blocks = -(-packed // self.config.tile_m)
@@ -330,17 +321,14 @@ def call_key(
     tail_key: torch.Tensor | None,
     tail_value: torch.Tensor | None,
     splits: int | None,
-    stages: int,
     features: AttnFeatures,
-    *,
-    specialised: bool,
 ) -> tuple:
     """Returns a key that is equal for calls that one `Call` can serve."""
     group = query.shape[1] // key_cache.shape[2]
     return (
         query.dtype,
         query.device.index,
-        Bounds.of(meta.max_rows, meta.max_context, group, specialised=specialised),
+        Bounds.of(meta.max_rows, meta.max_context, group),
         *((t.data_ptr(), t.shape, t.stride()) for t in (key_cache, value_cache)),
         *(
             None if t is None else (t.shape[1:], t.stride())
@@ -350,8 +338,6 @@ def call_key(
         meta.mask_kind,
         scale,
         splits,
-        stages,
-        specialised,
         features.kind,
         *(
             None if t is None else (t.data_ptr(), t.dtype)
@@ -376,21 +362,17 @@ def plan_launches(
     num_sms: int,
     workspace: Workspace,
     splits: int | None = None,
-    stages: int = 0,
     features: AttnFeatures = PLAIN,
-    *,
-    specialised: bool = False,
 ) -> list[Launch]:
     """Returns the launches of a call in order; see `cuda_contract` for its arguments.
 
-    `splits` and `stages` override the defaults. `specialised` selects the warp-specialised main
-    loop for trees of more than one warpgroup.
+    `splits` overrides the default.
     """
     if meta.num_trees == 0 or meta.max_rows == 0:
         return []
     call = Call(
         query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, num_sms,
-        splits, stages, features, specialised=specialised,
+        splits, features,
     )  # fmt: skip
     values = call.fixed | call.step(query, output, meta, tail_key, tail_value, workspace)
     forward, *merge = call.grids(meta.num_trees)

@@ -51,16 +51,13 @@ class Loading:
     def load_pages(self, p, b, tile: Int32, end: Int32, page_ids: cute.Tensor):
         """Reads the page numbers of a tile for its later copies; none after the last tile."""
         cached = b.cached if tile < end else Int32(0)
-        if cutlass.const_expr(self.config.box > 0):
-            if tile < b.full_end and tile >= b.full_begin:
-                # A TMA box lies in one page.
-                for i in cutlass.range_constexpr(self.config.boxes):
-                    column = tile * TILE_N + i * self.config.box
-                    page_ids[i] = pages.column_page(
-                        b.page_table, column, b.first_visible, cached, p.page_shift
-                    )
-            else:
-                self.load_column_pages(p, b, tile, cached, page_ids)
+        if tile < b.full_end and tile >= b.full_begin:
+            # A TMA box lies in one page.
+            for i in cutlass.range_constexpr(self.config.boxes):
+                column = tile * TILE_N + i * self.config.box
+                page_ids[i] = pages.column_page(
+                    b.page_table, column, b.first_visible, cached, p.page_shift
+                )
         else:
             self.load_column_pages(p, b, tile, cached, page_ids)
 
@@ -86,19 +83,16 @@ class Loading:
         config = self.config
         if tile < end:
             stage = (tile - begin) % config.stages
-            if cutlass.const_expr(config.box > 0):
-                if tile < b.full_end and tile >= b.full_begin:
-                    if b.warp == 0:
-                        self.copy_full_tile(
-                            p, b, tile, stage, page_ids,
-                            copy_key, copy_value, keys, values, s_key, s_value, barriers,
-                        )  # fmt: skip
-                else:
-                    if cutlass.const_expr(config.window):
-                        if tile < b.full_end and b.thread == 0:
-                            cute.arch.mbarrier_arrive(barriers + stage)
-                    self.copy_columns(p, b, tile, stage, page_ids)
+            if tile < b.full_end and tile >= b.full_begin:
+                if b.warp == 0:
+                    self.copy_full_tile(
+                        p, b, tile, stage, page_ids,
+                        copy_key, copy_value, keys, values, s_key, s_value, barriers,
+                    )  # fmt: skip
             else:
+                if cutlass.const_expr(config.window):
+                    if tile < b.full_end and b.thread == 0:
+                        cute.arch.mbarrier_arrive(barriers + stage)
                 self.copy_columns(p, b, tile, stage, page_ids)
         # One group per tile, even if empty: waits count groups to identify a tile.
         cute.arch.cp_async_commit_group()

@@ -14,7 +14,6 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from . import gemms, softmax
-from .config import WARPGROUP_ROWS, WARPGROUP_THREADS
 from .loading import Loading
 from .rows import Rows
 
@@ -48,16 +47,13 @@ class MainloopBasic(Loading, Rows):
             if end > b.full_end:
                 self.build_masks(p, b, s_parents, s_words)
 
-        wg = b.warp // 4
-        wg_thread = b.thread % WARPGROUP_THREADS
-        wg_packed = b.first_packed + wg * WARPGROUP_ROWS
         frag = gemms.Fragments(config, self.dtype, mma_scores, mma_output, s_query, s_key, s_value)
         row_max = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
         row_sum = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
         positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
         slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
         if cutlass.const_expr(config.needs_positions):
-            self.load_row_positions(p, b, s_words, wg_packed, wg_thread, positions, slopes)
+            self.load_row_positions(p, b, s_words, b.first_packed, b.thread, positions, slopes)
         frag.output.fill(0.0)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
@@ -66,33 +62,28 @@ class MainloopBasic(Loading, Rows):
             stage = (tile - begin) % config.stages
             cute.arch.cp_async_wait_group(config.stages - 2)
             cute.arch.fence_proxy("async.shared", space="cta")
-            if cutlass.const_expr(config.box > 0):
-                if tile < b.full_end and tile >= b.full_begin:
-                    cute.arch.mbarrier_wait(
-                        full_barriers + stage, (tile - begin) // config.stages & 1
-                    )
+            if tile < b.full_end and tile >= b.full_begin:
+                cute.arch.mbarrier_wait(full_barriers + stage, (tile - begin) // config.stages & 1)
             cute.arch.sync_threads()
             self.load_tile(
                 p, b, begin, tile + config.stages - 1, end, page_ids,
                 copy_key, copy_value, keys, values, key_boxes, value_boxes, full_barriers,
             )  # fmt: skip
             self.load_pages(p, b, tile + config.stages, end, page_ids)
-            # A warpgroup with only padding just takes part in the barriers.
-            if wg_packed < b.packed_rows:
-                warpgroup.fence()
-                gemms.start_qk(frag, wg, stage)
-                warpgroup.wait_group(0)
-                self.mask_scores(
-                    p, b, s_words, tile, wg_packed, wg_thread, positions, slopes, frag.flat_scores
-                )
-                softmax.online_softmax(
-                    frag.flat_scores, frag.flat_output, row_max, row_sum, self.scale_log2(p)
-                )
-                gemms.convert_weights(frag)
-                warpgroup.fence()
-                gemms.start_pv(frag, stage)
-                warpgroup.wait_group(0)
+            warpgroup.fence()
+            gemms.start_qk(frag, Int32(0), stage)
+            warpgroup.wait_group(0)
+            self.mask_scores(
+                p, b, s_words, tile, b.first_packed, b.thread, positions, slopes, frag.flat_scores
+            )
+            softmax.online_softmax(
+                frag.flat_scores, frag.flat_output, row_max, row_sum, self.scale_log2(p)
+            )
+            gemms.convert_weights(frag)
+            warpgroup.fence()
+            gemms.start_pv(frag, stage)
+            warpgroup.wait_group(0)
         self.store(
-            p, b, self.scale_log2(p), slot, part, parts, wg_packed, wg_thread, frag.output,
+            p, b, self.scale_log2(p), slot, part, parts, b.first_packed, b.thread, frag.output,
             row_max, row_sum,
         )  # fmt: skip

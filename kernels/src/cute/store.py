@@ -78,18 +78,14 @@ def sources_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def cache_root() -> Path | None:
-    """Returns $SPECPLUG_CACHE or its default; None for a user without a home directory."""
+def cache_folder() -> Path:
+    """Returns the folder for variants of these sources: in $SPECPLUG_CACHE or its default, for a
+    user without a home directory a temporary one."""
     override = os.environ.get("SPECPLUG_CACHE")
     try:
-        return Path(override).expanduser() if override else Path.home() / ".cache" / "specplug"
+        root = Path(override).expanduser() if override else Path.home() / ".cache" / "specplug"
     except RuntimeError:
-        return None
-
-
-def cache_folder() -> Path:
-    """Returns the folder for variants of these sources; without a cache root, a temporary one."""
-    root = cache_root() or Path(tempfile.gettempdir()) / f"specplug-{os.getpid()}"
+        root = Path(tempfile.gettempdir()) / f"specplug-{os.getpid()}"
     return root / "cubins" / sources_digest()
 
 

@@ -54,7 +54,7 @@ def _refusal(target: Path, spec: dict[str, Any]) -> str:
         (
             {"tree_kernel": "refrence"},
             "speculative_config.tree_kernel='refrence' is not usable: legal: one of "
-            '"auto", "cpp", "reference", "triton", "flash", "cute", "cute_ws". Did you mean '
+            '"auto", "cpp", "reference", "triton", "flash", "cute". Did you mean '
             '"reference"? Correct it, or leave it out for its default, "auto".',
         ),
         (

@@ -34,7 +34,6 @@ def main(rank: int, size: int, folder: str) -> None:
     )
     cuda_dispatch.load_kernel = str  # type: ignore[assignment]
     cuda_dispatch.call_us = lambda name, *args: TIMES[name][rank]  # type: ignore[assignment]
-    cuda_dispatch._times_path = lambda *args: None  # type: ignore[assignment]
     with set_current_vllm_config(VllmConfig()):
         init_distributed_environment(size, rank, f"file://{folder}/store", rank, "gloo")
         initialize_model_parallel(size)
