@@ -32,6 +32,7 @@ from vllm_specplug.kernels.finite_values_triton import (
     isolate_token_scales_triton,
     store_isolated_triton,
 )
+from vllm_specplug.kernels.gru_step_triton import gru_step_triton
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches, compact_paths_triton
 from vllm_specplug.kernels.latent_attn_triton import latent_attn_triton
 from vllm_specplug.kernels.top_candidates_triton import top_candidates_triton
@@ -165,6 +166,9 @@ def rows_one_by_one() -> None:
     row_ops.norm_rotate_triton(heads, weight.view(HEADS, 128), table, table, positions, 1e-6)
     row_ops.gated_silu_triton(torch.empty(64, 2 * 12288, dtype=BF16))
     top_candidates_triton(torch.empty(8, 151936, dtype=BF16), 16)
+    gru = torch.empty(3 * 512, 512, dtype=BF16)
+    gates, before = gru.view(512, 3 * 512), x[:, :512].contiguous()
+    gru_step_triton(positions, positions.int(), before, gates, gru)
 
 
 SINKS = AttnFeatures(window=128, sinks=torch.zeros(HEADS))

@@ -122,6 +122,10 @@ class LocalTreeBuilder:
         self.weights: LocalTreeWeights | None = None
         if embed_tokens.device.type == "cpu" and can_build_local_trees(dtype):
             self.weights = self._compiled_weights()
+        # [V', 3 S] input gates and [V] their rows, for the fused step on a GPU
+        self.gates: torch.Tensor | None = None
+        if device.type == "cuda":
+            self._make_gates()
 
     @torch.inference_mode()
     def follow_target(self, lm_head: torch.Tensor) -> None:
@@ -131,6 +135,8 @@ class LocalTreeBuilder:
             self.output_table.copy_(self.head.output_table(lm_head[self.draft_ids]))
         if self.weights is not None:
             self.weights = self._compiled_weights()
+        if self.gates is not None:
+            self.gates.copy_(self._input_gates())
 
     @property
     def is_idle(self) -> bool:
@@ -312,13 +318,49 @@ class LocalTreeBuilder:
 
         return expand
 
+    def _make_gates(self) -> None:
+        """Precomputes the input gates for the fused step, if the head is a GRU and they fit."""
+        if self.head.config.kind != "gru":
+            return
+        w_ih = self.head.prefix_gru.weight_ih_l0
+        size = len(self.draft_ids) * w_ih.shape[0] * w_ih.element_size()
+        if size > self.options.gate_table_bytes:
+            return
+        self.gates = self._input_gates()
+        self.gate_rows = torch.zeros(
+            self.head.config.vocab_size, dtype=torch.int64, device=self.draft_ids.device
+        )
+        self.gate_rows[self.draft_ids] = torch.arange(
+            len(self.draft_ids), device=self.draft_ids.device
+        )
+        # Compile both variants of the kernel, for few and for many nodes, before serving.
+        for nodes in (1, 17):
+            none = torch.zeros(nodes, dtype=torch.int64, device=self.gates.device)
+            self._step(none, none, self.head.initial_state(1))
+
+    def _input_gates(self) -> torch.Tensor:
+        w_ih = self.head.prefix_gru.weight_ih_l0
+        x = self.head.input_features(self.draft_ids, self.embed_tokens)
+        return F.linear(x.to(w_ih.dtype), w_ih)
+
     def _step(
         self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads tokens [F] after the states of rows `parents` [F] and returns rank vectors and new
         states."""
-        states = states[parents.to(states.device)]
-        return self.head.step(tokens, states, self.embed_tokens)
+        if self.gates is None:
+            states = states[parents.to(states.device)]
+            return self.head.step(tokens, states, self.embed_tokens)
+        from vllm_specplug.kernels.gru_step_triton import gru_step_triton
+
+        states = gru_step_triton(
+            self.gate_rows[tokens],
+            parents.to(device=states.device, dtype=torch.int32),
+            states,
+            self.gates,
+            self.head.prefix_gru.weight_hh_l0,
+        )
+        return self.head.rank_of(states), states
 
     def _weights_of(self, ids: torch.Tensor, factors: torch.Tensor) -> LocalTreeWeights:
         """Returns tables with a row per candidate [R, D, M] of a draft: the kernel has no factors,

@@ -86,13 +86,17 @@ def test_every_node_scores_what_the_formula_says(
 def test_tables_follow_the_target(name: str) -> None:
     case, fresh = Case(name), Case(name)
     builder = case.builder
-    # Graphs on a GPU read it.
-    table = builder.output_table
+    # As on a GPU, where graphs read both tables.
+    has_gates = builder.head.config.kind == "gru"
+    builder.gates = builder._input_gates() if has_gates else None
+    tables = builder.output_table, builder.gates
     for made in (case, fresh):
         made.embed.copy_(torch.arange(V * H).reshape(V, H).sin())
     lm_head = torch.arange(V * H).reshape(V, H).cos()
     builder.follow_target(lm_head)
-    assert builder.output_table is table
+    assert builder.output_table is tables[0] and builder.gates is tables[1]
+    # The host has no kernel that reads gates.
+    gates, builder.gates = builder.gates, None
     expected = LocalTreeBuilder(
         fresh.head, None, torch.arange(V), fresh.prior, fresh.options,
         embed_tokens=fresh.embed, lm_head=lm_head, dtype=torch.float32,
@@ -106,6 +110,8 @@ def test_tables_follow_the_target(name: str) -> None:
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         np.testing.assert_allclose(ours.scores, theirs.scores, atol=1e-5)
     torch.testing.assert_close(builder.output_table, expected.output_table)
+    if has_gates:
+        torch.testing.assert_close(gates, expected._input_gates())
 
 
 def test_the_chain_is_the_papers() -> None:
