@@ -150,14 +150,17 @@ def first_rank_trees(trees: Sequence[DraftTree], budgets: Sequence[int]) -> list
 
 def packed_on_host(trees: Sequence[DraftTree], budgets: Sequence[int]) -> np.ndarray:
     """Returns the trees, cut to their budgets, as `packed_trees` of the largest budget does."""
+    trees = [tree.prefix(budget) for tree, budget in zip(trees, budgets, strict=True)]
     most = max(budgets)
     packed = np.zeros((len(trees), 1 + 4 * most), np.int32)
-    for line, tree, budget in zip(packed, trees, budgets, strict=True):
-        line[0] = n = min(tree.num_nodes, budget)
-        scores = tree.scores.view(np.int32)
-        fields: list[np.ndarray] = [tree.token_ids, tree.parent_indices, tree.depths, scores]
-        for field, values in zip(line[1:].reshape(4, most), fields, strict=True):
-            field[:n] = values[:n]
+    packed[:, 0] = [tree.num_nodes for tree in trees]
+    is_node = np.arange(most) < packed[:, :1]
+    # [4, R, N], a view
+    fields = packed[:, 1:].reshape(len(trees), 4, most).swapaxes(0, 1)
+    fields[0][is_node] = np.concatenate([tree.token_ids for tree in trees])
+    fields[1][is_node] = np.concatenate([tree.parent_indices for tree in trees])
+    fields[2][is_node] = np.concatenate([tree.depths for tree in trees])
+    fields[3][is_node] = np.concatenate([tree.scores for tree in trees]).view(np.int32)
     return packed
 
 
