@@ -62,18 +62,7 @@ WORKERS = {
 }
 CAPABILITIES = {
     "cpu": frozenset(Capability),
-    "cuda": frozenset(
-        {
-            Capability.HIDDEN_STATES,
-            Capability.OUTPUT_STATES,
-            Capability.NEXT_TOKENS,
-            Capability.CONTEXT_CACHE,
-            Capability.CONTEXT_WINDOW,
-            Capability.WINDOW,
-            Capability.TARGET_CACHE,
-            Capability.TARGET_FORWARD,
-        }
-    ),
+    "cuda": frozenset(Capability) - {Capability.HOST_BRANCHES},
 }
 """Capabilities of the runner on each device."""
 # Capabilities that need all KV heads; with tensor parallelism a rank has only some.
