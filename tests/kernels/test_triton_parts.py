@@ -104,18 +104,29 @@ def test_31_short_contexts_beside_a_long_one(longest: int) -> None:
 
 
 @pytest.mark.usefixtures("small_device")
-@pytest.mark.parametrize("mask", ["tree", pytest.param("causal", marks=pytest.mark.full)])
-def test_trees_of_unlike_row_blocks_beside_a_long_context(mask: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "features"),
+    [
+        ("tree", AttnFeatures()),
+        pytest.param("causal", AttnFeatures(), marks=pytest.mark.full),
+        pytest.param(
+            "tree", AttnFeatures(window=600, soft_cap=1.5, sinks=torch.randn(4)),
+            marks=pytest.mark.full,
+        ),
+    ],
+    ids=["tree", "causal", "features"],
+)  # fmt: skip
+def test_trees_of_unlike_row_blocks_beside_a_long_context(
+    mask: str, features: AttnFeatures
+) -> None:
     specs = [(1200, 40), (200, 7), (80, 0), (0, 90), (1000, 3), (31, 64)]
-    DeviceTrees(specs, group=4, mask=mask).check(skipped=2)
-    features = AttnFeatures(window=600, soft_cap=1.5, sinks=torch.randn(4))
-    DeviceTrees(specs, group=4, mask=mask, features=features).check()
+    DeviceTrees(specs, group=4, mask=mask, features=features).check(skipped=2)
 
 
 @pytest.mark.usefixtures("small_device")
-def test_a_tail_may_be_cut_too() -> None:
-    for dense in (False, True):
-        DeviceTrees([(700, 256), (64, 130)], group=2, dense=dense).check(splits=3)
+@pytest.mark.parametrize("dense", [pytest.param(False, marks=pytest.mark.full), True])
+def test_a_tail_may_be_cut_too(dense: bool) -> None:
+    DeviceTrees([(700, 256), (64, 130)], group=2, dense=dense).check(splits=3)
 
 
 @pytest.mark.usefixtures("small_device")

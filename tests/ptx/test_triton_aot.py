@@ -233,6 +233,7 @@ MORE_CASES: dict[str, Callable[[], None]] = {
 }
 # Addresses of results, kept from before the loop over the context to behind that over the tree.
 SPILLS = {
+    (80, "recurrent states"): 16,
     (90, "heads of 256"): 144,
     (90, "heads of 256, window and cap"): 232,
     (90, "dense roots"): 40,
