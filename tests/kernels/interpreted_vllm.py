@@ -78,10 +78,11 @@ def run_both(name: str, call: Any) -> tuple[Any, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # hashes overflow
         stock = call(module)
-    writers = interpreted("buffer_utils")
+    # Both before any patch: a replacement binds the parameters of vLLM's kernel.
+    writing, own = our_kernels("buffer_utils"), our_kernels(name)
     with (
-        patch.multiple(writers, **our_kernels("buffer_utils")),
-        patch.multiple(module, **our_kernels(name)),
+        patch.multiple(interpreted("buffer_utils"), **writing),
+        patch.multiple(module, **own),
     ):
         ours = call(module)
     return stock, ours
