@@ -166,6 +166,22 @@ def test_a_run_starts_from_the_weights_of_a_head(kind: str, make_job: MakeJob) -
         torch.testing.assert_close(given, tensor, rtol=0.01, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("jetspec", "num_layers", 3), ("dspark", "num_layers", 3), ("longspec", "window_size", 8),
+        ("eagle3", "norm_output", True), ("dflash", "draft_vocab_size", 7),
+        ("dspark", "vocab_from", "head"), ("longspec", "intermediate_size", 40),
+    ],
+)  # fmt: skip
+def test_a_run_from_a_head_refuses_another_shape(
+    kind: str, name: str, value: Any, make_job: MakeJob
+) -> None:
+    option = name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"--{option} {value}, legal: only without --init-from"):
+        make_job(kind, init_from="head", **{name: value})
+
+
 @pytest.mark.parametrize("kind", ["dspark", "eagle3"])
 def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None:
     first = make_job(kind, "first", total_steps=1)
