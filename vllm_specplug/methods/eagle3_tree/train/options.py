@@ -31,7 +31,8 @@ class Eagle3Run(NewHeadOptions):
         bool,
         Option(
             "--norm-output",
-            help="EAGLE-3.1: feed states back after the final norm, not before; not with --init-from.",
+            help="EAGLE-3.1: feed states back after the final norm, not before; not with "
+            "--init-from.",
         ),
     ] = False
 
