@@ -47,9 +47,9 @@ REMOVED_OPTIONS = {
     "anchor_input": "set it in the config.json of the local head",
     "unigram": "put the counts beside the local head, as unigram.safetensors",
     "aux_layers": (
-        'set "target_layer_ids", counted from 0, in the config.json in a copy of the head\'s folder'
+        'set "target_layer_ids", counted from 0, in the config.json of a copy of the head\'s folder'
     ),
-    "causal": 'set "is_causal" in the config.json in a copy of the head\'s folder',
+    "causal": 'set "is_causal" in the config.json of a copy of the head\'s folder',
     "expand_width": "a level expands the 16 best nodes of each request",
 }
 """Options of earlier versions by name, and what replaces each of them."""
