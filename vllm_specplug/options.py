@@ -46,8 +46,10 @@ REMOVED_OPTIONS = {
     "beta": "set it in the config.json of the local head",
     "anchor_input": "set it in the config.json of the local head",
     "unigram": "put the counts beside the local head, as unigram.safetensors",
-    "aux_layers": 'set "target_layer_ids", counted from 0, in the config.json of the head',
-    "causal": 'set "is_causal" in the config.json of the head',
+    "aux_layers": (
+        'set "target_layer_ids", counted from 0, in the config.json of a copy of the head\'s folder'
+    ),
+    "causal": 'set "is_causal" in the config.json of a copy of the head\'s folder',
     "expand_width": "a level expands the 16 best nodes of each request",
 }
 """Options of earlier versions by name, and what replaces each of them."""

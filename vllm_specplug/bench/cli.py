@@ -36,6 +36,11 @@ from vllm_specplug.targets import TargetError, cache_dir, prepare_target
 DEFAULT_SERVERS = ("plain", "ngram", default_method().name)
 INCOMPLETE = 3
 """Exit status of a sweep without failures that has missing runs."""
+_OWN_OPTIONS = {
+    "method": "--method", "model": "--head", "num_speculative_tokens": "--sizes",
+    "max_request_budget": "--sizes",
+}  # fmt: skip
+"""Speculative options that `specplug evaluate` sets, and its own options for them."""
 
 bench_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 evaluate_app = typer.Typer(add_completion=False, rich_markup_mode=None)
@@ -261,6 +266,12 @@ def evaluate(
                 f"--speculative-config {speculative_config!r}, legal: a JSON object such as "
                 """'{"ngram_topk": 0}'; correct it"""
             )
+        for name, option in _OWN_OPTIONS.items():
+            if name in more and (name != "method" or method != BY_HEAD):
+                raise PlanError(
+                    f"--speculative-config {name} = {more[name]!r}, legal: none, because {option} "
+                    "sets it; leave it out"
+                )
         _fill_model(values, console)
         left_out = LeftOut()
         sets = {

@@ -89,14 +89,16 @@ def _pickled_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the tensors in a pickle; none if it cannot be read safely."""
     import torch
 
-    from vllm_specplug.drafting.pickle_files import load_pickle
+    from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
 
     try:
         stored = load_pickle(file, str(file), mapped=True)
+        tensors = {
+            name.removeprefix("model."): tensor
+            for name, tensor in stored.items()
+            if isinstance(name, str) and isinstance(tensor, torch.Tensor)
+        }
+        check_plain(file, str(file), tensors)
     except ValueError:
         return {}  # the method's reader reports the problem
-    return {
-        name.removeprefix("model."): tuple(tensor.shape)
-        for name, tensor in stored.items()
-        if isinstance(name, str) and isinstance(tensor, torch.Tensor)
-    }
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}

@@ -16,6 +16,8 @@ import torch
 
 # The only allowed call that fills memory by itself; tensors do not need it.
 _BYTEARRAY_GLOBAL = b"bytearray"
+# Far beyond the names and shapes of any head. Unpickling takes seconds and 100 MB per MiB.
+_MAX_PICKLE = 16 << 20
 
 
 def load_pickle(
@@ -63,7 +65,11 @@ def _check_archive(path: Path) -> None:
         if total > size:
             raise ValueError(f"its entries claim {total} bytes, the file has {size}")
         for entry in entries:
-            if entry.filename.endswith("data.pkl") and _BYTEARRAY_GLOBAL in archive.read(entry):
+            if not entry.filename.endswith("data.pkl"):
+                continue
+            if entry.file_size > _MAX_PICKLE:
+                raise ValueError(f"its pickle has {entry.file_size} bytes, the limit is 16 MiB")
+            if _BYTEARRAY_GLOBAL in archive.read(entry):
                 raise ValueError("its pickle makes a bytearray")
 
 
@@ -81,11 +87,13 @@ def check_plain(path: Path, what: str, tensors: Mapping[str, Any]) -> None:
             and tensor.layout is torch.strided
             and tensor.device.type == "cpu"
             and not tensor.is_quantized
+            and not tensor.is_nested
         )
         # A view can repeat its elements, and an allowed call can make a tensor of any size.
         if not is_plain or tensor.numel() * tensor.element_size() > size:
-            shown = list(tensor.shape) if isinstance(tensor, torch.Tensor) else repr(tensor)[:100]
+            # A nested tensor has no shape.
+            shown = f" {list(tensor.shape)}" if is_plain else ""
             raise ValueError(
-                f"{what}: {repr(name)[:100]} is a {type(tensor).__name__} {shown}, legal: a dense "
+                f"{what}: {repr(name)[:100]} is a {type(tensor).__name__}{shown}, legal: a dense "
                 "tensor no larger than its file. Do not use this file"
             )

@@ -180,7 +180,8 @@ def add_training(
 
         with friendly_errors(), progress() as bar:
             typed = {name for name in given if _is_typed(context, name)}
-            named = recipe_options(recipe, recipes, given, typed)
+            kept = typed | set(run.shape_options if given.get("init_from") else ())
+            named = recipe_options(recipe, recipes, given, kept)
             epochs = named.pop("epochs", None)
             chosen = {**given, **named, **decided}
             chosen_run, chosen_recipe = (
@@ -230,22 +231,23 @@ def recipe_options(
     name: str,
     recipes: Mapping[str, Mapping[str, Any]],
     given: Mapping[str, Any],
-    typed: Set[str],
+    kept: Set[str],
 ) -> dict[str, Any]:
     """Returns the options that a recipe sets; "" names no recipe.
 
     Args:
         given: all options of the command.
-        typed: those of them that are on the command line, which a recipe does not change.
+        kept: those of them that a recipe does not change: the ones on the command line, and those
+            that a head to start from decides.
 
     Raises:
         ValueError: for an unknown recipe.
     """
     if name and name not in recipes:
         raise ValueError(f"--recipe {name!r}, legal: {', '.join(recipes)}; choose one of them")
-    values = {key: value for key, value in recipes.get(name, {}).items() if key not in typed}
+    values = {key: value for key, value in recipes.get(name, {}).items() if key not in kept}
     share = values.pop("warmup_share", None)
-    if share is not None and "warmup_steps" not in typed:
+    if share is not None and "warmup_steps" not in kept:
         values["warmup_steps"] = round(share * values.get("total_steps", given["total_steps"]))
     return values
 

@@ -15,15 +15,12 @@ from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from vllm_specplug.train.vocabulary import DraftTables
-
-# Anchors whose drafts are computed at once.
-_ANCHORS_PER_BATCH = 512
 
 
 @dataclass
@@ -90,6 +87,9 @@ def _mean_length(rounds: Counter[int]) -> float:
 class ChainObjective(ABC):
     """An objective of a head that drafts several tokens after each token of an answer."""
 
+    anchors_per_batch: ClassVar[int] = 512
+    """Anchors whose drafts are computed at once; 0: all of a sequence."""
+
     @abstractmethod
     def drafts(
         self, head: Any, sequence: Any, anchors: torch.Tensor, tables: DraftTables
@@ -109,7 +109,7 @@ class ChainObjective(ABC):
             with torch.autocast(tables.lm_head.device.type, torch.bfloat16):
                 drafts = [
                     self.drafts(head, sequence, part, tables).cpu()
-                    for part in anchors.split(_ANCHORS_PER_BATCH)
+                    for part in anchors.split(self.anchors_per_batch or len(anchors))
                 ]
             tokens = tables.target_ids[torch.cat(drafts)]
             found.add(tokens, sequence.tokens, start, sequence.source)

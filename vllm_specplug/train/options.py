@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from typer import Option
 
@@ -120,6 +120,9 @@ class DistillationRecipe(Recipe):
 class RunOptions:
     """Folders of a run, and how often it logs, saves and evaluates, in steps."""
 
+    shape_options: ClassVar[tuple[str, ...]] = ()
+    """Options that shape a new head; a head to start from has its own values."""
+
     target: Annotated[Path, Option(help="Folder of the target model.")]
     out: Annotated[Path, Option(help="Run folder; the head is exported to OUT/head.")]
     eval_every: Annotated[int, Option(min=1)] = 250
@@ -141,6 +144,15 @@ class RunOptions:
             raise ValueError(
                 f"{state} exists; pass --resume to continue it, or name another output folder"
             )
+
+    def refuse_given(self, names: Iterable[str], legal: str) -> None:
+        """Raises ValueError for a field that differs from its default."""
+        for name in names:
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}, legal: {legal}, so leave "
+                    "it out"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,18 +188,19 @@ class FeatureRunOptions(RunOptions):
                 f"{' and '.join(names) or 'no data'}, legal: --features with --heldout, or "
                 "--answers; give one of the two"
             )
-        for name in ("layers", "heldout_answers"):
-            if self.answers is None and getattr(self, name) != getattr(type(self), name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}, legal: only with "
-                    "--answers; stored features were made with theirs, so leave it out"
-                )
+        if self.answers is None:
+            legal = "only with --answers; stored features were made with theirs"
+            self.refuse_given(("layers", "heldout_answers"), legal)
 
 
 @dataclass(frozen=True, kw_only=True)
 class NewHeadOptions(FeatureRunOptions):
     """A run that makes a head with the target's layer shape, or with weights, shape and draft
     vocabulary of the head in `init_from`."""
+
+    shape_options: ClassVar[tuple[str, ...]] = (
+        "draft_vocab_size", "vocab_from", "intermediate_size",
+    )  # fmt: skip
 
     init_from: Annotated[
         str, Option(help="Folder of a head of this kind and target to start from.")
@@ -196,8 +209,18 @@ class NewHeadOptions(FeatureRunOptions):
         int, Option(min=1, help="Most frequent answer tokens; not with --init-from.")
     ] = 8192
     vocab_from: Annotated[
-        str, Option(help="Folder of a head for this target whose draft vocabulary to use.")
+        str,
+        Option(
+            help="Folder of a head for this target whose draft vocabulary to use; not with "
+            "--init-from."
+        ),
     ] = ""
     intermediate_size: Annotated[
         int, Option(min=0, help="MLP width; 0: the target's. Not with --init-from.")
     ] = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.init_from:
+            legal = "only without --init-from; a run keeps the shape of that head"
+            self.refuse_given(self.shape_options, legal)

@@ -169,20 +169,50 @@ def draft_ids(training: Training[Features], size: int, vocab_from: str = "") -> 
     They are those of a resumed run, else of the head `vocab_from`, else the `size` most frequent
     tokens including the end-of-turn tokens.
     """
-    path = training.run.out / VOCABULARY_NAME
-    if training.run.resume and path.is_file():
-        # The counts may have changed with more data.
-        ids: torch.Tensor = torch.load(path, weights_only=True)
-        return ids
+    saved = _saved_ids(training)
+    if saved is not None:
+        return saved  # the counts may have changed with more data
     if vocab_from:
         ids = vocabulary_of(vocab_from)
     else:
         vocab, always = training.vocab_size, training.weights.end_token_ids
         ids = draft_vocabulary(training.store, min(size, vocab), vocab, always)
+    _save_ids(training, ids)
+    return ids
+
+
+def continued_ids(training: Training[Any], ids: torch.Tensor) -> torch.Tensor:
+    """Returns the draft tokens `ids` of the head in `init_from`.
+
+    Raises:
+        ValueError: if a resumed run has others.
+    """
+    saved = _saved_ids(training)
+    if saved is not None and not torch.equal(saved, ids):
+        path = training.run.out / VOCABULARY_NAME
+        raise ValueError(
+            f"{path} has other draft tokens than the head in --init-from, which has changed since "
+            "the run began; restore that head"
+        )
+    _save_ids(training, ids)
+    return ids
+
+
+def _saved_ids(training: Training[Any]) -> torch.Tensor | None:
+    path = training.run.out / VOCABULARY_NAME
+    if not training.run.resume or not path.is_file():
+        return None
+    saved = torch.load(path, weights_only=True)
+    # Earlier builds saved a block head's shape beside them.
+    ids: torch.Tensor = saved["ids"] if isinstance(saved, dict) else saved
+    return ids
+
+
+def _save_ids(training: Training[Any], ids: torch.Tensor) -> None:
+    path = training.run.out / VOCABULARY_NAME
     if training.accelerator.is_main_process and not training.run.dry_run:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(ids, path)
-    return ids
 
 
 def layer_scales(store: Features, sequences: int = 32) -> list[float]:
@@ -288,7 +318,7 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
     run, store = training.run, training.store
     fixed: dict[str, Any] = {}
     if isinstance(run, NewHeadOptions):
-        # The draft vocabulary of that head has no place in the saved state.
+        # The shape of that head has no place in the saved state.
         fixed["init_from"] = run.init_from
     if isinstance(store, Features):
         fixed["target_layer_ids"] = list(store.target_layer_ids)

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from vllm_specplug.train.features import Features
 
 VOCABULARY_NAME = "draft_ids.pt"
+# Rows whose logits are computed at once.
+_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,24 @@ class DraftTables:
         ids[self.target_ids] = torch.arange(len(self.target_ids))
         return ids
 
-    def likeliest(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the draft id with the largest logit of final hidden states [..., H], int64."""
+    def likeliest(
+        self, hidden: torch.Tensor, added: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Returns the draft id with the largest logit of final hidden states [..., H], int64.
+
+        Args:
+            added: vectors [..., r] and a table [V', r], whose products are added to the logits.
+        """
         rows = hidden.to(self.lm_head.dtype).flatten(0, -2)
+        best = []
         # Logits of all rows would not fit beside a training.
-        best = [(part @ self.lm_head.t()).argmax(-1) for part in rows.split(1024)]
+        for at in range(0, len(rows), _ROWS):
+            logits = rows[at : at + _ROWS] @ self.lm_head.t()
+            if added is not None:
+                vectors, table = (given.to(rows.dtype) for given in added)
+                part = vectors.flatten(0, -2)[at : at + _ROWS]
+                logits = torch.addmm(logits, part, table.t())
+            best.append(logits.argmax(-1))
         return torch.cat(best).view(hidden.shape[:-1])
 
 

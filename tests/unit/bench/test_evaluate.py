@@ -179,6 +179,18 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
     assert "--speculative-config '[8]', legal: a JSON object" in result.output
 
 
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("num_speculative_tokens", "--sizes"), ("max_request_budget", "--sizes"),
+     ("model", "--head"), ("method", "--method")],
+)  # fmt: skip
+def test_fields_that_other_options_set_are_refused(tmp_path: Path, name: str, option: str) -> None:
+    command = ["--data", str(tmp_path), "--method", "x", "--speculative-config", f'{{"{name}": 8}}']
+    result = CliRunner().invoke(cli.evaluate_app, command)
+    assert result.exit_code == 2
+    assert f"{name} = 8, legal: none, because {option} sets it" in result.output
+
+
 def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     path.write_text(json.dumps([{"wrong": 1}, *({"question": f"q{i}"} for i in range(5))]))

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from vllm_specplug.drafting.head_files import read_head_files
+from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
 
 TENSORS = {"model.fc.weight": torch.zeros(2, 6), "d2t": torch.zeros(5, dtype=torch.int64)}
 
@@ -42,6 +43,20 @@ def test_tensors_of_a_pickle_are_listed_and_nothing_is_run(tmp_path: Path) -> No
     torch.save({**TENSORS, "evil": Evil()}, tmp_path / "pytorch_model.bin")
     assert read_head_files(tmp_path).tensors == {}
     assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize("kind", ["nested", "large"])
+def test_tensors_of_a_pickle_that_no_head_has_are_not_listed(tmp_path: Path, kind: str) -> None:
+    made = {
+        "nested": {"n": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])},
+        "large": {"n" * (16 << 20): torch.ones(1)},
+    }
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({**TENSORS, **made[kind]}, file)
+    assert read_head_files(tmp_path).tensors == {}
+    words = {"nested": "'n' is a Tensor, legal: a dense", "large": "the limit is 16 MiB"}
+    with pytest.raises(ValueError, match=words[kind]):
+        check_plain(file, "it", load_pickle(file, "it"))
 
 
 def test_an_empty_folder_is_nothing(tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ def test_a_recipe_sets_what_the_command_line_does_not(make_job: Callable[..., Jo
         assert recipe[name] == published[name]
     assert (recipe["anchors_per_step"], recipe["total_steps"], recipe["warmup_steps"]) == (16, 2, 0)
     assert (shape["block_size"], shape["num_layers"], shape["draft_vocab_size"]) == (4, 1, 64)
+    again = make_job("jetspec", "again")
+    command = ["jetspec", *arguments(again, "--recipe=jetspec", f"--init-from={job.head}", *given)]
+    result = runner.invoke(train_app, command)
+    assert result.exit_code == 0, result.output
+    # The layers are that head's, not the recipe's.
+    record = json.loads((again.head / "provenance.json").read_text())
+    assert record["shape"]["num_layers"] == 1
 
 
 def test_epochs_are_told_where_the_steps_are_not_given(make_job: Callable[..., Job]) -> None:

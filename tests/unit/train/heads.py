@@ -135,6 +135,10 @@ def job(kind: str, data: dict[str, tuple[Path, Path]], target: Path, out: Path, 
     """A run of 12 steps. `data` has training and held-out features by what makes them."""
     start, run, shape, recipe, options = KINDS[kind]
     features, heldout = data["keys" if kind == "longspec" else "layers"]
+    if more.get("init_from"):
+        shape = {
+            option: value for option, value in shape.items() if option not in run.shape_options
+        }
     name = "data" if run is LocalRun else "features"
     folders = {"target": target, name: features, "heldout": heldout, "out": out}
     made = Job(

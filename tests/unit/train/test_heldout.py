@@ -74,7 +74,7 @@ class Successor(ChainObjective):
 
 
 def test_a_head_that_knows_the_answer_is_accepted_to_the_full_depth(monkeypatch) -> None:
-    monkeypatch.setattr("vllm_specplug.train.heldout._ANCHORS_PER_BATCH", 2)
+    monkeypatch.setattr(Successor, "anchors_per_batch", 2)
     tables = DraftTables(torch.zeros(60, 2), torch.zeros(50, 2), torch.arange(10, 60))
     texts = [Text(torch.arange(20, 20 + n), 2, "x") for n in (2, 11)]
     found = Successor().measure(None, texts, tables)

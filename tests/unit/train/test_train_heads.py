@@ -139,6 +139,9 @@ def test_a_resumed_run_keeps_its_draft_vocabulary_when_the_data_has_grown(
     other = job.changed(out=tmp_path / "b")
     other.train()
     assert vocabulary_of(str(other.head)).tolist() != first
+    if kind == "jetspec":
+        ids = job.run.out / "draft_ids.pt"
+        torch.save({"ids": torch.load(ids), "config": {}}, ids)  # as earlier builds saved it
     job.changed(resume=True, total_steps=2, draft_vocab_size=11).train()
     assert vocabulary_of(str(job.head)).tolist() == first
 
@@ -161,6 +164,22 @@ def test_a_run_starts_from_the_weights_of_a_head(kind: str, make_job: MakeJob) -
     for name, tensor in LOADERS[kind](first.head, config)[0].state_dict().items():
         given = LOADERS[kind](second.head, config)[0].state_dict()[name]
         torch.testing.assert_close(given, tensor, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        ("jetspec", "num_layers", 3), ("dspark", "num_layers", 3), ("longspec", "window_size", 8),
+        ("eagle3", "norm_output", True), ("dflash", "draft_vocab_size", 7),
+        ("dspark", "vocab_from", "head"), ("longspec", "intermediate_size", 40),
+    ],
+)  # fmt: skip
+def test_a_run_from_a_head_refuses_another_shape(
+    kind: str, name: str, value: Any, make_job: MakeJob
+) -> None:
+    option = name.replace("_", "-")
+    with pytest.raises(ValueError, match=f"--{option} {value}, legal: only without --init-from"):
+        make_job(kind, init_from="head", **{name: value})
 
 
 @pytest.mark.parametrize("kind", ["dspark", "eagle3"])

@@ -466,9 +466,11 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
     shape = _layer_shape(layer, {})
     _refuse_unsupported(raw)
     # `sliding_window_non_causal`, false by default, only concerns sliding-window layers. Full
-    # attention is always trained bidirectionally.
+    # attention is always trained bidirectionally. A user may state another mask for both.
+    causal = stated_mask(raw, {})
     if "windows" in shape:
-        shape["sliding_causal"] = raw.get("sliding_window_non_causal") is not True
+        by_flag = raw.get("sliding_window_non_causal") is not True
+        shape["sliding_causal"] = by_flag if causal is None else causal
     aux = raw.get("aux_hidden_state_layer_ids")
     require(bool(aux), "aux_hidden_state_layer_ids", aux, "a list of layer ids, each >= 1")
     assert aux is not None
@@ -480,7 +482,7 @@ def _from_speculators(raw: Mapping[str, Any]) -> dict[str, Any]:
         "target_hidden_size": raw.get("target_hidden_size") or shape["hidden_size"],
         "target_layer_ids": layer_ids,
         "block_size": 8 if raw.get("block_size") is None else raw["block_size"],
-        "causal": False,
+        "causal": bool(causal),
         "sample_from_anchor": _samples_from_anchor((raw,), False),
         "mask_token_id": raw.get("mask_token_id"),
     }

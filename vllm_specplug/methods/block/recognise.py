@@ -108,8 +108,8 @@ def _has_block(head: HeadFiles) -> bool:
 
 
 def _is_causal(head: HeadFiles) -> bool:
-    if head.speculators_type is not None:
-        return head.speculators_type == "jetspec"
+    if head.speculators_type == "jetspec":
+        return True
     try:
         return stated_mask(head.config, block_containers(head.config)) is True
     except (ValueError, TypeError, AttributeError):

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 
 class DFlash2Options(BlockOptions):
-    """Methods with a block head have only the shared options."""
-
     def config_class(self) -> type[DFlash2Config]:
         from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class DSparkOptions(BlockOptions):
-    """Methods with a block head have only the shared options."""
-
     def config_class(self) -> type[DSparkConfig]:
         from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import SPECULATORS_QWEN3_8B, ZLAB_QWEN3_8B, changed
+from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.recognise import is_causal_block_head
 
 
 def test_the_zlab_head_of_qwen3_8b():
@@ -47,6 +50,17 @@ def test_sliding_layers_of_speculators_heads_are_causal_unless_they_say_otherwis
         del raw["sliding_window_non_causal"]
     config = BlockHeadConfig.from_dict(raw)
     assert set(config.windows) == {2048} and set(config.layer_causal) == {causal}
+
+
+@pytest.mark.parametrize("stated", [True, False])
+def test_a_stated_mask_holds_for_all_layers_of_speculators_heads(stated):
+    layer = {
+        "layer_types": ["sliding_attention", *["full_attention"] * 15], "sliding_window": 2048,
+        "use_sliding_window": True,
+    }  # fmt: skip
+    raw = changed(SPECULATORS_QWEN3_8B, transformer_layer_config=layer, is_causal=stated)
+    assert set(BlockHeadConfig.from_dict(raw).layer_causal) == {stated}
+    assert is_causal_block_head(HeadFiles(Path(), raw)) is stated
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from typer import Option
@@ -33,6 +33,7 @@ class AnchorRecipe(Recipe):
 class BlockRun(NewHeadOptions):
     """Folders and shape of a block head's run."""
 
+    shape_options: ClassVar[tuple[str, ...]] = (*NewHeadOptions.shape_options, "num_layers")
     causal: bool
     init_from: Annotated[
         str, Option(help="Folder of a JetSpec or DFlash head for this target to start from.")

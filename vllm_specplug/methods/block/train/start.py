@@ -16,7 +16,7 @@ from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.train.features import Features
-from vllm_specplug.train.run import Training
+from vllm_specplug.train.run import Training, continued_ids
 from vllm_specplug.train.target import (
     TargetTables,
     TargetWeights,
@@ -112,7 +112,8 @@ def continued_block(
         )
     )
     trained.load_state_dict(head.state_dict())
-    return trained, target_ids_or_all(extras.target_ids, config.vocab_size)
+    ids = target_ids_or_all(extras.target_ids, config.vocab_size)
+    return trained, continued_ids(training, ids)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ before the one that it predicts, the anchor first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -132,7 +132,5 @@ class DSparkObjective(ChainObjective):
         batch = pack_heldout(model.config, sequence, anchors, tables)
         hidden, ranks, _ = self.forward(model, batch, tables.embed_tokens)
         # A draft's scores are h W^T + e W_2^T.
-        markov = model.markov_head.markov_w2.weight.to(tables.lm_head.dtype)
-        joined = replace(tables, lm_head=torch.cat((tables.lm_head, markov), 1))
-        states = torch.cat((hidden, ranks.to(hidden.dtype)), 1)
-        return joined.likeliest(states).view(len(anchors), -1)
+        best = tables.likeliest(hidden, (ranks, model.markov_head.markov_w2.weight))
+        return best.view(len(anchors), -1)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from typer import Option
@@ -19,6 +19,7 @@ from vllm_specplug.train.options import NewHeadOptions
 class DSparkRun(NewHeadOptions):
     """Folders and shape of a run. A head of another kind in `init_from` gives the block only."""
 
+    shape_options: ClassVar[tuple[str, ...]] = (*NewHeadOptions.shape_options, "num_layers")
     init_from: Annotated[
         str,
         Option(help="Folder of a DSpark, DFlash or JetSpec head for this target to start from."),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 from typer import Option
@@ -18,6 +18,7 @@ from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
 class Eagle3Run(NewHeadOptions):
     """Folders and shape of a run."""
 
+    shape_options: ClassVar[tuple[str, ...]] = (*NewHeadOptions.shape_options, "norm_output")
     save_lm_head: Annotated[
         bool,
         Option(
@@ -29,7 +30,9 @@ class Eagle3Run(NewHeadOptions):
     norm_output: Annotated[
         bool,
         Option(
-            "--norm-output", help="EAGLE-3.1: feed states back after the final norm, not before."
+            "--norm-output",
+            help="EAGLE-3.1: feed states back after the final norm, not before; not with "
+            "--init-from.",
         ),
     ] = False
 

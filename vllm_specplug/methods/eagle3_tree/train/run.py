@@ -18,6 +18,7 @@ from vllm_specplug.methods.eagle3_tree.train.objective import (
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe, Eagle3Run
 from vllm_specplug.train.run import (
     HeadInTraining,
+    continued_ids,
     draft_ids,
     layer_scales,
     open_features,
@@ -66,7 +67,7 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
                 f"--init-from {run.init_from!r} reads layers {head.config.target_layer_ids}, the "
                 f"features hold {layers}; make features with its layers"
             )
-        ids = target_ids_or_all(extras.target_ids, training.vocab_size)
+        ids = continued_ids(training, target_ids_or_all(extras.target_ids, training.vocab_size))
         lm_head = extras.lm_head
     else:
         width = training.new_width(run.intermediate_size)

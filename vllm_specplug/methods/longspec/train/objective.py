@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -160,6 +161,9 @@ def run_packed(
 class LongSpecObjective(ChainObjective):
     """Trains a draft layer. `gradient_checkpointing` is for sequences whose activations do not fit
     in memory."""
+
+    # A pass runs the whole sequence, whatever the anchors.
+    anchors_per_batch: ClassVar[int] = 0
 
     recipe: LongSpecRecipe
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from typer import Option
 
@@ -16,6 +16,7 @@ from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
 class LongSpecRun(NewHeadOptions):
     """Folders and shape of a run. `init_from` is the head of the previous stage."""
 
+    shape_options: ClassVar[tuple[str, ...]] = (*NewHeadOptions.shape_options, "window_size")
     features: Annotated[
         Path | None, Option(help="Folder made by `specplug data longspec-features`.")
     ] = None

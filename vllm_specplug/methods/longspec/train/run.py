@@ -17,6 +17,7 @@ from vllm_specplug.methods.longspec.train.objective import (
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.train.run import (
     HeadInTraining,
+    continued_ids,
     draft_ids,
     open_features,
 )
@@ -34,7 +35,7 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
     config, vocab_size = training.weights.config, training.vocab_size
     if run.init_from:
         head, target_ids = load_longspec_head(run.init_from, config, dtype=torch.float32)
-        ids = target_ids_or_all(target_ids, vocab_size)
+        ids = continued_ids(training, target_ids_or_all(target_ids, vocab_size))
     else:
         width = training.new_width(run.intermediate_size)
         ids = draft_ids(training, run.draft_vocab_size, run.vocab_from)

@@ -21,6 +21,7 @@ def test_a_new_head_has_the_end_of_turn_token_and_is_measured(make_job, target_f
     head, extras = load_block_head(job.head, config)
     assert (head.config.target_layer_ids, head.config.causal) == ((0, 2), True)
     assert head.config.block_size == 4
+    assert head.config.max_position_embeddings == config["max_position_embeddings"] > 0
     ids = extras.target_ids
     assert 2 in ids  # the end-of-turn id is always drafted
     assert torch.equal(ids, ids.sort().values)
@@ -54,9 +55,12 @@ def test_a_bidirectional_run_starts_from_a_causal_head(make_job, target_folder):
     assert facts["init_from"]["progress"]["step"] == 12
     assert facts["recipes"][0]["loss"] == "sft"
     assert facts["shape"]["causal"] is False
-    # Without it, the draft tokens would be others.
+    # Without it, the shape would be another.
     with pytest.raises(ValueError, match="init_from = '', but the checkpoint has '.*run/head'"):
         dflash.changed(resume=True, init_from="", total_steps=3).train()
+    torch.save(extras.target_ids.flip(0), dflash.run.out / "draft_ids.pt")
+    with pytest.raises(ValueError, match="has other draft tokens than the head in --init-from"):
+        dflash.changed(resume=True, total_steps=3).train()
 
 
 def test_a_head_whose_slots_draft_other_tokens_is_refused(make_job):

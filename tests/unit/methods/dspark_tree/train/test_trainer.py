@@ -87,7 +87,7 @@ def test_a_run_starts_from_a_block_head_and_keeps_a_markov_rank(
 ) -> None:
     block = make_job("dflash", "block", num_layers=1, total_steps=1)
     block.train()
-    first = make_job("dspark", "a", init_from=str(block.head), draft_vocab_size=8, total_steps=1)
+    first = make_job("dspark", "a", init_from=str(block.head), total_steps=1)
     _, facts = first.train()
     assert facts["init_from"]["progress"]["step"] == 1
     assert facts["shape"]["draft_vocab_size"] == 48
