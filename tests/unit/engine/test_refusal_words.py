@@ -174,7 +174,7 @@ start()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["refused", "another"])
+@pytest.mark.parametrize("what", ["refused", pytest.param("another", marks=pytest.mark.full)])
 def test_a_refusal_is_printed_without_frames_of_vllm(
     target: Path, tmp_path: Path, what: str
 ) -> None:
