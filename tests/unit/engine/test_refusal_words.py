@@ -69,7 +69,7 @@ def _refusal(target: Path, spec: dict[str, Any]) -> str:
         (
             {"tree_builder": "entropy"},
             "speculative_config.tree_builder (given 'entropy') is no longer an option: trees are "
-            "built best-first; vllm_specplug.tree.build_tree has the others. Leave it out.",
+            "built best-first. Leave it out.",
         ),
         ({"ngram-size": 3}, "speculative_config.ngram_size (given 3) is no longer an option: n-"),
         (
