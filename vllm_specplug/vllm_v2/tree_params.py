@@ -271,6 +271,7 @@ def put_on_trees(sampler: Any, step: StepContext, longest_path: int) -> None:
         step: the running step, which has no trees if it has no drafts.
         longest_path: the maximum depth of a node.
     """
+
     def on_trees(processor: Any) -> Any:
         # By exact type: a custom processor may be a subclass of vLLM's class.
         if processor is sampler.penalties_state:
