@@ -36,7 +36,8 @@ def test_tests_of_one_server_run_in_one_process() -> None:
     """Otherwise each of pytest's workers starts the server for its share of the tests."""
     paths = (TESTS / "e2e").rglob("test_*.py")
     modules = [path for path in paths if _starts_a_server(path.read_text())]
-    assert len(modules) >= 3
+    # Those of `own_process` are grouped by their mark.
+    assert modules
     for path in modules:
         tree = ast.parse(path.read_text())
         marks = [ast.unparse(n.value) for n in tree.body if isinstance(n, ast.Assign)
