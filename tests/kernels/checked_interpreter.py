@@ -26,7 +26,9 @@ def checked_interpreter() -> Iterator[None]:
     - a lane that does not load, and for which the kernel names no other value, gets NaN or -1, as a
       GPU promises nothing and the stock interpreter gives 0;
     - memory that torch allocates and does not fill is NaN or the largest integer;
-    - bfloat16 factors of a matrix product are numbers; the stock interpreter multiplies their bits.
+    - bfloat16 factors of a matrix product are numbers; the stock interpreter multiplies their bits;
+    - numbers are rounded to bfloat16; the stock interpreter cuts float32, and takes integers for
+      bits.
     """
     import triton.language as tl
     from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
@@ -36,9 +38,9 @@ def checked_interpreter() -> Iterator[None]:
     running: list[_Ranges] = []
     stock: Any = InterpreterBuilder
     stock_run, of = InterpretedFunction.run, LayerCaches.of
-    load, store, rmw, cas, dot = (
+    load, store, rmw, cas, cast, dot = (
         stock.create_masked_load, stock.create_masked_store, stock.create_atomic_rmw,
-        stock.create_atomic_cas, stock.create_dot,
+        stock.create_atomic_cas, stock.cast_impl, stock.create_dot,
     )  # fmt: skip
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +84,12 @@ def checked_interpreter() -> Iterator[None]:
         check(ptr, None)
         return cas(self, ptr, *rest)
 
+    def rounded_cast(self: Any, src: Any, dst_type: Any) -> Any:
+        if dst_type.scalar != tl.bfloat16 or src.dtype.scalar == tl.bfloat16:
+            return cast(self, src, dst_type)
+        numbers = torch.from_numpy(np.asarray(src.data, np.float32)).bfloat16()
+        return TensorHandle(numbers.view(torch.uint16).numpy(), tl.bfloat16)
+
     def widened(factor: Any) -> Any:
         if factor.dtype.scalar != tl.bfloat16:
             return factor
@@ -101,6 +109,7 @@ def checked_interpreter() -> Iterator[None]:
         (stock, "create_masked_store"): checked_store,
         (stock, "create_atomic_rmw"): checked_rmw,
         (stock, "create_atomic_cas"): checked_cas,
+        (stock, "cast_impl"): rounded_cast,
         (stock, "create_dot"): numeric_dot,
         (LayerCaches, "of"): staticmethod(remembered),
     }

@@ -50,3 +50,11 @@ def test_products_of_bfloat16() -> None:
     out = torch.zeros(16, 16)
     _product_kernel[(1,)](a, b, out, SIZE=16)
     assert torch.allclose(out, a.float() @ b.float(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_numbers_are_rounded_to_bfloat16(dtype: torch.dtype) -> None:
+    numbers = (37 * torch.randn(8)).to(dtype)
+    target = torch.zeros(8, dtype=torch.bfloat16)
+    _copy_kernel[(1,)](numbers, target, 8, 0, BLOCK=8)
+    assert torch.equal(target, numbers.bfloat16())

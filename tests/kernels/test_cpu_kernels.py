@@ -76,6 +76,14 @@ def test_every_kernel_has_the_parameters_of_vllms() -> None:
 
     assert num_nans.misfit(grown) == "its parameters differ: unknown SEED; no vocab_size"
 
+    def renamed(
+        seg_addrs_ptr: Any, strides_ptr: Any, seg_page_sizes_ptr: Any, block_ids_ptr: Any
+    ) -> None:
+        pass
+
+    missing = "its parameters differ: no seg_block_strides_ptr"
+    assert zero_kv_blocks.misfit(renamed) == missing
+
 
 def _bad_words(b: Batch) -> tuple[Any, ...]:
     """Across committed and draft tokens."""

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The device's kernels for Gated DeltaNet over trees, in Triton's interpreter, against every branch
-decoded alone in float64.
-
-The interpreter cuts float32 to bfloat16, where a device rounds: twice the error.
-"""
+decoded alone in float64."""
 
 from __future__ import annotations
 
@@ -119,7 +116,7 @@ def test_states_in_pages_in_bfloat16_and_with_values_outside_keys() -> None:
     last = trees.starts[1:] - 1
     commit(paged, used, updates, trees, last)
     for row, slot in zip(last.tolist(), trees.slots.tolist(), strict=True):
-        assert error(paged[slot], states[row]) < 8e-3
+        assert error(paged[slot], states[row]) < 4e-3
     assert (pages[:, :3] == 7.0).all()
 
 
@@ -193,7 +190,7 @@ def test_convolution_follows_ancestors(
     for states in (kept, kept.contiguous()):
         actual = tree_conv_triton(rows, states, trees.slots, windows, weight, offset, silu=True)
         assert actual.dtype == dtype
-        assert error(actual, expected) < (2e-6 if dtype == torch.float32 else 8e-3)
+        assert error(actual, expected) < (2e-6 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("sizes", [[1, 2, 3, 4, 30], [7, 1]])

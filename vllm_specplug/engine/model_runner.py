@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.executor.abstract import Executor
+
 from vllm_specplug.engine.spec_config import tree_config
 from vllm_specplug.seams import CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
@@ -97,8 +99,6 @@ def schedules_ahead(vllm_config: Any, requested: bool | None) -> bool:
     Raises:
         ValueError: if it was requested and the executor does not support it.
     """
-    from vllm.v1.executor.abstract import Executor
-
     wanted = requested if requested is not None else vllm_config.device_config.device_type != "cpu"
     if not wanted or Executor.get_class(vllm_config).supports_async_scheduling():
         return wanted

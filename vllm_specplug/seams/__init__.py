@@ -3,7 +3,8 @@
 
 Every process applies `PROCESS_SEAMS`, or `REFUSAL` on an unsupported vLLM. Workers that verify
 trees apply those that change something when they need them. What the code imports from vLLM is not
-listed: `scripts/vllm_names.py` derives it from the code, and checking a replacement imports it.
+listed: `scripts/vllm_names.py` derives it from the code, and checking a replacement or a backend
+imports it.
 """
 
 from vllm_specplug.seams.listing_attention import (

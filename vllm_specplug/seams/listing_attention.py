@@ -130,6 +130,11 @@ CPU_STATE_SEAMS = SeamSet(
             "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention:_cpu_gdn_attention_nonspec",
             make=f"{_OWN}.state_rows:wrap_cpu_core",
         ),
+        Members(
+            _STATES,
+            "vllm.model_executor.layers.mamba.ops.cpu.gdn_attention",
+            "_unpacked_conv_weight",
+        ),
         _block_size("vllm.platforms.cpu:CpuPlatform"),
         Members(_STATES, _GDN, "rearrange_mixed_qkv"),
     )

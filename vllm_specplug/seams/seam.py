@@ -298,6 +298,11 @@ class Register(Seam):
     kind: ClassVar[str] = "registers over"
     _own: Any = field(default=None, init=False, repr=False)
 
+    def verify(self) -> str | None:
+        # Only the module: each backend of `latent_gpu` imports libraries that the others do not
+        # need.
+        return super().verify() or _find_problem(self.path.rpartition(".")[0])
+
     def _apply(self) -> None:
         backend = resolve(self.target)
         self._own = backend.get_path() if backend.is_overridden() else None

@@ -247,9 +247,9 @@ class StateStep:
             conv_states[trees.slots[self.fresh]] = 0
             states[trees.slots[self.fresh]] = 0
         # Imported here, because every device imports this module, and this is a CPU kernel's.
-        from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 
-        weight = _unpacked_conv_weight(layer)
+        weight = gdn_attention._unpacked_conv_weight(layer)
         mixed = tree_conv(
             torch.cat((conv_states[trees.slots].flatten(0, 1), inputs.to(conv_states.dtype))),
             self.window(trees, weight.shape[1]),

@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 
 from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty
 from vllm_specplug.vllm_v2.step_context import StepContext
@@ -269,8 +271,6 @@ def put_on_trees(sampler: Any, step: StepContext, longest_path: int) -> None:
         step: the running step, which has no trees if it has no drafts.
         longest_path: the maximum depth of a node.
     """
-    from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
-    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 
     def on_trees(processor: Any) -> Any:
         # By exact type: a custom processor may be a subclass of vLLM's class.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 
 from vllm_specplug.kernels import TreeAttnMetadata
@@ -120,16 +121,14 @@ class CudaKernels:
 
     def cache_writer(self) -> Callable[..., None]:
         """Returns the function that writes keys and values [M, Hkv, Dh] at slots [M] of a cache."""
-        from vllm.v1.attention.backends.fa_utils import (  # type: ignore[attr-defined]  # per platform
-            reshape_and_cache_flash,
-        )
-
         one = torch.ones((), dtype=torch.float32, device=self.device)
 
         def write(
             key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
         ) -> None:
-            reshape_and_cache_flash(key, value, *gpu_cache_views(kv_cache), slots, "auto", one, one)
+            ops.reshape_and_cache_flash(
+                key, value, *gpu_cache_views(kv_cache), slots, "auto", one, one
+            )
 
         return write
 

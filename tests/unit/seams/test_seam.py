@@ -13,6 +13,7 @@ import pytest
 from vllm_specplug.seams.seam import (
     Add,
     Members,
+    Register,
     Replace,
     SeamError,
     SeamSet,
@@ -150,10 +151,12 @@ def test_missing_targets_are_found_without_applying() -> None:
             wrap("Host.walk"),
             Replace(TOPIC, "no.such.module:name", make="seam_host:around"),
             wrap("Host.run", "nothing"),
+            Register(TOPIC, "seam_host:Host", path="no.such.module.Backend"),
         ]
     )
     missing = seams.verify()
     assert missing[0] == "seam_host.Host.walk (seam_host.Host has no walk)"
     assert missing[1].startswith("no.such.module.name (no.such.module cannot be imported")
     assert missing[2] == "seam_host.Host.run (seam_host has no nothing)"
-    assert len(missing) == 3
+    assert missing[3].startswith("seam_host.Host (no.such.module cannot be imported")
+    assert len(missing) == 4

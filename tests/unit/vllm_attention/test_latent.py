@@ -23,15 +23,18 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.v1.attention.backends.mla.amx_mla import AMXMLABackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
+from vllm_specplug.tree.step_trees import StepTrees
 from vllm_specplug.vllm_attention.latent import (
     LatentRequest,
     TreeCPUMLABackend,
     TreeCPUMLAImpl,
     attach_latent_rows,
     attach_warmup_rows,
+    spans_of,
 )
 from vllm_specplug.vllm_attention.layer_support import check_target_layers
 from vllm_specplug.vllm_attention.tree_rows import tree_rows_of
+from vllm_specplug.vllm_v2.latent_backend import latent_requests
 from vllm_specplug.vllm_worker.target.latent_layers import (
     check_compiled_routing,
     check_latent_rotary,
@@ -229,3 +232,18 @@ def test_warmup_rows_are_trees_over_the_context(counts: list[int], num_decodes: 
     spans = [(s.request, s.first_row, s.num_rows, s.context) for s in rows.spans]
     assert spans == [(0, 0, 5, 27), (1, 5, 2, 30)]
     assert rows.num_single == 0 and step.num_decode_tokens == 7 and step.prefill is None
+
+
+def test_rows_of_a_prompt_before_their_root_are_a_span() -> None:
+    """A request of one row, and one of two rows and a tree of four nodes."""
+    rows: Any = SimpleNamespace(
+        starts=torch.tensor([0, 1, 6]), offsets=torch.tensor([0, 0, 1, 2, 3, 4]), max_rows=5,
+        contexts=torch.tensor([4, 9]),
+    )  # fmt: skip
+    above = torch.tensor([0, 1, 1, 2, 2, 1])
+    trees = StepTrees(rows, None, None, above)  # type: ignore[arg-type]
+    batch = SimpleNamespace(query_start_loc_np=np.array([0, 1, 8]))
+    spans = spans_of(enumerate(latent_requests(batch, trees)))
+    tree = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 0, 0, 1]]
+    found = [(s.request, s.first_row, s.context, s.mask.int().tolist()) for s in spans]
+    assert found == [(0, 0, 4, [[1]]), (1, 1, 7, [[1, 0], [1, 1]]), (1, 3, 9, tree)]

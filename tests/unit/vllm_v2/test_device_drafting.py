@@ -364,7 +364,9 @@ def test_the_defaults_read_nothing_and_keep_to_their_launches(
     assert budget.planned is None
 
 
-def from_graphs(made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def from_graphs(
+    made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.MonkeyPatch, is_adaptive: bool = True
+) -> list[Any]:
     """Gives it graphs, whose replays are noted: nothing is captured of a pretended device."""
     config: Any = SimpleNamespace(
         scheduler_config=SimpleNamespace(max_num_seqs=4),
@@ -378,7 +380,7 @@ def from_graphs(made: DeviceSpeculator, drafter: Any, monkeypatch: pytest.Monkey
     )
     replayed: list[Any] = []
     with pretended_graphs(distributed=False):
-        graphs = DraftGraphs(config, META, drafter, 4, N, graph_depths(4, True))
+        graphs = DraftGraphs(config, META, drafter, 4, N, graph_depths(4, is_adaptive))
     graphs._graphs_captured = True
     monkeypatch.setattr(graphs, "run_fullgraph", replayed.append)
     made.draft_graphs = graphs
@@ -402,6 +404,16 @@ LAUNCHES_WITH_A_GRAPH = {
     with_local_head: 9,
     with_draft_layer: 41,
 }
+
+
+def test_a_draft_of_a_fixed_budget_from_a_graph_is_one_launch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, drafter, made = drafting(with_causal_head, tmp_path, monkeypatch)
+    replayed = from_graphs(made, drafter, monkeypatch, is_adaptive=False)
+    found = launches(made, step) + 1
+    assert [desc.num_tokens for desc in replayed] == [4, 4]
+    assert found <= LAUNCHES_WITH_A_GRAPH[with_causal_head], found
 
 
 @pytest.mark.parametrize("depths", [[4, 4, 4], [2, 0, 1], [0, 0, 0]])

@@ -14,7 +14,9 @@ import pytest
 
 from tests.e2e.fork_server import run_forked
 from vllm_specplug.drafting.device_levels import unpacked_trees
+from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker import ranks
 from vllm_specplug.vllm_worker.ranks import packed_on_host
 
 
@@ -106,13 +108,25 @@ def test_a_message_keeps_every_bit_and_cuts_what_is_over_budget() -> None:
             assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
 
 
+def test_a_reservation_is_the_first_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[list[float]] = []
+    monkeypatch.setattr(ranks, "first_rank_values", lambda values: sent.append(values) or sent[0])
+    first = ReservedRows({"a": 5, "ended": 2}, others=3)
+    for own in (first, None, ReservedRows({"a": 1}, others=9)):
+        got = ranks.first_rank_reservation(own, ["a", "new"])
+        assert got == ReservedRows({"a": 5, "new": 3}, others=3)
+    # All ranks join in with messages of one size.
+    assert [len(values) for values in sent] == [3, 3, 3]
+    sent.clear()
+    for own in (None, first):
+        assert ranks.first_rank_reservation(own, ["a", "new"]) is None
+
+
 def test_vllms_worker_process_ends_with_a_worker_that_cannot_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM's own loop answers any other exception and waits for its next message."""
     from vllm.v1.executor.multiproc_executor import WorkerProc
-
-    from vllm_specplug.vllm_worker import ranks
 
     class Alone:
         """Nobody comes to the collective."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Grid = tuple[int, ...]
-# Parameters that describe memory and launch grids.
+# Parameters that describe memory and launch grids, which most functions leave out.
 _IS_LAYOUT = re.compile("stride|BLOCK")
 
 
@@ -41,10 +41,10 @@ class CpuKernel:
     def misfit(self, stock: Any) -> str | None:
         """Returns how the parameters of a kernel of vLLM's differ from the function's; None if they
         do not."""
-        given = {name for name in kernel_parameters(stock) if not _IS_LAYOUT.search(name)}
-        own = {name for name in self._own if name != "grid" and not _IS_LAYOUT.search(name)}
+        given, own = {*kernel_parameters(stock)}, {*self._own} - {"grid"}
         optional = {n for n, one in self._own.items() if one.default is not inspect.Parameter.empty}
-        unknown, missing = sorted(given - own), sorted(own - optional - given)
+        unknown = sorted(name for name in given - own if not _IS_LAYOUT.search(name))
+        missing = sorted(own - optional - given)
         parts = [f"unknown {', '.join(unknown)}"] if unknown else []
         parts += [f"no {', '.join(missing)}"] if missing else []
         return f"its parameters differ: {'; '.join(parts)}" if parts else None

@@ -12,6 +12,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.fused_moe import fused_experts
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     UnquantizedEmbeddingMethod,
@@ -94,9 +95,6 @@ def expert_products() -> ExpertProducts:
     """Returns the products of a draft head's experts: on a GPU vLLM's, which graphs can capture."""
     if current_platform.is_cpu():
         return multiply_experts
-    # Imported here: it needs Triton.
-    from vllm.model_executor.layers.fused_moe import fused_experts
-
     return lambda x, gate_up, down, weights, expert_ids: fused_experts(
         x, gate_up, down, weights, expert_ids
     )
