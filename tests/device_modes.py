@@ -32,9 +32,7 @@ class Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         device = self.device
-        if device.is_paused or isinstance(
-            func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-        ):
+        if device.is_paused or isinstance(func, _OPERATIONS):
             return func(*args, **kwargs)
         if (special := device.functions.get(func)) is not None:
             return special(*args, **kwargs)

@@ -63,10 +63,6 @@ class PretendedGraph:
         self.made: list[torch.Tensor] = []
         PretendedGraph.captured.append(self)
 
-    @property
-    def num_operations(self) -> int:
-        return len(self.calls)
-
     @torch.inference_mode()
     def replay(self) -> None:
         PretendedGraph.replays += 1

@@ -38,7 +38,7 @@ INCOMPLETE = 3
 """Exit status of a sweep without failures that has missing runs."""
 _OWN_OPTIONS = {
     "method": "--method", "model": "--head", "num_speculative_tokens": "--sizes",
-    "max_request_budget": "--sizes",
+    "tree_budget": "--sizes", "max_request_budget": "--sizes",
 }  # fmt: skip
 """Speculative options that `specplug evaluate` sets, and its own options for them."""
 

@@ -182,7 +182,7 @@ class NgramBranches:
     def add_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
         """Returns the trees [R] with the n-gram continuations of their paths, within the budgets.
 
-        Chains stay unchanged, and so do malformed trees, which `DraftTree.is_valid` reports.
+        Chains stay unchanged, and so do malformed trees, which `DraftTree.fault` reports.
         """
         merged = list(trees)
         rates = self.statistics.first_token_rates(self.suffix)

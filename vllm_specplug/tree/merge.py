@@ -18,7 +18,7 @@ def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
     that do not increase along a path). A node is kept only with its ancestors, which never score
     less.
 
-    A tree that violates these rules is returned unmerged, so that `DraftTree.is_valid` reports it.
+    A tree that violates these rules is returned unmerged, so that `DraftTree.fault` reports it.
     """
     if len(trees) == 1 and trees[0].num_nodes <= budget:
         return trees[0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm import _custom_ops as ops
+from vllm._custom_ops import reshape_and_cache_flash
 from vllm.logger import init_logger
 
 from vllm_specplug.kernels import TreeAttnMetadata
@@ -126,9 +126,7 @@ class CudaKernels:
         def write(
             key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slots: torch.Tensor
         ) -> None:
-            ops.reshape_and_cache_flash(
-                key, value, *gpu_cache_views(kv_cache), slots, "auto", one, one
-            )
+            reshape_and_cache_flash(key, value, *gpu_cache_views(kv_cache), slots, "auto", one, one)
 
         return write
 

@@ -10,9 +10,7 @@ ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
 # Dtypes of the values per head (sinks, ALiBi slopes).
 SCALAR_DTYPES = ("float32", "bfloat16", "float16")
 
-# Bytes of a TMA descriptor. Variants with boxes take two, for K and V, before all other parameters.
-DESCRIPTOR_BYTES = 128
-
+# Two TMA descriptors, for K and V, come before all other parameters.
 FORWARD_PARAMETERS = (
     ("query", ADDRESS),
     ("output", ADDRESS),

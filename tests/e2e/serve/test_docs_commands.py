@@ -37,7 +37,7 @@ NOT_RUN = {
     r"^specplug bench": "an hour; test_bench.py runs shorter ones",
     r" --nnodes | --data-parallel-size-local ": "test_nodes.py runs such commands, on two nodes",
     r" --distributed-executor-backend ray": "test_ray.py runs Ray, where it is installed",
-    r"--init-from HEAD |^python bench/block_trees": "hours of training on the author's features",
+    r"--init-from HEAD ": "hours of training on the author's features",
     r"Qwen3-8B": "eight GPUs; the commands for a small model run",
     r"^specplug evaluate": "the data are the user's; test_evaluate.py measures",
 }

@@ -181,8 +181,8 @@ def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "option"),
-    [("num_speculative_tokens", "--sizes"), ("max_request_budget", "--sizes"),
-     ("model", "--head"), ("method", "--method")],
+    [("num_speculative_tokens", "--sizes"), ("tree_budget", "--sizes"),
+     ("max_request_budget", "--sizes"), ("model", "--head"), ("method", "--method")],
 )  # fmt: skip
 def test_fields_that_other_options_set_are_refused(tmp_path: Path, name: str, option: str) -> None:
     command = ["--data", str(tmp_path), "--method", "x", "--speculative-config", f'{{"{name}": 8}}']

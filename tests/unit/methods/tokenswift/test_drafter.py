@@ -65,17 +65,6 @@ def _best(states, lm_head):
     return [int((state @ lm_head.t()).argmax()) for state in states]
 
 
-def _first_chain(tree):
-    """Tokens of the likeliest node of each level, followed from the root."""
-    tokens, parent = [], -1
-    while True:
-        children = [n for n in range(tree.num_nodes) if tree.parent_indices[n] == parent]
-        if not children:
-            return tokens
-        parent = max(children, key=lambda n: tree.scores[n])
-        tokens.append(int(tree.token_ids[parent]))
-
-
 def test_heads_read_each_requests_last_committed_row(tmp_path) -> None:
     drafter, heads, lm_head = _drafter(tmp_path, "heads")
     hidden = torch.randn(6, HIDDEN)

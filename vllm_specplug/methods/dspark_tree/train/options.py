@@ -28,7 +28,14 @@ class DSparkRun(NewHeadOptions):
     block_size: Annotated[
         int, Option(min=2, help="Tokens drafted at once; the anchor's slot drafts too.")
     ] = 7
-    markov_rank: Annotated[int, Option(min=1, help="Rank of the Markov head; published: 256.")] = 64
+    markov_rank: Annotated[
+        int,
+        Option(
+            min=1,
+            help="Rank of the Markov head; published: 256. A DSpark head in --init-from keeps "
+            "its own.",
+        ),
+    ] = 64
     confidence: Annotated[
         bool,
         Option("--confidence/--no-confidence", help="Train the confidence head too."),
