@@ -100,7 +100,7 @@ def checked_interpreter() -> Iterator[None]:
         return dot(self, widened(a), widened(b), *rest)
 
     def remembered(views: Any) -> LayerCaches:
-        layers[:] = [half for pair in views for half in pair]
+        layers.extend(half for pair in views for half in pair)
         return of(views)
 
     replaced: dict[tuple[Any, str], Any] = {
