@@ -29,7 +29,7 @@ CALL_NAMES = ("without drafts", "with full trees", "by default")
 def _call(first: int, last: int, budget: int | str) -> dict[str, Any]:
     """Greedy and seeded requests in turn."""
     each = [
-        {"max_tokens": 48, "ignore_eos": True, "temperature": 0.0 if i % 2 else 0.8, "seed": i,
+        {"max_tokens": 36, "ignore_eos": True, "temperature": 0.0 if i % 2 else 0.8, "seed": i,
          "extra_args": {REQUEST_BUDGET_ARG: budget}}
         for i in range(first, last)
     ]  # fmt: skip
@@ -49,7 +49,7 @@ def test_a_text_is_one_text() -> None:
     result = run_engine(engine, calls, speculative=DEFAULTS["jetspec"])
     assert_drafted(result)
     assert result.call_counter(COUNT, DRAFTED) == 0
-    assert result.call_counter(COUNT + 1, DRAFTED) > 600
+    assert result.call_counter(COUNT + 1, DRAFTED) > 450
     alone = [result.token_ids(i)[0] for i in range(COUNT)]
     for call in range(COUNT, COUNT + 3):
         assert result.token_ids(call) == alone, CALL_NAMES[call - COUNT]
