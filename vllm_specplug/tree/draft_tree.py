@@ -182,9 +182,6 @@ class DraftTree:
             )
         return None
 
-    def is_valid(self, vocab_size: int) -> bool:
-        return self.fault(vocab_size) is None
-
     def validate(self, vocab_size: int = 1 << 62) -> None:
         """Raises a ValueError if the tree has a `fault`."""
         if (fault := self.fault(vocab_size)) is not None:

@@ -25,7 +25,7 @@ from vllm_specplug.tree.beam import Frontier, draft_level_by_level
 
 
 def valid_paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
-    assert tree.is_valid(vocab_size=10)
+    assert tree.fault(vocab_size=10) is None
     tree.validate(vocab_size=10)
     return paths_of(tree)
 

@@ -83,11 +83,11 @@ def test_validate_names_shape_and_dtype():
     wrong = DraftTree(tree.token_ids, tree.parent_indices[:1], tree.depths, tree.scores)
     with pytest.raises(ValueError, match=r"parent_indices has shape \(1,\)"):
         wrong.validate()
-    assert not wrong.is_valid(9)
+    assert wrong.fault(9)
     wrong = DraftTree(tree.token_ids, tree.parent_indices, tree.depths.astype(float), tree.scores)
     with pytest.raises(ValueError, match=r"depths .* float64; expected \(2,\) and int32"):
         wrong.validate()
-    assert not wrong.is_valid(9)
+    assert wrong.fault(9)
 
 
 @given(
@@ -98,7 +98,7 @@ def test_validate_names_shape_and_dtype():
 )
 def test_no_other_columns_than_those_of_a_tree_are_valid(case, name, place, value):
     tree = case.build()
-    assert tree.is_valid(7)
+    assert tree.fault(7) is None
     columns = {column: getattr(tree, column).copy() for column in COLUMNS}
     if tree.num_nodes and (name == "scores" or value in range(-2, 100)):
         columns[name][place % tree.num_nodes] = value
@@ -108,7 +108,7 @@ def test_no_other_columns_than_those_of_a_tree_are_valid(case, name, place, valu
         is_valid = all(0 <= token < 7 for token in changed.token_ids)
     except AssertionError:
         is_valid = False
-    assert changed.is_valid(7) == is_valid
+    assert (changed.fault(7) is None) == is_valid
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,6 @@ def test_no_other_columns_than_those_of_a_tree_are_valid(case, name, place, valu
     ],
 )
 def test_tokens_and_scores_have_limits(tree, message):
-    assert not tree.is_valid(7)
+    assert tree.fault(7)
     with pytest.raises(ValueError, match=message):
         tree.validate(7)

@@ -52,4 +52,4 @@ def test_what_is_no_tree_stays_none(parents: list[int], scores: list[float]) -> 
     )  # fmt: skip
     for budget in (1, 9):
         for pair in ([broken, DraftTree.chain([5])], [DraftTree.chain([5]), broken]):
-            assert not merge_trees(pair, budget).is_valid(9)
+            assert merge_trees(pair, budget).fault(9)

@@ -168,7 +168,7 @@ def test_a_draft_that_no_step_came_before(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.cache.key.zero_(), world.cache.value.zero_()
     trees = world.drafter.propose(world.requests([4] * 4, [2] * 4))
-    assert all(tree.is_valid(VOCAB) and tree.num_nodes for tree in trees)
+    assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
 
 
 def test_tokens_past_the_vocabulary_stop_nothing(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_tokens_past_the_vocabulary_stop_nothing(tmp_path: Path) -> None:
         tokens[:-1:3] = VOCAB + 1
     world.commit_all()
     trees = world.drafter.propose(world.requests([8] * 4, [8] * 4))
-    assert all(tree.is_valid(VOCAB) and tree.num_nodes for tree in trees)
+    assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
 
 
 def test_positions_past_the_models_end_are_not_looked_up(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
         text.tokens[:-9:3] = VOCAB + 1
     drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
-    assert all(tree.is_valid(VOCAB) and tree.num_nodes for tree in trees)
+    assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
 
 
 def test_fused_layer_equals_the_module(head: Path) -> None:
