@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import pytest
 from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_levels
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, compare, compare_block_head, engines
 from tests.e2e.pair import target
-from tests.e2e.tiny import make_dflash2_head, make_dspark_head
+from tests.e2e.tiny import make_dflash2_head, make_dspark_head, make_eagle3_head
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 pytestmark = [*INTERPRETED, pytest.mark.full]
@@ -74,11 +75,19 @@ def test_local_head_and_ngrams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "ahead"), [("eagle3_tree", False), ("eagle3_tree", True), ("mtp_tree", True)]
-)
-def test_draft_layers_on_the_device(method: str, ahead: bool) -> None:
+    ("method", "ahead", "window"),
+    [("eagle3_tree", False, None), ("eagle3_tree", True, None), ("eagle3_tree", True, 8),
+     ("mtp_tree", True, None)],
+)  # fmt: skip
+def test_draft_layers_on_the_device(
+    method: str, ahead: bool, window: int | None, tmp_path: Path
+) -> None:
+    head = None
+    if window is not None:
+        vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+        head = {"model": str(make_eagle3_head(tmp_path, vocab, window=window))}
     with knowing_levels() as drafts:
-        made = engines(method, ahead=ahead, ngram_topk=0, nodes=10)
+        made = engines(method, ahead=ahead, ngram_topk=0, nodes=10, head=head)
         assert compare(made, ahead).skipping > 1
     assert drafts.nodes > 50 and not drafts.differing, drafts
 

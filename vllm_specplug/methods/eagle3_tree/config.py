@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import read_rotary, rotary_of
+from vllm_specplug.methods.block.layer_config import read_rotary, read_windows, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.options import is_integer
 
@@ -43,7 +43,6 @@ PARALLEL = (
     "P-EAGLE heads draft in parallel: vLLM's own method eagle3 runs them, with "
     '"parallel_drafting": true'
 )
-_WINDOWS = "heads with a sliding window are not served; vLLM's own method eagle3 runs them"
 SEVERAL_LAYERS = "heads of several layers are not served; vLLM's own method eagle3 runs them"
 _PARALLEL_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 # Flags of `eagle_config` and the values that this head supports.
@@ -69,9 +68,10 @@ class Eagle3Config:
     `target_layer_ids` are zero-based and ascending: id i is the output of the target's decoder
     layer i. `rope_scaling` is None for the default rotary embedding, which rotates the leading
     `partial_rotary_factor` of each head. `norm_before_fc` is one norm over the joined target
-    states, `fc_norm` one norm for each of them. `norm_output` says that a drafted token's state is
-    fed to the next one after the final norm, not before it. The reader takes `qk_norm` and
-    `attention_bias` from the tensors.
+    states, `fc_norm` one norm for each of them. `window` is the layer's sliding window, None for
+    full attention: a row at position p attends positions p - window + 1 to p. `norm_output` says
+    that a drafted token's state is fed to the next one after the final norm, not before it. The
+    reader takes `qk_norm` and `attention_bias` from the tensors.
     """
 
     hidden_size: int
@@ -88,6 +88,7 @@ class Eagle3Config:
     rope_scaling: Mapping[str, Any] | None = None
     partial_rotary_factor: float = 1.0
     max_position_embeddings: int = 131072
+    window: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -98,6 +99,12 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         check_layer_shape(self)
         self.rotary.check()
+        require(
+            self.window is None or is_size(self.window),
+            "sliding_window",
+            self.window,
+            f"an integer from 1 to {MAX_SIZE}",
+        )
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
@@ -186,6 +193,7 @@ class Eagle3Config:
             ),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             **rotary,
+            window=_window(layer),
             # True by default in speculators' format only.
             norm_before_residual=flag("norm_before_residual", is_speculators),
             norm_before_fc=flag("norm_before_fc", False),
@@ -196,12 +204,15 @@ class Eagle3Config:
     def to_dict(self) -> dict[str, Any]:
         """Returns a `config.json` object in the trainers' flat form, which vLLM's own method reads
         too."""
-        raw = {k: v for k, v in asdict(self).items() if k not in ("target_layer_ids", "qk_norm")}
+        unlike = ("target_layer_ids", "qk_norm", "window")
+        raw = {k: v for k, v in asdict(self).items() if k not in unlike}
         raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": 1,
+            "layer_types": ["full_attention" if self.window is None else "sliding_attention"],
+            "sliding_window": self.window,
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
@@ -246,6 +257,20 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     return layers
 
 
+def _window(layer: Mapping[str, Any]) -> int | None:
+    """Returns the layer's sliding window, None for full attention."""
+    window = layer.get("sliding_window")
+    require(
+        not window or layer.get("use_sliding_window") is False or bool(layer.get("layer_types")),
+        "sliding_window",
+        window,
+        'absent, or with "layer_types": ["sliding_attention"] or ["full_attention"] beside it '
+        "(programs disagree whether such a head has a window)",
+    )
+    (found,) = read_windows(layer, {}, 1).get("windows", (None,))
+    return found  # type: ignore[no-any-return]
+
+
 def _are_ascending(layers: Sequence[int]) -> bool:
     return 1 <= len(layers) <= _MAX_AUX_LAYERS and list(layers) == sorted(set(layers))
 
@@ -283,20 +308,6 @@ def _refuse_other_heads(
     for name, (legal, why) in _EAGLE_FLAGS.items():
         for source in (eagle, raw):
             require(source.get(name) in legal, name, source.get(name), why)
-    types = layer.get("layer_types") or []
-    require(
-        isinstance(types, list | tuple) and all(t == "full_attention" for t in types[:1]),
-        "layer_types",
-        types,
-        f"'full_attention' ({_WINDOWS})",
-    )
-    window = layer.get("sliding_window")
-    require(
-        not window or layer.get("use_sliding_window") is False or bool(types),
-        "sliding_window",
-        window,
-        f"absent ({_WINDOWS})",
-    )
     for name, legal in {
         "hidden_act": (None, "silu"),
         "mlp_bias": (None, False),

@@ -40,6 +40,8 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
     """
 
     head: FusedDraftLayer
+    window: int | None = None
+    """The layer's sliding window; None for full attention."""
     # [B, H] states of each request's last committed position, in batch order
     _roots: torch.Tensor
     # [B] rows of those positions in the backlog, counted from its end; None if `_roots` is current
@@ -62,7 +64,8 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         return outputs
 
     def cache_specs(self) -> list[DraftCacheSpec]:
-        return [DraftCacheSpec(self.head.shape.num_key_value_heads, self.head.shape.head_dim)]
+        shape = self.head.shape
+        return [DraftCacheSpec(shape.num_key_value_heads, shape.head_dim, self.window)]
 
     def observe(self, committed: CommittedTokens) -> None:
         rows, following = committed.rows, committed.next_token_ids
@@ -226,7 +229,7 @@ class Eagle3Drafter(StateDrafter):
         assert self.options.head_path is not None
         head, extras = load_eagle3_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
-        self.config = head.config
+        self.config, self.window = head.config, head.config.window
         embed = target.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
         # [V, H]
         self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)

@@ -22,12 +22,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm_specplug.drafting.caches import BlockAttention, DraftCacheSpec
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
+    AttnFeatures,
     CpuKvLayout,
     TreeAttnMetadata,
     block_metadata,
     tree_attn,
     tree_metadata,
 )
+from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_attention.cpu import (
     DraftCPUAttentionBackend,
@@ -159,13 +161,19 @@ class PagedDraftCache:
         metadata = tree_metadata(
             requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
         )
-        return self._attention(metadata)
-
-    def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
-        """Returns the attention of rows whose own keys and values are a dense tail."""
-        return lambda layer, query, key, value: attend_with_tail(
-            query, key, value, self.caches[layer], metadata, self.scale, self.layout
+        return self._attention(
+            metadata, [AttnFeatures(window=window or 0) for window in self.windows]
         )
+
+    def _attention(
+        self, metadata: TreeAttnMetadata, features: Sequence[AttnFeatures] | None = None
+    ) -> BlockAttention:
+        """Returns the attention of rows whose own keys and values are a dense tail; `features` are
+        those of each layer."""
+        return lambda layer, query, key, value: attend_with_tail(
+            query, key, value, self.caches[layer], metadata, self.scale, self.layout,
+            features[layer] if features else PLAIN,
+        )  # fmt: skip
 
 
 def attend_with_tail(
@@ -179,8 +187,9 @@ def attend_with_tail(
     metadata: TreeAttnMetadata,
     scale: float,
     layout: CpuKvLayout,
+    features: AttnFeatures = PLAIN,
 ) -> torch.Tensor:
     """Returns the attention [M, Hq, Dh] of tree rows over their context in pages and their tree."""
     output = torch.empty_like(query)
-    tree_attn(query, *views, output, metadata, scale, layout, tail_key=key, tail_value=value)
+    tree_attn(query, *views, output, metadata, scale, layout, key, value, features=features)
     return output

@@ -71,6 +71,24 @@ SPECULATORS_GEMMA4_31B: dict[str, Any] = {
     },
 }  # fmt: skip
 
+# What vllm-project/speculators (Apache-2.0) writes by default since sliding windows came to its
+# EAGLE-3 heads, with the values of a Qwen3-8B target: scripts/train.py, docs/cli/train.md and
+# src/speculators/models/eagle3/config.py, c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b. Not the file of
+# a published head.
+SPECULATORS_QWEN3_8B_WINDOW = SPECULATORS_GEMMA4_31B | {
+    "eagle_aux_hidden_state_layer_ids": [2, 18, 33], "fc_norm": False, "norm_before_fc": True,
+    "norm_output": True,
+    "transformer_layer_config": {
+        "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 12288, "layer_types": ["sliding_attention"],
+        "max_position_embeddings": 40960, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 1, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "sliding_window": 2048, "tie_word_embeddings": False, "use_sliding_window": True,
+        "vocab_size": 151936,
+    },
+}  # fmt: skip
+
 # The template that NVIDIA/Model-Optimizer (Apache-2.0) fills when it exports a head
 # (modelopt/torch/export/plugins/hf_spec_configs.py, a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73), with
 # the values of a Llama-3.1-8B target. Not the file of a published head. Its tensors are
@@ -147,6 +165,8 @@ def small(raw: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         made["target_layer_ids"] = [1, 3, 4]
     if "transformer_layer_config" in raw:
         made["transformer_layer_config"] = {**raw["transformer_layer_config"], **shape}
+        if raw["transformer_layer_config"].get("sliding_window"):
+            made["transformer_layer_config"]["sliding_window"] = 6
         made["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
     else:
         made.update(shape)

@@ -3,7 +3,7 @@
 
 It knows nothing of the package: whole sequences, no cache, a softmax written out. For a sequence
 of tokens t_0 .. t_n with states g_0 .. g_(n-1), row i reads the embedding of t_(i+1) and g_i at
-rotary position i, and attends rows 0 .. i.
+rotary position i, and attends rows 0 .. i, or of a sliding window w only rows i - w + 1 .. i.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ class ReferenceHead:
         k = rotate(project("k", kv), positions, theta, share).repeat_interleave(heads // kv, 1)
         v = project("v", kv).repeat_interleave(heads // kv, 1)
         scores = torch.einsum("ihd,jhd->hij", q, k) / math.sqrt(dim)
-        later = torch.ones(len(x), len(x)).triu(1).bool()
-        mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(later, -math.inf).softmax(-1), v)
+        unseen = torch.ones(len(x), len(x)).triu(1).bool()
+        if "sliding_attention" in (c.get("layer_types") or []):
+            unseen |= torch.ones(len(x), len(x)).tril(-c["sliding_window"]).bool()
+        mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(unseen, -math.inf).softmax(-1), v)
         h = residual + mixed.reshape(len(x), -1) @ w["self_attn.o_proj.weight"].T
         h = h + w.get("self_attn.o_proj.bias", torch.zeros(1))
         y = rms(h, w["post_attention_layernorm.weight"], self.eps)

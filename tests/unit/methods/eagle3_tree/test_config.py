@@ -41,6 +41,14 @@ def test_speculators_count_the_embedding_and_norm_the_residual() -> None:
     assert read(unsaid, 60).norm_before_residual
 
 
+def test_speculators_name_the_layers_with_a_window() -> None:
+    raw = published.SPECULATORS_QWEN3_8B_WINDOW
+    assert read(raw).window == 2048
+    layer = {**raw["transformer_layer_config"], "layer_types": ["full_attention"]}
+    layer["use_sliding_window"] = False
+    assert read({**raw, "transformer_layer_config": layer}).window is None
+
+
 def test_model_optimizer_counts_layers_from_zero_and_scales_its_rotary_embedding() -> None:
     config = read(published.MODELOPT_LLAMA31_8B, 32)
     assert config.target_layer_ids == (1, 15, 28)
@@ -79,7 +87,8 @@ def test_both_ways_of_numbering_layers(place: str, ids: list[int], layers: tuple
 
 
 def test_a_config_written_here_reads_back() -> None:
-    for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B"):
+    for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B",
+                 "SPECULATORS_QWEN3_8B_WINDOW"):  # fmt: skip
         config = read(getattr(published, name), 32)
         assert read(config.to_dict(), 32) == config
 
@@ -92,8 +101,12 @@ def test_a_config_written_here_reads_back() -> None:
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA"]),
         ({"pard_token": 7}, ["pard_token", "P-EAGLE"]),
         ({"speculators_model_type": "peagle"}, ["speculators_model_type", "peagle", "eagle3"]),
-        ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding"]),
-        ({"sliding_window": 512, "use_sliding_window": None}, ["sliding_window", "512"]),
+        ({"layer_types": ["sliding_attention"], "use_sliding_window": None},
+         ["sliding_window", "None", "an integer from 1"]),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 512}, ["use_sliding_window"]),
+        ({"layer_types": ["linear_attention"]}, ["layer_types", "linear_attention", "sliding"]),
+        ({"sliding_window": 512, "use_sliding_window": None},
+         ["sliding_window", "512", '"layer_types"']),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
         ({"partial_rotary_factor": 0.01}, ["partial_rotary_factor", "even number of 80"]),

@@ -16,7 +16,9 @@ from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests
 
 
-@pytest.mark.parametrize("layout", ["specforge", "specforge_eagle31", "speculators", "yuhuili"])
+@pytest.mark.parametrize(
+    "layout", ["specforge", "specforge_eagle31", "speculators", "speculators_window", "yuhuili"]
+)
 def test_each_branch_equals_the_chain_along_it(layout: str, tmp_path: Path) -> None:
     world = World(tmp_path, layout)
     world.commit_all()
@@ -30,7 +32,7 @@ def test_each_branch_equals_the_chain_along_it(layout: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("expand", [16, 3])
-@pytest.mark.parametrize("layout", ["specforge", "yuhuili"])
+@pytest.mark.parametrize("layout", ["specforge", "speculators_window", "yuhuili"])
 def test_trees_of_a_device_are_those_of_the_host(layout: str, expand: int, tmp_path: Path) -> None:
     host, device = (World(tmp_path, layout, expand, device_cache=d) for d in (False, True))
     asked = [[16, 9, 16, 12], [8, 8, 1, 3]]
@@ -83,6 +85,17 @@ def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
     expected = ordered.drafter.target_states(ordered.drafter.target_outputs(taken))
     torch.testing.assert_close(shuffled.drafter._roots, expected)
     assert len(seen) == 1 and len(states) == 4
+
+
+def test_a_window_that_is_not_applied_is_noticed(tmp_path: Path) -> None:
+    """The control."""
+    world = World(tmp_path, "speculators_window")
+    world.commit_all()
+    assert world.cache.window == 6
+    world.cache.window = None
+    tree = world.drafter.propose(world.requests([8] * 4, [8] * 4))[-1]
+    with pytest.raises(AssertionError):
+        world.check(3, tree)
 
 
 def _exact(world: World, r: int, budget: int, depth: int, beam: int | None = None) -> list[Any]:

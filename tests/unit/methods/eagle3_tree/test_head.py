@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def causal(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+) -> torch.Tensor:
     mask = torch.ones(len(q), len(k)).tril().bool()
+    if window is not None:
+        mask = mask.triu(1 - window)
     return dense_attention(q, k, v, q.shape[-1] ** -0.5, q.shape[1] // k.shape[1], mask)[0]
 
 
@@ -50,12 +55,13 @@ def test_rows_are_those_of_the_equations(variant: str, form: Any, tmp_path: Path
     config["rope_theta"] = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
     reference = ReferenceHead(config, tensors)
     head = form(load_eagle3_head(tmp_path, SMALL)[0])
+    attention = partial(causal, window=head.config.window)
     torch.manual_seed(1)
     embeds, aux = torch.randn(ROWS, 16), [torch.randn(ROWS, 16) for _ in range(3)]
     positions = torch.arange(ROWS)
     states = head.features(torch.cat(aux, -1))
     torch.testing.assert_close(states, reference.fuse(aux), atol=1e-4, rtol=1e-4)
-    ours = head.forward(embeds, states, positions, causal)
+    ours = head.forward(embeds, states, positions, attention)
     for a, b in zip(ours, reference.run(embeds, states, positions), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     # What is written for the context is what the rows bring themselves.
@@ -63,7 +69,7 @@ def test_rows_are_those_of_the_equations(variant: str, form: Any, tmp_path: Path
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         seen.extend((k, v))
-        return causal(q, k, v)
+        return attention(q, k, v)
 
     head.forward(embeds, states, positions, attend)
     for a, b in zip(head.context_kv(embeds, states, positions), seen, strict=True):

@@ -35,6 +35,7 @@ class DenseCache:
     def __init__(self) -> None:
         self.key = torch.full((1000, KV_HEADS, DIM), float("nan"))
         self.value = self.key.clone()
+        self.window: int | None = None
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         self.key[slots], self.value[slots] = keys[0], values[0]
@@ -50,7 +51,7 @@ class DenseCache:
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             contexts = [(self.key[at], self.value[at]) for at in slots]
-            return tree_attention(q, k, v, contexts, parents)
+            return tree_attention(q, k, v, contexts, parents, self.window)
 
         return attend
 
@@ -94,6 +95,8 @@ class World:
         self.drafter.frontier_width = expand  # type: ignore[misc]
         self.drafter.lm_head = plain_linear(self.lm_head, None)
         self.cache = DenseDeviceCache() if device_cache else DenseCache()
+        (spec,) = self.drafter.cache_specs()
+        self.cache.window = spec.window
         self.drafter.bind_cache(self.cache)  # type: ignore[arg-type]
         self.tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
         self.aux = [[torch.randn(n, HIDDEN) for _ in range(3)] for n in LENGTHS]
