@@ -84,6 +84,7 @@ EAGLE3_HEADS = {
     "SPECFORGE_QWEN3_30B_EAGLE31": ("EAGLE-3.1", "SpecForge", "Qwen3-30B-A3B"),
     "SPECULATORS_GEMMA4_31B": ("EAGLE-3", "RedHatAI, speculators", "gemma-4-31B-it"),
     "SPECULATORS_QWEN3_8B_WINDOW": ("EAGLE-3 with a sliding window", "speculators", "Qwen3-8B"),
+    "SPECULATORS_QWEN3_8B_LAYERS": ("EAGLE-3 with three layers", "speculators", "Qwen3-8B"),
     "MODELOPT_LLAMA31_8B": ("EAGLE-3", "NVIDIA Model Optimizer", "Llama-3.1-8B"),
     "ANGELSLIM_QWEN3_8B": ("EAGLE-3", "AngelSlim", "Qwen3-8B"),
     "DEEPSPEC_QWEN3_4B": ("EAGLE-3", "DeepSpec", "Qwen3-4B"),

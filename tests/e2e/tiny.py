@@ -285,7 +285,7 @@ def make_eagle3_head(
     num_heads: int = HEADS,
     num_kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
-    window: int | None = None,
+    windows: tuple[int | None, ...] = (None,),
 ) -> Path:
     """A random EAGLE-3 head for `make_target`'s model; its attention may have another shape."""
     from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head
@@ -305,7 +305,7 @@ def make_eagle3_head(
             draft_vocab_size=size,
             target_hidden_size=HIDDEN,
             target_layer_ids=(0, 1),
-            window=window,
+            windows=windows,
         )
     )
     ids = torch.randperm(vocab_size)[:size].sort().values

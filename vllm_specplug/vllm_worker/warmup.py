@@ -89,8 +89,13 @@ def _draft_every_depth(state: RunnerView) -> None:
 class _NoCache:
     """A `DraftCache` before there are pages. It allocates a real cache's temporary memory."""
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
+    ) -> None:
         pass
+
+    def context_attention(self, table_rows: Any, positions: Any, slots: Any) -> Any:
+        return self.block_attention(table_rows, 0, causal=True)
 
     def block_attention(self, requests: DraftRequests, rows: int, causal: Any) -> Any:
         return lambda layer, query, key, value: torch.zeros_like(

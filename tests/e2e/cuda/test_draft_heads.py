@@ -75,17 +75,15 @@ def test_local_head_and_ngrams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "ahead", "window"),
-    [("eagle3_tree", False, None), ("eagle3_tree", True, None), ("eagle3_tree", True, 8),
+    ("method", "ahead", "windows"),
+    [("eagle3_tree", False, None), ("eagle3_tree", True, None), ("eagle3_tree", True, (8, None)),
      ("mtp_tree", True, None)],
 )  # fmt: skip
-def test_draft_layers_on_the_device(
-    method: str, ahead: bool, window: int | None, tmp_path: Path
-) -> None:
+def test_draft_layers_on_the_device(method: str, ahead: bool, windows: Any, tmp_path: Path) -> None:
     head = None
-    if window is not None:
+    if windows is not None:
         vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-        head = {"model": str(make_eagle3_head(tmp_path, vocab, window=window))}
+        head = {"model": str(make_eagle3_head(tmp_path, vocab, windows=windows))}
     with knowing_levels() as drafts:
         made = engines(method, ahead=ahead, ngram_topk=0, nodes=10, head=head)
         assert compare(made, ahead).skipping > 1

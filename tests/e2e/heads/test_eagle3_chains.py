@@ -93,13 +93,15 @@ def test_drafts_after_steps_without_any() -> None:
         assert always.seen[known] == seldom.seen[known], len(known)
 
 
-@pytest.mark.parametrize("kind", ["other heads", "window"])
-def test_a_layer_unlike_the_targets(kind: str, tmp_path: Path) -> None:
-    """The same drafts, and plain outputs. Pages have a shape of their own, with more KV heads than the
-    target has query heads; a sliding window is shorter than most prompts here."""
+@pytest.mark.parametrize("kind", ["other heads", "window", "layers"])
+def test_layers_unlike_the_targets(kind: str, tmp_path: Path) -> None:
+    """The same drafts, and plain outputs. Pages have a shape of their own, with more KV heads than
+    the target has query heads; a sliding window is shorter than most prompts here."""
     shapes = {
-        "other heads": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64}, "window": {"window": 12}
-    }  # fmt: skip
+        "other heads": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64},
+        "window": {"windows": (12,)},
+        "layers": {"windows": (None, None, None)},
+    }
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
     head = make_eagle3_head(tmp_path, vocab, draft_vocab_size=vocab - 40, **shapes[kind])
     options = {"model": str(head)}

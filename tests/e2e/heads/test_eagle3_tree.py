@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pa
     heads = {
         # The head's draft vocabulary lacks a token.
         name: make_eagle3_head(folder / name, VOCAB, draft_vocab_size=VOCAB - 1, **shape)
-        for name, shape in {"plain": {}, "window": {"window": 9}}.items()
+        for name, shape in {"plain": {}, "windows": {"windows": (9, None)}}.items()
     }
     return make_target(folder / "target", VOCAB), heads
 
@@ -52,7 +52,7 @@ CROWDED = {
 }
 
 
-@pytest.mark.parametrize("head", ["plain", "window"])
+@pytest.mark.parametrize("head", ["plain", "windows"])
 def test_output_equals_plain_decoding(head: str, models: tuple[Path, dict[str, Path]]) -> None:
     plain = _run(models, {})
     tree = _run(

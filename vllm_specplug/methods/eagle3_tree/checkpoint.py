@@ -29,7 +29,6 @@ from vllm_specplug.methods.eagle3_tree.config import (
     AUX_LAYERS_KEY,
     NAME_LAYERS,
     PARALLEL,
-    SEVERAL_LAYERS,
     Eagle3Config,
 )
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
@@ -160,8 +159,6 @@ def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) ->
             f"{what} holds the tensor 'mask_hidden', legal: EAGLE-3 heads that draft token by "
             f"token. {PARALLEL}"
         )
-    if any(re.match(r"layers\.([1-9]|0\.[0-9])", name) for name in tensors):
-        raise ValueError(f"{what} holds several layers, legal: 1 ({SEVERAL_LAYERS})")
 
 
 def _check_columns(

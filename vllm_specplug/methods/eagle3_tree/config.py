@@ -19,11 +19,12 @@ from vllm_specplug.options import is_integer
 logger = logging.getLogger(__name__)
 
 _MAX_AUX_LAYERS = 16
+_MAX_LAYERS = 256
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Zero-based, in heads of DeepSpec and of this package. The other key's numbering is ambiguous.
 _OWN_LAYERS_KEY = "target_layer_ids"
 NAME_LAYERS = f"name the layers, counted from 0, under {_OWN_LAYERS_KEY} in the head's config.json"
-# Names of a head of one Llama-like layer in the public trainers and in vLLM. Some trainers write
+# Names of a head of Llama-like layers in the public trainers and in vLLM. Some trainers write
 # the architecture of the layer's model family; the tensors tell the rest.
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -43,7 +44,6 @@ PARALLEL = (
     "P-EAGLE heads draft in parallel: vLLM's own method eagle3 runs them, with "
     '"parallel_drafting": true'
 )
-SEVERAL_LAYERS = "heads of several layers are not served; vLLM's own method eagle3 runs them"
 _PARALLEL_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 # Flags of `eagle_config` and the values that this head supports.
 _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -63,12 +63,12 @@ def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Shape of an EAGLE-3 head of one layer.
+    """Shape of an EAGLE-3 head.
 
     `target_layer_ids` are zero-based and ascending: id i is the output of the target's decoder
     layer i. `rope_scaling` is None for the default rotary embedding, which rotates the leading
     `partial_rotary_factor` of each head. `norm_before_fc` is one norm over the joined target
-    states, `fc_norm` one norm for each of them. `window` is the layer's sliding window, None for
+    states, `fc_norm` one norm for each of them. `windows` has each layer's sliding window, None for
     full attention: a row at position p attends positions p - window + 1 to p. `norm_output` says
     that a drafted token's state is fed to the next one after the final norm, not before it. The
     reader takes `qk_norm` and `attention_bias` from the tensors.
@@ -88,7 +88,7 @@ class Eagle3Config:
     rope_scaling: Mapping[str, Any] | None = None
     partial_rotary_factor: float = 1.0
     max_position_embeddings: int = 131072
-    window: int | None = None
+    windows: tuple[int | None, ...] = (None,)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -100,9 +100,9 @@ class Eagle3Config:
         check_layer_shape(self)
         self.rotary.check()
         require(
-            self.window is None or is_size(self.window),
+            all(window is None or is_size(window) for window in self.windows),
             "sliding_window",
-            self.window,
+            self.windows,
             f"an integer from 1 to {MAX_SIZE}",
         )
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
@@ -117,6 +117,11 @@ class Eagle3Config:
             f"1 to {_MAX_AUX_LAYERS} different layers in ascending order, as the target gives "
             "their outputs",
         )
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.windows)
 
     @property
     def rotary(self) -> Rotary:
@@ -193,7 +198,7 @@ class Eagle3Config:
             ),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             **rotary,
-            window=_window(layer),
+            windows=_windows(layer),
             # True by default in speculators' format only.
             norm_before_residual=flag("norm_before_residual", is_speculators),
             norm_before_fc=flag("norm_before_fc", False),
@@ -204,15 +209,18 @@ class Eagle3Config:
     def to_dict(self) -> dict[str, Any]:
         """Returns a `config.json` object in the trainers' flat form, which vLLM's own method reads
         too."""
-        unlike = ("target_layer_ids", "qk_norm", "window")
+        unlike = ("target_layer_ids", "qk_norm", "windows")
         raw = {k: v for k, v in asdict(self).items() if k not in unlike}
         raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "num_hidden_layers": 1,
-            "layer_types": ["full_attention" if self.window is None else "sliding_attention"],
-            "sliding_window": self.window,
+            "num_hidden_layers": self.num_hidden_layers,
+            "layer_types": [
+                "full_attention" if window is None else "sliding_attention"
+                for window in self.windows
+            ],
+            "sliding_window": next((w for w in self.windows if w is not None), None),
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
@@ -257,8 +265,11 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     return layers
 
 
-def _window(layer: Mapping[str, Any]) -> int | None:
-    """Returns the layer's sliding window, None for full attention."""
+def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer, None for full attention."""
+    count = 1
+    if layer.get("num_hidden_layers") is not None:
+        count = required_size(layer, "num_hidden_layers", _MAX_LAYERS)
     window = layer.get("sliding_window")
     require(
         not window or layer.get("use_sliding_window") is False or bool(layer.get("layer_types")),
@@ -267,8 +278,8 @@ def _window(layer: Mapping[str, Any]) -> int | None:
         'absent, or with "layer_types": ["sliding_attention"] or ["full_attention"] beside it '
         "(programs disagree whether such a head has a window)",
     )
-    (found,) = read_windows(layer, {}, 1).get("windows", (None,))
-    return found  # type: ignore[no-any-return]
+    found: tuple[int | None, ...] = read_windows(layer, {}, count).get("windows", (None,) * count)
+    return found
 
 
 def _are_ascending(layers: Sequence[int]) -> bool:
@@ -292,13 +303,6 @@ def _refuse_other_heads(
     require(not parallel, "architectures", stated, f"those of EAGLE-3 heads ({PARALLEL})")
     for name in _PARALLEL_KEYS:
         require(raw.get(name) is None, name, raw.get(name), f"absent ({PARALLEL})")
-    layers = layer.get("num_hidden_layers", 1)
-    require(
-        layers == 1 and not isinstance(layers, bool),
-        "num_hidden_layers",
-        layers,
-        f"1 ({SEVERAL_LAYERS})",
-    )
     require(
         all(name in _ARCHITECTURES for name in stated),
         "architectures",

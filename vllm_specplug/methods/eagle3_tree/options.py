@@ -27,5 +27,5 @@ class Eagle3Options(MethodOptions):
             depth=min(shared.tree_depth or DEFAULT_LEVELS, shared.num_speculative_tokens),
             head_path=str(path),
             hidden_layers=head.target_layer_ids,
-            needs=frozenset({Capability.CONTEXT_WINDOW} if head.window else ()),
+            needs=frozenset({Capability.CONTEXT_WINDOW} if any(head.windows) else ()),
         )

@@ -26,6 +26,7 @@ from vllm_specplug.kernels import (
     CpuKvLayout,
     TreeAttnMetadata,
     block_metadata,
+    single_row_metadata,
     tree_attn,
     tree_metadata,
 )
@@ -97,14 +98,18 @@ class PagedDraftCache:
         self.knows_slots = not has_kv_transfer_group()
         self.layout = cpu_kv_layout(layers[0].kv_cache)
         self.windows = [layer.spec.window for layer in layers]
+        self.features = [AttnFeatures(window=window or 0) for window in self.windows]
         self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
+    ) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
         from vllm import _custom_ops as ops
 
         make_finite(keys, values)
-        for (key_cache, value_cache), key, value in zip(self.caches, keys, values, strict=True):
+        caches = self.caches[first_layer : first_layer + len(keys)]
+        for (key_cache, value_cache), key, value in zip(caches, keys, values, strict=True):
             ops.cpu_attn_reshape_and_cache(
                 key, value, key_cache, value_cache, slots, self.layout.isa
             )
@@ -161,9 +166,16 @@ class PagedDraftCache:
         metadata = tree_metadata(
             requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
         )
-        return self._attention(
-            metadata, [AttnFeatures(window=window or 0) for window in self.windows]
+        return self._attention(metadata, self.features)
+
+    def context_attention(
+        self, table_rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> BlockAttention:
+        """Returns the attention of committed tokens over the tokens up to them."""
+        metadata = single_row_metadata(
+            table_rows, positions, slots, self.block_table(), int(positions.max())
         )
+        return self._attention(metadata, self.features)
 
     def _attention(
         self, metadata: TreeAttnMetadata, features: Sequence[AttnFeatures] | None = None

@@ -20,6 +20,7 @@ LAYOUTS: dict[str, tuple[str, str, str]] = {
     "specforge_eagle31": ("SPECFORGE_QWEN3_30B_EAGLE31", "midlayer.", "model.safetensors"),
     "speculators": ("SPECULATORS_GEMMA4_31B", "layers.0.", "model.safetensors"),
     "speculators_window": ("SPECULATORS_QWEN3_8B_WINDOW", "layers.0.", "model.safetensors"),
+    "speculators_layers": ("SPECULATORS_QWEN3_8B_LAYERS", "layers.0.", "model.safetensors"),
     "modelopt": ("MODELOPT_LLAMA31_8B", "layers.0.", "model.safetensors"),
     "modelopt_megatron": ("MODELOPT_LLAMA31_8B", "midlayer.", "model.safetensors"),
     "angelslim": ("ANGELSLIM_QWEN3_8B", "midlayer.", "model.safetensors"),

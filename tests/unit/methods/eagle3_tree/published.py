@@ -89,6 +89,14 @@ SPECULATORS_QWEN3_8B_WINDOW = SPECULATORS_GEMMA4_31B | {
     },
 }  # fmt: skip
 
+# The same with --num-layers 3 --full-attention-indices 1.
+SPECULATORS_QWEN3_8B_LAYERS = SPECULATORS_QWEN3_8B_WINDOW | {
+    "transformer_layer_config": SPECULATORS_QWEN3_8B_WINDOW["transformer_layer_config"] | {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+    },
+}  # fmt: skip
+
 # The template that NVIDIA/Model-Optimizer (Apache-2.0) fills when it exports a head
 # (modelopt/torch/export/plugins/hf_spec_configs.py, a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73), with
 # the values of a Llama-3.1-8B target. Not the file of a published head. Its tensors are
@@ -199,6 +207,13 @@ def shapes_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str,
         "norm.weight": (h,),
         "lm_head.weight": (draft_vocab, h),
     }
+    for i in range(1, c["num_hidden_layers"]):
+        first = {k.removeprefix(prefix): v for k, v in shapes.items() if k.startswith(prefix)}
+        shapes |= {
+            f"layers.{i}.{name}": (shape[0], h) if name.endswith(("q_proj.weight",
+            "k_proj.weight", "v_proj.weight")) else shape
+            for name, shape in first.items() if name != "hidden_norm.weight"
+        }  # fmt: skip
     if "target_layer_ids" in raw:  # DeepSpec
         shapes["embed_tokens.weight"] = (c["vocab_size"], h)
         shapes |= {f"{prefix}self_attn.{n}_norm.weight": (dim,) for n in "qk"}

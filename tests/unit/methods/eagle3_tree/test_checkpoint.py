@@ -105,9 +105,14 @@ def _refused(folder: Path, target: Any = SMALL) -> str:
     [
         ({}, {"mask_hidden": torch.zeros(1, 48)}, ["mask_hidden", "P-EAGLE", "parallel_drafting"]),
         ({}, {"layers.1.mlp.up_proj.weight": torch.zeros(24, 16)},
-         ["several layers", "own method eagle3"]),
+         ["unexpected", "layers.1.mlp.up_proj.weight"]),
+        # As the first layer's.
+        ({"num_hidden_layers": 2}, {"layers.1.self_attn.q_proj.weight": torch.zeros(32, 32)},
+         ["misshapen layers.1.self_attn.q_proj.weight", "[32, 32]", "[32, 16]"]),
+        ({"num_hidden_layers": 2}, {"layers.1.hidden_norm.weight": torch.ones(16)},
+         ["unexpected", "layers.1.hidden_norm.weight"]),
         # Model-Optimizer's, trained with Megatron.
-        ({}, {"midlayer.0.mlp.up_proj.weight": torch.zeros(24, 16)}, ["several layers"]),
+        ({}, {"midlayer.0.mlp.up_proj.weight": torch.zeros(24, 16)}, ["unexpected"]),
         ({}, {"layers.0.hidden_norm.weight": torch.zeros(16)}, ["twice"]),
         ({}, {"midlayer.mlp.experts.0.up.weight": torch.zeros(2, 2)}, ["unexpected", "experts"]),
         ({}, {"fc.weight": torch.zeros(16, 80)}, ["5 layers", "states 3"]),
@@ -118,7 +123,7 @@ def _refused(folder: Path, target: Any = SMALL) -> str:
          ["misshapen fc_norm.0.weight"]),
     ],
 )  # fmt: skip
-def test_what_is_no_head_of_one_layer_is_refused(
+def test_what_is_no_head_of_its_config_is_refused(
     changes: Any, extra: Any, words: list[str], tmp_path: Path
 ) -> None:
     write_head(tmp_path, "specforge", extra=extra, **changes)

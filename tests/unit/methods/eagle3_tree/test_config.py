@@ -43,10 +43,11 @@ def test_speculators_count_the_embedding_and_norm_the_residual() -> None:
 
 def test_speculators_name_the_layers_with_a_window() -> None:
     raw = published.SPECULATORS_QWEN3_8B_WINDOW
-    assert read(raw).window == 2048
+    assert read(raw).windows == (2048,)
+    assert read(published.SPECULATORS_QWEN3_8B_LAYERS).windows == (2048, None, 2048)
     layer = {**raw["transformer_layer_config"], "layer_types": ["full_attention"]}
     layer["use_sliding_window"] = False
-    assert read({**raw, "transformer_layer_config": layer}).window is None
+    assert read({**raw, "transformer_layer_config": layer}).windows == (None,)
 
 
 def test_model_optimizer_counts_layers_from_zero_and_scales_its_rotary_embedding() -> None:
@@ -88,7 +89,7 @@ def test_both_ways_of_numbering_layers(place: str, ids: list[int], layers: tuple
 
 def test_a_config_written_here_reads_back() -> None:
     for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B",
-                 "SPECULATORS_QWEN3_8B_WINDOW"):  # fmt: skip
+                 "SPECULATORS_QWEN3_8B_WINDOW", "SPECULATORS_QWEN3_8B_LAYERS"):  # fmt: skip
         config = read(getattr(published, name), 32)
         assert read(config.to_dict(), 32) == config
 
@@ -96,7 +97,9 @@ def test_a_config_written_here_reads_back() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": 2}, ["num_hidden_layers", "2", "own method eagle3"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0", "integer"]),
+        ({"num_hidden_layers": 257}, ["num_hidden_layers", "257", "256"]),
+        ({"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["layer_types", "2 draft"]),
         ({"architectures": ["PEagleDraftModel"]}, ["PEagleDraftModel", "parallel_drafting"]),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA"]),
         ({"pard_token": 7}, ["pard_token", "P-EAGLE"]),

@@ -36,10 +36,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def causal(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None = None
+    windows: tuple[int | None, ...], layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
     mask = torch.ones(len(q), len(k)).tril().bool()
-    if window is not None:
+    if (window := windows[layer]) is not None:
         mask = mask.triu(1 - window)
     return dense_attention(q, k, v, q.shape[-1] ** -0.5, q.shape[1] // k.shape[1], mask)[0]
 
@@ -55,7 +55,7 @@ def test_rows_are_those_of_the_equations(variant: str, form: Any, tmp_path: Path
     config["rope_theta"] = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
     reference = ReferenceHead(config, tensors)
     head = form(load_eagle3_head(tmp_path, SMALL)[0])
-    attention = partial(causal, window=head.config.window)
+    attention = partial(causal, head.config.windows)
     torch.manual_seed(1)
     embeds, aux = torch.randn(ROWS, 16), [torch.randn(ROWS, 16) for _ in range(3)]
     positions = torch.arange(ROWS)
@@ -67,12 +67,12 @@ def test_rows_are_those_of_the_equations(variant: str, form: Any, tmp_path: Path
     # What is written for the context is what the rows bring themselves.
     seen: list[torch.Tensor] = []
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        seen.extend((k, v))
-        return attention(q, k, v)
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen[:] = k, v
+        return attention(layer, q, k, v)
 
     head.forward(embeds, states, positions, attend)
-    for a, b in zip(head.context_kv(embeds, states, positions), seen, strict=True):
+    for a, b in zip(head.context_kv(embeds, states, positions, attention), seen, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -121,7 +121,7 @@ def test_three_positions_of_text_turn_as_one(interleaved: bool, tmp_path: Path) 
     expected, _ = rope.forward_native(
         positions.expand(3, -1), query.flatten(1).clone(), key.flatten(1).clone()
     )
-    ours = head._rotate(query, positions)
+    ours = head.layers[0]._rotate(query, positions)
     torch.testing.assert_close(ours.flatten(1), expected, atol=1e-5, rtol=1e-5)
 
 
