@@ -12,10 +12,11 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_levels
+from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_contexts, knowing_levels
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, compare, compare_block_head, engines
 from tests.e2e.pair import target
 from tests.e2e.tiny import make_dflash2_head, make_dspark_head, make_eagle3_head
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 pytestmark = [*INTERPRETED, pytest.mark.full]
@@ -75,19 +76,25 @@ def test_local_head_and_ngrams() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "ahead", "windows"),
-    [("eagle3_tree", False, None), ("eagle3_tree", True, None), ("eagle3_tree", True, (8, None)),
-     ("mtp_tree", True, None)],
-)  # fmt: skip
-def test_draft_layers_on_the_device(method: str, ahead: bool, windows: Any, tmp_path: Path) -> None:
-    head = None
-    if windows is not None:
-        vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-        head = {"model": str(make_eagle3_head(tmp_path, vocab, windows=windows))}
+    ("method", "ahead"), [("eagle3_tree", False), ("eagle3_tree", True), ("mtp_tree", True)]
+)
+def test_draft_layers_on_the_device(method: str, ahead: bool) -> None:
     with knowing_levels() as drafts:
-        made = engines(method, ahead=ahead, ngram_topk=0, nodes=10, head=head)
+        made = engines(method, ahead=ahead, ngram_topk=0, nodes=10)
         assert compare(made, ahead).skipping > 1
     assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+@pytest.mark.parametrize("mask", [None, 2])
+def test_several_layers_on_the_device(mask: int | None, tmp_path: Path) -> None:
+    """One with a sliding window; with a mask token, levels are drafted in one forward."""
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    head = make_eagle3_head(tmp_path, vocab, windows=(8, None, None), mask_token_id=mask)
+    with knowing_levels(Eagle3Drafter) as drafts, knowing_contexts() as contexts:
+        made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
+        assert compare(made, True).skipping > 1
+    assert drafts.nodes > 50 and not drafts.differing, drafts
+    assert len(contexts) > 10 and max(contexts) > 40, contexts
 
 
 def test_draft_layer_and_ngrams() -> None:

@@ -16,6 +16,11 @@ from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("eagle3_tree")]
 
 LONG = [(7 * i * i + 3 * i) % 9 + 2 for i in range(101)]
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": {"windows": (9, None)},
+    "parallel": {"windows": (None, 9), "mask_token_id": 2},
+}
 CALLS = [
     {"prompts": PROMPTS, "params": PARAMS},
     {"prompts": [[*p, *([5, 6, 7, 8] * 16)] for p in PROMPTS], "params": PARAMS},
@@ -31,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pa
     heads = {
         # The head's draft vocabulary lacks a token.
         name: make_eagle3_head(folder / name, VOCAB, draft_vocab_size=VOCAB - 1, **shape)
-        for name, shape in {"plain": {}, "windows": {"windows": (9, None)}}.items()
+        for name, shape in SHAPES.items()
     }
     return make_target(folder / "target", VOCAB), heads
 
@@ -52,7 +57,7 @@ CROWDED = {
 }
 
 
-@pytest.mark.parametrize("head", ["plain", "windows"])
+@pytest.mark.parametrize("head", SHAPES)
 def test_output_equals_plain_decoding(head: str, models: tuple[Path, dict[str, Path]]) -> None:
     plain = _run(models, {})
     tree = _run(

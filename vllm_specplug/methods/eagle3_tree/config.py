@@ -36,22 +36,22 @@ _ARCHITECTURES = (
     "Eagle3Speculator",
     "Eagle3DraftModel",
     "Eagle3LlamaModel",
+    "PEagleDraftModel",
+    "PEagleSpeculator",
+    "PeagleLlamaForCausalLM",
+    "PeagleQwen3ForCausalLM",
     "Qwen3Eagle3Model",
     "LlamaForCausalLM",
 )
-# vLLM 0.32 runs these heads as chains.
-PARALLEL = (
-    "P-EAGLE heads draft in parallel: vLLM's own method eagle3 runs them, with "
-    '"parallel_drafting": true'
-)
-_PARALLEL_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+# Names of the mask token of P-EAGLE heads, as vLLM looks for them.
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Flags of `eagle_config` and the values that this head supports.
 _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_aux_hidden_state": ((None, True), "true (the head reads several layers of the target)"),
     "use_input_layernorm_in_first_layer": ((None, True), "true (embeddings are normed)"),
     "use_last_layernorm": ((None, True), "true (a norm stands before the LM head)"),
     "use_mtp_layernorm": ((None, False), "false"),
-    "parallel_draft_step": ((None, 0, 1), "1 (heads that draft in parallel are not served)"),
+    "parallel_draft_step": ((None, 0, 1), "1 (parallel draft heads are not served)"),
 }
 
 
@@ -71,7 +71,8 @@ class Eagle3Config:
     states, `fc_norm` one norm for each of them. `windows` has each layer's sliding window, None for
     full attention: a row at position p attends positions p - window + 1 to p. `norm_output` says
     that a drafted token's state is fed to the next one after the final norm, not before it. The
-    reader takes `qk_norm` and `attention_bias` from the tensors.
+    reader takes `qk_norm` and `attention_bias` from the tensors. With `mask_token_id` the head
+    drafts in parallel (P-EAGLE): a drafted token is this token with a trained state.
     """
 
     hidden_size: int
@@ -89,6 +90,7 @@ class Eagle3Config:
     partial_rotary_factor: float = 1.0
     max_position_embeddings: int = 131072
     windows: tuple[int | None, ...] = (None,)
+    mask_token_id: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -104,6 +106,13 @@ class Eagle3Config:
             "sliding_window",
             self.windows,
             f"an integer from 1 to {MAX_SIZE}",
+        )
+        mask = self.mask_token_id
+        require(
+            mask is None or (is_integer(mask) and 0 <= mask < self.vocab_size),
+            "mask_token_id",
+            mask,
+            f"0..{self.vocab_size - 1} (P-EAGLE heads draft with a mask token)",
         )
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             require(
@@ -155,10 +164,10 @@ class Eagle3Config:
         is_speculators = raw.get("speculators_model_type") is not None or nested is not None
         kind = raw.get("speculators_model_type")
         require(
-            kind in (None, "eagle3"),
+            kind in (None, "eagle3", "peagle"),
             "speculators_model_type",
             kind,
-            f"'eagle3' ({PARALLEL})",
+            "'eagle3' or 'peagle'",
         )
         layer = nested if is_speculators else raw
         require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
@@ -199,8 +208,9 @@ class Eagle3Config:
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             **rotary,
             windows=_windows(layer),
-            # True by default in speculators' format only.
-            norm_before_residual=flag("norm_before_residual", is_speculators),
+            mask_token_id=_mask_token(raw),
+            # True by default in speculators' format of EAGLE-3 only.
+            norm_before_residual=flag("norm_before_residual", is_speculators and kind != "peagle"),
             norm_before_fc=flag("norm_before_fc", False),
             fc_norm=flag("fc_norm", False),
             norm_output=flag("norm_output", False),
@@ -265,6 +275,20 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     return layers
 
 
+def _mask_token(raw: Mapping[str, Any]) -> Any:
+    """Returns the mask token of a P-EAGLE head, None for other heads."""
+    found = [raw[name] for name in _MASK_KEYS if raw.get(name) is not None]
+    kinds = [str(raw.get("speculators_model_type")), *(raw.get("architectures") or [])]
+    is_parallel = any("peagle" in kind.lower() for kind in kinds)
+    require(
+        bool(found) or not is_parallel,
+        _MASK_KEYS[0],
+        None,
+        "the token that the head was trained with for tokens to draft (P-EAGLE)",
+    )
+    return found[0] if found else None
+
+
 def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Returns the sliding window of each layer, None for full attention."""
     count = 1
@@ -299,16 +323,14 @@ def _refuse_other_heads(
     stated = raw.get("architectures") or []
     listed = isinstance(stated, list | tuple) and all(isinstance(name, str) for name in stated)
     require(listed, "architectures", stated, "a list of names")
-    parallel = any("peagle" in name.lower() for name in stated)
-    require(not parallel, "architectures", stated, f"those of EAGLE-3 heads ({PARALLEL})")
-    for name in _PARALLEL_KEYS:
-        require(raw.get(name) is None, name, raw.get(name), f"absent ({PARALLEL})")
     require(
         all(name in _ARCHITECTURES for name in stated),
         "architectures",
         stated,
         f"{', '.join(_ARCHITECTURES)} (heads with MLA or experts are not served)",
     )
+    experts = layer.get("use_moe")
+    require(not experts, "use_moe", experts, "absent or false (heads with experts are not served)")
     for name, (legal, why) in _EAGLE_FLAGS.items():
         for source in (eagle, raw):
             require(source.get(name) in legal, name, source.get(name), why)

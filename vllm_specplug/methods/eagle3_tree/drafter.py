@@ -183,7 +183,7 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
                 self.level_positions(starts, frontier),
                 attend,
             )
-            return self.level_candidates(hidden, frontier, width)
+            return self.level_candidates(hidden, frontier.token_ids.shape, width)
 
         return expand
 
@@ -254,7 +254,8 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
 
 
 class Eagle3Drafter(StateDrafter):
-    """Drafter for EAGLE-3 heads."""
+    """Drafter for EAGLE-3 heads, and for P-EAGLE heads, which draft all levels in one forward: all
+    nodes of a level have the same candidates."""
 
     head: FusedEagle3Head
 
@@ -281,3 +282,68 @@ class Eagle3Drafter(StateDrafter):
 
     def target_states(self, outputs: torch.Tensor) -> torch.Tensor:
         return self.head.features(outputs)
+
+    def device_expand(
+        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
+    ) -> DeviceExpand:
+        if self.config.mask_token_id is None:
+            return super().device_expand(requests, context_lens, width)
+        starts, rows = (context_lens - 1).clamp_min(0), self.options.tree_depth
+        roots = self.root_states(requests)
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=starts.device)
+        cache = cast(DeviceCache, self.cache)
+        attend = cache.tree_attention(requests, starts, chain.repeat(len(starts), 1))
+        # Each [R, rows, K]
+        candidates: tuple[torch.Tensor, ...] = ()
+
+        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal candidates
+            if not frontier.depth:
+                hidden = self._run_block(frontier.token_ids[:, 0], starts, roots, rows, attend)
+                shape = torch.Size((len(starts), rows))
+                candidates = self.level_candidates(hidden, shape, width)
+            size = frontier.token_ids.shape[1]
+            ids, log_probs = (
+                part[:, frontier.depth, None].expand(-1, size, -1) for part in candidates
+            )
+            return ids, log_probs
+
+        return expand
+
+    def host_expand(self, requests: DraftRequests) -> Expand:
+        if self.config.mask_token_id is None:
+            return super().host_expand(requests)
+        rows = min(max(requests.depths), self.options.tree_depth)
+        starts = [length - 1 for length in requests.context_lens]
+        chains = [np.arange(-1, rows - 2, dtype=np.int32)] * len(requests)
+        attend = cast(HostCache, self.cache).branch_attention(requests, starts, chains)
+        anchors, at = device_tensor([requests.anchors, starts], self.embed_tokens.device)
+        hidden = self._run_block(anchors, at, self.root_states(requests), rows, attend)
+        shape = torch.Size((len(requests), rows))
+        ids, log_probs = (
+            part.cpu().numpy()
+            for part in self.level_candidates(hidden, shape, max(requests.widths))
+        )
+        return lambda frontier: (
+            ids[frontier.requests, frontier.depth], log_probs[frontier.requests, frontier.depth]
+        )  # fmt: skip
+
+    def _run_block(
+        self,
+        # [R] each
+        anchors: torch.Tensor,
+        starts: torch.Tensor,
+        # [R, H]
+        roots: torch.Tensor,
+        rows: int,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Runs each anchor and `rows` - 1 masks after it; returns inputs of the LM head [R * rows,
+        H]."""
+        assert self.head.mask_state is not None and self.config.mask_token_id is not None
+        tokens = torch.full_like(anchors[:, None].expand(-1, rows), self.config.mask_token_id)
+        states = self.head.mask_state.repeat(len(anchors), rows, 1)
+        tokens[:, 0], states[:, 0] = anchors, roots
+        positions = starts[:, None] + torch.arange(rows, device=starts.device)
+        positions = positions.clamp_max(self.options.max_model_len - 1).long().flatten()
+        return self._run(tokens.flatten(), states.flatten(0, 1), positions, attend)[0]

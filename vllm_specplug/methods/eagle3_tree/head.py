@@ -74,6 +74,9 @@ class Eagle3Head(nn.Module):
             Eagle3Layer(config, is_first=i == 0) for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, eps)
+        if config.mask_token_id is not None:
+            # Takes the place of the target's outputs for tokens that are drafted in parallel.
+            self.mask_hidden = nn.Parameter(torch.zeros(config.feature_size))
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `rotary_cos_sin` of positions [T]."""
@@ -329,6 +332,10 @@ class FusedEagle3Head(FusedDraftLayers):
         # [L * Ht]
         self.fc_norm = torch.cat([n.weight for n in head.fc_norm]) if config.fc_norm else None
         self.embed_norm, self.hidden_norm = layer.input_layernorm.weight, layer.hidden_norm.weight
+        # [1, H], of a P-EAGLE head
+        self.mask_state = None
+        if config.mask_token_id is not None:
+            self.mask_state = self.features(head.mask_hidden[None])
 
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""

@@ -21,6 +21,8 @@ LAYOUTS: dict[str, tuple[str, str, str]] = {
     "speculators": ("SPECULATORS_GEMMA4_31B", "layers.0.", "model.safetensors"),
     "speculators_window": ("SPECULATORS_QWEN3_8B_WINDOW", "layers.0.", "model.safetensors"),
     "speculators_layers": ("SPECULATORS_QWEN3_8B_LAYERS", "layers.0.", "model.safetensors"),
+    "specforge_peagle": ("SPECFORGE_PEAGLE_QWEN3_8B", "layers.0.", "model.safetensors"),
+    "speculators_peagle": ("SPECULATORS_PEAGLE_QWEN3_8B", "layers.0.", "model.safetensors"),
     "modelopt": ("MODELOPT_LLAMA31_8B", "layers.0.", "model.safetensors"),
     "modelopt_megatron": ("MODELOPT_LLAMA31_8B", "midlayer.", "model.safetensors"),
     "angelslim": ("ANGELSLIM_QWEN3_8B", "midlayer.", "model.safetensors"),

@@ -99,7 +99,8 @@ class ReferenceHead:
     def along(
         self, tokens: torch.Tensor, branch: list[int], aux: list[torch.Tensor], embed: torch.Tensor
     ) -> torch.Tensor:
-        """[H] for the LM head after the tokens of a branch, drafted one by one as a chain.
+        """[H] for the LM head after the tokens of a branch, drafted one by one as a chain. A head
+        with a mask token reads this token and its state for each of them.
 
         Args:
             tokens: [n + 1] committed tokens, the anchor last; aux: states of the first n.
@@ -107,8 +108,13 @@ class ReferenceHead:
         states = self.fuse([a[: len(tokens) - 1] for a in aux])
         inputs = tokens[1:].tolist()
         out = following = torch.empty(0)
+        mask = self.config.get("mask_token_id")
         for token in [None, *branch]:
-            if token is not None:
+            if token is not None and mask is not None:
+                state = self.w["mask_hidden"].flatten()[None].chunk(len(aux), -1)
+                inputs.append(mask)
+                states = torch.cat((states, self.fuse([*state])))
+            elif token is not None:
                 inputs.append(token)
                 states = torch.cat((states, following[-1:]))
             rows = torch.arange(len(inputs))

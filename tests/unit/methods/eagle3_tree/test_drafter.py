@@ -19,7 +19,7 @@ from vllm_specplug.drafting.device_requests import DeviceRequests
 @pytest.mark.parametrize(
     "layout",
     ["specforge", "specforge_eagle31", "speculators", "speculators_window", "speculators_layers",
-     "yuhuili"],
+     "specforge_peagle", "speculators_peagle", "yuhuili"],
 )  # fmt: skip
 def test_each_branch_equals_the_chain_along_it(layout: str, tmp_path: Path) -> None:
     world = World(tmp_path, layout)
@@ -111,6 +111,22 @@ def test_layers_that_attend_too_little_of_the_context_are_noticed(tmp_path: Path
     )
     world.commit_all()
     tree = world.drafter.propose(world.requests([8] * 4, [8] * 4))[-1]
+    with pytest.raises(AssertionError):
+        world.check(3, tree)
+
+
+def test_a_head_with_a_mask_token_runs_once(tmp_path: Path) -> None:
+    world = World(tmp_path, "specforge_peagle")
+    world.commit_all()
+    run, rows = world.drafter.head.forward, []
+    world.drafter._run = lambda *args: (
+        rows.append(len(args[0])) or run(world.embed[args[0]], *args[1:])
+    )
+    trees = world.drafter.propose(world.requests([16] * 4, [8] * 4))
+    assert rows == [4 * 4] and max(tree.max_depth for tree in trees) > 2
+    # The control: the tokens of a branch do not change what comes after them, masks do.
+    world.drafter.head.mask_state = 2 * world.drafter.head.mask_state
+    tree = world.drafter.propose(world.requests([16] * 4, [8] * 4))[3]
     with pytest.raises(AssertionError):
         world.check(3, tree)
 

@@ -100,7 +100,7 @@ class World:
         # Peaked, so that trees become deep.
         self.lm_head = 1.5 * tensors["lm_head.weight"]
         torch.manual_seed(3)
-        self.embed = torch.randn(VOCAB, HIDDEN)
+        self.embed = tensors.get("embed_tokens.weight", torch.randn(VOCAB, HIDDEN))
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
         self.drafter = load_drafter(
             Eagle3Drafter, folder, None, torch.zeros(VOCAB, HIDDEN),
