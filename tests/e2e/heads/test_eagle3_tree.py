@@ -23,6 +23,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 CALLS = [
     {"prompts": PROMPTS, "params": PARAMS},
+    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
     {"prompts": [[*p, *([5, 6, 7, 8] * 16)] for p in PROMPTS], "params": PARAMS},
     # The last block that the second of these hits was followed by another token before.
     {"prompts": [LONG], "params": PARAMS},
