@@ -172,7 +172,8 @@ class LevelDrafter(BranchDrafter):
         self,
         # [R * F, H]
         hidden: torch.Tensor,
-        frontier: DeviceFrontier,
+        # R, F
+        shape: torch.Size,
         width: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the `width` likeliest children of a frontier's nodes, see `DeviceExpand`."""
@@ -184,8 +185,7 @@ class LevelDrafter(BranchDrafter):
             for first in range(0, len(hidden), most)
         ]
         ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
-        shape = (*frontier.token_ids.shape, width)
-        return self.to_target_ids(ids).view(shape), log_probs.view(shape)
+        return self.to_target_ids(ids).view(*shape, width), log_probs.view(*shape, width)
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [T, H] of token ids [T], which may exceed the vocabulary."""

@@ -166,7 +166,7 @@ class LongSpecDrafter(LevelDrafter):
                 partial(rows.attend, attention),
                 cross,
             )
-            return self.level_candidates(hidden, frontier, width)
+            return self.level_candidates(hidden, frontier.token_ids.shape, width)
 
         return expand
 
