@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.local_trees import DEPTH, HEADS, LIMITS, builder, candidates
+from tests.kernels.local_trees import (
+    DEPTH,
+    HEADS,
+    LIMITS,
+    SLOT_HEADS,
+    builder,
+    candidates,
+)
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.local_tree import pack_rows
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
@@ -48,17 +55,18 @@ def test_float32_trees_equal_the_readable_ones(
     assert all(t.num_nodes <= most for t, most in zip(trees, LIMITS["budgets"], strict=True))
 
 
-def test_factors_of_a_slot_multiply_rank_vectors(compiled: None) -> None:
-    b = builder("markov", torch.float32, anchor=True, has_prior=False)
-    rank = b.output_table.shape[1]
-    factors = torch.randn(6, DEPTH, rank, generator=torch.Generator().manual_seed(9))
+@pytest.mark.parametrize("name", SLOT_HEADS)
+def test_terms_of_slots_change_the_scores_of_their_depths(compiled: None, name: str) -> None:
+    b = builder(name, torch.float32, anchor=True, has_prior=False)
+    draw = torch.Generator().manual_seed(9)
+    terms = torch.randn(6, DEPTH, b.head.config.num_slot_terms, generator=draw)
     # The second of these anchors is no draft id.
     args = (*candidates(6, 16), ANCHORS, *LIMITS.values())
-    oracles = b.build(*args, factors=factors, compiled=False)
-    same_trees(b.build(*args, factors=factors), oracles)
-    same_trees(b.build(*args, factors=torch.ones_like(factors)), b.build(*args))
-    with pytest.raises(AssertionError):
-        same_trees(oracles, b.build(*args))
+    oracles = b.build(*args, terms=terms, compiled=False)
+    same_trees(b.build(*args, terms=terms), oracles)
+    for other in (torch.ones_like(terms), terms.roll(1, 1)):
+        with pytest.raises(AssertionError):
+            same_trees(b.build(*args, terms=other), oracles)
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])

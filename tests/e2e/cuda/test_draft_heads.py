@@ -43,7 +43,7 @@ def local_trees_are_the_hosts() -> Iterator[list[int]]:
         reach = depths.clamp(0, ids.shape[1])
         oracle = self.build(
             ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
-            [width] * len(anchors), limits.get("slots"), limits.get("factors"), compiled=False,
+            [width] * len(anchors), limits.get("slots"), limits.get("terms"), compiled=False,
         )  # fmt: skip
         seen.append(assert_same_trees(made, dict(enumerate(oracle))))
         return made

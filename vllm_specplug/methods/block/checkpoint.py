@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ from vllm_specplug.drafting.head_config import (
 )
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BlockHeadConfig)
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -119,6 +122,20 @@ def inspect_block_head(
     _check_target(config, target_config, shapes)
     _check_tensors(directory, config, shapes)
     return config
+
+
+def log_unused_parts(directory: Path) -> None:
+    """Logs the parts of a JetSpec++ checkpoint that are not used: an adapter, and thresholds for
+    it."""
+    if not any(directory.glob("adapter/*.safetensors")):
+        return
+    names = [f"{name}/" for name in ("adapter", "calibration") if (directory / name).is_dir()]
+    logger.info(
+        "%s is a JetSpec++ checkpoint, of which %s is not used: its block head alone drafts the "
+        "trees, as a JetSpec head does, so the acceptance published for JetSpec++ does not apply",
+        directory,
+        " with ".join(names),
+    )
 
 
 def save_block_head(

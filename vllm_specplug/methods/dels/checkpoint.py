@@ -302,6 +302,11 @@ def _check(
             f"local head {str(file)!r}: vocab_size = {config.vocab_size}, legal: {vocab} (the "
             f"target's); {remedy}"
         )
+    if config.slot_size:
+        raise ValueError(
+            f"local head {str(file)!r}: slot_size = {config.slot_size}, legal: 0; heads that read "
+            "the block's states are part of the block head's checkpoint"
+        )
     uses_target = (
         config.parameterization == "target_factorized" or config.lm_head_mode == "target_lm_head"
     )

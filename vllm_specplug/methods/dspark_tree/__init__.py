@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees from DSpark heads: a low-rank Markov head corrects the block's scores, branch by branch.
+"""Trees from DSpark and Domino heads: a low-rank Markov head or a recurrent head corrects the
+block's scores, branch by branch.
 
-vLLM's own method `dspark` drafts chains with the same heads.
+vLLM's own method `dspark` drafts chains with DSpark heads whose Markov head is the plain one.
 """
 
 from vllm_specplug.drafting.method import Method

@@ -2,7 +2,7 @@
 """Trees from the product of a block head and a local head.
 
 Shapes: R requests, D depths, M candidates of a depth, F nodes of a frontier, W children of a node,
-V' draft vocabulary, r rank of the local head.
+V' draft vocabulary, r rank of the local head, Q terms of a slot that the local head reads.
 
 For the branch b that reaches depth i - 1, and every candidate y of depth i,
 
@@ -16,8 +16,7 @@ The local head scores only the M likeliest tokens of the block head, because low
 enough. Their fused probabilities sum to the mass that the block head gave these M tokens. So scores
 stay log-probabilities over the draft vocabulary, and weights of 0 give the block head's scores.
 
-A confidence head lowers the scores of all children of a node by the same amount. Factors of a slot
-multiply a Markov head's rank vectors when they score that slot's candidates.
+A confidence head lowers the scores of all children of a node by the same amount.
 """
 
 from __future__ import annotations
@@ -154,8 +153,8 @@ class LocalTreeBuilder:
         widths: Sequence[int],
         # [R, D] float32 confidence logits of the slots, where the builder has a confidence
         slots: torch.Tensor | None = None,
-        # [R, D, r] factors of a Markov head's rank vectors, where it has no prior and no confidence
-        factors: torch.Tensor | None = None,
+        # [R, D, Q] terms of the slots, where the local head reads them
+        terms: torch.Tensor | None = None,
         *,
         compiled: bool = True,
     ) -> list[DraftTree]:
@@ -167,23 +166,24 @@ class LocalTreeBuilder:
         if self.weights is None or not compiled:
             return read_trees(
                 self._build_for_host(
-                    ids, log_probs, anchors, budgets, depths, widths, slots=slots, factors=factors
+                    ids, log_probs, anchors, budgets, depths, widths, slots=slots, terms=terms
                 )
             )
         roots = None
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
-            roots = self._root_inputs(torch.tensor(anchors))
-        weights, draft_ids = self.weights, self.draft_ids
-        if factors is not None:
-            assert roots is not None
-            weights, draft_ids = self._weights_of(ids, factors), draft_ids[ids].flatten()
+            first = None if terms is None else terms[:, 0]
+            roots = self._root_inputs(torch.tensor(anchors), first)
+        weights, draft_ids, confidences = self.weights, self.draft_ids, self.token_confidence
+        if terms is not None:
+            weights, rows = self._weights_of(ids, terms), ids.flatten()
+            draft_ids = draft_ids[rows]
+            if confidences is not None:
+                confidences = confidences[rows]
             ids = torch.arange(ids.numel()).view_as(ids)
-            roots[:, : factors.shape[-1]] *= factors[:, 0]
         of_token, weight = None, 0.0
         if self.confidence is not None and slots is not None:
-            assert self.token_confidence is not None
-            of_token, weight = self.token_confidence, self.confidence.weight
+            of_token, weight = confidences, self.confidence.weight
             # The kernel reads tokens by draft id, which an anchor may lack.
             slots = slots.clone()
             slots[:, 0] += self.confidence.of_token[list(anchors)]
@@ -211,7 +211,7 @@ class LocalTreeBuilder:
         log_probs: torch.Tensor,
         *requests: Sequence[int],
         slots: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
+        terms: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build_on_device` with the arguments of `build`."""
         anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
@@ -225,7 +225,7 @@ class LocalTreeBuilder:
             num_nodes=max(requests[1]),
             widths=widths,
             slots=slots,
-            factors=factors,
+            terms=terms,
         )
 
     def build_on_device(
@@ -243,7 +243,7 @@ class LocalTreeBuilder:
         num_nodes: int,
         widths: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
+        terms: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build` without a read on the host, for all branches of a depth of all requests at once.
 
@@ -252,13 +252,13 @@ class LocalTreeBuilder:
             num_nodes: at least the largest budget.
             widths: [R] maximum per request; None if all have `width`.
             slots: [R, D] as in `build`.
-            factors: [R, D, r] as in `build`.
+            terms: [R, D, Q] as in `build`.
         """
         return draft_levels_on_device(
             anchors,
             budgets,
             depths,
-            self._device_expander(ids, log_probs, min(width, ids.shape[-1]), slots, factors),
+            self._device_expander(ids, log_probs, min(width, ids.shape[-1]), slots, terms),
             num_levels=ids.shape[1],
             num_nodes=num_nodes,
             width=width,
@@ -272,7 +272,7 @@ class LocalTreeBuilder:
         log_probs: torch.Tensor,
         width: int,
         slots: torch.Tensor | None,
-        factors: torch.Tensor | None,
+        terms: torch.Tensor | None,
     ) -> DeviceExpand:
         """Returns the function that expands frontiers by the fused distributions."""
         head, options, confidence = self.head, self.options, self.confidence
@@ -286,10 +286,13 @@ class LocalTreeBuilder:
             read = frontier.token_ids.flatten()
             if depth == 0:
                 states = head.initial_state(len(read))
+            of_slot = None
+            if terms is not None:
+                of_slot = terms[:, depth, None].expand(*shape, -1).flatten(0, 1)
             if depth:
-                ranks, states = self._step(read, frontier.rows_in(last_width), states)
+                ranks, states = self._step(read, frontier.rows_in(last_width), states, of_slot)
             elif options.anchor_input:
-                ranks, states = head.step(read, states, self.embed_tokens)
+                ranks, states = head.step(read, states, self.embed_tokens, of_slot)
             last_width = shape[1]
             # [R, M], [R, 1, M]
             candidates, own = ids[:, depth], log_probs[:, depth, None].float()
@@ -297,8 +300,6 @@ class LocalTreeBuilder:
             alpha, beta = options.alpha[depth], options.beta[depth]
             if alpha:
                 table, local = self.output_table[candidates], ranks.unflatten(0, shape)
-                if factors is not None:
-                    local = local * factors[:, depth, None]
                 fused = fused + alpha * (local @ table.mT).float()
             if beta:
                 assert self.log_prior is not None
@@ -344,13 +345,17 @@ class LocalTreeBuilder:
         return F.linear(x.to(w_ih.dtype), w_ih)
 
     def _step(
-        self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        states: torch.Tensor,
+        terms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads tokens [F] after the states of rows `parents` [F] and returns rank vectors and new
-        states."""
+        """Reads tokens [F] after the states of rows `parents` [F], with terms [F, Q] of slots, and
+        returns rank vectors and new states."""
         if self.gates is None:
             states = states[parents.to(states.device)]
-            return self.head.step(tokens, states, self.embed_tokens)
+            return self.head.step(tokens, states, self.embed_tokens, terms)
         from vllm_specplug.kernels.gru_step_triton import gru_step_triton
 
         states = gru_step_triton(
@@ -360,18 +365,22 @@ class LocalTreeBuilder:
             self.gates,
             self.head.prefix_gru.weight_hh_l0,
         )
-        return self.head.rank_of(states), states
+        return self.head.rank_of(states, terms), states
 
-    def _weights_of(self, ids: torch.Tensor, factors: torch.Tensor) -> LocalTreeWeights:
-        """Returns tables with a row per candidate [R, D, M] of a draft: the kernel has no factors,
-        so the rank vectors of a depth contain those of the next."""
-        ranks = self.head.input_features(self.draft_ids[ids], self.embed_tokens)
-        ranks[:, :-1] *= factors[:, 1:, None]
+    def _weights_of(self, ids: torch.Tensor, terms: torch.Tensor) -> LocalTreeWeights:
+        """Returns tables of a head without a state, with a row per candidate [R, D, M] of a draft:
+        the kernel reads no slots, so the rank vectors of a depth contain the terms of the next."""
+        ranks = self.output_table.new_zeros(*ids.shape, self.output_table.shape[1])
+        read, none = self.draft_ids[ids[:, :-1]], self.head.initial_state(0)
+        ranks[:, :-1] = self.head.step(read, none, self.embed_tokens, terms[:, 1:, None])[0]
         return markov_weights(self.output_table[ids].flatten(0, 2), ranks.flatten(0, 2))
 
-    def _compiled_weights(self) -> LocalTreeWeights:
+    def _compiled_weights(self) -> LocalTreeWeights | None:
+        """Returns the head in the layout of the kernel, which reads no slots beside a state."""
         head, config = self.head, self.head.config
-        if config.kind == "markov":
+        if config.hidden_size and config.slot_size:
+            return None
+        if config.kind != "gru":
             return markov_weights(
                 self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
             )
@@ -393,12 +402,17 @@ class LocalTreeBuilder:
             gate_table_bytes=self.options.gate_table_bytes,
         )
 
-    def _root_inputs(self, anchors: torch.Tensor) -> torch.Tensor:
-        """Returns the kernel's inputs for the anchors, float32 and padded like its weights."""
+    def _root_inputs(self, anchors: torch.Tensor, terms: torch.Tensor | None) -> torch.Tensor:
+        """Returns the kernel's inputs for the anchors, float32 and padded like its weights.
+
+        `terms` [R, Q] are those of the first slots.
+        """
         assert self.weights is not None
-        x = self.head.input_features(anchors, self.embed_tokens)
         if self.weights.state_size == 0:
-            return F.pad(x.float(), (0, self.weights.rank - x.shape[-1]))
+            none = self.head.initial_state(len(anchors))
+            ranks = self.head.step(anchors, none, self.embed_tokens, terms)[0]
+            return F.pad(ranks.float(), (0, self.weights.rank - ranks.shape[-1]))
+        x = self.head.input_features(anchors, self.embed_tokens)
         w_ih = self.head.prefix_gru.weight_ih_l0
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)

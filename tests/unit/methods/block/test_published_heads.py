@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.methods.block.published import (
     ANGELSLIM_DFLASH_QWEN3_4B,
@@ -125,3 +127,27 @@ def test_windows_are_asked_of_the_device(tmp_path: Path) -> None:
         options = get_method("ddtree").parse_options({})
         assert options.resolve("ddtree", Shared(head.folder, 8, 4), target).needs == needs
     assert all(Capability.CONTEXT_WINDOW in given for given in CAPABILITIES.values())
+
+
+def test_unused_parts_of_a_jetspec_plus_plus_checkpoint_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its block head is a JetSpec head, and drafts as one."""
+    raw = HEADS["zlab causal"][0]
+    trees = []
+    for name in ("jetspec", "plus_plus"):
+        head = PublishedHead(tmp_path / name, raw)
+        if name == "plus_plus":
+            for part in ("adapter", "calibration"):
+                (head.folder / part).mkdir()
+            (head.folder / "calibration" / "thresholds.json").write_text("{}")
+            for part in ("head", "converter"):
+                save_file({"w": torch.zeros(2)}, head.folder / "adapter" / f"{part}.safetensors")
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            drafter, requests = head.drafter(recognise_head(head.folder))
+        said = [r.getMessage() for r in caplog.records if "JetSpec++" in r.getMessage()]
+        assert len(said) == (name == "plus_plus")
+        trees.extend(drafter.propose(requests))
+    assert "adapter/ with calibration/ is not used" in said[0] and str(head.folder) in said[0]
+    assert trees[0].token_ids.tolist() == trees[1].token_ids.tolist()
