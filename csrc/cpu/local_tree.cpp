@@ -143,6 +143,38 @@ CLONED void gates_float(const float* x, const float* from_state, const float* h,
   gates(x, from_state, h, size, size, out);
 }
 
+// One row of the cell whose rank vector is not made of its new state: x [3 * size] input gates of
+// state, candidate and output, from_state those of the state or null for a state of zeros, terms
+// [3 * size] those of the slot.
+CLONED void joint_gates(const float* x, const float* from_state, const float* h, const float* terms,
+                        int64_t size, float* out, float* rank) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Lanes part[3], state = {};
+    for (int64_t g = 0; g < 3; ++g) {
+      Lanes of_slot, of_state = {};
+      load_lanes(part[g], x + g * size + i);
+      load_lanes(of_slot, terms + g * size + i);
+      if (from_state != nullptr) load_lanes(of_state, from_state + g * size + i);
+      part[g] += of_slot + of_state;
+    }
+    if (h != nullptr) load_lanes(state, h + i);
+    sigmoid_lanes(part[0]);
+    tanh_lanes(part[1]);
+    tanh_lanes(part[2]);
+    store_lanes(out + i, part[1] + part[0] * (state - part[1]));
+    store_lanes(rank + i, part[2]);
+  }
+}
+
+CLONED void add_rows(float* x, const float* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes a, b;
+    load_lanes(a, x + i);
+    load_lanes(b, y + i);
+    store_lanes(x + i, a + b);
+  }
+}
+
 CLONED void activate(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     Lanes v, s;
@@ -205,6 +237,7 @@ struct LocalHead {
   int64_t state_size;  // padded to 32; 0 for Markov
   int64_t rank;        // padded to 32
   bool silu;
+  bool joint;      // whether the cell also makes the rank vector (`joint_gates`)
   Table inputs;    // [V', 3S] input gates of a GRU, or [V', r] rank vectors of Markov
   Table features;  // [n, I] what a GRU reads, where input gates are not precomputed
   const int64_t* feature_rows = nullptr;  // [V'] row of `features` of each draft id
@@ -267,10 +300,12 @@ void pack_outputs(const LocalHead& head, const int64_t* ids, int64_t count, uint
 }
 
 // One token for each of `count` nodes: parents[i] is its row in `from` (-1: a state of zeros).
-// Input gates (or Markov's rank vectors) come from `roots` where given, else by draft id.
+// Input gates (or Markov's rank vectors) come from `roots` where given, else by draft id. `terms`
+// of a head that reads slots are those of each node's slot.
 void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
-                 const int32_t* parents, int64_t count, const float* roots, Branches& to,
-                 Buffer<float>& gate_buffer, Buffer<uint32_t>& operands) {
+                 const int32_t* parents, int64_t count, const float* roots,
+                 const std::vector<const float*>& terms, Branches& to, Buffer<float>& gate_buffer,
+                 Buffer<uint32_t>& operands) {
   const int64_t s = head.state_size, r = head.rank;
   const int rank_words = words_of(head, r);
   uint32_t* rank_op = to.rank_op.get(count * rank_words);
@@ -315,11 +350,14 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
     computed = out;
   }
   float* state = to.state.get(count * s);
+  float* rank = to.rank.get(count * r);
   uint32_t* state_op = to.state_op.get(count * state_words);
   for (int64_t i = 0; i < count; ++i) {
     const float* gates_h = slot[i] < 0 ? nullptr : from_state + slot[i] * 3 * s;
     const float* h = slot[i] < 0 ? nullptr : from.state.data() + parents[i] * s;
-    if (computed != nullptr)
+    if (head.joint)
+      joint_gates(computed + i * 3 * s, gates_h, h, terms[i], s, state + i * s, rank + i * r);
+    else if (computed != nullptr)
       gates_float(computed + i * 3 * s, gates_h, h, s, state + i * s);
     else if (head.element == Element::kBfloat16)
       gates_bf16(reinterpret_cast<const uint16_t*>(head.inputs.data) + tokens[i] * 3 * s, gates_h,
@@ -332,9 +370,11 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
                   s, state + i * s);
     to_operand(head, state + i * s, s, state_op + i * state_words);
   }
-  float* rank = to.rank.get(count * r);
-  multiply(head.variant, state_op, count, head.to_rank, rank);
-  if (head.silu) activate(rank, count * r);
+  if (!head.joint) {
+    multiply(head.variant, state_op, count, head.to_rank, rank);
+    for (size_t i = 0; i < terms.size(); ++i) add_rows(rank + i * r, terms[i], r);
+    if (head.silu) activate(rank, count * r);
+  }
   for (int64_t i = 0; i < count; ++i) to_operand(head, rank + i * r, r, rank_op + i * rank_words);
 }
 
@@ -414,7 +454,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
                  const std::optional<Tensor>& roots, const std::optional<Tensor>& slot_confidence,
                  const std::optional<Tensor>& token_confidence, double confidence_weight,
                  Tensor& token_ids, Tensor& parents, Tensor& node_depths, Tensor& scores,
-                 Tensor& counts) {
+                 Tensor& counts, const std::optional<Tensor>& slot_terms) {
   const ScalarType dtype = output_table.scalar_type();
   const Element element = dtype == ScalarType::BFloat16 ? Element::kBfloat16
                           : dtype == ScalarType::Half   ? Element::kFloat16
@@ -447,6 +487,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   head.state_size = state_size;
   head.rank = rank;
   head.silu = silu;
+  head.joint = state_size && !w_rank.has_value();
   const auto table_of = [](const Tensor& t) {
     return Table{static_cast<const char*>(t.data_ptr()), t.size(0), t.size(1)};
   };
@@ -466,10 +507,12 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
     const auto fits = [&](const Packed& w, int64_t columns, int64_t rows) {
       return w.data != nullptr && w.columns() == columns && w.words == words_of(head, rows);
     };
-    STD_TORCH_CHECK(state_size % 32 == 0 && fits(head.from_state, 3 * state_size, state_size) &&
-                        fits(head.to_rank, rank, state_size),
-                    "local_trees: packed weights do not fit a state of ", state_size,
-                    " and a rank of ", rank, " for variant ", head.variant->name);
+    STD_TORCH_CHECK(
+        state_size % 32 == 0 && fits(head.from_state, 3 * state_size, state_size) &&
+            (head.joint ? rank == state_size && slot_terms.has_value() && !inputs.has_value()
+                        : fits(head.to_rank, rank, state_size)),
+        "local_trees: packed weights do not fit a state of ", state_size, " and a rank of ", rank,
+        " for variant ", head.variant->name);
     if (!inputs.has_value()) {
       STD_TORCH_CHECK(features.has_value() && feature_rows.has_value() && is_table(*features) &&
                           features->size(1) % 2 == 0 &&
@@ -505,6 +548,17 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   }
   STD_TORCH_CHECK(num_depths == 0 || a[0] == 0.0f || root_rows != nullptr,
                   "local_trees: depth 1 is corrected only when the anchor is read");
+  const float* term_rows = nullptr;
+  const int64_t term_columns = head.joint ? 3 * state_size : rank;
+  if (slot_terms.has_value()) {
+    STD_TORCH_CHECK(state_size && root_rows != nullptr &&
+                        slot_terms->scalar_type() == ScalarType::Float &&
+                        slot_terms->is_contiguous() &&
+                        slot_terms->numel() == num_reqs * num_depths * term_columns,
+                    "local_trees: terms of slots must be float32 [R, D, ", term_columns,
+                    "], of a head with a state that reads the anchor");
+    term_rows = static_cast<const float*>(slot_terms->data_ptr());
+  }
   const float* by_slot = nullptr;
   const float* by_token = nullptr;
   const float trust = static_cast<float>(confidence_weight);
@@ -562,12 +616,22 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   const int64_t padded = padded_to(num_candidates, kGroup);
   const int rank_words = words_of(head, rank);
   int now = 0;
+  // Of the slot that drafts the children of each node of a frontier at `depth`.
+  std::vector<const float*> terms;
+  const auto terms_of = [&](const Frontier& nodes, int64_t depth) -> const auto& {
+    terms.clear();
+    if (term_rows != nullptr)
+      for (const int32_t r : nodes.request)
+        terms.push_back(term_rows + (r * num_depths + depth) * term_columns);
+    return terms;
+  };
   if (root_rows != nullptr && frontier.size()) {
     for (const int32_t r : frontier.request)
       root_inputs.insert(root_inputs.end(), root_rows + r * input_columns,
                          root_rows + (r + 1) * input_columns);
     read_tokens(head, branches[1], frontier.token.data(), frontier.parent_row.data(),
-                frontier.size(), root_inputs.data(), branches[0], gate_buffer, operands);
+                frontier.size(), root_inputs.data(), terms_of(frontier, 0), branches[0],
+                gate_buffer, operands);
   }
   for (int32_t depth = 1; depth <= deepest && frontier.size(); ++depth) {
     Branches& read = branches[now];
@@ -633,7 +697,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
       if (depth == 1 && root_rows == nullptr)
         std::fill(next.parent_row.begin(), next.parent_row.end(), -1);
       read_tokens(head, branches[now], next.token.data(), next.parent_row.data(), next.size(),
-                  nullptr, branches[1 - now], gate_buffer, operands);
+                  nullptr, terms_of(next, depth), branches[1 - now], gate_buffer, operands);
       now = 1 - now;
     }
     std::swap(frontier, next);
@@ -665,7 +729,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
       "Tensor? w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_confidence, "
       "Tensor? token_confidence, float confidence_weight, Tensor(a!) token_ids, Tensor(b!) "
       "parents, Tensor(c!) node_depths, "
-      "Tensor(d!) scores, Tensor(e!) counts) -> ()");
+      "Tensor(d!) scores, Tensor(e!) counts, Tensor? slot_terms=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("local_trees", TORCH_BOX(&local_trees)); }

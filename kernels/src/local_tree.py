@@ -64,13 +64,13 @@ def _pad_gates(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([_padded(gate, _GROUP, 1) for gate in weight.chunk(3)])
 
 
-def gru_weights(
+def recurrent_weights(
     # [V', r]
     output_table: torch.Tensor,
-    # [3 S, I], [3 S, S], [r, S]
+    # [3 S, I], [3 S, S], [r, S]; without the last the cell makes the rank vector, and r = S
     w_ih: torch.Tensor,
     w_hh: torch.Tensor,
-    rank_proj: torch.Tensor,
+    rank_proj: torch.Tensor | None,
     *,
     silu: bool,
     # [n, I], and the row of each draft id [V'] int64
@@ -78,19 +78,24 @@ def gru_weights(
     feature_rows: torch.Tensor,
     gate_table_bytes: int,
 ) -> LocalTreeWeights:
-    """Makes a GRU local head. Its input gates are computed once for every draft id if they fit."""
+    """Makes a recurrent local head. Input gates of a GRU are computed once for every draft id if
+    they fit."""
     dtype = output_table.dtype
     bf16_dot = _bf16_dot(dtype)
     w_ih = _pad_gates(w_ih.to(dtype))
     state_size = w_ih.shape[0] // 3
     inputs = None
     size = len(feature_rows) * w_ih.shape[0] * output_table.element_size()
-    if size <= gate_table_bytes:
+    if rank_proj is not None and size <= gate_table_bytes:
         inputs = (features[feature_rows].to(dtype) @ w_ih.T).contiguous()
     w_hh = _pad_gates(w_hh.to(dtype))
+    rank, w_rank = state_size, None
+    if rank_proj is not None:
+        rank = -(-rank_proj.shape[0] // _GROUP) * _GROUP
+        w_rank = pack_rows(_padded(rank_proj.to(dtype), 1, _GROUP), bf16_dot)
     return LocalTreeWeights(
         output_table=_padded(output_table, 1, 2).contiguous(),
-        rank=-(-rank_proj.shape[0] // _GROUP) * _GROUP,
+        rank=rank,
         state_size=state_size,
         silu=silu,
         inputs=inputs,
@@ -98,7 +103,7 @@ def gru_weights(
         feature_rows=None if inputs is not None else feature_rows.contiguous(),
         w_input=None if inputs is not None else pack_rows(w_ih, bf16_dot),
         w_state=pack_rows(_padded(w_hh, 1, _GROUP), bf16_dot),
-        w_rank=pack_rows(_padded(rank_proj.to(dtype), 1, _GROUP), bf16_dot),
+        w_rank=w_rank,
     )
 
 
@@ -147,6 +152,8 @@ def build_local_trees(
     slot_confidence: torch.Tensor | None = None,
     token_confidence: torch.Tensor | None = None,
     confidence_weight: float = 0.0,
+    # [R, D, r or 3 S] float32 terms of the slots, for a head with a state; padded like its weights
+    slot_terms: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the best-first tree of each request over fused, branch-wise distributions.
 
@@ -168,11 +175,12 @@ def build_local_trees(
     scores = torch.empty(shape, dtype=torch.float32)
     counts = torch.empty(shape[0], dtype=torch.int32)
     w = weights
+    terms = {} if slot_terms is None else {"slot_terms": slot_terms}
     torch.ops.specplug.local_trees.default(
         ids.contiguous(), log_probs.contiguous(), budgets, depths, widths, alpha, beta, log_prior,
         w.output_table, w.state_size, w.rank, w.silu, w.inputs, w.features, w.feature_rows,
         w.w_input, w.w_state, w.w_rank, roots, slot_confidence, token_confidence,
-        confidence_weight, token_ids, parents, node_depths, scores, counts,
+        confidence_weight, token_ids, parents, node_depths, scores, counts, **terms,
     )  # fmt: skip
     return token_ids, parents, node_depths, scores, counts
 

@@ -80,6 +80,21 @@ def markov_head(folder: Path) -> Made:
     return DSparkDrafter, make_dspark_head(folder, VOCAB, windows=(None,)), settings
 
 
+def gated_markov_head(folder: Path) -> Made:
+    head = make_dspark_head(folder, VOCAB, kind="gated", windows=(None,))
+    return DSparkDrafter, head, LocalTreeSettings.of_markov_head(DEPTH, 16)
+
+
+def recurrent_markov_head(folder: Path) -> Made:
+    head = make_dspark_head(folder, VOCAB, kind="rnn", windows=(None,))
+    return DSparkDrafter, head, LocalTreeSettings.of_markov_head(DEPTH, 16)
+
+
+def domino_head(folder: Path) -> Made:
+    head = make_dspark_head(folder, VOCAB, kind="domino", windows=(None,))
+    return DSparkDrafter, head, LocalTreeSettings.of_markov_head(DEPTH, 16, first_depth=2)
+
+
 def selector(folder: Path) -> Made:
     settings = LocalTreeSettings.of_markov_head(DEPTH, 12)
     return DFlash2Drafter, make_dflash2_head(folder, VOCAB, windows=(24, None)), settings
@@ -107,6 +122,9 @@ HEADS: list[Callable[[Path], Made]] = [
     causal_head,
     bidirectional_head,
     markov_head,
+    gated_markov_head,
+    recurrent_markov_head,
+    domino_head,
     selector,
     local_head,
     draft_layer,

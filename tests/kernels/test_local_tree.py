@@ -39,7 +39,15 @@ def build_both(b: LocalTreeBuilder, count: int) -> Any:
     ids, log_probs = candidates(6, count)
     args = (ids, log_probs, ANCHORS, *LIMITS.values())
     assert b.weights is not None
-    return b.build(*args), b.build(*args, compiled=False)
+    terms = slot_terms(b)
+    return b.build(*args, terms=terms), b.build(*args, terms=terms, compiled=False)
+
+
+def slot_terms(b: LocalTreeBuilder) -> torch.Tensor | None:
+    """Random terms of the slots that the head reads."""
+    count = b.head.config.num_slot_terms
+    terms = torch.randn(6, DEPTH, count, generator=torch.Generator().manual_seed(9))
+    return terms.to(b.output_table.dtype) if count else None
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -56,10 +64,10 @@ def test_float32_trees_equal_the_readable_ones(
 
 
 @pytest.mark.parametrize("name", SLOT_HEADS)
-def test_terms_of_slots_change_the_scores_of_their_depths(compiled: None, name: str) -> None:
+def test_terms_of_slots_change_the_scores_of_their_depths(isa: str, name: str) -> None:
     b = builder(name, torch.float32, anchor=True, has_prior=False)
-    draw = torch.Generator().manual_seed(9)
-    terms = torch.randn(6, DEPTH, b.head.config.num_slot_terms, generator=draw)
+    terms = slot_terms(b)
+    assert terms is not None
     # The second of these anchors is no draft id.
     args = (*candidates(6, 16), ANCHORS, *LIMITS.values())
     oracles = b.build(*args, terms=terms, compiled=False)
@@ -93,13 +101,14 @@ def test_a_confidence_lowers_all_children_of_a_node_alike(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *SLOT_HEADS])
 def test_scores_of_sixteen_bits_are_near_the_readable_ones(
     isa: str, name: str, dtype: torch.dtype
 ) -> None:
     """The kernel keeps states in float32: it is no further from float32 than torch's 16 bits."""
-    trees, rounded = build_both(builder(name, dtype, anchor=True), 61)
-    _, exact = build_both(builder(name, torch.float32, anchor=True), 61)
+    has_prior = name in HEADS
+    trees, rounded = build_both(builder(name, dtype, anchor=True, has_prior=has_prior), 61)
+    _, exact = build_both(builder(name, torch.float32, anchor=True, has_prior=has_prior), 61)
 
     def error(candidates: Any) -> float:
         return max(

@@ -272,6 +272,18 @@ def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDra
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 
 
+def with_recurrent_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
+    settings = LocalTreeSettings.of_markov_head(4, 32)
+    head = make_dspark_head(folder, VOCAB, kind="rnn", windows=(None,))
+    return on_the_device(DSparkDrafter, head, settings, monkeypatch)
+
+
+def with_domino_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
+    settings = LocalTreeSettings.of_markov_head(4, 32, first_depth=2)
+    head = make_dspark_head(folder, VOCAB, kind="domino", windows=(None,))
+    return on_the_device(DSparkDrafter, head, settings, monkeypatch)
+
+
 def with_selector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DFlash2Drafter:
     settings = LocalTreeSettings.of_markov_head(4, 12)
     head = make_dflash2_head(folder, VOCAB, windows=(None,))
@@ -313,7 +325,8 @@ def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafte
 # Less is better; more needs a reason.
 LAUNCHES = {
     with_causal_head: 73, with_markov_head: 244, with_selector: 247, with_local_head: 265,
-    with_draft_layer: 380, with_window: 424,
+    with_draft_layer: 380, with_window: 424, with_recurrent_markov_head: 268,
+    with_domino_head: 278,
 }  # fmt: skip
 
 
@@ -400,6 +413,8 @@ def from_graphs(
 LAUNCHES_WITH_A_GRAPH = {
     with_causal_head: 9,
     with_markov_head: 9,
+    with_recurrent_markov_head: 9,
+    with_domino_head: 9,
     with_selector: 9,
     with_local_head: 9,
     with_draft_layer: 41,

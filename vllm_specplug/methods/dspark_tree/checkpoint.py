@@ -112,13 +112,15 @@ def _slot_layers(
     layer = MARKOV_LAYERS.get(config.markov_head_type)
     if layer is None:
         return {}
-    weight, rank, hidden = extra[f"{layer}.weight"], config.markov_rank, config.hidden_size
+    rank, hidden = config.markov_rank, config.hidden_size
+    # Columns by what they read, in the checkpoint's order.
+    columns = {"slot_proj": hidden, "token_proj": rank}
     if config.markov_head_type == "rnn":
-        names, sizes = ("state_proj", "token_proj", "slot_proj"), (rank, rank, hidden)
-    else:
-        names, sizes = ("slot_proj", "token_proj"), (hidden, rank)
-    parts = zip(names, weight.split(sizes, dim=1), strict=True)
-    tensors = {f"{name}.weight": part.contiguous() for name, part in parts}
+        columns = {"state_proj": rank, "token_proj": rank, "slot_proj": hidden}
+    parts = extra[f"{layer}.weight"].split(list(columns.values()), dim=1)
+    tensors = {
+        f"{name}.weight": part.contiguous() for name, part in zip(columns, parts, strict=True)
+    }
     return {**tensors, "slot_proj.bias": extra[f"{layer}.bias"]}
 
 

@@ -28,6 +28,7 @@ et al., with the reset gate after the recurrent product). Scores are raw logits 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -229,7 +230,8 @@ class LocalHead(nn.Module):
         state: torch.Tensor,
         # [V, H]
         embed_tokens: torch.Tensor | None = None,
-        # [F, Q] terms of the slot that drafts each node's children, if the head reads slots
+        # [R, Q] terms of the slots that draft the nodes' children, each of the next F / R nodes;
+        # only if the head reads slots
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads one token for each node of a frontier and returns rank vectors [F, r] and new
@@ -239,11 +241,11 @@ class LocalHead(nn.Module):
         """
         x = self.input_features(token_ids, embed_tokens)
         if self.config.kind == "markov":
-            return (x if slots is None else x * slots), state
+            return _with_slots(torch.mul, x, slots), state
         if self.config.kind == "gated":
-            return x * torch.sigmoid(self.token_proj(x) + slots), state
+            return x * torch.sigmoid(_with_slots(torch.add, self.token_proj(x), slots)), state
         if self.config.kind == "rnn":
-            terms = self.token_proj(x) + self.state_proj(state) + slots
+            terms = _with_slots(torch.add, self.token_proj(x) + self.state_proj(state), slots)
             gate, new, output = terms.chunk(3, dim=-1)
             gate = torch.sigmoid(gate)
             return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(new)
@@ -259,10 +261,8 @@ class LocalHead(nn.Module):
         return self.rank_of(state, slots), state
 
     def rank_of(self, state: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the rank vectors [..., r] of GRU states [..., S] and terms [..., r] of slots."""
-        ranks = self.rank_proj(state)
-        if slots is not None:
-            ranks = ranks + slots
+        """Returns the rank vectors [..., r] of GRU states [..., S]; `slots` as in `step`."""
+        ranks = _with_slots(torch.add, self.rank_proj(state), slots)
         return F.silu(ranks) if self.config.rank_activation == "silu" else ranks
 
     def logits(self, ranks: torch.Tensor, lm_head: torch.Tensor | None = None) -> torch.Tensor:
@@ -313,6 +313,21 @@ class LocalHead(nn.Module):
     ) -> torch.Tensor:
         """[B, L] -> [B, L, V']: row t scores token t + 1, from a state of zeros before token 0."""
         return self.logits(self.ranks(token_ids, embed_tokens)[0], lm_head)
+
+
+def _with_slots(
+    function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    # [F, Q]
+    values: torch.Tensor,
+    # [R, Q], or None to return the values
+    slots: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns `function` of the values and the terms of each value's slot."""
+    if slots is None:
+        return values
+    # Terms repeated for every node would be a copy.
+    by_slot = values.unflatten(0, (len(slots), len(values) // max(1, len(slots))))
+    return function(by_slot, slots[:, None]).flatten(0, 1)
 
 
 def _default(config: LocalHeadConfig, name: str, value: int) -> None:

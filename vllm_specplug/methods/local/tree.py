@@ -40,8 +40,8 @@ from vllm_specplug.kernels import (
     LocalTreeWeights,
     build_local_trees,
     can_build_local_trees,
-    gru_weights,
     markov_weights,
+    recurrent_weights,
 )
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.methods.local.settings import LocalTreeSettings
@@ -175,7 +175,12 @@ class LocalTreeBuilder:
             first = None if terms is None else terms[:, 0]
             roots = self._root_inputs(torch.tensor(anchors), first)
         weights, draft_ids, confidences = self.weights, self.draft_ids, self.token_confidence
-        if terms is not None:
+        slot_terms = None
+        if terms is not None and weights.state_size:
+            gates = terms.float().unflatten(-1, (-1, self.head.config.rank))
+            width = weights.rank - gates.shape[-1]
+            slot_terms = F.pad(gates, (0, width)).flatten(2)
+        elif terms is not None:
             weights, rows = self._weights_of(ids, terms), ids.flatten()
             draft_ids = draft_ids[rows]
             if confidences is not None:
@@ -199,6 +204,7 @@ class LocalTreeBuilder:
             slots,
             of_token,
             weight,
+            slot_terms,
         )
         token_ids = draft_ids[tokens.clamp_(0, len(draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
@@ -286,9 +292,7 @@ class LocalTreeBuilder:
             read = frontier.token_ids.flatten()
             if depth == 0:
                 states = head.initial_state(len(read))
-            of_slot = None
-            if terms is not None:
-                of_slot = terms[:, depth, None].expand(*shape, -1).flatten(0, 1)
+            of_slot = None if terms is None else terms[:, depth]
             if depth:
                 ranks, states = self._step(read, frontier.rows_in(last_width), states, of_slot)
             elif options.anchor_input:
@@ -351,7 +355,7 @@ class LocalTreeBuilder:
         states: torch.Tensor,
         terms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads tokens [F] after the states of rows `parents` [F], with terms [F, Q] of slots, and
+        """Reads tokens [F] after the states of rows `parents` [F], with terms [R, Q] of slots, and
         returns rank vectors and new states."""
         if self.gates is None:
             states = states[parents.to(states.device)]
@@ -371,36 +375,44 @@ class LocalTreeBuilder:
         """Returns tables of a head without a state, with a row per candidate [R, D, M] of a draft:
         the kernel reads no slots, so the rank vectors of a depth contain the terms of the next."""
         ranks = self.output_table.new_zeros(*ids.shape, self.output_table.shape[1])
-        read, none = self.draft_ids[ids[:, :-1]], self.head.initial_state(0)
-        ranks[:, :-1] = self.head.step(read, none, self.embed_tokens, terms[:, 1:, None])[0]
+        read, slots = self.draft_ids[ids[:, :-1]], terms[:, 1:].flatten(0, 1)
+        none = self.head.initial_state(read.numel())
+        found = self.head.step(read.flatten(), none, self.embed_tokens, slots)[0]
+        ranks[:, :-1] = found.view_as(ranks[:, :-1])
         return markov_weights(self.output_table[ids].flatten(0, 2), ranks.flatten(0, 2))
 
-    def _compiled_weights(self) -> LocalTreeWeights | None:
-        """Returns the head in the layout of the kernel, which reads no slots beside a state."""
+    def _compiled_weights(self) -> LocalTreeWeights:
         head, config = self.head, self.head.config
-        if config.hidden_size and config.slot_size:
-            return None
-        if config.kind != "gru":
+        if not config.hidden_size:
             return markov_weights(
                 self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
             )
-        # The input projection is folded into the GRU's input weights.
+        # The input projection is folded into the input weights.
         features: torch.Tensor = self.embed_tokens
-        w_ih = head.prefix_gru.weight_ih_l0
+        w_ih, w_hh, rank_proj = self._recurrent_layers()
         if config.parameterization == "direct_vocab":
             features = head.embed_tokens.weight
         elif config.projects_input:
             w_ih = w_ih @ head.input_proj.weight
-        return gru_weights(
+        return recurrent_weights(
             self.output_table,
             w_ih,
-            head.prefix_gru.weight_hh_l0,
-            head.rank_proj.weight,
+            w_hh,
+            rank_proj,
             silu=config.rank_activation == "silu",
             features=features,
             feature_rows=self.draft_ids,
             gate_table_bytes=self.options.gate_table_bytes,
         )
+
+    def _recurrent_layers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the weights that read a token's input [3 S, I] and the state [3 S, S], and those
+        of the rank vector [r, S] unless the cell itself makes it."""
+        head = self.head
+        if head.config.kind == "rnn":
+            return head.token_proj.weight, head.state_proj.weight, None
+        gru = head.prefix_gru
+        return gru.weight_ih_l0, gru.weight_hh_l0, head.rank_proj.weight
 
     def _root_inputs(self, anchors: torch.Tensor, terms: torch.Tensor | None) -> torch.Tensor:
         """Returns the kernel's inputs for the anchors, float32 and padded like its weights.
@@ -413,6 +425,6 @@ class LocalTreeBuilder:
             ranks = self.head.step(anchors, none, self.embed_tokens, terms)[0]
             return F.pad(ranks.float(), (0, self.weights.rank - ranks.shape[-1]))
         x = self.head.input_features(anchors, self.embed_tokens)
-        w_ih = self.head.prefix_gru.weight_ih_l0
+        w_ih = self._recurrent_layers()[0]
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)
