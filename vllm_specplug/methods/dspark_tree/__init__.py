@@ -10,7 +10,7 @@ from vllm_specplug.methods.block.options import BLOCK_NEEDS
 
 METHOD = Method(
     name="dspark_tree",
-    summary="block head that drafts from the anchor's slot on, with its own Markov head",
+    summary="block head with its own Markov or recurrent head (DSpark, Domino)",
     options="vllm_specplug.methods.dspark_tree.options:DSparkOptions",
     drafter="vllm_specplug.methods.dspark_tree.drafter:DSparkDrafter",
     needs=BLOCK_NEEDS,
