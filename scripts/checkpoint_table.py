@@ -75,6 +75,8 @@ BLOCK_HEADS = {
     "SPECULATORS_DSPARK_GATED": ("DSpark, gated", "speculators", "Qwen3-8B"),
     "SPECULATORS_DSPARK_RNN": ("DSpark, recurrent", "speculators", "Qwen3-8B"),
     "MODELOPT_DSPARK_QWEN3_8B": ("DSpark", "NVIDIA Model Optimizer", "Qwen3-8B"),
+    "MODELOPT_DSPARK_GATED": ("DSpark, gated", "NVIDIA Model Optimizer", "Qwen3-8B"),
+    "MODELOPT_DSPARK_RNN": ("DSpark, recurrent", "NVIDIA Model Optimizer", "Qwen3-8B"),
     "SPECFORGE_DOMINO_QWEN3_8B": ("Domino", "SpecForge", "Qwen3-8B"),
     "SPECFORGE_DOMINO_QWEN35_4B": ("Domino", "SpecForge", "Qwen3.5-4B"),
     "SPECFORGE_DOMINO_QWEN36_27B": ("Domino", "SpecForge", "Qwen3.6-27B"),

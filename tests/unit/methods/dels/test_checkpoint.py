@@ -31,6 +31,13 @@ def test_saved_heads_come_back(tmp_path: Path, name: str) -> None:
         assert torch.equal(value, loaded.state_dict()[key])
 
 
+def test_a_head_that_reads_the_blocks_states_is_refused(tmp_path: Path) -> None:
+    """It belongs to one block head, in whose checkpoint it is."""
+    save_local_head(tmp_path, make("gru_factorized", slot_size=8), dtype=torch.float32)
+    with pytest.raises(ValueError, match="slot_size = 8, legal: 0"):
+        load_local_head(tmp_path, TARGET)
+
+
 def test_a_reduced_vocabulary_travels_with_its_ids(tmp_path: Path) -> None:
     head = make("gru_factorized", draft_vocab_size=4)
     ids = torch.tensor([2, 3, 11, 20])
