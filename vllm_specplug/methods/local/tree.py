@@ -172,28 +172,18 @@ class LocalTreeBuilder:
         roots = None
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
-            first = None if terms is None else terms[:, 0]
-            roots = self._root_inputs(torch.tensor(anchors), first)
-        weights, draft_ids, confidences = self.weights, self.draft_ids, self.token_confidence
-        slot_terms = None
-        if terms is not None and weights.state_size:
-            gates = terms.float().unflatten(-1, (-1, self.head.config.rank))
-            width = weights.rank - gates.shape[-1]
-            slot_terms = F.pad(gates, (0, width)).flatten(2)
-        elif terms is not None:
-            weights, rows = self._weights_of(ids, terms), ids.flatten()
-            draft_ids = draft_ids[rows]
-            if confidences is not None:
-                confidences = confidences[rows]
-            ids = torch.arange(ids.numel()).view_as(ids)
+            roots = self._root_inputs(torch.tensor(anchors))
+        if terms is not None:
+            parts = terms.float().unflatten(-1, (-1, self.head.config.rank))
+            terms = F.pad(parts, (0, self.weights.rank - parts.shape[-1])).flatten(2)
         of_token, weight = None, 0.0
         if self.confidence is not None and slots is not None:
-            of_token, weight = confidences, self.confidence.weight
+            of_token, weight = self.token_confidence, self.confidence.weight
             # The kernel reads tokens by draft id, which an anchor may lack.
             slots = slots.clone()
             slots[:, 0] += self.confidence.of_token[list(anchors)]
         tokens, parents, node_depths, scores, counts = build_local_trees(
-            weights,
+            self.weights,
             ids,
             log_probs,
             *(torch.tensor(values, dtype=torch.int32) for values in (budgets, depths, widths)),
@@ -201,12 +191,12 @@ class LocalTreeBuilder:
             self.beta,
             self.log_prior,
             roots,
+            terms,
             slots,
             of_token,
             weight,
-            slot_terms,
         )
-        token_ids = draft_ids[tokens.clamp_(0, len(draft_ids) - 1)].numpy()
+        token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
         return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
 
@@ -371,21 +361,14 @@ class LocalTreeBuilder:
         )
         return self.head.rank_of(states, terms), states
 
-    def _weights_of(self, ids: torch.Tensor, terms: torch.Tensor) -> LocalTreeWeights:
-        """Returns tables of a head without a state, with a row per candidate [R, D, M] of a draft:
-        the kernel reads no slots, so the rank vectors of a depth contain the terms of the next."""
-        ranks = self.output_table.new_zeros(*ids.shape, self.output_table.shape[1])
-        read, slots = self.draft_ids[ids[:, :-1]], terms[:, 1:].flatten(0, 1)
-        none = self.head.initial_state(read.numel())
-        found = self.head.step(read.flatten(), none, self.embed_tokens, slots)[0]
-        ranks[:, :-1] = found.view_as(ranks[:, :-1])
-        return markov_weights(self.output_table[ids].flatten(0, 2), ranks.flatten(0, 2))
-
     def _compiled_weights(self) -> LocalTreeWeights:
         head, config = self.head, self.head.config
         if not config.hidden_size:
             return markov_weights(
-                self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
+                config.kind,
+                self.output_table,
+                head.input_features(self.draft_ids, self.embed_tokens),
+                head.token_proj.weight if config.kind == "gated" else None,
             )
         # The input projection is folded into the input weights.
         features: torch.Tensor = self.embed_tokens
@@ -395,6 +378,7 @@ class LocalTreeBuilder:
         elif config.projects_input:
             w_ih = w_ih @ head.input_proj.weight
         return recurrent_weights(
+            config.kind,
             self.output_table,
             w_ih,
             w_hh,
@@ -406,25 +390,20 @@ class LocalTreeBuilder:
         )
 
     def _recurrent_layers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Returns the weights that read a token's input [3 S, I] and the state [3 S, S], and those
-        of the rank vector [r, S] unless the cell itself makes it."""
+        """Returns the weights of a head with a state: those that read a token's input [3 S, I] and
+        the state [3 S, S], and those of the rank vector [r, S], None for an RNN."""
         head = self.head
         if head.config.kind == "rnn":
             return head.token_proj.weight, head.state_proj.weight, None
         gru = head.prefix_gru
         return gru.weight_ih_l0, gru.weight_hh_l0, head.rank_proj.weight
 
-    def _root_inputs(self, anchors: torch.Tensor, terms: torch.Tensor | None) -> torch.Tensor:
-        """Returns the kernel's inputs for the anchors, float32 and padded like its weights.
-
-        `terms` [R, Q] are those of the first slots.
-        """
+    def _root_inputs(self, anchors: torch.Tensor) -> torch.Tensor:
+        """Returns the kernel's inputs for the anchors, float32 and padded like its weights."""
         assert self.weights is not None
-        if self.weights.state_size == 0:
-            none = self.head.initial_state(len(anchors))
-            ranks = self.head.step(anchors, none, self.embed_tokens, terms)[0]
-            return F.pad(ranks.float(), (0, self.weights.rank - ranks.shape[-1]))
         x = self.head.input_features(anchors, self.embed_tokens)
+        if self.weights.state_size == 0:
+            return F.pad(x.float(), (0, self.weights.rank - x.shape[-1]))
         w_ih = self._recurrent_layers()[0]
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)
