@@ -3,7 +3,7 @@
 
 Shapes: B sequences, L tokens, F nodes of a frontier, V target vocabulary, V' rows of the output
 table (the draft vocabulary where it is reduced), H target hidden size, I input width, S state size,
-r rank of the output, Q terms of a slot.
+r rank of the output, Q terms of a slot, U size of the block's states.
 
 A block head scores all depths of a block at once and cannot know which tokens its earlier slots
 became. This head reads those tokens, is small enough to run once per depth, and is fused with the
@@ -100,11 +100,12 @@ class LocalHeadConfig:
                 self.input_size,
                 f"rank = {self.rank} for kind {self.kind!r}, and hidden_size {state_size}",
             )
-            reads_slots = self.kind == "markov" or is_size(self.slot_size)
-            _require(reads_slots, "slot_size", self.slot_size, _SIZES)
         else:
             _require(is_size(self.hidden_size), "hidden_size", self.hidden_size, _SIZES)
             _default(self, "input_size", self.target_hidden_size)
+        optional = self.slot_size == 0 and self.kind in ("gru", "markov")
+        sizes = f"{_SIZES}, or 0 for kinds 'gru' and 'markov'"
+        _require(optional or is_size(self.slot_size), "slot_size", self.slot_size, sizes)
         _default(self, "draft_vocab_size", self.vocab_size)
         _require(is_size(self.input_size), "input_size", self.input_size, _SIZES)
         _require(
@@ -230,8 +231,7 @@ class LocalHead(nn.Module):
         state: torch.Tensor,
         # [V, H]
         embed_tokens: torch.Tensor | None = None,
-        # [R, Q] terms of the slots that draft the nodes' children, each of the next F / R nodes;
-        # only if the head reads slots
+        # [R, Q] terms; row i belongs to nodes i*F/R to (i+1)*F/R - 1
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads one token for each node of a frontier and returns rank vectors [F, r] and new

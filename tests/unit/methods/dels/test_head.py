@@ -49,6 +49,8 @@ def test_a_new_head_scores_nothing(name: str) -> None:
         ({"hidden_size": 0}, "hidden_size = 0"),
         ({"draft_vocab_size": V + 1}, f"legal: 1..{V}"),
         ({"kind": "markov", "hidden_size": 0, "input_size": 3}, "rank = 6 for kind 'markov'"),
+        ({"kind": "gated", "hidden_size": 0}, "slot_size = 0, legal: an integer from 1 to"),
+        ({"slot_size": -1}, "slot_size = -1, legal: .* or 0 for kinds 'gru' and 'markov'"),
         ({"rank_activation": "relu"}, "rank_activation = 'relu'"),
         ({"alpha": -0.1}, "alpha = -0.1, legal: numbers from 0 to 100"),
         ({"beta": [0.1, float("nan")]}, "beta = .*, legal: numbers"),
