@@ -124,18 +124,14 @@ def inspect_block_head(
     return config
 
 
-def log_unused_parts(directory: Path) -> None:
-    """Logs the parts of a JetSpec++ checkpoint that are not used: an adapter, and thresholds for
-    it."""
-    if not any(directory.glob("adapter/*.safetensors")):
-        return
-    names = [f"{name}/" for name in ("adapter", "calibration") if (directory / name).is_dir()]
-    logger.info(
-        "%s is a JetSpec++ checkpoint, of which %s is not used: its block head alone drafts the "
-        "trees, as a JetSpec head does, so the acceptance published for JetSpec++ does not apply",
-        directory,
-        " with ".join(names),
-    )
+def log_unused_parts(directory: Path, config: BlockHeadConfig) -> None:
+    """Logs the folders of a JetSpec++ checkpoint that are not used."""
+    if config.causal and all((directory / name).is_dir() for name in ("adapter", "calibration")):
+        logger.info(
+            "%s: adapter/ and calibration/ are not used. The block head drafts as a JetSpec head, "
+            "so JetSpec++'s published acceptance does not apply",
+            directory,
+        )
 
 
 def save_block_head(
