@@ -22,7 +22,7 @@ class DSparkOptions(BlockOptions):
     def settings(  # type: ignore[override]
         self, method: str, shared: SharedOptions, target: TargetInfo, head: DSparkConfig
     ) -> LocalTreeSettings:
-        return LocalTreeSettings.of_markov_head(
+        return LocalTreeSettings.of_own_head(
             head.num_draft_tokens,
             max(LOCAL_CANDIDATES, shared.tree_width),
             1 + head.pure_draft_prefix_len,

@@ -28,7 +28,7 @@ class LocalTreeSettings:
     """Maximum bytes of the precomputed input gates of a GRU."""
 
     @classmethod
-    def of_markov_head(cls, num_depths: int, num_candidates: int, first_depth: int = 1) -> Self:
+    def of_own_head(cls, num_depths: int, num_candidates: int, first_depth: int = 1) -> Self:
         """Returns the settings of a head that was trained with its block: weight 1 from
         `first_depth` on, and no prior."""
         return cls(
