@@ -54,7 +54,8 @@ def is_markov_block_head(head: HeadFiles) -> bool:
     """Returns whether a checkpoint is a DSpark head, with a Markov or a confidence head, or a
     Domino head."""
     if head.speculators_type is not None:
-        return head.speculators_type == "dspark"
+        # The method's reader refuses Domino heads of speculators with a reason.
+        return head.speculators_type in ("dspark", "domino")
     return _has_block(head) and _has_markov(head)
 
 

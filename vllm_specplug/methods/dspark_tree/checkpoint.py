@@ -108,20 +108,18 @@ def confidence_head(
 def _slot_layers(
     config: DSparkConfig, extra: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a local head that make it read the block's states."""
+    """Returns the parts of a gated or recurrent Markov head's layer, by their names in a local
+    head; none for a plain Markov head."""
     layer = MARKOV_LAYERS.get(config.markov_head_type)
     if layer is None:
         return {}
-    rank, hidden = config.markov_rank, config.hidden_size
-    # Columns by what they read, in the checkpoint's order.
-    columns = {"slot_proj": hidden, "token_proj": rank}
-    if config.markov_head_type == "rnn":
-        columns = {"state_proj": rank, "token_proj": rank, "slot_proj": hidden}
-    parts = extra[f"{layer}.weight"].split(list(columns.values()), dim=1)
+    widths = layer.widths(config.markov_rank, config.hidden_size)
+    columns = extra[f"{layer.name}.weight"].split(widths, dim=1)
     tensors = {
-        f"{name}.weight": part.contiguous() for name, part in zip(columns, parts, strict=True)
+        f"{part}.weight": weight.contiguous()
+        for part, weight in zip(layer.parts, columns, strict=True)
     }
-    return {**tensors, "slot_proj.bias": extra[f"{layer}.bias"]}
+    return {**tensors, "slot_proj.bias": extra[f"{layer.name}.bias"]}
 
 
 def domino_head(config: DSparkConfig, extra: Mapping[str, torch.Tensor]) -> LocalHead:
@@ -154,13 +152,13 @@ def markov_head(
     w2: torch.Tensor,
     slot_layers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> LocalHead:
-    """Returns the local head that adds W_2 rank to the scores after token y; of kind "markov" and
-    without `slot_layers`, rank is W_1[y].
+    """Returns the local head that adds W_2 v to the scores after token y. Without `slot_layers`, v
+    is W_1[y].
 
     Args:
         w1: [V, r] by target token.
         w2: [V', r] by draft id.
-        slot_layers: the head's tensors that make it read the block's states.
+        slot_layers: tensors of the local head that compute v from W_1[y] and the block's states.
     """
     config = LocalHeadConfig(
         kind=kind,

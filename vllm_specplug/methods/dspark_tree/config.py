@@ -29,11 +29,34 @@ from vllm_specplug.options import is_integer
 MARKOV_INPUT = "markov_head.markov_w1.weight"
 MARKOV_OUTPUT = "markov_head.markov_w2.weight"
 CONFIDENCE_WEIGHT, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
-# Layer of a gated or recurrent Markov head, which reads the row of W_1 and the slot's state.
-MARKOV_LAYERS = {"gated": "markov_head.gate_proj", "rnn": "markov_head.joint_proj"}
+
+
+@dataclass(frozen=True)
+class MarkovLayer:
+    """Layer of a Markov head that reads more than the row of W_1.
+
+    It has `outputs` times r outputs. `parts` names the layers of a local head whose columns it
+    holds, in the checkpoint's order.
+    """
+
+    name: str
+    outputs: int
+    parts: tuple[str, ...]
+
+    def widths(self, rank: int, hidden: int) -> list[int]:
+        """Returns the number of columns of each part."""
+        return [hidden if part == "slot_proj" else rank for part in self.parts]
+
+
+MARKOV_LAYERS = {
+    "gated": MarkovLayer("markov_head.gate_proj", 1, ("slot_proj", "token_proj")),
+    "rnn": MarkovLayer("markov_head.joint_proj", 3, ("state_proj", "token_proj", "slot_proj")),
+}
 DOMINO_GRU = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
 DOMINO_INPUT, DOMINO_OUTPUT = "embed_proj.0.weight", "embed_proj.2.weight"
-_LAYER_TENSORS = tuple(f"{n}.{part}" for n in MARKOV_LAYERS.values() for part in ("weight", "bias"))
+_LAYER_TENSORS = tuple(
+    f"{layer.name}.{part}" for layer in MARKOV_LAYERS.values() for part in ("weight", "bias")
+)
 # Model-Optimizer's names of these tensors, then those of early SpecForge heads.
 OTHER_NAMES = {
     "markov_w1.weight": MARKOV_INPUT,
@@ -91,6 +114,12 @@ class DSparkConfig(BlockHeadConfig):
             kind,
             f"one of {_HEAD_TYPES} (others are unknown)",
         )
+        require(
+            rank == 0 or kind != "rnn" or block.sample_from_anchor,
+            "sample_from_anchor",
+            block.sample_from_anchor,
+            "true (a recurrent Markov head is trained from the anchor's slot)",
+        )
         size = _confidence_inputs(own, block.hidden_size, rank)
         return cls(
             **vars(block),
@@ -131,9 +160,9 @@ class DSparkConfig(BlockHeadConfig):
             shapes[MARKOV_INPUT] = (self.vocab_size, rank)
             shapes[MARKOV_OUTPUT] = (self.draft_vocab_size, rank)
         if layer := MARKOV_LAYERS.get(self.markov_head_type):
-            rows, columns = (3, 2 * rank) if self.markov_head_type == "rnn" else (1, rank)
-            shapes[f"{layer}.weight"] = (rows * rank, columns + hidden)
-            shapes[f"{layer}.bias"] = (rows * rank,)
+            rows = layer.outputs * rank
+            shapes[f"{layer.name}.weight"] = (rows, sum(layer.widths(rank, hidden)))
+            shapes[f"{layer.name}.bias"] = (rows,)
         if self.confidence_size:
             shapes[CONFIDENCE_WEIGHT] = (1, self.confidence_size)
             shapes[CONFIDENCE_BIAS] = (1,)
@@ -141,8 +170,12 @@ class DSparkConfig(BlockHeadConfig):
 
 
 def _is_domino(raw: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-    named = DOMINO_ARCHITECTURE in (raw.get("architectures") or [])
-    return named or own.get("projector_type") == "domino"
+    return _names_domino(raw) or own.get("projector_type") == "domino"
+
+
+def _names_domino(raw: Mapping[str, Any]) -> bool:
+    stated = raw.get("architectures")
+    return isinstance(stated, list) and DOMINO_ARCHITECTURE in stated
 
 
 def _domino_values(own: Mapping[str, Any], block: BlockHeadConfig) -> dict[str, Any]:
@@ -182,7 +215,14 @@ def _confidence_inputs(own: Mapping[str, Any], hidden: int, rank: int) -> int:
 def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the block head without the Markov head, for its own reader."""
     part = without_keys(raw, MARKOV_KEYS)
-    if raw.get("speculators_model_type") == "dspark":
+    format_of = raw.get("speculators_model_type")
+    require(
+        format_of != "domino",
+        "speculators_model_type",
+        format_of,
+        "'dspark' (the tensors logits_correction.* of speculators' Domino heads are not read)",
+    )
+    if format_of == "dspark":
         part["speculators_model_type"] = "dflash"
         _rename(part, "DFlashSpeculator")
         return part
@@ -193,8 +233,15 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         projector,
         "'dspark' or 'domino' (others draft in another way)",
     )
+    if _names_domino(raw):
+        legal = f"absent or 'domino' in a {DOMINO_ARCHITECTURE}"
+        require(projector in (None, "domino"), "projector_type", projector, legal)
+        # The block's reader judges the other names.
+        part["architectures"] = [
+            "DFlashDraftModel" if name == DOMINO_ARCHITECTURE else name
+            for name in raw["architectures"]
+        ]
     if _is_domino(raw, own):
-        part["architectures"] = ["DFlashDraftModel"]
         return part
     stated = [source.get(flag) for source in (raw, block_containers(raw)) for flag in ANCHOR_FLAGS]
     is_dspark = projector == "dspark" or own.get("markov_rank")

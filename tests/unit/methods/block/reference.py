@@ -183,7 +183,7 @@ def domino_log_probs(
     tensors: Tensors,
     # [V, H] embeddings of the target
     embed: torch.Tensor,
-    # depths that the block drafts alone
+    # depths without a correction
     prefix: int,
     # target tokens of a branch, the anchor first
     branch: list[int],

@@ -74,6 +74,7 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
     assert _owners(raw, *head.tensors, selector) == ["dflash2_tree"]
     assert _owners(raw) == [] and _owners({}) == []
     assert _owners({"architectures": "DFlashDraftModel"}) == []
+    assert _owners({"speculators_model_type": "domino"}) == ["dspark_tree"]
 
 
 @pytest.mark.parametrize(

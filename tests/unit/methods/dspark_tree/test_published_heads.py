@@ -25,7 +25,7 @@ from tests.unit.tree.candidates import paths_of
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.registry import get_method, recognise_head
 
-FORMATS = [
+_NAMES = [
     "DEEPSPEC_DSPARK_QWEN3_4B",
     "DEEPSPEC_DSPARK_GATED",
     "DEEPSPEC_DSPARK_RNN",
@@ -41,15 +41,20 @@ FORMATS = [
     "MODELOPT_DSPARK_GATED",
     "MODELOPT_DSPARK_RNN",
 ]
-DOMINO = ["SPECFORGE_DOMINO_QWEN3_8B", "SPECFORGE_DOMINO_QWEN35_4B", "SPECFORGE_DOMINO_QWEN36_27B"]
+FORMATS = {name: tiny(getattr(published, name)) for name in _NAMES}
+# Configs that nobody published, of forms that such heads may have.
+FORMATS["gated, draft vocabulary"] = changed(
+    FORMATS["SPECFORGE_DSPARK_DRAFT_VOCAB"], dflash_config={"markov_head_type": "gated"}
+)
+_DOMINO = ["SPECFORGE_DOMINO_QWEN3_8B", "SPECFORGE_DOMINO_QWEN35_4B", "SPECFORGE_DOMINO_QWEN36_27B"]
+DOMINO = {name: tiny(getattr(published, name)) for name in _DOMINO}
+DOMINO["draft vocabulary"] = changed(DOMINO["SPECFORGE_DOMINO_QWEN3_8B"], draft_vocab_size=20)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Path) -> None:
     causal = name == "SPECFORGE_DSPARK_CAUSAL"
-    head = PublishedHead(
-        tmp_path / "head", tiny(getattr(published, name)), tables=name.startswith("DEEPSPEC")
-    )
+    head = PublishedHead(tmp_path / "head", FORMATS[name], tables=name.startswith("DEEPSPEC"))
     assert recognise_head(head.folder).name == "dspark_tree"
     drafter, requests = head.drafter(get_method("dspark_tree"))
     (tree,) = drafter.propose(requests)
@@ -59,22 +64,40 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Pa
     logits = head.logits(first=0, causal=causal)
     assert len(logits) == requests.depths[0] == 5
     draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
-    for node, branch in enumerate(paths_of(tree)):
-        path = [ANCHOR, *branch]
-        score = sum(
-            markov_log_probs(logits, head.tensors, path[:i], hidden)[draft_of[path[i]]]
-            + 0.5 * log_confidence(hidden, head.tensors, path[:i])
-            for i in range(1, len(path))
-        )
-        assert tree.scores[node] == pytest.approx(float(score), abs=1e-4), path
+    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
+
+    def scores(
+        tensors: Any = head.tensors, states: torch.Tensor = hidden, last_only: bool = False
+    ) -> list[float]:
+        """By the equations; with `last_only` the head reads no token but the last."""
+        found = []
+        for path in paths:
+            found.append(0.0)
+            for i in range(1, len(path)):
+                first = i - 1 if last_only else 0
+                log_probs = markov_log_probs(logits[first:], tensors, path[first:i], states[first:])
+                trust = 0.5 * log_confidence(hidden, head.tensors, path[:i])
+                found[-1] += float(log_probs[draft_of[path[i]]] + trust)
+        return found
+
+    np.testing.assert_allclose(tree.scores, scores(), atol=1e-4)
     # The likeliest child of the root comes first.
     best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR], hidden).argmax()]
     assert next(token for token, *below in paths_of(tree) if not below) == int(best)
+    # Controls: states of other slots, the plain form of the head, and a state of one token.
+    controls = []
+    if drafter.config.markov_head_type != "vanilla":
+        plain = {k: v for k, v in head.tensors.items() if "gate_proj" not in k and "joint" not in k}
+        controls = [scores(states=hidden.roll(1, 0)), scores(plain)]
+    if drafter.config.markov_head_type == "rnn":
+        controls.append(scores(last_only=True))
+    for other in controls:
+        assert not np.allclose(tree.scores, other, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", DOMINO)
 def test_each_branch_is_dominos_head_run_along_it(name: str, tmp_path: Path) -> None:
-    head = PublishedHead(tmp_path / "head", tiny(getattr(published, name)))
+    head = PublishedHead(tmp_path / "head", DOMINO[name])
     assert recognise_head(head.folder).name == "dspark_tree"
     drafter, requests = head.drafter(get_method("dspark_tree"))
     first = 1 if name == "SPECFORGE_DOMINO_QWEN36_27B" else 0
@@ -83,13 +106,15 @@ def test_each_branch_is_dominos_head_run_along_it(name: str, tmp_path: Path) -> 
     tree.validate()
     assert tree.num_nodes == 24 and tree.max_depth > 2
     hidden, logits = (f(first=first, causal=False) for f in (head.hidden, head.logits))
+    draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
 
     def score(path: list[int], **changes: Any) -> float:
         usual = {"hidden": hidden, "tensors": head.tensors, "embed": head.embed, "prefix": 1}
-        return sum(
-            float(domino_log_probs(logits, branch=path[:i], **{**usual, **changes})[path[i]])
+        log_probs = (
+            domino_log_probs(logits, branch=path[:i], **{**usual, **changes})
             for i in range(1, len(path))
         )
+        return sum(float(p[draft_of[t]]) for p, t in zip(log_probs, path[1:], strict=True))
 
     paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
     np.testing.assert_allclose(tree.scores, [score(path) for path in paths], atol=1e-4)
@@ -97,42 +122,6 @@ def test_each_branch_is_dominos_head_run_along_it(name: str, tmp_path: Path) -> 
     for changes in ({"hidden": hidden.roll(1, 0)}, {"prefix": 0}, {"embed": -head.embed}):
         others = [score(path, **changes) for path in paths]
         assert not np.allclose(tree.scores, others, atol=1e-2), changes
-
-
-@pytest.mark.parametrize("kind", ["gated", "rnn"])
-def test_heads_that_read_states_read_those_of_their_slots(kind: str, tmp_path: Path) -> None:
-    """With states of other slots, with the plain form of the head, and, in a recurrent head, with a
-    state of one token, scores would be others."""
-    raw = tiny(published.DEEPSPEC_DSPARK_QWEN3_4B, markov_head_type=kind)
-    raw["enable_confidence_head"] = False
-    head = PublishedHead(tmp_path / "head", raw)
-    drafter, requests = head.drafter(get_method("dspark_tree"))
-    (tree,) = drafter.propose(requests)
-    hidden, logits = (f(first=0, causal=False) for f in (head.hidden, head.logits))
-    plain = {k: v for k, v in head.tensors.items() if "_proj" not in k}
-    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
-
-    def scores(tensors: Any, states: torch.Tensor, depth: int | None = None) -> list[float]:
-        """By the equations; from `depth` on, branches are their last token."""
-        found = []
-        for path in paths:
-            found.append(0.0)
-            for i in range(1, len(path)):
-                known, own, values = path[:i], states, logits
-                if depth is not None and i > depth:
-                    known, own, values = path[i - 1 : i], states[i - 1 :], logits[i - 1 :]
-                log_probs = markov_log_probs(values, tensors, known, own)
-                found[-1] += float(log_probs[path[i]])
-        return found
-
-    np.testing.assert_allclose(tree.scores, scores(head.tensors, hidden), atol=1e-4)
-    controls = [scores(head.tensors, hidden.roll(1, 0)), scores(plain, hidden)]
-    if kind == "rnn":
-        controls.append(scores(head.tensors, hidden, depth=1))
-    else:
-        np.testing.assert_allclose(tree.scores, scores(head.tensors, hidden, depth=1), atol=1e-4)
-    for other in controls:
-        assert not np.allclose(tree.scores, other, atol=1e-2)
 
 
 def test_model_optimizers_names_are_those_of_its_module(tmp_path: Path) -> None:
@@ -267,6 +256,22 @@ def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) ->
         ("SPECFORGE_DOMINO_QWEN3_8B", {"dflash_config": {"pure_draft_prefix_len": 5}},
          ["pure_draft_prefix_len = 5", "0 to 4"]),
         ("SPECFORGE_DOMINO_QWEN3_8B", {"markov_rank": 6}, ["markov_rank = 6", "Domino"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": ["Qwen3DominoModel"]},
+         ["architectures", "Qwen3DominoModel"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": ["DominoDraftModel", "Other"]},
+         ["architectures", "Other"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": ["LiLiCorrDraftModel"]}, ["LiLiCorr:"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": [3]}, ["architectures = [3]"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": "DominoDraftModel"},
+         ["architectures = 'DominoDraftModel'", "a list of names"]),
+        ("SPECFORGE_DOMINO_QWEN35_4B", {"dflash_config": {"projector_type": "dspark"}},
+         ["projector_type = 'dspark'", "absent or 'domino' in a DominoDraftModel"]),
+        ("SPECULATORS_DSPARK", {"speculators_model_type": "domino"},
+         ["speculators_model_type = 'domino'", "logits_correction.*"]),
+        ("SPECULATORS_DSPARK_RNN", {"sample_from_anchor": False},
+         ["sample_from_anchor = False", "trained from the anchor's slot"]),
+        ("SPECULATORS_DSPARK_RNN", {"sample_from_anchor": None},
+         ["sample_from_anchor = False", "trained from the anchor's slot"]),
     ],
 )  # fmt: skip
 def test_other_heads_are_refused_by_name(

@@ -90,7 +90,7 @@ def test_a_head_that_reads_the_blocks_states_is_not_trained(
     head = make_dspark_head(
         tmp_path, target["vocab_size"], kind=kind, hidden=target["hidden_size"], windows=(None,)
     )
-    with pytest.raises(ValueError, match="--init-from .* legal: a head of markov_head_type"):
+    with pytest.raises(ValueError, match="--init-from .* legal: a head with markov_head_type"):
         make_job("dspark", "b", init_from=str(head)).train()
 
 
