@@ -138,6 +138,10 @@ def test_bad_arguments_are_refused(compiled: None) -> None:
         b.build(ids + 500 - ids[0, 0, 0], log_probs, [0], [4], [2], [2])
     with pytest.raises(RuntimeError, match="depth 9"):
         b.build(ids, log_probs, [0], [4], [9], [2])
+    for name in ("gated", "rnn"):
+        b = builder(name, torch.float32, anchor=True, has_prior=False)
+        with pytest.raises(RuntimeError, match=f"a head of kind {name} does not fit"):
+            b.build(ids, log_probs, [0], [4], [2], [2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

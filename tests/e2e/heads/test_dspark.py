@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DSpark heads of every kind and Domino heads keep the output, with deep branches accepted."""
+"""DSpark heads that read the block's states and Domino heads keep the output, and the engine drafts
+with their corrections."""
 
 from __future__ import annotations
 
@@ -32,17 +33,30 @@ def run(speculative: dict[str, Any] | None, **engine: Any) -> EngineResult:
     return run_engine(arguments, calls, speculative=speculative)
 
 
+def accepted_per_draft(result: EngineResult) -> float:
+    """Of the greedy call; lookups draft nothing here."""
+    counts = (
+        result.call_counter(0, f"vllm:spec_decode_num_{name}")
+        for name in ("accepted_tokens", "drafts")
+    )
+    accepted, drafts = counts
+    return accepted / drafts
+
+
 @pytest.mark.parametrize("ahead", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=() if kind == "rnn" else pytest.mark.full) for kind in KINDS]
 )
 def test_output_equals_plain_decoding(kind: str, ahead: bool) -> None:
-    options = {**METHODS["dspark_tree"], "model": str(branch_head(kind))}
-    plain, tree = run(None), run(options, async_scheduling=ahead)
+    plain = run(None)
+    trees = {}
+    for corrects in (True, False):
+        options = {**METHODS["dspark_tree"], "model": str(branch_head(kind, corrects=corrects))}
+        trees[corrects] = run(options, async_scheduling=ahead)
     for call in range(2):
-        difference = first_difference(plain.token_ids(call), tree.token_ids(call))
+        difference = first_difference(plain.token_ids(call), trees[True].token_ids(call))
         assert difference is None, f"call {call}: {difference}"
-    assert_drafted(tree)
-    # More than one draft of a tree was accepted on average, though lookups draft nothing here.
-    accepted = tree.call_counter(0, "vllm:spec_decode_num_accepted_tokens")
-    assert accepted > tree.call_counter(0, "vllm:spec_decode_num_drafts")
+    assert_drafted(trees[True])
+    # Branches are deep, but not without the correction.
+    assert accepted_per_draft(trees[True]) > 1
+    assert accepted_per_draft(trees[False]) < 0.7 * accepted_per_draft(trees[True])
