@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_specplug.drafting.checkpoint_files import save_head
 from vllm_specplug.methods.block.checkpoint import save_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
@@ -175,16 +176,29 @@ def make_dspark_head(
     folder: Path,
     vocab_size: int,
     *,
+    kind: str = "vanilla",
     seed: int = 5,
     hidden: int = HIDDEN,
     windows: tuple[int | None, ...] = (24, None),
 ) -> Path:
-    """A random DSpark head for `make_target`'s model; a layer, with its sliding window, each."""
+    """A random DSpark head for `make_target`'s model; a layer, with its sliding window, each.
+
+    `kind` is its `markov_head_type`, or "domino" for a Domino head.
+    """
     from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
+    from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
     block = make_block_head(
         vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True, windows=windows
     )
+    if kind != "vanilla":
+        own = {"gru_hidden_dim": 24, "pure_draft_prefix_len": 1} if kind == "domino" else {}
+        own |= {"markov_rank": 16, "markov_head_type": kind}
+        config = DSparkConfig(**{**vars(block.config), **own})
+        tensors = {name: torch.randn(shape) * 0.5 for name, shape in config.extra_tensors.items()}
+        state = {**block.state_dict(), **tensors}
+        save_head(folder, state, config.to_dict(), target_ids=None, dtype=torch.float32)
+        return folder
     w1, w2 = torch.randn(2, vocab_size, 16) * 0.5
     confidence = (torch.randn(1, hidden + 16) * 0.3, torch.zeros(1))
     save_dspark_head(folder, block, w1, w2, confidence=confidence, dtype=torch.float32)

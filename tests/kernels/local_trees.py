@@ -30,6 +30,13 @@ HEADS: dict[str, dict[str, Any]] = {
     "markov": {"kind": "markov", "rank": 33},
     "markov_direct": {"kind": "markov", "rank": 64, "parameterization": "direct_vocab"},
 }  # fmt: skip
+# Heads that read the block's states.
+SLOT_HEADS: dict[str, dict[str, Any]] = {
+    "markov_slots": {"kind": "markov", "rank": 33, "parameterization": "direct_vocab"},
+    "gated": {"kind": "gated", "rank": 33, "parameterization": "direct_vocab"},
+    "rnn": {"kind": "rnn", "rank": 33, "parameterization": "direct_vocab"},
+    "gru_slots": {"kind": "gru", "hidden_size": 50, "rank": 19},
+}
 
 
 def builder(
@@ -46,7 +53,8 @@ def builder(
     confidence = None
     if confidence_weight:
         confidence = BranchConfidence(2 * torch.randn(V), confidence_weight)
-    head = LocalHead(LocalHeadConfig(vocab_size=V, target_hidden_size=H, **HEADS[name]))
+    values = HEADS[name] if name in HEADS else {**SLOT_HEADS[name], "slot_size": H}
+    head = LocalHead(LocalHeadConfig(vocab_size=V, target_hidden_size=H, **values))
     with torch.no_grad():
         for parameter in head.parameters():
             # representable in both dtypes

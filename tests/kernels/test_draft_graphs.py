@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,13 +76,13 @@ def bidirectional_head(folder: Path) -> Made:
     return BlockHeadDrafter, make_head(folder, VOCAB, causal=False), None
 
 
-def markov_head(folder: Path) -> Made:
-    settings = LocalTreeSettings.of_markov_head(DEPTH, 16)
-    return DSparkDrafter, make_dspark_head(folder, VOCAB, windows=(None,)), settings
+def markov_head(folder: Path, kind: str = "vanilla") -> Made:
+    settings = LocalTreeSettings.of_own_head(DEPTH, 16, 2 if kind == "domino" else 1)
+    return DSparkDrafter, make_dspark_head(folder, VOCAB, kind=kind, windows=(None,)), settings
 
 
 def selector(folder: Path) -> Made:
-    settings = LocalTreeSettings.of_markov_head(DEPTH, 12)
+    settings = LocalTreeSettings.of_own_head(DEPTH, 12)
     return DFlash2Drafter, make_dflash2_head(folder, VOCAB, windows=(24, None)), settings
 
 
@@ -107,6 +108,7 @@ HEADS: list[Callable[[Path], Made]] = [
     causal_head,
     bidirectional_head,
     markov_head,
+    *(partial(markov_head, kind=kind) for kind in ("gated", "rnn", "domino")),
     selector,
     local_head,
     draft_layer,

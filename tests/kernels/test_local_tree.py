@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.local_trees import DEPTH, HEADS, LIMITS, builder, candidates
+from tests.kernels.local_trees import (
+    DEPTH,
+    HEADS,
+    LIMITS,
+    SLOT_HEADS,
+    builder,
+    candidates,
+)
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.local_tree import pack_rows
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
@@ -32,7 +39,15 @@ def build_both(b: LocalTreeBuilder, count: int) -> Any:
     ids, log_probs = candidates(6, count)
     args = (ids, log_probs, ANCHORS, *LIMITS.values())
     assert b.weights is not None
-    return b.build(*args), b.build(*args, compiled=False)
+    terms = slot_terms(b)
+    return b.build(*args, terms=terms), b.build(*args, terms=terms, compiled=False)
+
+
+def slot_terms(b: LocalTreeBuilder) -> torch.Tensor | None:
+    """Random terms of the slots that the head reads."""
+    count = b.head.config.num_slot_terms
+    terms = torch.randn(6, DEPTH, count, generator=torch.Generator().manual_seed(9))
+    return terms.to(b.output_table.dtype) if count else None
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -48,17 +63,18 @@ def test_float32_trees_equal_the_readable_ones(
     assert all(t.num_nodes <= most for t, most in zip(trees, LIMITS["budgets"], strict=True))
 
 
-def test_factors_of_a_slot_multiply_rank_vectors(compiled: None) -> None:
-    b = builder("markov", torch.float32, anchor=True, has_prior=False)
-    rank = b.output_table.shape[1]
-    factors = torch.randn(6, DEPTH, rank, generator=torch.Generator().manual_seed(9))
+@pytest.mark.parametrize("name", SLOT_HEADS)
+def test_terms_of_slots_change_the_scores_of_their_depths(isa: str, name: str) -> None:
+    b = builder(name, torch.float32, anchor=True, has_prior=False)
+    terms = slot_terms(b)
+    assert terms is not None
     # The second of these anchors is no draft id.
     args = (*candidates(6, 16), ANCHORS, *LIMITS.values())
-    oracles = b.build(*args, factors=factors, compiled=False)
-    same_trees(b.build(*args, factors=factors), oracles)
-    same_trees(b.build(*args, factors=torch.ones_like(factors)), b.build(*args))
-    with pytest.raises(AssertionError):
-        same_trees(oracles, b.build(*args))
+    oracles = b.build(*args, terms=terms, compiled=False)
+    same_trees(b.build(*args, terms=terms), oracles)
+    for other in (torch.ones_like(terms), terms.roll(1, 1)):
+        with pytest.raises(AssertionError):
+            same_trees(b.build(*args, terms=other), oracles)
 
 
 @pytest.mark.parametrize("weight", [0.5, 1.0])
@@ -85,13 +101,14 @@ def test_a_confidence_lowers_all_children_of_a_node_alike(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *SLOT_HEADS])
 def test_scores_of_sixteen_bits_are_near_the_readable_ones(
     isa: str, name: str, dtype: torch.dtype
 ) -> None:
     """The kernel keeps states in float32: it is no further from float32 than torch's 16 bits."""
-    trees, rounded = build_both(builder(name, dtype, anchor=True), 61)
-    _, exact = build_both(builder(name, torch.float32, anchor=True), 61)
+    has_prior = name in HEADS
+    trees, rounded = build_both(builder(name, dtype, anchor=True, has_prior=has_prior), 61)
+    _, exact = build_both(builder(name, torch.float32, anchor=True, has_prior=has_prior), 61)
 
     def error(candidates: Any) -> float:
         return max(
@@ -121,6 +138,10 @@ def test_bad_arguments_are_refused(compiled: None) -> None:
         b.build(ids + 500 - ids[0, 0, 0], log_probs, [0], [4], [2], [2])
     with pytest.raises(RuntimeError, match="depth 9"):
         b.build(ids, log_probs, [0], [4], [9], [2])
+    for name in ("gated", "rnn"):
+        b = builder(name, torch.float32, anchor=True, has_prior=False)
+        with pytest.raises(RuntimeError, match=f"a head of kind {name} does not fit"):
+            b.build(ids, log_probs, [0], [4], [2], [2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

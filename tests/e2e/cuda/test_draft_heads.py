@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,17 +20,18 @@ from tests.e2e.tiny import make_dflash2_head, make_dspark_head, make_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
+DSPARK_KINDS = ("vanilla", "gated", "rnn", "domino")
 pytestmark = [*INTERPRETED, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
 def pair_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
-    """Heads that score pairs of tokens, by their method."""
+    """Heads that score tokens by those before them, by their kind."""
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-    makers = {"dspark_tree": make_dspark_head, "dflash2_tree": make_dflash2_head}
+    makers = {kind: partial(make_dspark_head, kind=kind) for kind in DSPARK_KINDS}
     return {
         name: {"model": str(make(tmp_path_factory.mktemp("head"), vocab))}
-        for name, make in makers.items()
+        for name, make in {**makers, "dflash2": make_dflash2_head}.items()
     }
 
 
@@ -43,10 +45,12 @@ def local_trees_are_the_hosts() -> Iterator[list[int]]:
               *, width: int, **limits: Any) -> Any:  # fmt: skip
         made = original(self, ids, log_probs, anchors, budgets, depths, width=width, **limits)
         reach = depths.clamp(0, ids.shape[1])
-        oracle = self.build(
-            ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
-            [width] * len(anchors), limits.get("slots"), limits.get("factors"), compiled=False,
-        )  # fmt: skip
+        # Without kernels for this CPU the host builds them as a device does.
+        with patch.object(LocalTreeBuilder, "build_on_device", original):
+            oracle = self.build(
+                ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
+                [width] * len(anchors), limits.get("slots"), limits.get("terms"),
+            )  # fmt: skip
         seen.append(assert_same_trees(made, dict(enumerate(oracle))))
         return made
 
@@ -62,12 +66,13 @@ def test_local_head_on_the_device(ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("method", ["dspark_tree", "dflash2_tree"])
-def test_pairs_of_tokens_on_the_device(
-    method: str, ahead: bool, pair_heads: dict[str, dict[str, str]]
+@pytest.mark.parametrize("kind", [*DSPARK_KINDS, "dflash2"])
+def test_tokens_before_on_the_device(
+    kind: str, ahead: bool, pair_heads: dict[str, dict[str, str]]
 ) -> None:
+    method = "dflash2_tree" if kind == "dflash2" else "dspark_tree"
     with local_trees_are_the_hosts() as nodes:
-        found = compare_block_head(method, ahead, 0, pair_heads[method])
+        found = compare_block_head(method, ahead, 0, pair_heads[kind])
     assert set(found) == {0} and sum(nodes) > 50, nodes
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -266,14 +267,20 @@ def with_causal_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> BlockHead
     return on_the_device(BlockHeadDrafter, head, None, monkeypatch)
 
 
-def with_markov_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DSparkDrafter:
-    settings = LocalTreeSettings.of_markov_head(4, 32)
-    head = make_dspark_head(folder, VOCAB, windows=(None,))
+def with_markov_head(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "vanilla"
+) -> DSparkDrafter:
+    settings = LocalTreeSettings.of_own_head(4, 32, 2 if kind == "domino" else 1)
+    head = make_dspark_head(folder, VOCAB, kind=kind, windows=(None,))
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 
 
+with_recurrent_markov_head = partial(with_markov_head, kind="rnn")
+with_domino_head = partial(with_markov_head, kind="domino")
+
+
 def with_selector(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DFlash2Drafter:
-    settings = LocalTreeSettings.of_markov_head(4, 12)
+    settings = LocalTreeSettings.of_own_head(4, 12)
     head = make_dflash2_head(folder, VOCAB, windows=(None,))
     return on_the_device(DFlash2Drafter, head, settings, monkeypatch)
 
@@ -313,7 +320,8 @@ def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafte
 # Less is better; more needs a reason.
 LAUNCHES = {
     with_causal_head: 73, with_markov_head: 244, with_selector: 247, with_local_head: 265,
-    with_draft_layer: 380, with_window: 424,
+    with_draft_layer: 380, with_window: 424, with_recurrent_markov_head: 268,
+    with_domino_head: 278,
 }  # fmt: skip
 
 
@@ -400,6 +408,8 @@ def from_graphs(
 LAUNCHES_WITH_A_GRAPH = {
     with_causal_head: 9,
     with_markov_head: 9,
+    with_recurrent_markov_head: 9,
+    with_domino_head: 9,
     with_selector: 9,
     with_local_head: 9,
     with_draft_layer: 41,

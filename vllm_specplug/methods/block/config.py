@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # Far beyond any head. Larger values would take memory before a tensor is read.
 _MAX_VALUES = {"num_hidden_layers": 256, "block_size": 4096, "target_layer_ids": 1024}
 
-_CONTAINERS = ("jetspec_config", "dflash_config", "dspark_config")
+_CONTAINERS = ("jetspec_config", "dflash_config", "dspark_config", "domino_config")
 _UNSUPPORTED_FLAGS = {
     "markov_rank": "scores only come from the block; method dspark_tree adds a Markov head's",
     "enable_confidence_head": "heads with a confidence head are those of method dspark_tree",
@@ -50,7 +50,7 @@ _OTHER_KINDS = {
     "them; vLLM's own method dflash drafts chains with such heads",
     "xpress": "XPress: a refiner mixes all tokens before a slot, and its form for branches is "
     "missing; vLLM 0.33's own method dflash drafts chains with such heads",
-    "domino": "Domino: a recurrent head reads the block's states at every node of a tree",
+    "domino": "Domino heads are served by method dspark_tree",
     "dspine": "DSpine: candidates of neighbouring slots exchange messages",
     "dflare": "DFlare: each layer weighs the target's layers by itself, and projects the context "
     "by matrices of its own",

@@ -20,10 +20,11 @@ from vllm_specplug.methods.block.config import (
 
 # Tensors that every block head has. Other kinds have `fc.weight` too, but norm features per layer.
 _TENSORS = ("fc.weight", "hidden_norm.weight", "norm.weight", "layers.0.self_attn.q_norm.weight")
-# Keys of a Markov head in a config.
+# Keys of a Markov head, or of Domino's recurrent head, in a config.
 MARKOV_KEYS = (
     "markov_rank", "markov_head_type", "enable_confidence_head", "use_confidence_head",
-    "confidence_head_with_markov", "confidence_head_alpha", "projector_type",
+    "confidence_head_with_markov", "confidence_head_alpha", "projector_type", "emb_dim",
+    "gru_hidden_dim", "pure_draft_prefix_len",
 )  # fmt: skip
 # Keys of DFlash2's layers and of its candidate selector.
 SELECTOR_KEYS = (
@@ -31,8 +32,12 @@ SELECTOR_KEYS = (
     "input_embedding_scale", "output_multiplier", "final_logit_softcapping", "projector_type",
 )  # fmt: skip
 SELECTOR_ARCHITECTURE = "DFlash2DraftModel"
-_OWN_CONTAINERS = ("dflash_config", "dspark_config")
-_MARKOV_TENSORS = ("markov_head.", "confidence_head.", "markov_w1.", "confidence_proj.")
+DOMINO_ARCHITECTURE = "DominoDraftModel"
+_OWN_CONTAINERS = ("dflash_config", "dspark_config", "domino_config")
+_MARKOV_TENSORS = (
+    "markov_head.", "confidence_head.", "markov_w1.", "confidence_proj.", "prefix_gru.",
+    "logit_head.",
+)  # fmt: skip
 
 
 def is_causal_block_head(head: HeadFiles) -> bool:
@@ -46,9 +51,11 @@ def is_bidirectional_block_head(head: HeadFiles) -> bool:
 
 
 def is_markov_block_head(head: HeadFiles) -> bool:
-    """Returns whether a checkpoint is a DSpark head, with a Markov or a confidence head."""
+    """Returns whether a checkpoint is a DSpark head, with a Markov or a confidence head, or a
+    Domino head."""
     if head.speculators_type is not None:
-        return head.speculators_type == "dspark"
+        # The method's reader refuses Domino heads of speculators with a reason.
+        return head.speculators_type in ("dspark", "domino")
     return _has_block(head) and _has_markov(head)
 
 
@@ -69,7 +76,9 @@ def _has_selector(head: HeadFiles) -> bool:
 
 def _has_markov(head: HeadFiles) -> bool:
     own = stated_values(head.config, MARKOV_KEYS)
-    if own.get("markov_rank") or own.get("projector_type") == "dspark":
+    if own.get("markov_rank") or own.get("projector_type") in ("dspark", "domino"):
+        return True
+    if DOMINO_ARCHITECTURE in head.architectures:
         return True
     return any(name.startswith(_MARKOV_TENSORS) for name in head.tensors)
 
@@ -96,7 +105,7 @@ def without_keys(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, An
 def _is_block_head(head: HeadFiles) -> bool:
     if head.speculators_type is not None:
         # The method's reader refuses the others with a reason.
-        return head.speculators_type in ("dflash", "jetspec", "domino")
+        return head.speculators_type in ("dflash", "jetspec")
     return _has_block(head) and not _has_markov(head) and not _has_selector(head)
 
 

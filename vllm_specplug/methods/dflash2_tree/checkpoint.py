@@ -23,21 +23,23 @@ from vllm_specplug.methods.local.head import LocalHead
 
 def load_dflash2_head(
     directory: str | Path, target_config: Any
-) -> tuple[BlockHead, BlockHeadExtras, LocalHead, torch.Tensor]:
+) -> tuple[BlockHead, BlockHeadExtras, LocalHead]:
     """Reads a head and checks it against its target.
 
     Arguments and errors are those of `load_block_head`.
 
     Returns:
-        The block head, its extras, the codebooks as a Markov head, and the projection [r, H] of a
-        slot's state to the factors of that head's rank vectors.
+        The block head, its extras, and the selector as a Markov head that reads slots.
     """
     head, extras = load_block_head(directory, target_config, DFlash2Config)
     codebooks, draft_ids = extras.extra, extras.target_ids
     successors = codebooks[SUCCESSORS]
     if draft_ids is not None:
         successors = successors[draft_ids]
-    return head, extras, markov_head(codebooks[PREDECESSORS], successors), codebooks[PROJECTION]
+    selector = markov_head(
+        "markov", codebooks[PREDECESSORS], successors, {"slot_proj.weight": codebooks[PROJECTION]}
+    )
+    return head, extras, selector
 
 
 def save_dflash2_head(

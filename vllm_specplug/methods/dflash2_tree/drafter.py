@@ -14,7 +14,6 @@ multiplied by W h_k, so trees are built as for DSpark.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
@@ -29,10 +28,7 @@ class DFlash2Drafter(DSparkDrafter):
 
     def load_head(self, target: TargetWeights) -> tuple[BlockHead, BlockHeadExtras]:
         assert self.options.head_path is not None
-        head, extras, self.markov, projection = load_dflash2_head(
-            self.options.head_path, target.text_config
-        )
-        self.projection = projection.to(device=target.device, dtype=target.dtype)
+        head, extras, self.markov = load_dflash2_head(self.options.head_path, target.text_config)
         return head, extras
 
     @torch.inference_mode()
@@ -46,6 +42,3 @@ class DFlash2Drafter(DSparkDrafter):
             self.lm_head = lambda x: (lm_head(x).float() * (scale / cap)).tanh() * cap
         elif scale != 1:
             self.lm_head = lambda x: lm_head(x).float() * scale
-
-    def slot_factors(self, hidden: torch.Tensor) -> torch.Tensor:
-        return F.linear(hidden, self.projection)

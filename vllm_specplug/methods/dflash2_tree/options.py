@@ -22,4 +22,4 @@ class DFlash2Options(BlockOptions):
     def settings(  # type: ignore[override]
         self, method: str, shared: SharedOptions, target: TargetInfo, head: DFlash2Config
     ) -> LocalTreeSettings:
-        return LocalTreeSettings.of_markov_head(head.num_draft_tokens, head.selector_top_k)
+        return LocalTreeSettings.of_own_head(head.num_draft_tokens, head.selector_top_k)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees from DSpark heads: a low-rank Markov head corrects the block's scores, branch by branch.
+"""Trees from DSpark and Domino heads: a low-rank Markov head or a recurrent head corrects the
+block's scores, branch by branch.
 
-vLLM's own method `dspark` drafts chains with the same heads.
+vLLM's own method `dspark` drafts chains with DSpark heads whose Markov head is the plain one.
 """
 
 from vllm_specplug.drafting.method import Method
@@ -9,7 +10,7 @@ from vllm_specplug.methods.block.options import BLOCK_NEEDS
 
 METHOD = Method(
     name="dspark_tree",
-    summary="block head that drafts from the anchor's slot on, with its own Markov head",
+    summary="block head with its own Markov or recurrent head (DSpark, Domino)",
     options="vllm_specplug.methods.dspark_tree.options:DSparkOptions",
     drafter="vllm_specplug.methods.dspark_tree.drafter:DSparkDrafter",
     needs=BLOCK_NEEDS,

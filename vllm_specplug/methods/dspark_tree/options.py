@@ -10,7 +10,6 @@ from vllm_specplug.methods.block.options import BlockOptions
 from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES, LocalTreeSettings
 
 if TYPE_CHECKING:
-    from vllm_specplug.methods.block.config import BlockHeadConfig
     from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
 
@@ -20,8 +19,11 @@ class DSparkOptions(BlockOptions):
 
         return DSparkConfig
 
-    def settings(
-        self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig
+    def settings(  # type: ignore[override]
+        self, method: str, shared: SharedOptions, target: TargetInfo, head: DSparkConfig
     ) -> LocalTreeSettings:
-        num_candidates = max(LOCAL_CANDIDATES, shared.tree_width)
-        return LocalTreeSettings.of_markov_head(head.num_draft_tokens, num_candidates)
+        return LocalTreeSettings.of_own_head(
+            head.num_draft_tokens,
+            max(LOCAL_CANDIDATES, shared.tree_width),
+            1 + head.pure_draft_prefix_len,
+        )

@@ -37,10 +37,10 @@ class LocalHeadDrafter(BlockHeadDrafter):
         local = self._local_builder
         if local is None:
             return super()._build(requests, depths)
-        ids, log_probs, slots, factors = self._scored(requests, local, max(depths))
+        ids, log_probs, slots, terms = self._scored(requests, local, max(depths))
         return local.build(
             ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths, slots,
-            factors,
+            terms,
         )  # fmt: skip
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
@@ -48,7 +48,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
         if local is None:
             return super().propose_on_device(requests)
         depth = self.depth_on_device(requests)
-        ids, log_probs, slots, factors = self._scored(requests, local, depth)
+        ids, log_probs, slots, terms = self._scored(requests, local, depth)
         return local.build_on_device(
             ids,
             log_probs,
@@ -58,7 +58,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
             width=requests.width,
             num_nodes=requests.num_nodes,
             slots=slots,
-            factors=factors,
+            terms=terms,
         )
 
     def slot_confidence(self, hidden: torch.Tensor) -> torch.Tensor | None:
@@ -67,16 +67,11 @@ class LocalHeadDrafter(BlockHeadDrafter):
         """
         return None
 
-    def slot_factors(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Returns factors [R, D, r] of a Markov head's rank vectors from the states [R, D, H] of
-        the slots whose candidates they score; None without factors."""
-        return None
-
     def _scored(
         self, requests: DraftRequests | DeviceRequests, local: LocalTreeBuilder, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns the candidates that the local head scores, as draft ids and log-probabilities
-        [R, depth, M], `slot_confidence` and `slot_factors`."""
+        [R, depth, M], `slot_confidence`, and the local head's `slot_terms`."""
         count = min(local.options.num_candidates, self.vocab_size)
         ids, log_probs, hidden = self.draft_candidates(requests, depth, count)
-        return ids, log_probs, self.slot_confidence(hidden), self.slot_factors(hidden)
+        return ids, log_probs, self.slot_confidence(hidden), local.head.slot_terms(hidden)

@@ -28,8 +28,11 @@ class LocalTreeSettings:
     """Maximum bytes of the precomputed input gates of a GRU."""
 
     @classmethod
-    def of_markov_head(cls, num_depths: int, num_candidates: int) -> Self:
-        """Returns the settings of a Markov head: weight 1, as in training, and no prior."""
+    def of_own_head(cls, num_depths: int, num_candidates: int, first_depth: int = 1) -> Self:
+        """Returns the settings of a head that was trained with its block: weight 1 from
+        `first_depth` on, and no prior."""
         return cls(
-            alpha=(1.0,) * num_depths, beta=(0.0,) * num_depths, num_candidates=num_candidates
+            alpha=(0.0,) * (first_depth - 1) + (1.0,) * (num_depths - first_depth + 1),
+            beta=(0.0,) * num_depths,
+            num_candidates=num_candidates,
         )

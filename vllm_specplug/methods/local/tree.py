@@ -2,7 +2,7 @@
 """Trees from the product of a block head and a local head.
 
 Shapes: R requests, D depths, M candidates of a depth, F nodes of a frontier, W children of a node,
-V' draft vocabulary, r rank of the local head.
+V' draft vocabulary, r rank of the local head, Q terms of a slot that the local head reads.
 
 For the branch b that reaches depth i - 1, and every candidate y of depth i,
 
@@ -16,8 +16,7 @@ The local head scores only the M likeliest tokens of the block head, because low
 enough. Their fused probabilities sum to the mass that the block head gave these M tokens. So scores
 stay log-probabilities over the draft vocabulary, and weights of 0 give the block head's scores.
 
-A confidence head lowers the scores of all children of a node by the same amount. Factors of a slot
-multiply a Markov head's rank vectors when they score that slot's candidates.
+A confidence head lowers the scores of all children of a node by the same amount.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ from vllm_specplug.kernels import (
     LocalTreeWeights,
     build_local_trees,
     can_build_local_trees,
-    gru_weights,
     markov_weights,
+    recurrent_weights,
 )
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.methods.local.settings import LocalTreeSettings
@@ -154,8 +153,8 @@ class LocalTreeBuilder:
         widths: Sequence[int],
         # [R, D] float32 confidence logits of the slots, where the builder has a confidence
         slots: torch.Tensor | None = None,
-        # [R, D, r] factors of a Markov head's rank vectors, where it has no prior and no confidence
-        factors: torch.Tensor | None = None,
+        # [R, D, Q] terms of the slots, where the local head reads them
+        terms: torch.Tensor | None = None,
         *,
         compiled: bool = True,
     ) -> list[DraftTree]:
@@ -167,28 +166,24 @@ class LocalTreeBuilder:
         if self.weights is None or not compiled:
             return read_trees(
                 self._build_for_host(
-                    ids, log_probs, anchors, budgets, depths, widths, slots=slots, factors=factors
+                    ids, log_probs, anchors, budgets, depths, widths, slots=slots, terms=terms
                 )
             )
         roots = None
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
             roots = self._root_inputs(torch.tensor(anchors))
-        weights, draft_ids = self.weights, self.draft_ids
-        if factors is not None:
-            assert roots is not None
-            weights, draft_ids = self._weights_of(ids, factors), draft_ids[ids].flatten()
-            ids = torch.arange(ids.numel()).view_as(ids)
-            roots[:, : factors.shape[-1]] *= factors[:, 0]
+        if terms is not None:
+            parts = terms.float().unflatten(-1, (-1, self.head.config.rank))
+            terms = F.pad(parts, (0, self.weights.rank - parts.shape[-1])).flatten(2)
         of_token, weight = None, 0.0
         if self.confidence is not None and slots is not None:
-            assert self.token_confidence is not None
             of_token, weight = self.token_confidence, self.confidence.weight
             # The kernel reads tokens by draft id, which an anchor may lack.
             slots = slots.clone()
             slots[:, 0] += self.confidence.of_token[list(anchors)]
         tokens, parents, node_depths, scores, counts = build_local_trees(
-            weights,
+            self.weights,
             ids,
             log_probs,
             *(torch.tensor(values, dtype=torch.int32) for values in (budgets, depths, widths)),
@@ -196,11 +191,12 @@ class LocalTreeBuilder:
             self.beta,
             self.log_prior,
             roots,
+            terms,
             slots,
             of_token,
             weight,
         )
-        token_ids = draft_ids[tokens.clamp_(0, len(draft_ids) - 1)].numpy()
+        token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
         return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
 
@@ -211,7 +207,7 @@ class LocalTreeBuilder:
         log_probs: torch.Tensor,
         *requests: Sequence[int],
         slots: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
+        terms: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build_on_device` with the arguments of `build`."""
         anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
@@ -225,7 +221,7 @@ class LocalTreeBuilder:
             num_nodes=max(requests[1]),
             widths=widths,
             slots=slots,
-            factors=factors,
+            terms=terms,
         )
 
     def build_on_device(
@@ -243,7 +239,7 @@ class LocalTreeBuilder:
         num_nodes: int,
         widths: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
-        factors: torch.Tensor | None = None,
+        terms: torch.Tensor | None = None,
     ) -> DeviceTrees:
         """`build` without a read on the host, for all branches of a depth of all requests at once.
 
@@ -252,13 +248,13 @@ class LocalTreeBuilder:
             num_nodes: at least the largest budget.
             widths: [R] maximum per request; None if all have `width`.
             slots: [R, D] as in `build`.
-            factors: [R, D, r] as in `build`.
+            terms: [R, D, Q] as in `build`.
         """
         return draft_levels_on_device(
             anchors,
             budgets,
             depths,
-            self._device_expander(ids, log_probs, min(width, ids.shape[-1]), slots, factors),
+            self._device_expander(ids, log_probs, min(width, ids.shape[-1]), slots, terms),
             num_levels=ids.shape[1],
             num_nodes=num_nodes,
             width=width,
@@ -272,7 +268,7 @@ class LocalTreeBuilder:
         log_probs: torch.Tensor,
         width: int,
         slots: torch.Tensor | None,
-        factors: torch.Tensor | None,
+        terms: torch.Tensor | None,
     ) -> DeviceExpand:
         """Returns the function that expands frontiers by the fused distributions."""
         head, options, confidence = self.head, self.options, self.confidence
@@ -286,10 +282,11 @@ class LocalTreeBuilder:
             read = frontier.token_ids.flatten()
             if depth == 0:
                 states = head.initial_state(len(read))
+            of_slot = None if terms is None else terms[:, depth]
             if depth:
-                ranks, states = self._step(read, frontier.rows_in(last_width), states)
+                ranks, states = self._step(read, frontier.rows_in(last_width), states, of_slot)
             elif options.anchor_input:
-                ranks, states = head.step(read, states, self.embed_tokens)
+                ranks, states = head.step(read, states, self.embed_tokens, of_slot)
             last_width = shape[1]
             # [R, M], [R, 1, M]
             candidates, own = ids[:, depth], log_probs[:, depth, None].float()
@@ -297,8 +294,6 @@ class LocalTreeBuilder:
             alpha, beta = options.alpha[depth], options.beta[depth]
             if alpha:
                 table, local = self.output_table[candidates], ranks.unflatten(0, shape)
-                if factors is not None:
-                    local = local * factors[:, depth, None]
                 fused = fused + alpha * (local @ table.mT).float()
             if beta:
                 assert self.log_prior is not None
@@ -344,13 +339,17 @@ class LocalTreeBuilder:
         return F.linear(x.to(w_ih.dtype), w_ih)
 
     def _step(
-        self, tokens: torch.Tensor, parents: torch.Tensor, states: torch.Tensor
+        self,
+        tokens: torch.Tensor,
+        parents: torch.Tensor,
+        states: torch.Tensor,
+        terms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads tokens [F] after the states of rows `parents` [F] and returns rank vectors and new
-        states."""
+        """Reads tokens [F] after the states of rows `parents` [F], with terms [R, Q] of slots, and
+        returns rank vectors and new states."""
         if self.gates is None:
             states = states[parents.to(states.device)]
-            return self.head.step(tokens, states, self.embed_tokens)
+            return self.head.step(tokens, states, self.embed_tokens, terms)
         from vllm_specplug.kernels.gru_step_triton import gru_step_triton
 
         states = gru_step_triton(
@@ -360,38 +359,44 @@ class LocalTreeBuilder:
             self.gates,
             self.head.prefix_gru.weight_hh_l0,
         )
-        return self.head.rank_of(states), states
-
-    def _weights_of(self, ids: torch.Tensor, factors: torch.Tensor) -> LocalTreeWeights:
-        """Returns tables with a row per candidate [R, D, M] of a draft: the kernel has no factors,
-        so the rank vectors of a depth contain those of the next."""
-        ranks = self.head.input_features(self.draft_ids[ids], self.embed_tokens)
-        ranks[:, :-1] *= factors[:, 1:, None]
-        return markov_weights(self.output_table[ids].flatten(0, 2), ranks.flatten(0, 2))
+        return self.head.rank_of(states, terms), states
 
     def _compiled_weights(self) -> LocalTreeWeights:
         head, config = self.head, self.head.config
-        if config.kind == "markov":
+        if not config.hidden_size:
             return markov_weights(
-                self.output_table, head.input_features(self.draft_ids, self.embed_tokens)
+                config.kind,
+                self.output_table,
+                head.input_features(self.draft_ids, self.embed_tokens),
+                head.token_proj.weight if config.kind == "gated" else None,
             )
-        # The input projection is folded into the GRU's input weights.
+        # The input projection is folded into the input weights.
         features: torch.Tensor = self.embed_tokens
-        w_ih = head.prefix_gru.weight_ih_l0
+        w_ih, w_hh, rank_proj = self._recurrent_layers()
         if config.parameterization == "direct_vocab":
             features = head.embed_tokens.weight
         elif config.projects_input:
             w_ih = w_ih @ head.input_proj.weight
-        return gru_weights(
+        return recurrent_weights(
+            config.kind,
             self.output_table,
             w_ih,
-            head.prefix_gru.weight_hh_l0,
-            head.rank_proj.weight,
+            w_hh,
+            rank_proj,
             silu=config.rank_activation == "silu",
             features=features,
             feature_rows=self.draft_ids,
             gate_table_bytes=self.options.gate_table_bytes,
         )
+
+    def _recurrent_layers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the weights of a head with a state: those that read a token's input [3 S, I] and
+        the state [3 S, S], and those of the rank vector [r, S], None for an RNN."""
+        head = self.head
+        if head.config.kind == "rnn":
+            return head.token_proj.weight, head.state_proj.weight, None
+        gru = head.prefix_gru
+        return gru.weight_ih_l0, gru.weight_hh_l0, head.rank_proj.weight
 
     def _root_inputs(self, anchors: torch.Tensor) -> torch.Tensor:
         """Returns the kernel's inputs for the anchors, float32 and padded like its weights."""
@@ -399,6 +404,6 @@ class LocalTreeBuilder:
         x = self.head.input_features(anchors, self.embed_tokens)
         if self.weights.state_size == 0:
             return F.pad(x.float(), (0, self.weights.rank - x.shape[-1]))
-        w_ih = self.head.prefix_gru.weight_ih_l0
+        w_ih = self._recurrent_layers()[0]
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)

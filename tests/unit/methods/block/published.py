@@ -48,6 +48,9 @@ DEEPSPEC_DSPARK_QWEN3_4B = changed(
     enable_confidence_head=True, confidence_head_with_markov=True, markov_rank=256,
     markov_head_type="vanilla",
 )  # fmt: skip
+# Other values of `markov_head_type` in deepspec/modeling/dspark/markov_head.py.
+DEEPSPEC_DSPARK_GATED = changed(DEEPSPEC_DSPARK_QWEN3_4B, markov_head_type="gated")
+DEEPSPEC_DSPARK_RNN = changed(DEEPSPEC_DSPARK_QWEN3_4B, markov_head_type="rnn")
 # sgl-project/SpecForge 832263f configs/qwen3-4b-dspark.json
 SPECFORGE_DSPARK_QWEN3_4B = changed(
     ZLAB_QWEN3_8B, hidden_size=2560, intermediate_size=9728, block_size=7,
@@ -104,6 +107,18 @@ SPECFORGE_DOMINO_QWEN3_8B = changed(
         "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 256,
         "gru_hidden_dim": 1024, "shift_label": True,
     },
+)  # fmt: skip
+# sgl-project/SpecForge cf5525fb configs/qwen3.6-27b-domino-full-attention.json
+SPECFORGE_DOMINO_QWEN36_27B = changed(
+    ZLAB_QWEN3_8B,
+    architectures=["DominoDraftModel"], auto_map={"AutoModel": "domino.DominoDraftModel"},
+    dflash_config={
+        "mask_token_id": 248070, "target_layer_ids": [1, 16, 31, 46, 61],
+        "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 256,
+        "gru_hidden_dim": 1024, "shift_label": False,
+    },
+    hidden_size=5120, intermediate_size=17408, num_target_layers=64, rope_theta=10000000,
+    vocab_size=248320,
 )  # fmt: skip
 # sgl-project/SpecForge 211b87f configs/qwen3-8b-dspine.json
 SPECFORGE_DSPINE_QWEN3_8B = changed(
@@ -219,6 +234,10 @@ MODELOPT_DSPARK_QWEN3_8B: dict[str, Any] = {
     "rope_theta": 1000000, "rope_scaling": None, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "num_target_layers": 36, "layer_types": ["full_attention"] * 5,
 }  # fmt: skip
+MODELOPT_DSPARK_GATED, MODELOPT_DSPARK_RNN = (
+    changed(MODELOPT_DSPARK_QWEN3_8B, dflash_config={"markov_head_type": kind})
+    for kind in ("gated", "rnn")
+)
 # Its module (modelopt/torch/speculative/plugins/modeling_dspark.py) has the two heads' tensors
 # beside the block's own. By the names that all others write.
 MODELOPT_NAMES = {
@@ -226,6 +245,10 @@ MODELOPT_NAMES = {
     "markov_head.markov_w2.weight": "markov_w2.weight",
     "confidence_head.proj.weight": "confidence_proj.weight",
     "confidence_head.proj.bias": "confidence_proj.bias",
+    "markov_head.gate_proj.weight": "gate_proj.weight",
+    "markov_head.gate_proj.bias": "gate_proj.bias",
+    "markov_head.joint_proj.weight": "joint_proj.weight",
+    "markov_head.joint_proj.bias": "joint_proj.bias",
 }
 # Tencent/AngelSlim 67394ce configs/qwen3_dflash.json; its module
 # (angelslim/compressor/speculative/train/models/draft/qwen_dflash.py) has z-lab's tensors.
@@ -301,6 +324,8 @@ SPECULATORS_DSPARK = changed(
     markov_rank=256, markov_head_type="vanilla", enable_confidence_head=True,
     confidence_head_with_markov=True,
 )  # fmt: skip
+SPECULATORS_DSPARK_GATED = changed(SPECULATORS_DSPARK, markov_head_type="gated")
+SPECULATORS_DSPARK_RNN = changed(SPECULATORS_DSPARK, markov_head_type="rnn")
 
 # Sizes of a target and a head that tests can compute, for any of the configs above.
 TINY_TARGET = {"hidden_size": 16, "vocab_size": 30, "num_hidden_layers": 4}
@@ -331,9 +356,11 @@ def tiny(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
         ids = {"mask_token_id": 29, "target_layer_ids": [1, 3]}
         inner = small.get("dflash_config")
         small = changed(small, **(ids if inner is None else {"dflash_config": ids}))
-    for part in (small, small.get("dflash_config") or {}, small.get("dspark_config") or {}):
-        if part.get("markov_rank"):
-            part["markov_rank"] = 6
+    containers = ("dflash_config", "dspark_config", "domino_config")
+    for part in (small, *(small.get(name) or {} for name in containers)):
+        for key, size in (("markov_rank", 6), ("emb_dim", 6), ("gru_hidden_dim", 10)):
+            if part.get(key):
+                part[key] = size
         if part.get("selector_rank"):
             part.update({"conv_group_size": 4, "selector_rank": 6, "selector_top_k": 7})
         if part.get("block_size"):

@@ -152,10 +152,57 @@ def markov_log_probs(
     tensors: Tensors,
     # target tokens of a branch, the anchor first
     branch: list[int],
+    # [D, H] the block's states at each depth, for heads that read them
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities [V'] of the token after `branch`."""
+    """Log-probabilities [V'] of the token after `branch`, for every kind of Markov head."""
     w1, w2 = (tensors[f"markov_head.markov_w{i}.weight"].double() for i in (1, 2))
-    return (logits[len(branch) - 1] + w2 @ w1[branch[-1]]).log_softmax(-1)
+    rank = w1[branch[-1]]
+    for name in ("gate_proj", "joint_proj"):
+        if f"markov_head.{name}.weight" not in tensors:
+            continue
+        assert hidden is not None
+        weight, bias = (tensors[f"markov_head.{name}.{p}"].double() for p in ("weight", "bias"))
+        if name == "gate_proj":
+            gate = weight @ torch.cat((hidden[len(branch) - 1], rank)) + bias
+            rank = gate.sigmoid() * rank
+            continue
+        state = torch.zeros_like(rank)
+        for slot, token in enumerate(branch):
+            read = torch.cat((state, w1[token], hidden[slot]))
+            gate, new, output = (weight @ read + bias).chunk(3)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
+            rank = output.tanh()
+    return (logits[len(branch) - 1] + w2 @ rank).log_softmax(-1)
+
+
+def domino_log_probs(
+    # [D, V'] the block's scores and [D, H] its states at each depth
+    logits: torch.Tensor,
+    hidden: torch.Tensor,
+    tensors: Tensors,
+    # [V, H] embeddings of the target
+    embed: torch.Tensor,
+    # depths without a correction
+    prefix: int,
+    # target tokens of a branch, the anchor first
+    branch: list[int],
+) -> torch.Tensor:
+    """Log-probabilities [V'] of the token after `branch`, by Domino's recurrent head."""
+    depth = len(branch) - 1
+    if depth < prefix:
+        return logits[depth].log_softmax(-1)
+    w_ih, w_hh = (tensors[f"prefix_gru.weight_{part}_l0"].double() for part in ("ih", "hh"))
+    state = torch.zeros(w_hh.shape[1], dtype=torch.float64)
+    for token in branch:
+        reset_x, update_x, new_x = (w_ih @ embed[token].double()).chunk(3)
+        reset_h, update_h, new_h = (w_hh @ state).chunk(3)
+        update = (update_x + update_h).sigmoid()
+        new = (new_x + (reset_x + reset_h).sigmoid() * new_h).tanh()
+        state = (1 - update) * new + update * state
+    inner, outer = (tensors[f"embed_proj.{i}.weight"].double() for i in (0, 2))
+    rank = torch.nn.functional.silu(inner @ torch.cat((hidden[depth], state)))
+    return (logits[depth] + outer @ rank).log_softmax(-1)
 
 
 def selector_scores(

@@ -69,6 +69,8 @@ def test_a_stated_mask_holds_for_all_layers_of_speculators_heads(stated):
         ("DEEPSPEC_DSPARK_QWEN3_4B", ["markov_rank = 256", "method dspark_tree"]),
         ("SPECFORGE_DSPARK_QWEN3_4B", ["projector_type = 'dspark'", "method dspark_tree"]),
         ("MODELOPT_DSPARK_QWEN3_8B", ["projector_type = 'dspark'", "method dspark_tree"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", ["projector_type = 'domino'", "method dspark_tree"]),
+        ("SPECFORGE_DOMINO_QWEN35_4B", ["DominoDraftModel", "method dspark_tree"]),
         ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'", "not masks"]),
         ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
     ],

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.methods.block.published import (
     ANGELSLIM_DFLASH_QWEN3_4B,
@@ -125,3 +127,34 @@ def test_windows_are_asked_of_the_device(tmp_path: Path) -> None:
         options = get_method("ddtree").parse_options({})
         assert options.resolve("ddtree", Shared(head.folder, 8, 4), target).needs == needs
     assert all(Capability.CONTEXT_WINDOW in given for given in CAPABILITIES.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "folders", "said"),
+    [
+        ("zlab causal", ("adapter", "calibration"), True),
+        ("zlab causal", ("adapter",), False),
+        ("zlab", ("adapter", "calibration"), False),
+    ],
+)
+def test_unused_folders_of_a_jetspec_plus_plus_checkpoint_are_logged(
+    kind: str,
+    folders: tuple[str, ...],
+    said: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its block head is a JetSpec head, and drafts as one."""
+    head = PublishedHead(tmp_path / "head", HEADS[kind][0])
+    drafter, requests = head.drafter(recognise_head(head.folder))
+    (plain,) = drafter.propose(requests)
+    for name in folders:
+        (head.folder / name).mkdir()
+        save_file({"w": torch.zeros(2)}, head.folder / name / "model.safetensors")
+    with caplog.at_level(logging.INFO):
+        drafter, requests = head.drafter(recognise_head(head.folder))
+    messages = [r.getMessage() for r in caplog.records]
+    expected = f"{head.folder}: adapter/ and calibration/ are not used"
+    assert any(message.startswith(expected) for message in messages) == said
+    (tree,) = drafter.propose(requests)
+    assert tree.token_ids.tolist() == plain.token_ids.tolist()

@@ -29,10 +29,10 @@ KINDS = {
     "SPECULATORS_DSPARK": "dspark_tree",
     "MODELOPT_DSPARK_QWEN3_8B": "dspark_tree",
     "ANGELSLIM_DFLASH_QWEN3_4B": "ddtree",
+    "SPECFORGE_DOMINO_QWEN3_8B": "dspark_tree",
+    "SPECFORGE_DOMINO_QWEN35_4B": "dspark_tree",
     # Claimed, so that the refusal says what is not computed.
-    "SPECFORGE_DOMINO_QWEN3_8B": "ddtree",
     "SPECULATORS_JETSPEC": "jetspec",
-    "SPECFORGE_DOMINO_QWEN35_4B": "ddtree",
     "ZLAB_DFLASH2_QWEN38_27B": "dflash2_tree",
     "INCO_DFLASH2_GLM53_FLASH": "dflash2_tree",
     "MUSE_DFLASH2_GLIMMER_30B": "dflash2_tree",
@@ -68,10 +68,13 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
     head = PublishedHead(tmp_path, raw)
     assert recognise_head(head.folder).name == "ddtree"
     assert _owners(raw, *head.tensors, "markov_head.markov_w1.weight") == ["dspark_tree"]
+    for own in ("markov_head.joint_proj.weight", "prefix_gru.weight_ih_l0"):
+        assert _owners(raw, *head.tensors, own) == ["dspark_tree"]
     selector = "candidate_selector.predecessor_codebook"
     assert _owners(raw, *head.tensors, selector) == ["dflash2_tree"]
     assert _owners(raw) == [] and _owners({}) == []
     assert _owners({"architectures": "DFlashDraftModel"}) == []
+    assert _owners({"speculators_model_type": "domino"}) == ["dspark_tree"]
 
 
 @pytest.mark.parametrize(
@@ -80,8 +83,6 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
         ("LIGHTSEEK_DFLASH2_KIMI_K3", r"attention_mode = 'mla', legal: absent or 'gqa'"),
         ("MODELOPT_LILICORR_QWEN3_8B", r"'LiLiCorrDraftModel'.*transformer over the candidates"),
         ("VLLM_XPRESS_QWEN3_8B", r"'Qwen3XPressModel'.*refiner mixes all tokens before a slot"),
-        ("SPECFORGE_DOMINO_QWEN3_8B", r"projector_type = 'domino'.*recurrent head"),
-        ("SPECFORGE_DOMINO_QWEN35_4B", r"'DominoDraftModel'.*recurrent head"),
         ("SPECFORGE_DSPINE_QWEN3_8B", r"'DSpineDraftModel'.*messages"),
         ("ANGELSLIM_DFLARE_QWEN3_4B", r"'QwenDFlareDraftModel'.*matrices of its own"),
     ],

@@ -31,6 +31,19 @@ def test_saved_heads_come_back(tmp_path: Path, name: str) -> None:
         assert torch.equal(value, loaded.state_dict()[key])
 
 
+@pytest.mark.parametrize("changes", [{"slot_size": 8}, {"kind": "gated"}, {"kind": "rnn"}])
+def test_a_head_that_reads_the_blocks_states_is_refused(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """It belongs to one block head, in whose checkpoint it is."""
+    save_local_head(tmp_path, make("gru_factorized"), dtype=torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    ((name, value),) = changes.items()
+    with pytest.raises(ValueError, match=f"{name} = {value!r}, legal: .* method dspark_tree"):
+        load_local_head(tmp_path, TARGET)
+
+
 def test_a_reduced_vocabulary_travels_with_its_ids(tmp_path: Path) -> None:
     head = make("gru_factorized", draft_vocab_size=4)
     ids = torch.tensor([2, 3, 11, 20])

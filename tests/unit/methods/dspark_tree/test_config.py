@@ -12,7 +12,11 @@ from tests.unit.methods.block.published import changed, tiny
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 
 DEEPSPEC = published.DEEPSPEC_DSPARK_QWEN3_4B
-FORMATS = ["DEEPSPEC_DSPARK_QWEN3_4B", "SPECFORGE_DSPARK_CAUSAL", "SPECULATORS_DSPARK"]
+FORMATS = [
+    "DEEPSPEC_DSPARK_QWEN3_4B", "SPECFORGE_DSPARK_CAUSAL", "SPECULATORS_DSPARK",
+    "SPECULATORS_DSPARK_GATED", "DEEPSPEC_DSPARK_RNN", "SPECFORGE_DOMINO_QWEN35_4B",
+    "SPECFORGE_DOMINO_QWEN36_27B",
+]  # fmt: skip
 
 
 def read(raw: dict[str, Any]) -> DSparkConfig:

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published DSpark formats mean what their trainers meant: every branch is the head as a chain."""
+"""Published DSpark and Domino formats mean what their trainers meant: every branch is the head as a
+chain."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,29 +16,45 @@ from safetensors.torch import save_file
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
 from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
-from tests.unit.methods.block.reference import log_confidence, markov_log_probs
+from tests.unit.methods.block.reference import (
+    domino_log_probs,
+    log_confidence,
+    markov_log_probs,
+)
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.registry import get_method, recognise_head
 
-FORMATS = [
+_NAMES = [
     "DEEPSPEC_DSPARK_QWEN3_4B",
+    "DEEPSPEC_DSPARK_GATED",
+    "DEEPSPEC_DSPARK_RNN",
     "SPECFORGE_DSPARK_QWEN3_4B",
     "SPECFORGE_DSPARK_QWEN3_8B",
     "SPECFORGE_DSPARK_CAUSAL",
     "SPECFORGE_DSPARK_QWEN36_27B",
     "SPECFORGE_DSPARK_DRAFT_VOCAB",
     "SPECULATORS_DSPARK",
+    "SPECULATORS_DSPARK_GATED",
+    "SPECULATORS_DSPARK_RNN",
     "MODELOPT_DSPARK_QWEN3_8B",
+    "MODELOPT_DSPARK_GATED",
+    "MODELOPT_DSPARK_RNN",
 ]
+FORMATS = {name: tiny(getattr(published, name)) for name in _NAMES}
+# Configs that nobody published, of forms that such heads may have.
+FORMATS["gated, draft vocabulary"] = changed(
+    FORMATS["SPECFORGE_DSPARK_DRAFT_VOCAB"], dflash_config={"markov_head_type": "gated"}
+)
+_DOMINO = ["SPECFORGE_DOMINO_QWEN3_8B", "SPECFORGE_DOMINO_QWEN35_4B", "SPECFORGE_DOMINO_QWEN36_27B"]
+DOMINO = {name: tiny(getattr(published, name)) for name in _DOMINO}
+DOMINO["draft vocabulary"] = changed(DOMINO["SPECFORGE_DOMINO_QWEN3_8B"], draft_vocab_size=20)
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Path) -> None:
     causal = name == "SPECFORGE_DSPARK_CAUSAL"
-    head = PublishedHead(
-        tmp_path / "head", tiny(getattr(published, name)), tables=name.startswith("DEEPSPEC")
-    )
+    head = PublishedHead(tmp_path / "head", FORMATS[name], tables=name.startswith("DEEPSPEC"))
     assert recognise_head(head.folder).name == "dspark_tree"
     drafter, requests = head.drafter(get_method("dspark_tree"))
     (tree,) = drafter.propose(requests)
@@ -45,17 +64,64 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Pa
     logits = head.logits(first=0, causal=causal)
     assert len(logits) == requests.depths[0] == 5
     draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
-    for node, branch in enumerate(paths_of(tree)):
-        path = [ANCHOR, *branch]
-        score = sum(
-            markov_log_probs(logits, head.tensors, path[:i])[draft_of[path[i]]]
-            + 0.5 * log_confidence(hidden, head.tensors, path[:i])
+    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
+
+    def scores(
+        tensors: Any = head.tensors, states: torch.Tensor = hidden, last_only: bool = False
+    ) -> list[float]:
+        """By the equations; with `last_only` the head reads no token but the last."""
+        found = []
+        for path in paths:
+            found.append(0.0)
+            for i in range(1, len(path)):
+                first = i - 1 if last_only else 0
+                log_probs = markov_log_probs(logits[first:], tensors, path[first:i], states[first:])
+                trust = 0.5 * log_confidence(hidden, head.tensors, path[:i])
+                found[-1] += float(log_probs[draft_of[path[i]]] + trust)
+        return found
+
+    np.testing.assert_allclose(tree.scores, scores(), atol=1e-4)
+    # The likeliest child of the root comes first.
+    best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR], hidden).argmax()]
+    assert next(token for token, *below in paths_of(tree) if not below) == int(best)
+    # Controls: states of other slots, the plain form of the head, and a state of one token.
+    controls = []
+    if drafter.config.markov_head_type != "vanilla":
+        plain = {k: v for k, v in head.tensors.items() if "gate_proj" not in k and "joint" not in k}
+        controls = [scores(states=hidden.roll(1, 0)), scores(plain)]
+    if drafter.config.markov_head_type == "rnn":
+        controls.append(scores(last_only=True))
+    for other in controls:
+        assert not np.allclose(tree.scores, other, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", DOMINO)
+def test_each_branch_is_dominos_head_run_along_it(name: str, tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", DOMINO[name])
+    assert recognise_head(head.folder).name == "dspark_tree"
+    drafter, requests = head.drafter(get_method("dspark_tree"))
+    first = 1 if name == "SPECFORGE_DOMINO_QWEN36_27B" else 0
+    assert requests.depths == [5 - first]
+    (tree,) = drafter.propose(requests)
+    tree.validate()
+    assert tree.num_nodes == 24 and tree.max_depth > 2
+    hidden, logits = (f(first=first, causal=False) for f in (head.hidden, head.logits))
+    draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
+
+    def score(path: list[int], **changes: Any) -> float:
+        usual = {"hidden": hidden, "tensors": head.tensors, "embed": head.embed, "prefix": 1}
+        log_probs = (
+            domino_log_probs(logits, branch=path[:i], **{**usual, **changes})
             for i in range(1, len(path))
         )
-        assert tree.scores[node] == pytest.approx(float(score), abs=1e-4), path
-    # The likeliest child of the root comes first.
-    best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR]).argmax()]
-    assert next(token for token, *below in paths_of(tree) if not below) == int(best)
+        return sum(float(p[draft_of[t]]) for p, t in zip(log_probs, path[1:], strict=True))
+
+    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
+    np.testing.assert_allclose(tree.scores, [score(path) for path in paths], atol=1e-4)
+    # Controls: states of other slots, a first depth that is corrected, other embeddings.
+    for changes in ({"hidden": hidden.roll(1, 0)}, {"prefix": 0}, {"embed": -head.embed}):
+        others = [score(path, **changes) for path in paths]
+        assert not np.allclose(tree.scores, others, atol=1e-2), changes
 
 
 def test_model_optimizers_names_are_those_of_its_module(tmp_path: Path) -> None:
@@ -94,14 +160,17 @@ def test_the_weight_of_its_loss_tells_of_a_confidence_head(
     assert DSparkConfig.from_dict(raw, num_target_layers=4).confidence_size == size
 
 
-def test_a_chain_takes_the_likeliest_token_of_each_step(tmp_path: Path) -> None:
-    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
+@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
+def test_a_chain_takes_the_likeliest_token_of_each_step(kind: str, tmp_path: Path) -> None:
+    raw = tiny(published.DEEPSPEC_DSPARK_QWEN3_4B, markov_head_type=kind)
+    head = PublishedHead(tmp_path / "head", raw)
     drafter, requests = head.drafter(get_method("dspark_tree"))
     requests.widths[0] = 1
     (tree,) = drafter.propose(requests)
-    logits, chain = head.logits(first=0, causal=False), [ANCHOR]
+    hidden, logits = (f(first=0, causal=False) for f in (head.hidden, head.logits))
+    chain = [ANCHOR]
     while len(chain) <= 5:
-        chain.append(int(markov_log_probs(logits, head.tensors, chain).argmax()))
+        chain.append(int(markov_log_probs(logits, head.tensors, chain, hidden).argmax()))
     assert tree.token_ids.tolist() == chain[1:]
 
 
@@ -171,16 +240,38 @@ def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("raw", "changes", "words"),
     [
-        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_head_type": "gated"}, ["markov_head_type", "gated"]),
-        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_head_type": "rnn"}, ["markov_head_type", "rnn"]),
+        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_head_type": "fir"},
+         ["markov_head_type = 'fir'", "'vanilla', 'gated', 'rnn'"]),
         ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_rank": -1}, ["markov_rank", "-1"]),
         ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_rank": "6"}, ["markov_rank", "'6'"]),
         ("DEEPSPEC_DSPARK_QWEN3_4B", {"architectures": ["Gemma4DSparkModel"]}, ["Gemma4"]),
         ("SPECULATORS_DSPARK", {"architectures": ["Other"]}, ["architectures", "Other"]),
         ("SPECULATORS_DSPARK", {"sample_from_anchor": "yes"}, ["sample_from_anchor", "'yes'"]),
-        ("SPECFORGE_DOMINO_QWEN3_8B", {}, ["projector_type", "'domino'"]),
-        ("MODELOPT_DSPARK_QWEN3_8B", {"dflash_config": {"markov_head_type": "rnn"}},
-         ["markov_head_type", "'rnn'"]),
+        ("MODELOPT_DSPARK_QWEN3_8B", {"dflash_config": {"markov_head_type": "fir"}},
+         ["markov_head_type", "'fir'"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"dflash_config": {"emb_dim": None}, "emb_dim": None},
+         ["emb_dim = None", "an integer from 1"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"dflash_config": {"gru_hidden_dim": "10"}},
+         ["gru_hidden_dim = '10'"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"dflash_config": {"pure_draft_prefix_len": 5}},
+         ["pure_draft_prefix_len = 5", "0 to 4"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"markov_rank": 6}, ["markov_rank = 6", "Domino"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": ["Qwen3DominoModel"]},
+         ["architectures", "Qwen3DominoModel"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": ["DominoDraftModel", "Other"]},
+         ["architectures", "Other"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": ["LiLiCorrDraftModel"]}, ["LiLiCorr:"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": [3]}, ["architectures = [3]"]),
+        ("SPECFORGE_DOMINO_QWEN3_8B", {"architectures": "DominoDraftModel"},
+         ["architectures = 'DominoDraftModel'", "a list of names"]),
+        ("SPECFORGE_DOMINO_QWEN35_4B", {"dflash_config": {"projector_type": "dspark"}},
+         ["projector_type = 'dspark'", "absent or 'domino' in a DominoDraftModel"]),
+        ("SPECULATORS_DSPARK", {"speculators_model_type": "domino"},
+         ["speculators_model_type = 'domino'", "logits_correction.*"]),
+        ("SPECULATORS_DSPARK_RNN", {"sample_from_anchor": False},
+         ["sample_from_anchor = False", "trained from the anchor's slot"]),
+        ("SPECULATORS_DSPARK_RNN", {"sample_from_anchor": None},
+         ["sample_from_anchor = False", "trained from the anchor's slot"]),
     ],
 )  # fmt: skip
 def test_other_heads_are_refused_by_name(
@@ -193,6 +284,43 @@ def test_other_heads_are_refused_by_name(
     with pytest.raises(ValueError, match="draft head config") as error:
         head.drafter(get_method("dspark_tree"))
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "misshapen"),
+    [
+        ("DEEPSPEC_DSPARK_GATED", "markov_head.gate_proj.bias [6]",
+         ("markov_head.gate_proj.weight", "[6, 22]")),
+        ("DEEPSPEC_DSPARK_RNN", "markov_head.joint_proj.bias [18]",
+         ("markov_head.joint_proj.weight", "[18, 28]")),
+        ("SPECFORGE_DOMINO_QWEN3_8B", "prefix_gru.weight_hh_l0 [30, 10]",
+         ("embed_proj.0.weight", "[6, 26]")),
+    ],
+)  # fmt: skip
+def test_tensors_of_each_kind_are_checked(
+    name: str, missing: str, misshapen: tuple[str, str], tmp_path: Path
+) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(getattr(published, name)))
+    tensors = {k: v for k, v in head.written.items() if k != missing.partition(" ")[0]}
+    tensors[misshapen[0]] = torch.zeros(6, 5)
+    save_file(tensors, head.folder / "model.safetensors")
+    with pytest.raises(ValueError, match="does not fit its config") as error:
+        head.drafter(get_method("dspark_tree"))
+    words = f"misshapen {misshapen[0]}: config says {misshapen[1]}, checkpoint has [6, 5]"
+    assert f"missing {missing}" in str(error.value) and words in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEC_DSPARK_RNN", "SPECFORGE_DOMINO_QWEN3_8B"])
+def test_names_of_early_specforge_heads(name: str, tmp_path: Path) -> None:
+    head = PublishedHead(tmp_path / "head", tiny(getattr(published, name)))
+    drafter, requests = head.drafter(get_method("dspark_tree"))
+    (tree,) = drafter.propose(requests)
+    own = ("markov_head.", "confidence_head.", "prefix_gru.", "embed_proj.")
+    early = {f"logit_head.{k}" if k.startswith(own) else k: v for k, v in head.written.items()}
+    assert sum(k.startswith("logit_head.") for k in early) >= 4
+    save_file(early, head.folder / "model.safetensors")
+    (same,) = head.drafter(get_method("dspark_tree"))[0].propose(requests)
+    assert same.token_ids.tolist() == tree.token_ids.tolist()
 
 
 def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
-from vllm_specplug.methods.dels.checkpoint import save_local_head
+from vllm_specplug.methods.dels.checkpoint import check_kind, save_local_head
 from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dels.unigram import log_prior
@@ -22,6 +22,7 @@ from vllm_specplug.train.vocabulary import DraftTables
 
 def local_config(run: LocalRun, target: dict[str, Any], drafted: int) -> LocalHeadConfig:
     """Returns the shape of the head to train; a head with its own table scores `drafted` tokens."""
+    check_kind(run.kind)
     gru = run.kind == "gru"
     return LocalHeadConfig(
         kind=run.kind,  # type: ignore[arg-type]

@@ -111,6 +111,12 @@ def _with_markov(run: DSparkRun, block: BlockHeadConfig, rank: int) -> DSparkCon
 def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkModel, torch.Tensor]:
     """Returns the model of the head in `run.init_from`, and its draft vocabulary."""
     head, extras, markov, _ = load_dspark_head(run.init_from, training.weights.config)
+    if markov is not None and markov.config.slot_size:
+        raise ValueError(
+            f"--init-from {str(run.init_from)!r} has a Markov head or GRU that reads the block's "
+            "states, legal: a head with markov_head_type 'vanilla' or without a Markov head; "
+            "training supports no others"
+        )
     trained, ids = continued_block(
         run.init_from, head, extras, training,
         block_size=run.block_size, causal=False, sample_from_anchor=True,

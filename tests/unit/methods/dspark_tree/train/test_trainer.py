@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.e2e.tiny import make_block_head
+from tests.e2e.tiny import make_block_head, make_dspark_head
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import tiny
 from tests.unit.methods.block.published_heads import PublishedHead
@@ -79,6 +79,19 @@ def test_a_written_head_says_which_slot_drafts_first(anchor: bool, tmp_path: Pat
     save_dspark_head(tmp_path, block, torch.randn(30, 4), torch.randn(30, 4))
     config = DSparkConfig.from_pretrained(tmp_path, num_target_layers=2)
     assert config.sample_from_anchor == anchor
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn", "domino"])
+def test_a_head_that_reads_the_blocks_states_is_not_trained(
+    kind: str, make_job: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = make_job("dspark")
+    target = TargetWeights(job.run.target).config
+    head = make_dspark_head(
+        tmp_path, target["vocab_size"], kind=kind, hidden=target["hidden_size"], windows=(None,)
+    )
+    with pytest.raises(ValueError, match="--init-from .* legal: a head with markov_head_type"):
+        make_job("dspark", "b", init_from=str(head)).train()
 
 
 @pytest.mark.full
