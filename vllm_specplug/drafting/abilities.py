@@ -16,6 +16,7 @@ from vllm_specplug.drafting.caches import (
     DraftWindow,
     PartialCacheSpec,
     TargetCache,
+    TargetCacheSpec,
     TargetForward,
     WindowSpec,
 )
@@ -101,14 +102,22 @@ class OwnWindow:
         """Returns the drafter's own window, read after `load`; None for none."""
         return None
 
-    def bind_window(
-        self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
-    ) -> None:
-        """Gives a drafter its window and the cache of the target's last layer.
+    def bind_window(self, window: DraftWindow | DeviceWindow) -> None:
+        """Gives a drafter its window."""
+        self.window = window
 
-        Either both are on a device or neither is.
-        """
-        self.window, self.target_cache = window, target_cache
+
+class TargetCaches:
+    """Attention over keys and values of the target's own layers."""
+
+    def target_cache_specs(self) -> list[TargetCacheSpec]:
+        """Returns the caches of the target that drafts attend, read after `load`; none by
+        default."""
+        return []
+
+    def bind_target_caches(self, caches: Sequence[TargetCache | DeviceTargetCache]) -> None:
+        """Gives a drafter the caches of `target_cache_specs`, once they exist."""
+        self.target_caches = caches
 
 
 class SelfDraft:

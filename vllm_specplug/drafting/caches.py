@@ -180,13 +180,27 @@ class RowAttention(Protocol):
         """query [M, Hq, Dh], key and value [M, Hkv, Dh] of the rows -> [M, Hq, Dh]."""
 
 
+@dataclass(frozen=True)
+class TargetCacheSpec:
+    """One of the target's caches: that of its last layer with this window that writes its own keys
+    and values."""
+
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor of the scores of a draft's queries."""
+    window: int | None = None
+    """The layer's sliding window, which the draft's attention has, too; None for none."""
+
+
 class TargetCache(Protocol):
-    """Keys and values of the target's last layer, in vLLM's paged cache."""
+    """Keys and values of a layer of the target, in vLLM's paged cache."""
 
     def attention(
         self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` positions of some requests.
+        """Returns the attention over the first `context_lens` positions of some requests, or over
+        the last of these that are within the window.
 
         Args:
             req_indices: rows of the block table.
@@ -204,7 +218,8 @@ class DeviceTargetCache(Protocol):
     def level_attention(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` [R] positions of each request.
+        """Returns the attention over the first `context_lens` [R] positions of each request, or
+        over the last of these that are within the window.
 
         Returns:
             A function query [R * rows, Hq, Dh], the same number of rows per request ->

@@ -45,7 +45,7 @@ class Capability(StrEnum):
     """Keys and values of each request's last tokens, in memory of constant size
     (`Drafter.window_spec`)."""
     TARGET_CACHE = "target_cache"
-    """Attention over the cache of the target's last layer; provided together with `WINDOW`."""
+    """Attention over caches of the target's own layers (`Drafter.target_cache_specs`)."""
     TARGET_FORWARD = "target_forward"
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"

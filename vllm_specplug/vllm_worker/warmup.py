@@ -101,8 +101,15 @@ class _NoCache:
         return self.block_attention(requests, 0, causal=True)
 
 
+class _NoTargetCache:
+    """A `DeviceTargetCache` before there are pages."""
+
+    def level_attention(self, requests: Any, context_lens: Any) -> Any:
+        return torch.zeros_like
+
+
 class _NoWindow(_NoCache):
-    """`_NoCache` as a `DeviceWindow` for new requests, and as a `DeviceTargetCache`."""
+    """`_NoCache` as a `DeviceWindow` for new requests."""
 
     def __init__(self, state: RunnerView, spec: WindowSpec) -> None:
         count = state.max_requests * min(spec.size, state.max_model_len)
@@ -113,9 +120,6 @@ class _NoWindow(_NoCache):
 
     def tree_attention(self, requests: Any, context_lens: Any, parent_rows: Any) -> Any:
         return partial(super().tree_attention(requests, context_lens, parent_rows), 0)
-
-    def level_attention(self, requests: Any, context_lens: Any) -> Any:
-        return torch.zeros_like
 
     def forget(self, req_ids: Any) -> None:
         pass
@@ -148,8 +152,9 @@ def profile_largest_step(
         return
     drafter.bind_cache(_NoCache())
     if (window := drafter.window_spec()) is not None:
-        caches = _NoWindow(state, window)
-        drafter.bind_window(caches, caches)
+        drafter.bind_window(_NoWindow(state, window))
+    if specs := drafter.target_cache_specs():
+        drafter.bind_target_caches([_NoTargetCache()] * len(specs))
     every = torch.arange(tokens, device=device)
     positions = every % state.max_model_len
     drafter.observe(CommittedTokens(aux, every, positions, every, output_states=hidden))

@@ -108,11 +108,14 @@ def on_the_device(
         made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
     if (window := made.window_spec()) is not None:
         state: Any = SimpleNamespace(max_requests=4, dtype=torch.float32)
-        pages = numbers(9, window.num_kv_heads, 16, 2 * window.head_dim)
-        made.bind_window(
-            backend.draft_window(window, state),
-            backend.target_cache(pages, lambda: table, 0.25),
-        )
+        made.bind_window(backend.draft_window(window, state))
+    if specs := made.target_cache_specs():
+        made.bind_target_caches([
+            backend.target_cache(
+                numbers(9, spec.num_kv_heads, 16, 2 * spec.head_dim), lambda: table, spec
+            )
+            for spec in specs
+        ])  # fmt: skip
 
     def built(ids: Any, log_probs: Any, budgets: Any, depths: Any, width: int, nodes: int) -> Any:
         assert all(t is None or t.is_meta for t in (ids, log_probs, budgets, depths))

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.kernels import AttnFeatures, CpuKvLayout
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import (
@@ -160,20 +161,37 @@ def _warn_of_small_groups(groups: Any, layers: Mapping[str, Any], own: int, meth
         )  # fmt: skip
 
 
-def last_layer(groups: list[CacheGroup], layers: Mapping[str, Any], method: str) -> tuple[int, str]:
-    """Returns group and name of the target's last attention layer, whose cache drafters may read.
+def target_layer(
+    groups: list[CacheGroup], layers: Mapping[str, Any], spec: TargetCacheSpec, method: str
+) -> tuple[int, str]:
+    """Returns group and name of the target's layer whose cache `spec` describes.
 
     Raises:
-        ValueError: if that layer does not keep the whole context.
+        ValueError: if no layer has that window, or if the last one has other heads.
     """
-    name = max((n for group in groups for n in group.caches), key=extract_layer_index)
-    impl = layers[name].impl
-    window = impl.tree_features().window if isinstance(impl, TreeAttentionMixin) else 0
-    if window:
+    windows = {
+        name: group.features[name].window if name in group.features else 0
+        for group in groups
+        for name in group.caches
+        if name not in group.readers
+    }
+    found = [name for name, window in windows.items() if window == (spec.window or 0)]
+    if not found:
+        kind = f"a sliding window of {spec.window} tokens" if spec.window else "full attention"
+        kept = sorted({window for window in windows.values() if window})
         raise ValueError(
-            f"Speculative method {method!r} reads the whole context in the target's last layer, "
-            f"and {name!r} keeps a sliding window of {window} tokens. Use another method, or a "
-            "target whose last layer has full attention."
+            f"Speculative method {method!r} reads the keys of the target's last layer with "
+            f"{kind}, and no layer has that; sliding windows of the target: {kept or 'none'}. Use "
+            "the head that was made for this target, or another method."
+        )
+    name = max(found, key=extract_layer_index)
+    layer = layers[name]
+    shape, wanted = (layer.num_kv_heads, layer.head_size), (spec.num_kv_heads, spec.head_dim)
+    if shape != wanted:
+        raise ValueError(
+            f"Speculative method {method!r} reads the cache of the target's layer {name!r}, which "
+            f"has {shape[0]} KV heads of {shape[1]}; the head was made for {wanted[0]} of "
+            f"{wanted[1]}. Use the head that was made for this target, or another method."
         )
     return next(group.index for group in groups if name in group.caches), name
 
