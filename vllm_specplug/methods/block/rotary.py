@@ -23,6 +23,7 @@ class Rotary:
     """A head's rotary embedding.
 
     `scaling` holds the settings of a kind other than "default" under their published names.
+    "proportional" rotates the first pairs of a whole head, a `partial_rotary_factor` of them.
     `rotated` is the number of leading dimensions of a head that are rotated; the rest pass through.
     """
 
@@ -45,6 +46,9 @@ class Rotary:
         plain = self.theta ** -(pairs / self.rotated)
         if self.kind == "default":
             return plain, 1.0
+        if self.kind == "proportional":
+            turning = int((self.scaling or {})["partial_rotary_factor"] * self.rotated // 2)
+            return plain * (torch.arange(len(plain), device="cpu") < turning), 1.0
         stretch = (self.scaling or {}).get("factor")
         if not is_positive(stretch):
             raise ValueError(f"factor {stretch!r} is no positive number")

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random assistants, written by transformers as the published ones are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.e2e.families import SIZES
+
+WINDOW = SIZES["Gemma4Text"]["sliding_window"]
+# For the target `SIZES["Gemma4Text"]`.
+TEXT: dict[str, Any] = {
+    "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 64, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1, "sliding_window": WINDOW, "num_kv_shared_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0,
+}  # fmt: skip
+
+
+def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7) -> Any:
+    """Writes an assistant and returns transformers' module.
+
+    Args:
+        grouped: whether it scores the tokens of a few groups only.
+    """
+    import transformers
+
+    torch.manual_seed(seed)
+    config = transformers.Gemma4AssistantConfig(
+        text_config=transformers.Gemma4TextConfig(vocab_size=vocab, **TEXT),
+        backbone_hidden_size=SIZES["Gemma4Text"]["hidden_size"],
+        use_ordered_embeddings=grouped, num_centroids=10, centroid_intermediate_top_k=3,
+    )  # fmt: skip
+    module = transformers.Gemma4AssistantForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+            elif name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+        for layer in module.model.layers:
+            layer.layer_scalar.uniform_(0.3, 0.9)
+        if grouped:
+            module.masked_embedding.token_ordering.copy_(torch.randperm(vocab))
+    module.save_pretrained(folder)
+    return module
+
+
+@torch.no_grad()
+def logits_along(
+    module: Any,
+    embed: torch.Tensor,
+    state: torch.Tensor,
+    caches: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    branch: list[int],
+    window: int = WINDOW,
+) -> torch.Tensor:
+    """Scores [V] after the tokens of a branch, drafted one by one by transformers' module; -inf for
+    tokens that are not scored.
+
+    Args:
+        embed: [V, Ht] of the target.
+        state: [Ht] of the last committed position.
+        caches: keys and values [L, Hkv, Dh] of the target by kind of layer.
+        branch: the anchor first.
+    """
+    length = len(caches["full_attention"][0])
+    kept = {"full_attention": 0, "sliding_attention": max(0, length - window)}
+    shared = {
+        kind: tuple(x[kept[kind] :].transpose(0, 1)[None] for x in cache)
+        for kind, cache in caches.items()
+    }
+    for token in branch:
+        inputs = torch.cat((embed[token] * embed.shape[1] ** 0.5, state))
+        out = module(
+            inputs_embeds=inputs[None, None], position_ids=torch.tensor([[length - 1]]),
+            attention_mask=None, shared_kv_states=shared,
+        )  # fmt: skip
+        state, logits = out.last_hidden_state[0, 0], out.logits[0, 0]
+    if module.masked_embedding is not None:
+        # transformers gives all other tokens one score below these.
+        logits[logits == logits.min()] = -torch.inf
+    return logits
