@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.families import SIZES
+from tests.e2e.tiny import make_other_target
 
-WINDOW = SIZES["Gemma4Text"]["sliding_window"]
+HIDDEN, WINDOW = (SIZES["Gemma4Text"][name] for name in ("hidden_size", "sliding_window"))
 # For the target `SIZES["Gemma4Text"]`.
 TEXT: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -21,18 +23,19 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7) -> Any:
+def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7, **changes: Any) -> Any:
     """Writes an assistant and returns transformers' module.
 
     Args:
         grouped: whether it scores the tokens of a few groups only.
+        changes: fields of `TEXT`.
     """
     import transformers
 
     torch.manual_seed(seed)
     config = transformers.Gemma4AssistantConfig(
-        text_config=transformers.Gemma4TextConfig(vocab_size=vocab, **TEXT),
-        backbone_hidden_size=SIZES["Gemma4Text"]["hidden_size"],
+        text_config=transformers.Gemma4TextConfig(vocab_size=vocab, **{**TEXT, **changes}),
+        backbone_hidden_size=HIDDEN,
         use_ordered_embeddings=grouped, num_centroids=10, centroid_intermediate_top_k=3,
     )  # fmt: skip
     module = transformers.Gemma4AssistantForCausalLM(config).float().eval()
@@ -48,6 +51,32 @@ def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7) -> An
             module.masked_embedding.token_ordering.copy_(torch.randperm(vocab))
     module.save_pretrained(folder)
     return module
+
+
+@torch.no_grad()
+def make_followed_target(folder: Path, vocab: int) -> tuple[Path, Path]:
+    """Writes a target and an assistant whose deep drafts the target accepts; returns the folders of
+    both.
+
+    Both add little to a token's embedding before the LM head, so that the next token depends mostly
+    on the last one, in the same way.
+    """
+    made = make_other_target(folder / "target", "Gemma4Text", vocab, **SIZES["Gemma4Text"])
+    make_assistant(folder / "assistant", vocab, grouped=False, hidden_size=HIDDEN)
+    files = [folder / name / "model.safetensors" for name in ("target", "assistant")]
+    target, own = map(load_file, files)
+    embed = target["model.embed_tokens.weight"] = torch.randn(vocab, HIDDEN)
+    last = target["model.norm.weight"] = torch.randn(HIDDEN)
+    for tensors in (target, own):
+        for name, tensor in tensors.items():
+            if ".post_" in name and name.endswith("norm.weight"):
+                tensors[name] = 0.4 * tensor
+    own |= {"model.embed_tokens.weight": embed.clone(), "model.norm.weight": last.clone()}
+    own["pre_projection.weight"][:, :HIDDEN] = torch.eye(HIDDEN)
+    own["pre_projection.weight"][:, HIDDEN:] *= 0.2
+    for file, tensors in zip(files, (target, own), strict=True):
+        save_file(tensors, file, metadata={"format": "pt"})
+    return made, files[1].parent
 
 
 @torch.no_grad()

@@ -52,6 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 20},
     "eagle3_tree": {"method": "eagle3_tree", **_FIXED},
     "mtp_tree": {"method": "mtp_tree", **_FIXED},
+    "assistant_tree": {"method": "assistant_tree", **_FIXED},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},
 }  # fmt: skip
 

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Assistants of Gemma 4 under vLLM's method and as trees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.assistants import make_assistant, make_followed_target
+from tests.e2e.eagle3_chains import CHAIN, compare_drafts, own_engine
+from tests.e2e.families import VOCAB, WINDOW_PROMPTS, around_windows, engine_of
+from tests.e2e.pair import core_of, make_engine, pair, watch_preemptions
+
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
+
+
+@pytest.fixture(scope="module", params=["whole", "grouped"])
+def assistant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("assistant")
+    make_assistant(folder, VOCAB, grouped=request.param == "grouped")
+    return str(folder)
+
+
+def test_chains_are_those_of_vllms_own_method(
+    assistant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With prompts shorter and longer than the window, and after prefix hits."""
+    from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
+
+    # vLLM captures a CUDA graph for the groups on every device.
+    monkeypatch.setattr(Gemma4Proposer, "_setup_centroids_cuda_graphs", lambda self: None)
+    engine: dict[str, Any] = {
+        **engine_of("Gemma4Text"), "enable_prefix_caching": True, "async_scheduling": False,
+    }  # fmt: skip
+    engines = (
+        own_engine("mtp", **engine, speculative={"model": assistant}),
+        make_engine(
+            "assistant_tree", speculative={**CHAIN, "method": "tree", "model": assistant}, **engine
+        ),
+    )
+    assert compare_drafts(engines, WINDOW_PROMPTS) > 20
+    long = WINDOW_PROMPTS[-1]
+    assert compare_drafts(engines, [[*long[:96], 12, 3]]) > 5
+    # The control: another window shows.
+    drafter = core_of(engines[1]).model_executor.driver_worker.worker.model_runner.drafter.drafter
+    for cache in drafter.target_caches:
+        cache.spec = replace(cache.spec, window=cache.spec.window and 5)
+    with pytest.raises(AssertionError):
+        compare_drafts(engines, WINDOW_PROMPTS)
+
+
+# Engine arguments of the tree engine, and speculative options.
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "waiting": ({"async_scheduling": False}, {}),
+    "ahead": ({"async_scheduling": True}, {"tree_depth": 6}),
+    # Prefix hits, chunked prompts, preemption, n-gram branches.
+    "crowded": (
+        {
+            "enable_prefix_caching": True, "max_num_batched_tokens": 64,
+            "num_gpu_blocks_override": 28,
+        },
+        {"ngram_topk": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    target, assistant = make_followed_target(tmp_path_factory.mktemp("followed"), VOCAB)
+    return str(target), str(assistant)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trees_are_lossless_and_deep(followed: tuple[str, str], mode: str) -> None:
+    tree, options = MODES[mode]
+    made = pair(
+        "assistant_tree", model=followed[0], skip_tokenizer_init=True, tree=tree,
+        speculative={"model": followed[1], "ngram_topk": 0, **options},
+    )  # fmt: skip
+    preempted = watch_preemptions(made.tree)
+    counts = around_windows(made)
+    assert counts.deep > 20 and counts.skipping > 10, counts
+    assert bool(preempted) == (mode == "crowded")
