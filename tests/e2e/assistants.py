@@ -6,11 +6,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.families import SIZES
 from tests.e2e.tiny import make_other_target
+from vllm_specplug.tree import DraftTree
+from vllm_specplug.tree.beam import Frontier, draft_level_by_level
 
 HIDDEN, WINDOW = (SIZES["Gemma4Text"][name] for name in ("hidden_size", "sliding_window"))
 # For the target `SIZES["Gemma4Text"]`.
@@ -36,7 +39,7 @@ def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7, **cha
     config = transformers.Gemma4AssistantConfig(
         text_config=transformers.Gemma4TextConfig(vocab_size=vocab, **{**TEXT, **changes}),
         backbone_hidden_size=HIDDEN,
-        use_ordered_embeddings=grouped, num_centroids=10, centroid_intermediate_top_k=3,
+        use_ordered_embeddings=grouped, num_centroids=vocab // 5, centroid_intermediate_top_k=3,
     )  # fmt: skip
     module = transformers.Gemma4AssistantForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -114,3 +117,31 @@ def logits_along(
         # transformers gives all other tokens one score below these.
         logits[logits == logits.min()] = -torch.inf
     return logits
+
+
+def module_tree(
+    module: Any,
+    embed: torch.Tensor,
+    state: torch.Tensor,
+    caches: dict[str, tuple[torch.Tensor, torch.Tensor]],
+    anchor: int,
+    *,
+    budget: int,
+    depth: int,
+    width: int,
+) -> DraftTree:
+    """The tree after an anchor, branch by branch; see `logits_along`."""
+    branches: dict[int, list[int]] = {}
+
+    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        found = []
+        for node, parent, token in zip(
+            frontier.nodes.tolist(), frontier.parents.tolist(), frontier.token_ids.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            branches[node] = [*(branches[parent] if frontier.depth else []), token]
+            found.append(logits_along(module, embed, state, caches, branches[node]))
+        best = torch.stack(found).log_softmax(-1).topk(width)
+        return best.indices.numpy(), best.values.numpy()
+
+    return draft_level_by_level([anchor], [budget], [depth], [width], expand)[0]

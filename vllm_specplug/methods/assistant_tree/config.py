@@ -105,14 +105,22 @@ class AssistantConfig:
     def check_target(self, target: Any) -> None:
         """Raises ValueError unless the target has the assistant's state size, vocabulary and
         windows. The shapes of its caches are checked once they exist."""
-        own = {"backbone_hidden_size": self.target_hidden_size, "vocab_size": self.vocab_size}
+        own: dict[str, int | None] = {
+            "backbone_hidden_size": self.target_hidden_size,
+            "vocab_size": self.vocab_size,
+        }
         legal = {
             "backbone_hidden_size": config_field(target, "hidden_size"),
             "vocab_size": config_field(target, "vocab_size"),
         }
         for window in {layer.cache.window for layer in self.layers} - {None}:
             own["sliding_window"] = window
-            legal["sliding_window"] = config_field(target, "sliding_window")
+            is_mapping = isinstance(target, Mapping)
+            legal["sliding_window"] = (
+                target.get("sliding_window")
+                if is_mapping
+                else getattr(target, "sliding_window", None)
+            )
         for name, value in own.items():
             if value != legal[name]:
                 raise ValueError(

@@ -79,7 +79,8 @@ class AssistantHead(nn.Module):
         self.layers: Any = nn.ModuleList(_Layer(config, layer) for layer in config.layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.centroids is not None:
-            self.masked_embedding = _MaskedEmbedding(config)
+            # Any: torch types what a module holds as tensors or modules.
+            self.masked_embedding: Any = _MaskedEmbedding(config)
 
 
 class _FusedLayer:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.assistants import TEXT, WINDOW, logits_along, make_assistant
 from tests.unit.drafters import load_drafter, requests_of
+from tests.unit.methods.assistant_tree import published
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
@@ -162,7 +163,7 @@ def test_the_layout_of_published_configs(tmp_path: Path) -> None:
     sliding = TargetCacheSpec(2, 32, 1.0, WINDOW)
     assert [layer.cache for layer in config.layers] == [sliding] * 3 + [TargetCacheSpec(1, 64, 1.0)]
     assert [layer.rotary.kind for layer in config.layers] == ["default"] * 3 + ["proportional"]
-    assert config.scored_tokens == 90
+    assert config.scored_tokens == 15
 
 
 _ROPE = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}
@@ -170,7 +171,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma5_assistant"}, "model_type = 'gemma5_assistant', legal: gemma4_assist"),
     ({"text_config": 3}, "text_config = 3, legal: an object"),
     ({"backbone_hidden_size": 32}, r"backbone_hidden_size = 32, legal: 64 \(the target's\); .*use"),
-    ({"vocab_size": 400}, "vocab_size = 400, legal: 300"),
+    ({"vocab_size": 360}, "vocab_size = 360, legal: 300"),
     ({"sliding_window": 512}, f"sliding_window = 512, legal: {WINDOW}"),
     ({"layer_types": ["full_attention"] * 3}, "layer_types = .* for each of the 4 layers"),
     ({"layer_types": ["chunked_attention"] * 4}, "layer_types = .*full_attention or sliding"),
@@ -190,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "rope_parameters.full_attention.rope_type = 'yarn', legal: default or proportional",
     ),
     ({"num_centroids": 7}, "num_centroids = 7, legal: a divisor of vocab_size = 300"),
-    ({"centroid_intermediate_top_k": 11}, "centroid_intermediate_top_k = 11, .*1 to 10"),
+    ({"centroid_intermediate_top_k": 61}, "centroid_intermediate_top_k = 61, .*1 to 60"),
     ({"use_ordered_embeddings": False}, "unexpected masked_embedding.centroids.weight"),
 ]
 
@@ -203,6 +204,12 @@ def test_what_cannot_be_served_is_refused(
         load_assistant(written(tmp_path, **changes), TARGET)
 
 
+def test_a_target_without_windows_is_refused(tmp_path: Path) -> None:
+    target = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=rf"sliding_window = {WINDOW}, legal: None \(the target's"):
+        load_assistant(written(tmp_path), target)
+
+
 @pytest.mark.parametrize("token", [-1, 7, VOCAB])
 def test_groups_that_are_no_permutation_are_refused(token: int, tmp_path: Path) -> None:
     file = written(tmp_path) / "model.safetensors"
@@ -212,3 +219,24 @@ def test_groups_that_are_no_permutation_are_refused(token: int, tmp_path: Path) 
     save_file(tensors, file)
     with pytest.raises(ValueError, match="token_ordering is no permutation of the 300 tokens"):
         load_assistant(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("name", published.ALL)
+def test_published_configs(name: str, tmp_path: Path) -> None:
+    """With their real heads in small sizes."""
+    raw = published.small(published.ALL[name])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(published.tensors_of(raw), tmp_path / "model.safetensors")
+    config = load_assistant(tmp_path, published.target_of(raw)).config
+    heads = [(layer.cache.num_kv_heads, layer.cache.window) for layer in config.layers]
+    assert recognise_head(tmp_path).name == "assistant_tree"
+    assert (
+        heads
+        == {
+            "GEMMA4_E2B": [(1, 512)] * 3 + [(1, None)],
+            "GEMMA4_E4B": [(2, 512)] * 3 + [(2, None)],
+            "GEMMA4_12B": [(8, 1024)] * 3 + [(1, None)],
+            "GEMMA4_26B_A4B": [(8, 1024)] * 3 + [(2, None)],
+            "GEMMA4_31B": [(16, 1024)] * 3 + [(4, None)],
+        }[name]
+    )
