@@ -60,14 +60,13 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_followed_target(tmp_path_factory.mktemp("followed"), VOCAB)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_assistants_on_the_device(followed: tuple[Path, Path], ahead: bool) -> None:
+def test_assistants_on_the_device(followed: tuple[Path, Path]) -> None:
     """Contexts shorter and longer than the window of 16; the control is another window."""
     target, assistant = (str(folder) for folder in followed)
     # The target's scores, and so the assistant's, are far apart.
     with knowing(AssistantDrafter, _trees_of_the_module, within=1e-4) as drafts:
         made = engines(
-            "assistant_tree", ahead=ahead, ngram_topk=0, nodes=10, head={"model": assistant},
+            "assistant_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": assistant},
             target={"model": target, "skip_tokenizer_init": True},
         )  # fmt: skip
         drafts.nodes = 0
