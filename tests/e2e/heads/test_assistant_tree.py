@@ -17,21 +17,15 @@ from tests.e2e.pair import core_of, make_engine, pair, watch_preemptions
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-@pytest.fixture(scope="module", params=["whole", "grouped"])
-def assistant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module")
+def assistant(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("assistant")
-    make_assistant(folder, VOCAB, grouped=request.param == "grouped")
+    make_assistant(folder, VOCAB, grouped=False)
     return str(folder)
 
 
-def test_chains_are_those_of_vllms_own_method(
-    assistant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chains_are_those_of_vllms_own_method(assistant: str) -> None:
     """With prompts shorter and longer than the window, and after prefix hits."""
-    from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
-
-    # vLLM captures a CUDA graph for the groups on every device.
-    monkeypatch.setattr(Gemma4Proposer, "_setup_centroids_cuda_graphs", lambda self: None)
     engine: dict[str, Any] = {
         **engine_of("Gemma4Text"), "enable_prefix_caching": True, "async_scheduling": False,
     }  # fmt: skip
