@@ -58,8 +58,8 @@ test-full:
 # they fill the memory.
 TESTS_033 := tests/unit/engine/test_structured_output.py tests/unit/engine/test_versions.py \
   tests/unit/seams/test_seam.py tests/unit/vllm_v2 tests/kernels/test_cpu_kernels.py tests/fuzz \
-  tests/e2e/lossless tests/e2e/options tests/e2e/heads tests/e2e/targets \
-  tests/e2e/serve/test_serve.py tests/e2e/serve/test_metrics.py
+  tests/e2e/lossless tests/e2e/options tests/e2e/heads tests/e2e/targets tests/e2e/cuda \
+  $(addprefix tests/e2e/serve/test_,serve.py methods.py metrics.py nodes.py stranger.py)
 COMPILED_033 := tests/e2e/lossless/test_compiled.py
 
 test-033: setup

@@ -54,6 +54,7 @@ _EXPORTS = {
     "rotate_heads": "row_ops",
     "row_argmax": "row_argmax",
     "self_test": "selftest",
+    "single_row_metadata": "metadata",
     "store_kv": "kv_store",
     "to_device": "device_copy",
     "top_candidates": "local_tree",

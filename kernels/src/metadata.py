@@ -147,6 +147,31 @@ def tree_metadata(
     )
 
 
+def single_row_metadata(
+    # int32 [M]
+    table_rows: torch.Tensor,
+    # int64 [M]
+    positions: torch.Tensor,
+    # int64 [M]
+    slots: torch.Tensor,
+    # [B, max_blocks] int32
+    block_table: torch.Tensor,
+    max_context: int,
+) -> TreeAttnMetadata:
+    """Returns metadata of M rows that each attend the slots before their position and themselves;
+    rows with slot -1 are skipped."""
+    rows = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
+    counts = (slots >= 0).int()
+    return TreeAttnMetadata(
+        torch.stack([table_rows, rows, counts, positions.int(), rows]),
+        block_table,
+        max_rows=1,
+        max_context=max_context,
+        mask_words=torch.ones((len(rows), 1), dtype=torch.int64, device=positions.device),
+        parent_rows=torch.full_like(rows, -1),
+    )
+
+
 def block_metadata(
     req_indices: Sequence[int],
     context_lens: Sequence[int],

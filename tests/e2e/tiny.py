@@ -285,8 +285,11 @@ def make_eagle3_head(
     num_heads: int = HEADS,
     num_kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
+    windows: tuple[int | None, ...] = (None,),
+    mask_token_id: int | None = None,
 ) -> Path:
-    """A random EAGLE-3 head for `make_target`'s model; its attention may have another shape."""
+    """A random EAGLE-3 head for `make_target`'s model; its attention may have another shape. With
+    `mask_token_id` it is a P-EAGLE head."""
     from vllm_specplug.methods.eagle3_tree.checkpoint import save_eagle3_head
     from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
     from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
@@ -304,8 +307,12 @@ def make_eagle3_head(
             draft_vocab_size=size,
             target_hidden_size=HIDDEN,
             target_layer_ids=(0, 1),
+            windows=windows,
+            mask_token_id=mask_token_id,
         )
     )
+    if mask_token_id is not None:
+        torch.nn.init.normal_(head.mask_hidden)
     ids = torch.randperm(vocab_size)[:size].sort().values
     lm_head = torch.randn(size, HIDDEN) / HIDDEN**0.5
     save_eagle3_head(folder, head, target_ids=ids, lm_head=lm_head, dtype=torch.float32)

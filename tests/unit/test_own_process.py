@@ -14,7 +14,10 @@ ROOT = Path(__file__).resolve().parents[2]
 MODULE = """
 import os
 import pytest
+from tests.e2e import own_process
 
+# No engine is built here, and it imports vLLM.
+own_process.use_v2 = lambda: None
 pytestmark = pytest.mark.own_process(fresh=True, env={"FROM_PARENT": "x"})
 
 

@@ -35,8 +35,28 @@ class DraftCacheSpec:
 class DraftCache(Protocol):
     """Context keys and values of the draft layers in vLLM's paged cache."""
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
+    ) -> None:
+        """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M].
+
+        Args:
+            first_layer: layer of the first keys and values.
+        """
+
+    def context_attention(
+        self, table_rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> BlockAttention:
+        """Returns the attention of committed tokens, each over itself and the tokens before it.
+
+        Keys and values of the tokens before must be written. Tokens with slot -1 get undefined
+        outputs.
+
+        Args:
+            table_rows: int32 [M], see `CommittedTokens.table_rows`.
+            positions: int64 [M].
+            slots: int64 [M].
+        """
 
     def block_attention(
         self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]

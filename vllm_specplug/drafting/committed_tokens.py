@@ -41,8 +41,20 @@ class CommittedTokens:
     """[B] requests of the step; for several steps, the requests of each in turn."""
     owners: np.ndarray | None = None
     """int64 [M], index in `req_ids` of each token's request; None if the host does not know it."""
+    table_rows: torch.Tensor | None = None
+    """int32 [M], row of the batch's block table of each token's request. Only for drafters with
+    `attends_context`, on devices; elsewhere `owners` are these rows."""
     in_order: bool = False
     """Whether the tokens are known to be those of the first M rows, in this order."""
+
+    def table_rows_on(self, device: torch.device) -> torch.Tensor:
+        """Returns `table_rows`; zeros for tokens that belong to no request."""
+        import torch
+
+        if self.table_rows is not None:
+            return self.table_rows
+        owners = np.zeros(len(self.rows)) if self.owners is None else self.owners
+        return torch.from_numpy(owners).to(device, torch.int32)
 
     def layer_states(self) -> torch.Tensor:
         """Returns a copy of each token's auxiliary states, concatenated: [M, L*Ht]."""

@@ -133,6 +133,9 @@ class Drafter(
     reads_target_weights: ClassVar[bool] = True
     """Whether `load` reads the target's embedding and LM head; if not, it gets empty tensors."""
 
+    attends_context: bool = False
+    """Whether `observe` attends the cached context and needs `CommittedTokens.table_rows`."""
+
     def __init__(self, options: DrafterOptions) -> None:
         self.options = options
 

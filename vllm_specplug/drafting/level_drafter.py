@@ -172,45 +172,33 @@ class LevelDrafter(BranchDrafter):
         self,
         # [R * F, H]
         hidden: torch.Tensor,
-        frontier: DeviceFrontier,
+        # R, F
+        shape: torch.Size,
         width: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the `width` likeliest children of a frontier's nodes, see `DeviceExpand`."""
-        width = min(width, self.draft_vocab_size)
-        # In pieces: the logits of all requests would be the largest tensor of a step.
-        most = max(1, MAX_LOGITS // self.draft_vocab_size)
-        found = [
-            self.candidates(hidden[first : first + most], width)
-            for first in range(0, len(hidden), most)
-        ]
-        ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
-        shape = (*frontier.token_ids.shape, width)
-        return ids.view(shape), log_probs.view(shape)
+        ids, log_probs = self.candidates(hidden, width)
+        return ids.view(*shape, -1), log_probs.view(*shape, -1)
 
     def candidates(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the `width` likeliest tokens after states [T, H], best first: target token ids
         int64 [T, width] and log-probabilities float32 [T, width]."""
+        width = min(width, self.draft_vocab_size)
+        # In pieces: the logits of all requests would be the largest tensor of a step.
+        pieces = hidden.split(max(1, MAX_LOGITS // self.score_size))
+        found = [self.score(piece, width) for piece in pieces]
+        ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return ids, log_probs
+
+    @property
+    def score_size(self) -> int:
+        """Numbers that `score` computes or gathers for one state."""
+        return self.draft_vocab_size
+
+    def score(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `candidates` of a few states."""
         ids, log_probs = top_candidates(self.lm_head(hidden), width)
         return self.to_target_ids(ids), log_probs
-
-    def root_states(self, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
-        """Returns the `request_states` of the requests [R, H]; zeros if no step came before the
-        draft."""
-        roots = self.request_states
-        assert roots is not None
-        if isinstance(requests, DeviceRequests):
-            if requests.states is not None:
-                roots = requests.states
-            rows = requests.rows
-        else:
-            rows = device_tensor(requests.req_indices, roots.device)
-            if max(requests.req_indices) >= len(roots):
-                roots = roots[:0]
-        if len(roots) and rows is not None:
-            roots = roots[rows]
-        if len(roots) != len(requests):
-            return roots.new_zeros(len(requests), self.embed_tokens.shape[1])
-        return roots
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [T, H] of token ids [T], which may exceed the vocabulary."""

@@ -20,7 +20,6 @@ from typing import Any
 from vllm_specplug.registry import get_method
 from vllm_specplug.testing.target import make_target
 
-ENGINE_TIMEOUT_S = 900
 _VOCAB = 40
 _NODES = 12
 # There are too few blocks for two requests of the longest situation, so some are preempted. Steps
@@ -139,8 +138,7 @@ def check_method(
         chosen = Path(target) if target is not None else make_target(path / "target", _VOCAB)
         vocab = json.loads((chosen / "config.json").read_text())["vocab_size"]
         situations = _situations(vocab)
-        plain = _run(path / "plain", chosen, situations, None)
-        tree = _run(path / "tree", chosen, situations, speculative)
+        plain, tree = _run(path, chosen, situations, speculative)
     results = tuple(_compare(s, a, b) for s, a, b in zip(situations, plain, tree, strict=True))
     return LosslessReport(name, results)
 
@@ -192,25 +190,20 @@ def _situations(vocab: int) -> list[_Situation]:
 
 
 def _run(
-    folder: Path,
-    target: Path,
-    situations: Sequence[_Situation],
-    speculative: dict[str, Any] | None,
-) -> list[dict[str, Any]]:
-    folder.mkdir()
+    folder: Path, target: Path, situations: Sequence[_Situation], speculative: dict[str, Any]
+) -> list[list[dict[str, Any]]]:
+    """Returns the results of the plain engine and of the one with the method, by situation."""
     job, result, log = (folder / name for name in ("job.json", "result.json", "log.txt"))
-    engine = {**_ENGINE, "model": str(target)}
-    if speculative is not None:
-        engine["speculative_config"] = speculative
+    plain = {**_ENGINE, "model": str(target)}
+    engines = [plain, {**plain, "speculative_config": speculative}]
     calls = [{"prompts": s.prompts, "params": s.params} for s in situations]
-    job.write_text(json.dumps({"engine": engine, "calls": calls}))
+    job.write_text(json.dumps({"engines": engines, "calls": calls}))
     with log.open("w") as stream:
         status = subprocess.run(
             [sys.executable, "-m", "vllm_specplug.testing.engine_process", str(job), str(result)],
             stdout=stream,
             stderr=subprocess.STDOUT,
             env={**os.environ, **_ENVIRONMENT},
-            timeout=ENGINE_TIMEOUT_S,
         ).returncode
     if status or not result.is_file():
         raise RuntimeError(f"the engine ended with status {status}:\n{log.read_text()[-4000:]}")

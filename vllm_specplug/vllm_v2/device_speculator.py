@@ -185,6 +185,16 @@ class DeviceSpeculator(TreeSpeculator):
             self._ngrams = DeviceNgrams(branches, count, self.max_model_len, self.device)
         return self._ngrams
 
+    def _table_rows(self, input_batch: Any, count: int) -> torch.Tensor | None:
+        """Returns the request of each of the forward's `count` rows, for drafters that need it."""
+        if not self.proposer.drafter.attends_context:
+            return None
+        ends = input_batch.query_start_loc[1 : len(input_batch.req_ids) + 1]
+        rows = torch.arange(count, dtype=ends.dtype, device=ends.device)
+        # Padding belongs to no request. Its rows have no slot.
+        found = torch.searchsorted(ends, rows, right=True).clamp_max(len(ends) - 1)
+        return found.to(torch.int32)
+
     def _propose(
         self,
         input_batch: Any,
@@ -203,6 +213,7 @@ class DeviceSpeculator(TreeSpeculator):
         committed = replace(
             _all_rows(final, aux_hidden_states),
             next_token_ids=self._next_tokens(input_batch, final),
+            table_rows=self._table_rows(input_batch, len(final.slots)),
         )
         if self.context_graphs is None or not self.context_graphs(committed):
             committed = replace(committed, output_states=last_hidden_states)

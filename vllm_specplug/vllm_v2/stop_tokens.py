@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tokens that end a request, on the device: no walk may go past one.
 
-vLLM discards tokens after the end of an answer but counts them as computed. If input goes on after
-the answer (`StreamingInput`), the next turn would take their keys and values for those of its own
-tokens.
+vLLM 0.32 discards tokens after the end of an answer but counts them as computed. If input goes on
+after the answer (`StreamingInput`), the next turn would take their keys and values for those of its
+own tokens. vLLM 0.33 corrects the count.
 """
 
 from __future__ import annotations

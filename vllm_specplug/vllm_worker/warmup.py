@@ -78,6 +78,9 @@ def warm_up_draft(state: RunnerView) -> None:
 
 
 def _draft_every_depth(state: RunnerView) -> None:
+    if state.drafter.attends_context and hasattr(state.drafter.cache, "tree_attention"):
+        for tokens in (1, state.max_rows):
+            _observe(state, *_dummy_states(state, tokens), has_slots=False)
     deepest = state.drafter.warmup_depth
     longest = min(LONG_CONTEXT, state.max_model_len - deepest - 1)
     for context in (SHORT_CONTEXT, longest) if longest > SHORT_CONTEXT else (SHORT_CONTEXT,):
@@ -86,11 +89,34 @@ def _draft_every_depth(state: RunnerView) -> None:
                 state.drafter.warmup(requests)
 
 
+def _dummy_states(state: RunnerView, tokens: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Returns the target's output [tokens, H] and its outputs at the drafter's layers."""
+    shape = (tokens, state.hidden_size)
+    hidden = torch.zeros(shape, dtype=state.dtype, device=state.device)
+    layers = state.vllm_config.speculative_config.aux_layers or ()
+    return hidden, [torch.zeros_like(hidden) for _ in layers]
+
+
+def _observe(
+    state: RunnerView, hidden: torch.Tensor, aux: list[torch.Tensor], has_slots: bool
+) -> None:
+    """Shows the drafter dummy tokens; without slots their context is not stored."""
+    every = torch.arange(len(hidden), device=state.device)
+    slots = every if has_slots else torch.full_like(every, -1)
+    positions = every % state.max_model_len
+    state.drafter.observe(CommittedTokens(aux, every, positions, slots, output_states=hidden))
+
+
 class _NoCache:
     """A `DraftCache` before there are pages. It allocates a real cache's temporary memory."""
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
+    ) -> None:
         pass
+
+    def context_attention(self, table_rows: Any, positions: Any, slots: Any) -> Any:
+        return self.block_attention(table_rows, 0, causal=True)
 
     def block_attention(self, requests: DraftRequests, rows: int, causal: Any) -> Any:
         return lambda layer, query, key, value: torch.zeros_like(
@@ -140,10 +166,8 @@ def profile_largest_step(
         sample: allocates what sampling from logits [rows, V] takes.
     """
     options = state.vllm_config.speculative_config
-    tokens, num_reqs, device = state.max_rows, state.max_requests, state.device
-    drafter = state.drafter
-    hidden = torch.zeros((tokens, state.hidden_size), dtype=state.dtype, device=device)
-    aux = [torch.zeros_like(hidden) for _ in options.aux_layers or ()]
+    num_reqs, drafter = state.max_requests, state.drafter
+    hidden, aux = _dummy_states(state, state.max_rows)
     rows = min(num_reqs * (1 + options.num_speculative_tokens), max_step_rows)
     sample_hidden = hidden[:rows].clone()
     logits = state.logits(sample_hidden)
@@ -155,8 +179,6 @@ def profile_largest_step(
         drafter.bind_window(_NoWindow(state, window))
     if specs := drafter.target_cache_specs():
         drafter.bind_target_caches([_NoTargetCache()] * len(specs))
-    every = torch.arange(tokens, device=device)
-    positions = every % state.max_model_len
-    drafter.observe(CommittedTokens(aux, every, positions, every, output_states=hidden))
+    _observe(state, hidden, aux, has_slots=True)
     with dummy_requests(state, num_reqs, drafter.warmup_depth) as requests:
         drafter.warmup(requests)

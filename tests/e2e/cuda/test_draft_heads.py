@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_levels
+from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_contexts, knowing_levels
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, compare, compare_block_head, engines
 from tests.e2e.pair import target
-from tests.e2e.tiny import make_dflash2_head, make_dspark_head
+from tests.e2e.tiny import make_dflash2_head, make_dspark_head, make_eagle3_head
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 pytestmark = [*INTERPRETED, pytest.mark.full]
@@ -81,6 +83,18 @@ def test_draft_layers_on_the_device(method: str, ahead: bool) -> None:
         made = engines(method, ahead=ahead, ngram_topk=0, nodes=10)
         assert compare(made, ahead).skipping > 1
     assert drafts.nodes > 50 and not drafts.differing, drafts
+
+
+@pytest.mark.parametrize("mask", [None, 2])
+def test_several_layers_on_the_device(mask: int | None, tmp_path: Path) -> None:
+    """One with a sliding window; with a mask token, levels are drafted in one forward."""
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    head = make_eagle3_head(tmp_path, vocab, windows=(8, None, None), mask_token_id=mask)
+    with knowing_levels(Eagle3Drafter) as drafts, knowing_contexts() as contexts:
+        made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
+        assert compare(made, True).skipping > 1
+    assert drafts.nodes > 50 and not drafts.differing, drafts
+    assert len(contexts) > 10 and max(contexts) > 40, contexts
 
 
 def test_draft_layer_and_ngrams() -> None:

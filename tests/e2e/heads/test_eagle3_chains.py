@@ -5,6 +5,7 @@ token."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,20 +93,24 @@ def test_drafts_after_steps_without_any() -> None:
         assert always.seen[known] == seldom.seen[known], len(known)
 
 
-def test_a_head_of_other_heads_than_the_targets() -> None:
-    """Its keys and values have pages of their own shape: the same drafts, and plain outputs. It has
-    more KV heads than the target has query heads."""
-    folder, vocab = (
-        target().parent / "eagle3_other",
-        json.loads((target() / "config.json").read_text())["vocab_size"],
-    )
-    head = make_eagle3_head(
-        folder, vocab, draft_vocab_size=vocab - 40, num_heads=8, num_kv_heads=4, head_dim=64
-    )
+@pytest.mark.parametrize("kind", ["other heads", "window", "layers", "parallel"])
+def test_layers_unlike_the_targets(kind: str, tmp_path: Path) -> None:
+    """The same drafts, and plain outputs. Pages have a shape of their own, with more KV heads than
+    the target has query heads; a sliding window is shorter than most prompts here."""
+    shapes: dict[str, dict[str, Any]] = {
+        "other heads": {"num_heads": 8, "num_kv_heads": 4, "head_dim": 64},
+        "window": {"windows": (12,)},
+        "layers": {"windows": (None, None, None)},
+        "parallel": {"windows": (None, None), "mask_token_id": 2},
+    }
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    head = make_eagle3_head(tmp_path, vocab, draft_vocab_size=vocab - 40, **shapes[kind])
     options = {"model": str(head)}
-    engine = {"async_scheduling": False, "enable_prefix_caching": True}
+    engine: dict[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
     engines = (
-        own_engine("eagle3", speculative=options, **engine),
+        own_engine(
+            "eagle3", speculative={**options, "parallel_drafting": kind == "parallel"}, **engine
+        ),
         make_engine("eagle3_tree", speculative={**CHAIN, **options}, **engine),
     )
     assert compare_drafts(engines, PROMPTS) > 20

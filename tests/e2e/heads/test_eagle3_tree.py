@@ -16,8 +16,14 @@ from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("eagle3_tree")]
 
 LONG = [(7 * i * i + 3 * i) % 9 + 2 for i in range(101)]
+SHAPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "windows": {"windows": (9, None)},
+    "parallel": {"windows": (None, 9), "mask_token_id": 2},
+}
 CALLS = [
     {"prompts": PROMPTS, "params": PARAMS},
+    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
     {"prompts": [[*p, *([5, 6, 7, 8] * 16)] for p in PROMPTS], "params": PARAMS},
     # The last block that the second of these hits was followed by another token before.
     {"prompts": [LONG], "params": PARAMS},
@@ -26,16 +32,21 @@ CALLS = [
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
     folder = tmp_path_factory.mktemp("eagle3")
-    # The head's draft vocabulary lacks a token.
-    head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=VOCAB - 1)
-    return make_target(folder / "target", VOCAB), head
+    heads = {
+        # The head's draft vocabulary lacks a token.
+        name: make_eagle3_head(folder / name, VOCAB, draft_vocab_size=VOCAB - 1, **shape)
+        for name, shape in SHAPES.items()
+    }
+    return make_target(folder / "target", VOCAB), heads
 
 
-def _run(models: tuple[Path, Path], engine: dict[str, Any], **speculative: Any) -> EngineResult:
-    target, head = models
-    spec = {"model": str(head), **speculative} if speculative else None
+def _run(
+    models: tuple[Path, dict[str, Path]], engine: dict[str, Any], **speculative: Any
+) -> EngineResult:
+    target, heads = models
+    spec = {**speculative, "model": str(heads[speculative["model"]])} if speculative else None
     return run_engine({**tiny_engine(target), **engine}, CALLS, speculative=spec)
 
 
@@ -47,11 +58,12 @@ CROWDED = {
 }
 
 
-def test_output_equals_plain_decoding(models: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("head", SHAPES)
+def test_output_equals_plain_decoding(head: str, models: tuple[Path, dict[str, Path]]) -> None:
     plain = _run(models, {})
     tree = _run(
-        models, CROWDED, method="eagle3_tree", num_speculative_tokens=12, tree_budget=12,
-        tree_width=4, tree_depth=4,
+        models, CROWDED, model=head, method="eagle3_tree", num_speculative_tokens=12,
+        tree_budget=12, tree_width=4, tree_depth=4,
     )  # fmt: skip
     for call in range(len(CALLS)):
         assert tree.token_ids(call) == plain.token_ids(call)

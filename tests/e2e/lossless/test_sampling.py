@@ -61,7 +61,7 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "auto": ("head", {"method": "jetspec", "max_step_rows": 8192}),
 }  # fmt: skip
 # In every run: text only, and the defaults of a block head. Drafts decide nothing of what is
-# sampled, and two tests below sample from trees of tokenswift and of a fixed budget.
+# sampled, and tests below sample from trees of a fixed budget.
 _IN_EVERY_RUN = {"ngram_tree", "auto"}
 TRUNCATIONS: dict[str, dict[str, Any]] = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.7}}
 
@@ -160,6 +160,7 @@ def test_the_samples_suffice_for_such_a_bias(exact: TinyJoint) -> None:
     assert power(joint, joint, SAMPLES) == pytest.approx(LEVEL, rel=0.01)
 
 
+@pytest.mark.full
 def test_the_published_rule_of_one_draw_per_path_is_noticed(models: Path, exact: TinyJoint) -> None:
     """TokenSwift's rule makes what was drafted likelier than the target does.
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import pytest
+import vllm
+from packaging import version
 
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, both_schedulers, generate, scheduled
@@ -40,6 +42,10 @@ def test_turns_after_an_answer_ended_inside_a_tree() -> None:
         assert (counts.stale > 0) == made.is_ahead, counts
 
 
+@pytest.mark.skipif(
+    version.parse(vllm.__version__) >= version.parse("0.33"),
+    reason="vLLM 0.33 does not count tokens behind the end of an answer as computed",
+)
 def test_walks_past_the_end_of_an_answer_differ() -> None:
     made = scheduled(False)
     OracleDrafter.sequences = []

@@ -19,10 +19,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from tests.e2e.harness import METHODS, chat_ids, engine_args, run_engine, target_path
+from tests.e2e.served import MARK, Server
 from tests.promql import check_query
-from vllm_specplug.bench.server import ServerSpec, VllmServer
+from vllm_specplug.bench.server import free_port
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("serve")]
+pytestmark = [pytest.mark.e2e, MARK]
 
 QUESTIONS = [
     "Write a Python function that reverses a string.",
@@ -38,22 +39,15 @@ DRAFTED = {"extra_body": {"vllm_xargs": {"specplug_tree_budget": 8}}}
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    head = str(METHODS["jetspec"]["model"])
-    spec = ServerSpec(
-        name="jetspec",
-        model=target_path(),
-        max_model_len=1024,
-        dtype="float32",
-        enforce_eager=True,
-        extra_args=(
-            "--spec-method", "tree", "--spec-model", head, "--spec-tokens", "12",
-            "--served-model-name", "smollm2", "--per-request-spec-decode-metrics", "detailed",
-        ),
-    )  # fmt: skip
-    log: Path = tmp_path_factory.mktemp("serve") / "server.log"
-    with VllmServer(spec, log) as server:
-        server.wait_healthy()
-        yield openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="none", timeout=300)
+    port = free_port()
+    command = [
+        target_path(), "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024",
+        "--spec-method", "tree", "--spec-model", str(METHODS["jetspec"]["model"]),
+        "--spec-tokens", "12", "--served-model-name", "smollm2", "--port", str(port),
+        "--per-request-spec-decode-metrics", "detailed",
+    ]  # fmt: skip
+    with Server([command], port, tmp_path_factory.mktemp("serve")) as server:
+        yield openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=300)
 
 
 def _samples(client: openai.OpenAI) -> list[Sample]:

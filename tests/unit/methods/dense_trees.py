@@ -19,15 +19,20 @@ def tree_attention(
     value: torch.Tensor,
     contexts: list[Context],
     parents: list[np.ndarray],
+    window: int | None = None,
 ) -> torch.Tensor:
     """Rows [T, Hq, Dh] of all requests, each its anchor and then its nodes with `parents`: a row
-    attends its request's context and its own branch."""
+    attends its request's context and its own branch, with a `window` only the last positions of
+    them."""
     out, start = torch.empty_like(query), 0
     for (old_keys, old_values), up in zip(contexts, parents, strict=True):
         rows, length = slice(start, start + len(up) + 1), len(old_keys)
         start = rows.stop
         mask = torch.ones(len(up) + 1, length + len(up) + 1, dtype=torch.bool)
         mask[:, length:] = words_to_bool(ancestor_words([up]), len(up) + 1)
+        if window is not None:
+            # What a row attends comes in the order of positions.
+            mask &= mask.sum(1, keepdim=True) - mask.cumsum(1) < window
         out[rows], _ = dense_attention(
             query[rows], torch.cat([old_keys, key[rows]]), torch.cat([old_values, value[rows]]),
             query.shape[-1] ** -0.5, query.shape[1] // key.shape[1], mask,

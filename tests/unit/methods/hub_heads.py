@@ -225,6 +225,10 @@ GPT_OSS = (
         ),
         HEAD,
     ),
+    HubHead(
+        "amazon/gpt-oss-120b-p-eagle", "openai/gpt-oss-120b",
+        remark="P-EAGLE of 4 layers; its config was not seen: ask `specplug inspect`",
+    ),
     # SpecForge configs/gpt-oss-120B-eagle3.json
     HubHead(
         "lmsys/EAGLE3-gpt-oss-120b-bf16", "openai/gpt-oss-120b",

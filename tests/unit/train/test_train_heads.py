@@ -198,6 +198,16 @@ def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None
         make_job(kind, "second", init_from=str(first.head)).train()
 
 
+def test_a_head_with_a_window_is_not_continued(make_job: MakeJob) -> None:
+    first = make_job("eagle3", "first", total_steps=1)
+    first.train()
+    path = first.head / "config.json"
+    window = {"layer_types": ["sliding_attention"], "sliding_window": 8}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **window}))
+    with pytest.raises(ValueError, match=r"init-from .* sliding windows \(8,\).* legal: one layer"):
+        make_job("eagle3", "second", init_from=str(first.head)).train()
+
+
 def test_a_run_is_not_resumed_with_features_of_other_layers(make_job: MakeJob, tmp_path) -> None:
     job = make_job("eagle3", total_steps=1)
     job.train()

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests.e2e.fork_server import run_code
 
 pytest.importorskip("vllm")
 
@@ -23,12 +22,10 @@ _SHARED = ("vllm_specplug.vllm_v2.worker_cpu", "vllm_specplug.vllm_worker.propos
 
 
 def test_only_targets_with_latent_attention_import_what_it_needs() -> None:
-    """In a new interpreter: what all workers import, then what latent attention needs."""
+    """What all workers import, then what latent attention needs."""
     code = (
         f"import sys, {', '.join(_SHARED)}\n"
         f"print('found:', *(m for m in {_LATENT_ONLY!r} if m in sys.modules))\n"
         f"import {', '.join(_LATENT_ONLY)}"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[-1] == "found:"
+    assert run_code(code).splitlines()[-1] == "found:"

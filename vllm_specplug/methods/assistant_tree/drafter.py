@@ -15,7 +15,7 @@ import torch
 
 from vllm_specplug.drafting.caches import DeviceTargetCache, TargetCache, TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import MAX_LOGITS, DeviceExpand, DeviceFrontier
+from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.host_levels import context_attention
@@ -74,20 +74,21 @@ class AssistantDrafter(LevelDrafter):
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
         """Does nothing: the context is the target's."""
 
-    def candidates(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    @property
+    def score_size(self) -> int:
+        return super().score_size if self.vocabulary is None else self.vocabulary.row_size
+
+    def score(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         if self.vocabulary is None:
-            return super().candidates(hidden, width)
-        most = max(1, MAX_LOGITS // self.vocabulary.row_size)
-        found = [self.vocabulary.candidates(part, width) for part in hidden.split(most)]
-        ids, log_probs = zip(*found, strict=True)
-        return torch.cat(ids), torch.cat(log_probs)
+            return super().score(hidden, width)
+        return self.vocabulary.candidates(hidden, width)
 
     def device_expand(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
     ) -> DeviceExpand:
         contexts = context_lens.clamp_min(0)
         caches = cast(Sequence[DeviceTargetCache], self.target_caches)
-        made = {cache: cache.level_attention(requests, contexts) for cache in set(caches)}
+        made = {cache: cache.level_attention(requests, contexts) for cache in dict.fromkeys(caches)}
         attend = [made[cache] for cache in caches]
         starts = (contexts - 1).clamp_min(0).long()
         states, previous = self.root_states(requests), 1
@@ -103,19 +104,19 @@ class AssistantDrafter(LevelDrafter):
                 starts.repeat_interleave(previous),
                 attend,
             )
-            return self.level_candidates(hidden, frontier, width)
+            return self.level_candidates(hidden, frontier.token_ids.shape, width)
 
         return expand
 
     def host_expand(self, requests: DraftRequests) -> Expand:
         caches = cast(Sequence[TargetCache], self.target_caches)
         starts = np.maximum(np.array(requests.context_lens) - 1, 0)
-        width = min(max(requests.widths), self.draft_vocab_size)
+        width = max(requests.widths)
         states = self.root_states(requests)
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             nonlocal states
-            made = {cache: context_attention(cache, requests, frontier) for cache in set(caches)}
+            made = {cache: context_attention(cache, requests, frontier) for cache in dict.fromkeys(caches)}
             parents = frontier.parent_rows if frontier.depth else frontier.requests
             hidden, states = self.head(
                 self.embed(torch.from_numpy(frontier.token_ids)),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trees from EAGLE-3 heads: one decoder layer, run level by level.
+"""Trees from EAGLE-3 heads, run level by level.
 
 vLLM's own method `eagle3` drafts chains with the same heads.
 """

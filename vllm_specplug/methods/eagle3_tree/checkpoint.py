@@ -28,8 +28,6 @@ from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.eagle3_tree.config import (
     AUX_LAYERS_KEY,
     NAME_LAYERS,
-    PARALLEL,
-    SEVERAL_LAYERS,
     Eagle3Config,
 )
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
@@ -95,7 +93,11 @@ def inspect_eagle3_head(directory: str | Path, target_config: Any) -> Eagle3Conf
     layers = int(config_field(target_config, "num_hidden_layers"))
     config = Eagle3Config.from_pretrained(directory, num_target_layers=layers)
     tensors = _read(directory, headers_only=True)
-    _refuse_other_heads(directory, tensors)
+    if "mask_hidden" in tensors and config.mask_token_id is None:
+        raise ValueError(
+            f"draft head {str(directory)!r} holds the tensor 'mask_hidden' of P-EAGLE heads, and "
+            "its config names no mask token: set mask_token_id in config.json"
+        )
     # The tensors tell what a config does not.
     config = replace(
         config,
@@ -148,20 +150,9 @@ def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:
                 f"draft head {str(directory)!r}: tensor {name!r} is given twice, as 'midlayer.' "
                 "and as 'layers.0.'; fetch the head again"
             )
-        tensors[plain_name] = tensor
+        # Trainers disagree on its leading dimensions of size 1.
+        tensors[plain_name] = tensor.flatten() if name == "mask_hidden" else tensor
     return tensors
-
-
-def _refuse_other_heads(directory: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Refuses other kinds of heads by their tensors."""
-    what = f"draft head {str(directory)!r}"
-    if "mask_hidden" in tensors:
-        raise ValueError(
-            f"{what} holds the tensor 'mask_hidden', legal: EAGLE-3 heads that draft token by "
-            f"token. {PARALLEL}"
-        )
-    if any(re.match(r"layers\.([1-9]|0\.[0-9])", name) for name in tensors):
-        raise ValueError(f"{what} holds several layers, legal: 1 ({SEVERAL_LAYERS})")
 
 
 def _check_columns(

@@ -9,21 +9,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
 from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import read_rotary, rotary_of
+from vllm_specplug.methods.block.layer_config import read_rotary, read_windows, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.options import is_integer
 
 logger = logging.getLogger(__name__)
 
 _MAX_AUX_LAYERS = 16
+_MAX_LAYERS = 256
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"
 # Zero-based, in heads of DeepSpec and of this package. The other key's numbering is ambiguous.
 _OWN_LAYERS_KEY = "target_layer_ids"
 NAME_LAYERS = f"name the layers, counted from 0, under {_OWN_LAYERS_KEY} in the head's config.json"
-# Names of a head of one Llama-like layer in the public trainers and in vLLM. Some trainers write
+# Names of a head of Llama-like layers in the public trainers and in vLLM. Some trainers write
 # the architecture of the layer's model family; the tensors tell the rest.
 _ARCHITECTURES = (
     "LlamaForCausalLMEagle3",
@@ -35,24 +36,22 @@ _ARCHITECTURES = (
     "Eagle3Speculator",
     "Eagle3DraftModel",
     "Eagle3LlamaModel",
+    "PEagleDraftModel",
+    "PEagleSpeculator",
+    "PeagleLlamaForCausalLM",
+    "PeagleQwen3ForCausalLM",
     "Qwen3Eagle3Model",
     "LlamaForCausalLM",
 )
-# vLLM 0.32 runs these heads as chains.
-PARALLEL = (
-    "P-EAGLE heads draft in parallel: vLLM's own method eagle3 runs them, with "
-    '"parallel_drafting": true'
-)
-_WINDOWS = "heads with a sliding window are not served; vLLM's own method eagle3 runs them"
-SEVERAL_LAYERS = "heads of several layers are not served; vLLM's own method eagle3 runs them"
-_PARALLEL_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+# Names of the mask token of P-EAGLE heads, as vLLM looks for them.
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 # Flags of `eagle_config` and the values that this head supports.
 _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_aux_hidden_state": ((None, True), "true (the head reads several layers of the target)"),
     "use_input_layernorm_in_first_layer": ((None, True), "true (embeddings are normed)"),
     "use_last_layernorm": ((None, True), "true (a norm stands before the LM head)"),
     "use_mtp_layernorm": ((None, False), "false"),
-    "parallel_draft_step": ((None, 0, 1), "1 (heads that draft in parallel are not served)"),
+    "parallel_draft_step": ((None, 0, 1), "1 (parallel draft heads are not served)"),
 }
 
 
@@ -64,14 +63,16 @@ def default_target_layers(num_target_layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """Shape of an EAGLE-3 head of one layer.
+    """Shape of an EAGLE-3 head.
 
     `target_layer_ids` are zero-based and ascending: id i is the output of the target's decoder
     layer i. `rope_scaling` is None for the default rotary embedding, which rotates the leading
     `partial_rotary_factor` of each head. `norm_before_fc` is one norm over the joined target
-    states, `fc_norm` one norm for each of them. `norm_output` says that a drafted token's state is
-    fed to the next one after the final norm, not before it. The reader takes `qk_norm` and
-    `attention_bias` from the tensors.
+    states, `fc_norm` one norm for each of them. `windows` has each layer's sliding window, None for
+    full attention: a row at position p attends positions p - window + 1 to p. `norm_output` says
+    that a drafted token's state is fed to the next one after the final norm, not before it. The
+    reader takes `qk_norm` and `attention_bias` from the tensors. With `mask_token_id` the head
+    drafts in parallel (P-EAGLE): a drafted token is this token with a trained state.
     """
 
     hidden_size: int
@@ -88,6 +89,8 @@ class Eagle3Config:
     rope_scaling: Mapping[str, Any] | None = None
     partial_rotary_factor: float = 1.0
     max_position_embeddings: int = 131072
+    windows: tuple[int | None, ...] = (None,)
+    mask_token_id: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -98,6 +101,19 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         check_layer_shape(self)
         self.rotary.check()
+        require(
+            all(window is None or is_size(window) for window in self.windows),
+            "sliding_window",
+            self.windows,
+            f"an integer from 1 to {MAX_SIZE}",
+        )
+        mask = self.mask_token_id
+        require(
+            mask is None or (is_integer(mask) and 0 <= mask < self.vocab_size),
+            "mask_token_id",
+            mask,
+            f"0..{self.vocab_size - 1} (P-EAGLE heads draft with a mask token)",
+        )
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
@@ -110,6 +126,11 @@ class Eagle3Config:
             f"1 to {_MAX_AUX_LAYERS} different layers in ascending order, as the target gives "
             "their outputs",
         )
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.windows)
 
     @property
     def rotary(self) -> Rotary:
@@ -143,10 +164,10 @@ class Eagle3Config:
         is_speculators = raw.get("speculators_model_type") is not None or nested is not None
         kind = raw.get("speculators_model_type")
         require(
-            kind in (None, "eagle3"),
+            kind in (None, "eagle3", "peagle"),
             "speculators_model_type",
             kind,
-            f"'eagle3' ({PARALLEL})",
+            "'eagle3' or 'peagle'",
         )
         layer = nested if is_speculators else raw
         require(isinstance(layer, Mapping), "transformer_layer_config", layer, "an object")
@@ -186,8 +207,10 @@ class Eagle3Config:
             ),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             **rotary,
-            # True by default in speculators' format only.
-            norm_before_residual=flag("norm_before_residual", is_speculators),
+            windows=_windows(layer),
+            mask_token_id=_mask_token(raw),
+            # True by default in speculators' format of EAGLE-3 only.
+            norm_before_residual=flag("norm_before_residual", is_speculators and kind != "peagle"),
             norm_before_fc=flag("norm_before_fc", False),
             fc_norm=flag("fc_norm", False),
             norm_output=flag("norm_output", False),
@@ -196,12 +219,18 @@ class Eagle3Config:
     def to_dict(self) -> dict[str, Any]:
         """Returns a `config.json` object in the trainers' flat form, which vLLM's own method reads
         too."""
-        raw = {k: v for k, v in asdict(self).items() if k not in ("target_layer_ids", "qk_norm")}
+        unlike = ("target_layer_ids", "qk_norm", "windows")
+        raw = {k: v for k, v in asdict(self).items() if k not in unlike}
         raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "num_hidden_layers": 1,
+            "num_hidden_layers": self.num_hidden_layers,
+            "layer_types": [
+                "full_attention" if window is None else "sliding_attention"
+                for window in self.windows
+            ],
+            "sliding_window": next((w for w in self.windows if w is not None), None),
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
@@ -246,6 +275,37 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     return layers
 
 
+def _mask_token(raw: Mapping[str, Any]) -> Any:
+    """Returns the mask token of a P-EAGLE head, None for other heads."""
+    found = [raw[name] for name in _MASK_KEYS if raw.get(name) is not None]
+    kinds = [str(raw.get("speculators_model_type")), *(raw.get("architectures") or [])]
+    is_parallel = any("peagle" in kind.lower() for kind in kinds)
+    require(
+        bool(found) or not is_parallel,
+        _MASK_KEYS[0],
+        None,
+        "the token that the head was trained with for tokens to draft (P-EAGLE)",
+    )
+    return found[0] if found else None
+
+
+def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Returns the sliding window of each layer, None for full attention."""
+    count = 1
+    if layer.get("num_hidden_layers") is not None:
+        count = required_size(layer, "num_hidden_layers", _MAX_LAYERS)
+    window = layer.get("sliding_window")
+    require(
+        not window or layer.get("use_sliding_window") is False or bool(layer.get("layer_types")),
+        "sliding_window",
+        window,
+        'absent, or with "layer_types": ["sliding_attention"] or ["full_attention"] beside it '
+        "(programs disagree whether such a head has a window)",
+    )
+    found: tuple[int | None, ...] = read_windows(layer, {}, count).get("windows", (None,) * count)
+    return found
+
+
 def _are_ascending(layers: Sequence[int]) -> bool:
     return 1 <= len(layers) <= _MAX_AUX_LAYERS and list(layers) == sorted(set(layers))
 
@@ -263,40 +323,17 @@ def _refuse_other_heads(
     stated = raw.get("architectures") or []
     listed = isinstance(stated, list | tuple) and all(isinstance(name, str) for name in stated)
     require(listed, "architectures", stated, "a list of names")
-    parallel = any("peagle" in name.lower() for name in stated)
-    require(not parallel, "architectures", stated, f"those of EAGLE-3 heads ({PARALLEL})")
-    for name in _PARALLEL_KEYS:
-        require(raw.get(name) is None, name, raw.get(name), f"absent ({PARALLEL})")
-    layers = layer.get("num_hidden_layers", 1)
-    require(
-        layers == 1 and not isinstance(layers, bool),
-        "num_hidden_layers",
-        layers,
-        f"1 ({SEVERAL_LAYERS})",
-    )
     require(
         all(name in _ARCHITECTURES for name in stated),
         "architectures",
         stated,
         f"{', '.join(_ARCHITECTURES)} (heads with MLA or experts are not served)",
     )
+    experts = layer.get("use_moe")
+    require(not experts, "use_moe", experts, "absent or false (heads with experts are not served)")
     for name, (legal, why) in _EAGLE_FLAGS.items():
         for source in (eagle, raw):
             require(source.get(name) in legal, name, source.get(name), why)
-    types = layer.get("layer_types") or []
-    require(
-        isinstance(types, list | tuple) and all(t == "full_attention" for t in types[:1]),
-        "layer_types",
-        types,
-        f"'full_attention' ({_WINDOWS})",
-    )
-    window = layer.get("sliding_window")
-    require(
-        not window or layer.get("use_sliding_window") is False or bool(types),
-        "sliding_window",
-        window,
-        f"absent ({_WINDOWS})",
-    )
     for name, legal in {
         "hidden_act": (None, "silu"),
         "mlp_bias": (None, False),

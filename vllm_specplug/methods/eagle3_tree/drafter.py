@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """EAGLE-3 trees: one forward of the head per level drafts the frontier of all trees.
 
-The head's context holds one key and value per committed token, computed from its state and the
-token after it. The drafter computes them in large batches, before a draft needs them. A node
+Each layer's context holds one key and value per committed token, computed from its state and the
+token after it, in layers after the first one also from the tokens before it. The drafter computes
+them in large batches, before a draft needs them; those of several layers in every step. A node
 attends the context and its own branch and reads its parent's state, so every branch equals the
 chain that the head would draft along it.
 """
@@ -27,27 +28,35 @@ from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.methods.block.head import Attend
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
-from vllm_specplug.methods.eagle3_tree.head import Attend, FusedDraftLayer, FusedEagle3Head
+from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayers, FusedEagle3Head
 from vllm_specplug.tree.beam import Expand, Frontier
 
 
 class StateDrafter(LateContextDrafter, LevelDrafter):
-    """Drafter whose layer reads a token's embedding and the state of the previous position.
+    """Drafter whose layers read a token's embedding and the state of the previous position.
 
     Subclasses set the attributes below in `load` and call `begin_context` at its end.
     """
 
-    head: FusedDraftLayer
+    head: FusedDraftLayers
+    windows: tuple[int | None, ...] = (None,)
+    """The sliding window of each layer; None for full attention."""
     # [B, H] states of each request's last committed position, in batch order
     _roots: torch.Tensor
     # [B] rows of those positions in the backlog, counted from its end; None if `_roots` is current
     _root_rows: torch.Tensor | None
     # [B, C] target outputs of those positions if the backlog defers them, else None
     _root_outputs: torch.Tensor | None
+    # [M] block table rows of the tokens in `observe`
+    _table_rows: torch.Tensor
 
     def begin_context(self, hidden_size: int) -> None:
         """Sets up the backlog and the root states, whose size is `hidden_size`."""
+        # Then keys and values depend on those of the tokens before, so none may wait.
+        self.attends_context = len(self.windows) > 1
+        self.observes_late = not self.attends_context
         self.begin_backlog(self.embed_tokens.device, self._write_context)
         self._roots = self.embed_tokens.new_zeros(0, hidden_size)
         self._root_rows = self._root_outputs = None
@@ -61,7 +70,11 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         return outputs
 
     def cache_specs(self) -> list[DraftCacheSpec]:
-        return [DraftCacheSpec(self.head.shape.num_key_value_heads, self.head.shape.head_dim)]
+        shape = self.head.shape
+        return [
+            DraftCacheSpec(shape.num_key_value_heads, shape.head_dim, window)
+            for window in self.windows
+        ]
 
     def observe(self, committed: CommittedTokens) -> None:
         rows, following = committed.rows, committed.next_token_ids
@@ -80,6 +93,8 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
                 self._root_outputs = outputs[root_rows]
             else:
                 self._root_rows = root_rows
+        if self.attends_context:
+            self._table_rows = committed.table_rows_on(rows.device)
         self.backlog.add(
             outputs, following, committed.positions, committed.slots,
             req_ids=committed.req_ids, owners=committed.owners,
@@ -101,8 +116,21 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
             slots: int64 [M].
         """
         states = self.target_states(outputs)
-        key, value = self.head.context_kv(self._embed(following, positions), states, positions)
-        self.cache.write(key[None], value[None], slots)
+        embeds = self._embed(following, positions)
+        attention = None
+        if self.attends_context:
+            attention = self.cache.context_attention(self._table_rows, positions, slots)
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            assert attention is not None
+            # Rows attend each other through the cache.
+            self.cache.write(key[None], value[None], slots, layer)
+            return attention(layer, query, key, value)
+
+        key, value = self.head.context_kv(embeds, states, positions, attend)
+        self.cache.write(key[None], value[None], slots, len(self.windows) - 1)
         if self._root_rows is not None:
             self._roots, self._root_rows = states[self._root_rows], None
 
@@ -131,24 +159,30 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         # The root has the position before the anchor, because its state belongs to that position.
         starts = (context_lens - 1).clamp_min(0)
         states = self.root_states(requests)
-        rows = LevelRows()
+        levels = [LevelRows() for _ in self.windows]
 
-        def attention(parents: torch.Tensor) -> Callable[..., torch.Tensor]:
-            return partial(cache.tree_attention(requests, starts, parents), 0)
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            def attention(parents: torch.Tensor) -> Callable[..., torch.Tensor]:
+                return partial(cache.tree_attention(requests, starts, parents), layer)
+
+            return levels[layer].attend(attention, query, key, value)
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
             nonlocal states
             if frontier.depth:
                 # Below the roots, the states are outputs of the previous level.
-                states = states[frontier.rows_in(rows.width)]
-            rows.add(frontier)
+                states = states[frontier.rows_in(levels[0].width)]
+            for rows in levels:
+                rows.add(frontier)
             hidden, states = self._run(
                 frontier.token_ids.flatten(),
                 states,
                 self.level_positions(starts, frontier),
-                partial(rows.attend, attention),
+                attend,
             )
-            return self.level_candidates(hidden, frontier, width)
+            return self.level_candidates(hidden, frontier.token_ids.shape, width)
 
         return expand
 
@@ -158,22 +192,25 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
 
     def host_expand(self, requests: DraftRequests) -> Expand:
         device = self.embed_tokens.device
-        rows = HostLevelRows(len(requests))
+        levels = [HostLevelRows(len(requests)) for _ in self.windows]
         # The root has the position before the anchor, because its state belongs to that position.
         starts = [length - 1 for length in requests.context_lens]
         first = np.array(starts)
-        width = min(max(requests.widths), self.draft_vocab_size)
+        width = max(requests.widths)
         states = self.root_states(requests)
 
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
             attention = cast(HostCache, self.cache).branch_attention(
-                requests, starts, rows.branches.parent_arrays()
+                requests, starts, levels[layer].branches.parent_arrays()
             )
-            return rows.attend(partial(attention, 0), query, key, value)
+            return levels[layer].attend(partial(attention, layer), query, key, value)
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             nonlocal states
-            rows.add(frontier)
+            for rows in levels:
+                rows.add(frontier)
             # Below the roots, the states are outputs of the previous level.
             parents = frontier.parent_rows if frontier.depth else frontier.requests
             positions = first[frontier.requests] + frontier.depth
@@ -199,7 +236,8 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
 
 
 class Eagle3Drafter(StateDrafter):
-    """Drafter for EAGLE-3 heads of one layer."""
+    """Drafter for EAGLE-3 heads, and for P-EAGLE heads, which draft all levels in one forward: all
+    nodes of a level have the same candidates."""
 
     head: FusedEagle3Head
 
@@ -208,7 +246,7 @@ class Eagle3Drafter(StateDrafter):
         assert self.options.head_path is not None
         head, extras = load_eagle3_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
-        self.config = head.config
+        self.config, self.windows = head.config, head.config.windows
         embed = target.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
         # [V, H]
         self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)
@@ -226,3 +264,68 @@ class Eagle3Drafter(StateDrafter):
 
     def target_states(self, outputs: torch.Tensor) -> torch.Tensor:
         return self.head.features(outputs)
+
+    def device_expand(
+        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
+    ) -> DeviceExpand:
+        if self.config.mask_token_id is None:
+            return super().device_expand(requests, context_lens, width)
+        starts, rows = (context_lens - 1).clamp_min(0), self.options.tree_depth
+        roots = self.root_states(requests)
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=starts.device)
+        cache = cast(DeviceCache, self.cache)
+        attend = cache.tree_attention(requests, starts, chain.repeat(len(starts), 1))
+        # Each [R, rows, K]
+        candidates: tuple[torch.Tensor, ...] = ()
+
+        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+            nonlocal candidates
+            if not frontier.depth:
+                hidden = self._run_block(frontier.token_ids[:, 0], starts, roots, rows, attend)
+                shape = torch.Size((len(starts), rows))
+                candidates = self.level_candidates(hidden, shape, width)
+            size = frontier.token_ids.shape[1]
+            ids, log_probs = (
+                part[:, frontier.depth, None].expand(-1, size, -1) for part in candidates
+            )
+            return ids, log_probs
+
+        return expand
+
+    def host_expand(self, requests: DraftRequests) -> Expand:
+        if self.config.mask_token_id is None:
+            return super().host_expand(requests)
+        rows = min(max(requests.depths), self.options.tree_depth)
+        starts = [length - 1 for length in requests.context_lens]
+        chains = [np.arange(-1, rows - 2, dtype=np.int32)] * len(requests)
+        attend = cast(HostCache, self.cache).branch_attention(requests, starts, chains)
+        anchors, at = device_tensor([requests.anchors, starts], self.embed_tokens.device)
+        hidden = self._run_block(anchors, at, self.root_states(requests), rows, attend)
+        shape = torch.Size((len(requests), rows))
+        ids, log_probs = (
+            part.cpu().numpy()
+            for part in self.level_candidates(hidden, shape, max(requests.widths))
+        )
+        return lambda frontier: (
+            ids[frontier.requests, frontier.depth], log_probs[frontier.requests, frontier.depth]
+        )  # fmt: skip
+
+    def _run_block(
+        self,
+        # [R] each
+        anchors: torch.Tensor,
+        starts: torch.Tensor,
+        # [R, H]
+        roots: torch.Tensor,
+        rows: int,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Runs each anchor and `rows` - 1 masks after it; returns inputs of the LM head [R * rows,
+        H]."""
+        assert self.head.mask_state is not None and self.config.mask_token_id is not None
+        tokens = torch.full_like(anchors[:, None].expand(-1, rows), self.config.mask_token_id)
+        states = self.head.mask_state.repeat(len(anchors), rows, 1)
+        tokens[:, 0], states[:, 0] = anchors, roots
+        positions = starts[:, None] + torch.arange(rows, device=starts.device)
+        positions = positions.clamp_max(self.options.max_model_len - 1).long().flatten()
+        return self._run(tokens.flatten(), states.flatten(0, 1), positions, attend)[0]

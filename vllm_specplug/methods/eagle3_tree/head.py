@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The EAGLE-3 head: one decoder layer over a token's embedding and the previous state.
+"""The EAGLE-3 head: decoder layers over a token's embedding and the previous state.
 
 Shapes: T tokens or tree nodes, L target layers, Ht target hidden size, H hidden size of the head,
 Hq/Hkv query/key heads, Dh head size.
@@ -7,22 +7,27 @@ Hq/Hkv query/key heads, Dh head size.
 Row i takes the token at position i + 1 and a state of position i, and predicts the token at
 i + 2 (arXiv 2503.01840). The state of a committed position is computed from the target's outputs at
 L layers, the state of a drafted token is the head's own output for it. So the keys and values of
-position i depend on the token after it.
+position i depend on the token after it. Only the first layer reads embeddings and states, the
+others read the output of the layer before them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from vllm_specplug.drafting.caches import RowAttention
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
 from vllm_specplug.kernels import add_rms_norm, multiply_experts, rms_norm, rotate_heads
+from vllm_specplug.kernels.draft_rows import RotaryTables
 from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.head import (
+    Attend,
     AttentionProjections,
     GatedMLP,
     RMSNorm,
@@ -32,20 +37,19 @@ from vllm_specplug.methods.block.head import (
 from vllm_specplug.methods.block.mlp import fuse_mlp
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
-# (q [T, Hq, Dh], k [T, Hkv, Dh], v [T, Hkv, Dh]) -> [T, Hq, Dh]
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 class Eagle3Layer(nn.Module):
-    """The head's decoder layer."""
+    """A decoder layer. The first layer norms embeddings by `input_layernorm` and states by
+    `hidden_norm`; the others only have the first of these norms."""
 
-    def __init__(self, config: Eagle3Config):
+    def __init__(self, config: Eagle3Config, is_first: bool):
         super().__init__()
         norm = (config.hidden_size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(*norm)
-        self.hidden_norm = RMSNorm(*norm)
+        if is_first:
+            self.hidden_norm = RMSNorm(*norm)
         self.self_attn = AttentionProjections(
-            config, 2 * config.hidden_size, config.attention_bias, config.qk_norm
+            config, (1 + is_first) * config.hidden_size, config.attention_bias, config.qk_norm
         )
         self.post_attention_layernorm = RMSNorm(*norm)
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
@@ -66,8 +70,13 @@ class Eagle3Head(nn.Module):
                 RMSNorm(config.target_hidden_size, eps) for _ in config.target_layer_ids
             )
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
-        self.layers: Any = nn.ModuleList([Eagle3Layer(config)])
+        self.layers: Any = nn.ModuleList(
+            Eagle3Layer(config, is_first=i == 0) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, eps)
+        if config.mask_token_id is not None:
+            # Takes the place of the target's outputs for tokens that are drafted in parallel.
+            self.mask_hidden = nn.Parameter(torch.zeros(config.feature_size))
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `rotary_cos_sin` of positions [T]."""
@@ -92,81 +101,95 @@ class Eagle3Head(nn.Module):
         return joined, normed if self.config.norm_before_residual else states
 
     def _key_value(
-        self, joined: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+        self, layer: Eagle3Layer, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        attn = self.layers[0].self_attn
+        attn = layer.self_attn
         shape = (self.config.num_key_value_heads, self.config.head_dim)
-        key, value = (p(joined).unflatten(-1, shape) for p in (attn.k_proj, attn.v_proj))
+        key, value = (p(x).unflatten(-1, shape) for p in (attn.k_proj, attn.v_proj))
         return apply_rotary(attn.k_norm(key) if self.config.qk_norm else key, *rotary), value
 
+    def _run_layer(
+        self,
+        layer: Eagle3Layer,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: RowAttention,
+    ) -> torch.Tensor:
+        """Returns a layer's output [T, H] from its projections' input and the residual [T, H]."""
+        attn = layer.self_attn
+        query = attn.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
+        if self.config.qk_norm:
+            query = attn.q_norm(query)
+        mixed = attend(apply_rotary(query, *rotary), *self._key_value(layer, x, rotary))
+        residual = residual + attn.o_proj(mixed.flatten(-2))
+        return residual + layer.mlp(layer.post_attention_layernorm(residual))
+
     def context_kv(
-        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+        self,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the keys (rotated) and values of rows.
+        """Returns the keys (rotated) and values of rows in the last layer.
 
         Args:
             embeds: [T, H], of the token after each position.
             states: [T, H].
             positions: [T].
+            attend: called for each layer before the last one, with the rows' q [T, Hq, Dh], k and v
+                [T, Hkv, Dh].
 
         Returns:
             Two tensors [T, Hkv, Dh].
         """
-        return self._key_value(self._inputs(embeds, states)[0], self.rotary(positions))
+        rotary = self.rotary(positions)
+        x, residual = self._inputs(embeds, states)
+        for i, layer in enumerate(self.layers[:-1]):
+            assert attend is not None
+            residual = self._run_layer(layer, x, residual, rotary, partial(attend, i))
+            x = self.layers[i + 1].input_layernorm(residual)
+        return self._key_value(self.layers[-1], x, rotary)
 
     def forward(
         self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs rows, with the arguments of `context_kv` and attention over context and branch.
+        """Runs rows, with the arguments of `context_kv` and attention over context and branch in
+        every layer.
 
         Returns:
             Inputs of the LM head [T, H], and the tokens' states [T, H] for their children.
         """
-        layer, rotary = self.layers[0], self.rotary(positions)
-        attn = layer.self_attn
-        joined, residual = self._inputs(embeds, states)
-        query = attn.q_proj(joined).unflatten(-1, (-1, self.config.head_dim))
-        if self.config.qk_norm:
-            query = attn.q_norm(query)
-        mixed = attend(apply_rotary(query, *rotary), *self._key_value(joined, rotary))
-        x = residual + attn.o_proj(mixed.flatten(-2))
-        x = x + layer.mlp(layer.post_attention_layernorm(x))
-        normed = self.norm(x)
-        return normed, normed if self.config.norm_output else x
+        rotary = self.rotary(positions)
+        x, residual = self._inputs(embeds, states)
+        for i, layer in enumerate(self.layers):
+            residual = self._run_layer(layer, x, residual, rotary, partial(attend, i))
+            is_last = i + 1 == len(self.layers)
+            x = (self.norm if is_last else self.layers[i + 1].input_layernorm)(residual)
+        return x, x if self.config.norm_output else residual
 
 
-class FusedDraftLayer(ABC):
-    """One decoder layer over a token's embedding and the previous state, for serving: the same sums
-    in fewer, larger matrix products. See `Eagle3Head` for shapes and meaning.
-
-    Args:
-        config: sizes of the layer, `rotary`, and whether it has `qk_norm` and `norm_output`.
-        layer: `self_attn`, `mlp` and `post_attention_layernorm`, on their device and in their
-            dtype. If `self_attn` has a `gate_proj`, its sigmoid scales the attention's output.
-        norm: the norm before the LM head.
-        max_positions: positions that the rotary tables cover.
-        make_linear: makes a linear layer from a weight and a bias.
-        multiply: products of experts, for an MLP that has them.
-    """
+class _FusedLayer:
+    """Serving form of one decoder layer; see `FusedDraftLayers` for its arguments."""
 
     def __init__(
         self,
         config: Any,
         layer: Any,
-        norm: RMSNorm,
-        max_positions: int,
+        rotary: RotaryTables,
         make_linear: LinearFactory,
-        multiply: ExpertProducts = multiply_experts,
+        multiply: ExpertProducts,
     ) -> None:
         attn = layer.self_attn
-        self.shape, self.eps = config, config.rms_norm_eps
+        self.shape, self.eps, self.rotary = config, config.rms_norm_eps, rotary
         self.key_value = make_linear(*joined_weights(attn.k_proj, attn.v_proj))
         gates = (attn.gate_proj,) if hasattr(attn, "gate_proj") else ()
         self.is_gated = bool(gates)
         self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
         self.mlp = fuse_mlp(layer.mlp, make_linear, multiply)
-        self.mlp_norm, self.norm = layer.post_attention_layernorm.weight, norm.weight
+        self.mlp_norm = layer.post_attention_layernorm.weight
         # [(Hq + Hkv) * Dh], or None
         self.qk_norm = None
         if config.qk_norm:
@@ -176,32 +199,29 @@ class FusedDraftLayer(ABC):
                     attn.k_norm.weight.expand(config.num_key_value_heads, -1),
                 )
             ).flatten()
-        self.rotary = rotary_tables(config.rotary, max_positions, norm.weight)
-
-    @abstractmethod
-    def _inputs(
-        self, embeds: torch.Tensor, states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the projections' input and the residual [T, H]; both arguments are [T, H]."""
 
     def context_kv(
-        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor
+        self, x: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] twice, [T] -> keys (rotated) and values [T, Hkv, Dh]."""
+        """Projections' input x, positions [T] -> keys (rotated) and values [T, Hkv, Dh]."""
         shape = (2, self.shape.num_key_value_heads, self.shape.head_dim)
-        joined, _ = self._inputs(embeds, states)
-        key, value = self.key_value(joined).unflatten(-1, shape).unbind(1)
+        key, value = self.key_value(x).unflatten(-1, shape).unbind(1)
         if self.qk_norm is not None:
             key = self._head_norm(key, self.qk_norm[-key[0].numel() :])
         return self._rotate(key, positions), value.contiguous()
 
-    def forward(
-        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    def run(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        positions: torch.Tensor,
+        attend: RowAttention,
+        next_norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] twice, [T] -> [T, H] for the LM head, and states [T, H]."""
+        """Projections' input, residual [T, H] and positions [T] -> the layer's output [T, H] after
+        the norm behind it, and before."""
         heads, kv_heads = self.shape.num_attention_heads, self.shape.num_key_value_heads
-        joined, residual = self._inputs(embeds, states)
-        qkv = self.qkv(joined).unflatten(-1, (-1, self.shape.head_dim))
+        qkv = self.qkv(x).unflatten(-1, (-1, self.shape.head_dim))
         qk = qkv[:, : heads + kv_heads]
         if self.qk_norm is not None:
             qk = self._head_norm(qk, self.qk_norm)
@@ -211,13 +231,8 @@ class FusedDraftLayer(ABC):
         if self.is_gated:
             mixed = mixed * gate.sigmoid()
         x, normed = add_rms_norm(residual, self.output(mixed.flatten(-2)), self.mlp_norm, self.eps)
-        x, normed = add_rms_norm(x, self.mlp(normed), self.norm, self.eps)
-        return normed, normed if self.shape.norm_output else x
-
-    __call__ = forward
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, self.eps)
+        x, normed = add_rms_norm(x, self.mlp(normed), next_norm, self.eps)
+        return normed, x
 
     def _head_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [T, heads, Dh], weight [heads * Dh]."""
@@ -232,20 +247,95 @@ class FusedDraftLayer(ABC):
         return torch.cat((turned, x[..., rotated:]), dim=-1)
 
 
-class FusedEagle3Head(FusedDraftLayer):
+class FusedDraftLayers(ABC):
+    """Decoder layers over a token's embedding and the previous state, for serving: the same sums in
+    fewer, larger matrix products. See `Eagle3Head` for shapes and meaning.
+
+    Args:
+        config: sizes of a layer, `rotary`, and whether it has `qk_norm` and `norm_output`.
+        layers: `self_attn`, `mlp` and `post_attention_layernorm` of each, on their device and in
+            their dtype, and `input_layernorm` of those after the first one. If `self_attn` has a
+            `gate_proj`, its sigmoid scales the attention's output.
+        norm: the norm before the LM head.
+        max_positions: positions that the rotary tables cover.
+        make_linear: makes a linear layer from a weight and a bias.
+        multiply: products of experts, for an MLP that has them.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        layers: Sequence[Any],
+        norm: RMSNorm,
+        max_positions: int,
+        make_linear: LinearFactory,
+        multiply: ExpertProducts = multiply_experts,
+    ) -> None:
+        self.shape, self.eps = config, config.rms_norm_eps
+        rotary = rotary_tables(config.rotary, max_positions, norm.weight)
+        self.layers = [_FusedLayer(config, x, rotary, make_linear, multiply) for x in layers]
+        # The norm after each layer
+        self.next_norms = [*(layer.input_layernorm.weight for layer in layers[1:]), norm.weight]
+
+    @abstractmethod
+    def _inputs(
+        self, embeds: torch.Tensor, states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the projections' input and the residual [T, H]; both arguments are [T, H]."""
+
+    def _run(
+        self,
+        count: int,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what the layer after the first `count` ones reads: normed, and the residual."""
+        x, residual = self._inputs(embeds, states)
+        for i, layer in enumerate(self.layers[:count]):
+            x, residual = layer.run(x, residual, positions, partial(attend, i), self.next_norms[i])
+        return x, residual
+
+    def context_kv(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice, [T] -> keys (rotated) and values [T, Hkv, Dh] of the last layer. Attends in
+        the layers before it."""
+        x, _ = self._run(len(self.layers) - 1, embeds, states, positions, attend)
+        return self.layers[-1].context_kv(x, positions)
+
+    def forward(
+        self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] twice, [T] -> [T, H] for the LM head, and states [T, H]."""
+        normed, x = self._run(len(self.layers), embeds, states, positions, attend)
+        return normed, normed if self.shape.norm_output else x
+
+    __call__ = forward
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, weight, self.eps)
+
+
+class FusedEagle3Head(FusedDraftLayers):
     """Serving form of an `Eagle3Head` on its device and in its dtype."""
 
     def __init__(
         self, head: Eagle3Head, max_positions: int, make_linear: LinearFactory = plain_linear
     ) -> None:
         config, layer = head.config, head.layers[0]
-        super().__init__(config, layer, head.norm, max_positions, make_linear)
+        super().__init__(config, head.layers, head.norm, max_positions, make_linear)
         self.config = config
         self.fc = make_linear(head.fc.weight, None)
         self.joined_norm = head.input_norm.weight if config.norm_before_fc else None
         # [L * Ht]
         self.fc_norm = torch.cat([n.weight for n in head.fc_norm]) if config.fc_norm else None
         self.embed_norm, self.hidden_norm = layer.input_layernorm.weight, layer.hidden_norm.weight
+        # [1, H], of a P-EAGLE head
+        self.mask_state = None
+        if config.mask_token_id is not None:
+            self.mask_state = self.features(head.mask_hidden[None])
 
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""

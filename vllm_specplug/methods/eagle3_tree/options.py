@@ -4,7 +4,13 @@
 from __future__ import annotations
 
 from vllm_specplug.drafting.head_path import resolve_head_path
-from vllm_specplug.drafting.method import DraftPlan, MethodOptions, SharedOptions, TargetInfo
+from vllm_specplug.drafting.method import (
+    Capability,
+    DraftPlan,
+    MethodOptions,
+    SharedOptions,
+    TargetInfo,
+)
 
 DEFAULT_LEVELS = 5
 
@@ -21,4 +27,5 @@ class Eagle3Options(MethodOptions):
             depth=min(shared.tree_depth or DEFAULT_LEVELS, shared.num_speculative_tokens),
             head_path=str(path),
             hidden_layers=head.target_layer_ids,
+            needs=frozenset({Capability.CONTEXT_WINDOW} if any(head.windows) else ()),
         )

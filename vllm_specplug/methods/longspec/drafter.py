@@ -169,7 +169,7 @@ class LongSpecDrafter(LevelDrafter):
                 partial(rows.attend, attention),
                 cross,
             )
-            return self.level_candidates(hidden, frontier, width)
+            return self.level_candidates(hidden, frontier.token_ids.shape, width)
 
         return expand
 
@@ -188,7 +188,7 @@ class LongSpecDrafter(LevelDrafter):
         (target_cache,) = cast(Sequence[TargetCache], self.target_caches)
         rows = HostLevelRows(len(requests))
         starts = np.asarray(requests.context_lens)
-        width = min(max(requests.widths), self.draft_vocab_size)
+        width = max(requests.widths)
 
         def self_attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor

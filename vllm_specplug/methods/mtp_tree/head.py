@@ -18,7 +18,7 @@ from vllm_specplug.kernels import multiply_experts
 from vllm_specplug.methods.block.fused_head import plain_linear
 from vllm_specplug.methods.block.head import AttentionProjections, GatedMLP, RMSNorm
 from vllm_specplug.methods.block.mlp import ExpertMLP
-from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayer
+from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayers
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
 
 
@@ -47,7 +47,7 @@ class MtpModule(nn.Module):
         self.final_layernorm = RMSNorm(*norm)
 
 
-class FusedMtpModule(FusedDraftLayer):
+class FusedMtpModule(FusedDraftLayers):
     """Serving form of an `MtpModule` on its device and in its dtype."""
 
     def __init__(
@@ -58,7 +58,7 @@ class FusedMtpModule(FusedDraftLayer):
         multiply: ExpertProducts = multiply_experts,
     ) -> None:
         super().__init__(
-            module.config, module, module.final_layernorm, max_positions, make_linear, multiply
+            module.config, [module], module.final_layernorm, max_positions, make_linear, multiply
         )
         self.input = make_linear(module.input_proj.weight, None)
         self.token_norm = module.token_layernorm.weight

@@ -10,7 +10,7 @@ import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata
+from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata, single_row_metadata
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values import make_finite
@@ -133,11 +133,22 @@ class CudaDraftCache(CudaDraftRows):
         self.features = [AttnFeatures(window=layer.spec.window or 0) for layer in layers]
         self.write_layer = backend.cache_writer()
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
+    ) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
         make_finite(keys, values)
-        for kv_cache, key, value in zip(self.kv_caches, keys, values, strict=True):
+        caches = self.kv_caches[first_layer : first_layer + len(keys)]
+        for kv_cache, key, value in zip(caches, keys, values, strict=True):
             self.write_layer(key, value, kv_cache, slots)
+
+    def context_attention(
+        self, table_rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Returns the attention of committed tokens over the tokens up to them."""
+        table = self.block_table()
+        longest = table.shape[1] * self.views[0][0].shape[1]
+        return self.attention_of(single_row_metadata(table_rows, positions, slots, table, longest))
 
     def block_attention(
         self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]

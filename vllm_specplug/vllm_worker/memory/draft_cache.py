@@ -22,12 +22,15 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 from vllm_specplug.drafting.caches import BlockAttention, DraftCacheSpec
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
+    AttnFeatures,
     CpuKvLayout,
     TreeAttnMetadata,
     block_metadata,
+    single_row_metadata,
     tree_attn,
     tree_metadata,
 )
+from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_attention.cpu import (
     DraftCPUAttentionBackend,
@@ -95,14 +98,18 @@ class PagedDraftCache:
         self.knows_slots = not has_kv_transfer_group()
         self.layout = cpu_kv_layout(layers[0].kv_cache)
         self.windows = [layer.spec.window for layer in layers]
+        self.features = [AttnFeatures(window=window or 0) for window in self.windows]
         self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
+    ) -> None:
         """Stores keys and values [num_layers, M, Hkv, Dh] of committed tokens at `slots` [M]."""
         from vllm import _custom_ops as ops
 
         make_finite(keys, values)
-        for (key_cache, value_cache), key, value in zip(self.caches, keys, values, strict=True):
+        caches = self.caches[first_layer : first_layer + len(keys)]
+        for (key_cache, value_cache), key, value in zip(caches, keys, values, strict=True):
             ops.cpu_attn_reshape_and_cache(
                 key, value, key_cache, value_cache, slots, self.layout.isa
             )
@@ -159,13 +166,26 @@ class PagedDraftCache:
         metadata = tree_metadata(
             requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
         )
-        return self._attention(metadata)
+        return self._attention(metadata, self.features)
 
-    def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
-        """Returns the attention of rows whose own keys and values are a dense tail."""
-        return lambda layer, query, key, value: attend_with_tail(
-            query, key, value, self.caches[layer], metadata, self.scale, self.layout
+    def context_attention(
+        self, table_rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> BlockAttention:
+        """Returns the attention of committed tokens over the tokens up to them."""
+        metadata = single_row_metadata(
+            table_rows, positions, slots, self.block_table(), int(positions.max())
         )
+        return self._attention(metadata, self.features)
+
+    def _attention(
+        self, metadata: TreeAttnMetadata, features: Sequence[AttnFeatures] | None = None
+    ) -> BlockAttention:
+        """Returns the attention of rows whose own keys and values are a dense tail; `features` are
+        those of each layer."""
+        return lambda layer, query, key, value: attend_with_tail(
+            query, key, value, self.caches[layer], metadata, self.scale, self.layout,
+            features[layer] if features else PLAIN,
+        )  # fmt: skip
 
 
 def attend_with_tail(
@@ -179,8 +199,9 @@ def attend_with_tail(
     metadata: TreeAttnMetadata,
     scale: float,
     layout: CpuKvLayout,
+    features: AttnFeatures = PLAIN,
 ) -> torch.Tensor:
     """Returns the attention [M, Hq, Dh] of tree rows over their context in pages and their tree."""
     output = torch.empty_like(query)
-    tree_attn(query, *views, output, metadata, scale, layout, tail_key=key, tail_value=value)
+    tree_attn(query, *views, output, metadata, scale, layout, key, value, features=features)
     return output

@@ -71,6 +71,51 @@ SPECULATORS_GEMMA4_31B: dict[str, Any] = {
     },
 }  # fmt: skip
 
+# What vllm-project/speculators (Apache-2.0) writes by default since sliding windows came to its
+# EAGLE-3 heads, with the values of a Qwen3-8B target: scripts/train.py, docs/cli/train.md and
+# src/speculators/models/eagle3/config.py, c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b. Not the file of
+# a published head.
+SPECULATORS_QWEN3_8B_WINDOW = SPECULATORS_GEMMA4_31B | {
+    "eagle_aux_hidden_state_layer_ids": [2, 18, 33], "fc_norm": False, "norm_before_fc": True,
+    "norm_output": True,
+    "transformer_layer_config": {
+        "attention_bias": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 12288, "layer_types": ["sliding_attention"],
+        "max_position_embeddings": 40960, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 1, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_parameters": {"rope_theta": 1000000.0, "rope_type": "default"},
+        "sliding_window": 2048, "tie_word_embeddings": False, "use_sliding_window": True,
+        "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+# The same with --num-layers 3 --full-attention-indices 1.
+SPECULATORS_QWEN3_8B_LAYERS = SPECULATORS_QWEN3_8B_WINDOW | {
+    "transformer_layer_config": SPECULATORS_QWEN3_8B_WINDOW["transformer_layer_config"] | {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+    },
+}  # fmt: skip
+
+# sgl-project/SpecForge (Apache-2.0), configs/qwen3-8b-peagle.json,
+# fd6b16fcdfb651aba500d1eb4c9bc5a946d7696d, with the mask token that vLLM wants beside it.
+SPECFORGE_PEAGLE_QWEN3_8B = SPECFORGE_QWEN3_4B | {
+    "architectures": ["PEagleDraftModel"], "head_dim": 128, "hidden_size": 4096,
+    "intermediate_size": 12288, "mask_token_id": 151669, "num_hidden_layers": 4,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+# What vllm-project/speculators (Apache-2.0) writes for P-EAGLE by default, with the values of a
+# Qwen3-8B target: src/speculators/models/peagle/config.py and docs/cli/train.md,
+# c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b.
+SPECULATORS_PEAGLE_QWEN3_8B = SPECULATORS_QWEN3_8B_WINDOW | {
+    "architectures": ["PEagleDraftModel"], "embed_requires_grad": True, "mask_token_id": 151669,
+    "norm_before_fc": False, "norm_output": False, "speculators_model_type": "peagle",
+    "transformer_layer_config": SPECULATORS_QWEN3_8B_WINDOW["transformer_layer_config"] | {
+        "model_type": "qwen3",
+    },
+}  # fmt: skip
+
 # The template that NVIDIA/Model-Optimizer (Apache-2.0) fills when it exports a head
 # (modelopt/torch/export/plugins/hf_spec_configs.py, a2fbac7bad8ab446d3f8783dadb0c3366eb0ad73), with
 # the values of a Llama-3.1-8B target. Not the file of a published head. Its tensors are
@@ -131,6 +176,25 @@ SPECFORGE_QWEN25_VL_7B = SPECFORGE_QWEN3_4B | {
     "tie_word_embeddings": False, "vocab_size": 152064,
 }  # fmt: skip
 
+# lightseekorg/TorchSpec (MIT), configs/draft_models/glm4_moe_eagle3.json,
+# 3bd756e7565728d59d3878c1d2a01be1b73297b1. Its MLP has experts; no published head was found.
+TORCHSPEC_GLM4_MOE: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLMEagle3"], "model_type": "glm4_moe", "use_moe": True,
+    "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 1,
+    "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128,
+    "partial_rotary_factor": 0.5, "hidden_act": "silu", "rms_norm_eps": 1e-05,
+    "vocab_size": 151552, "draft_vocab_size": 151552, "torch_dtype": "bfloat16",
+    "rope_theta": 10000.0, "n_routed_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1408, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.0, "scoring_func": "sigmoid",
+    "first_k_dense_replace": 0, "train_router": True,
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [1, 21, 42], "use_aux_hidden_state": True,
+        "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    },
+    "pad_token_id": 0,
+}  # fmt: skip
+
 SMALL = {"hidden_size": 16, "vocab_size": 40, "num_hidden_layers": 8}
 
 
@@ -141,12 +205,16 @@ def small(raw: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40,
     }  # fmt: skip
     made = {**raw, "rms_norm_eps": 1e-5}
+    if "mask_token_id" in raw:
+        made["mask_token_id"] = 39
     if "draft_vocab_size" in raw:
         made["draft_vocab_size"] = 12
     if "target_layer_ids" in raw:
         made["target_layer_ids"] = [1, 3, 4]
     if "transformer_layer_config" in raw:
         made["transformer_layer_config"] = {**raw["transformer_layer_config"], **shape}
+        if raw["transformer_layer_config"].get("sliding_window"):
+            made["transformer_layer_config"]["sliding_window"] = 6
         made["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
     else:
         made.update(shape)
@@ -179,9 +247,20 @@ def shapes_of(raw: Mapping[str, Any], *, prefix: str = "midlayer.") -> dict[str,
         "norm.weight": (h,),
         "lm_head.weight": (draft_vocab, h),
     }
+    for i in range(1, c["num_hidden_layers"]):
+        first = {k.removeprefix(prefix): v for k, v in shapes.items() if k.startswith(prefix)}
+        shapes |= {
+            f"layers.{i}.{name}": (shape[0], h) if name.endswith(("q_proj.weight",
+            "k_proj.weight", "v_proj.weight")) else shape
+            for name, shape in first.items() if name != "hidden_norm.weight"
+        }  # fmt: skip
+    if "mask_token_id" in raw:
+        shapes |= {"mask_hidden": (1, 1, joined), "embed_tokens.weight": (c["vocab_size"], h)}
+    if c.get("model_type") == "qwen3":
+        layers = {name.partition(".self_attn.")[0] for name in shapes if ".self_attn." in name}
+        shapes |= {f"{i}.self_attn.{n}_norm.weight": (dim,) for i in layers for n in "qk"}
     if "target_layer_ids" in raw:  # DeepSpec
         shapes["embed_tokens.weight"] = (c["vocab_size"], h)
-        shapes |= {f"{prefix}self_attn.{n}_norm.weight": (dim,) for n in "qk"}
     if raw.get("fc_norm"):
         shapes.update({f"fc_norm.{i}.weight": (joined // 3,) for i in range(3)})
     if raw.get("norm_before_fc"):

@@ -41,6 +41,24 @@ def test_speculators_count_the_embedding_and_norm_the_residual() -> None:
     assert read(unsaid, 60).norm_before_residual
 
 
+def test_speculators_name_the_layers_with_a_window() -> None:
+    raw = published.SPECULATORS_QWEN3_8B_WINDOW
+    assert read(raw).windows == (2048,)
+    assert read(published.SPECULATORS_QWEN3_8B_LAYERS).windows == (2048, None, 2048)
+    layer = {**raw["transformer_layer_config"], "layer_types": ["full_attention"]}
+    layer["use_sliding_window"] = False
+    assert read({**raw, "transformer_layer_config": layer}).windows == (None,)
+
+
+@pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
+def test_mask_tokens_have_several_names(name: str) -> None:
+    assert read({**published.SPECFORGE_QWEN3_4B, name: 7}).mask_token_id == 7
+    parallel = read(published.SPECULATORS_PEAGLE_QWEN3_8B)
+    assert parallel.mask_token_id == 151669 and parallel.norm_before_residual
+    unsaid = {**published.SPECULATORS_PEAGLE_QWEN3_8B, "norm_before_residual": None}
+    assert not read(unsaid).norm_before_residual
+
+
 def test_model_optimizer_counts_layers_from_zero_and_scales_its_rotary_embedding() -> None:
     config = read(published.MODELOPT_LLAMA31_8B, 32)
     assert config.target_layer_ids == (1, 15, 28)
@@ -79,7 +97,9 @@ def test_both_ways_of_numbering_layers(place: str, ids: list[int], layers: tuple
 
 
 def test_a_config_written_here_reads_back() -> None:
-    for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B"):
+    for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B",
+                 "SPECULATORS_QWEN3_8B_WINDOW", "SPECULATORS_QWEN3_8B_LAYERS",
+                 "SPECFORGE_PEAGLE_QWEN3_8B"):  # fmt: skip
         config = read(getattr(published, name), 32)
         assert read(config.to_dict(), 32) == config
 
@@ -87,18 +107,27 @@ def test_a_config_written_here_reads_back() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": 2}, ["num_hidden_layers", "2", "own method eagle3"]),
-        ({"architectures": ["PEagleDraftModel"]}, ["PEagleDraftModel", "parallel_drafting"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers", "0", "integer"]),
+        ({"num_hidden_layers": 257}, ["num_hidden_layers", "257", "256"]),
+        ({"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["layer_types", "2 draft"]),
+        ({"architectures": ["PEagleDraftModel"]}, ["mask_token_id", "None", "P-EAGLE"]),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA"]),
-        ({"pard_token": 7}, ["pard_token", "P-EAGLE"]),
-        ({"speculators_model_type": "peagle"}, ["speculators_model_type", "peagle", "eagle3"]),
-        ({"layer_types": ["sliding_attention"]}, ["layer_types", "sliding"]),
-        ({"sliding_window": 512, "use_sliding_window": None}, ["sliding_window", "512"]),
+        (published.TORCHSPEC_GLM4_MOE, ["Glm4MoeForCausalLMEagle3", "experts are not served"]),
+        ({"use_moe": True}, ["use_moe", "experts are not served"]),
+        ({"pard_token": 151936}, ["mask_token_id", "151936", "0..151935"]),
+        ({"ptd_token_id": "a"}, ["mask_token_id", "'a'"]),
+        ({"speculators_model_type": "mlp"}, ["speculators_model_type", "'mlp'", "'peagle'"]),
+        ({"layer_types": ["sliding_attention"], "use_sliding_window": None},
+         ["sliding_window", "None", "an integer from 1"]),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 512}, ["use_sliding_window"]),
+        ({"layer_types": ["linear_attention"]}, ["layer_types", "linear_attention", "sliding"]),
+        ({"sliding_window": 512, "use_sliding_window": None},
+         ["sliding_window", "512", '"layer_types"']),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
         ({"partial_rotary_factor": 0.01}, ["partial_rotary_factor", "even number of 80"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
-        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "in parallel"]),
+        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "draft heads"]),
         ({"eagle_aux_hidden_state_layer_ids": [30, 2, 18]}, ["ascending"]),
         ({"eagle_aux_hidden_state_layer_ids": ["a"]}, ["eagle_aux_hidden_state_layer_ids"]),
         ({"draft_vocab_size": 200000}, ["draft_vocab_size", "151936"]),

@@ -16,7 +16,11 @@ from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests
 
 
-@pytest.mark.parametrize("layout", ["specforge", "specforge_eagle31", "speculators", "yuhuili"])
+@pytest.mark.parametrize(
+    "layout",
+    ["specforge", "specforge_eagle31", "speculators", "speculators_window", "speculators_layers",
+     "specforge_peagle", "speculators_peagle", "yuhuili"],
+)  # fmt: skip
 def test_each_branch_equals_the_chain_along_it(layout: str, tmp_path: Path) -> None:
     world = World(tmp_path, layout)
     world.commit_all()
@@ -30,7 +34,9 @@ def test_each_branch_equals_the_chain_along_it(layout: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("expand", [16, 3])
-@pytest.mark.parametrize("layout", ["specforge", "yuhuili"])
+@pytest.mark.parametrize(
+    "layout", ["specforge", "speculators_window", "speculators_layers", "yuhuili"]
+)
 def test_trees_of_a_device_are_those_of_the_host(layout: str, expand: int, tmp_path: Path) -> None:
     host, device = (World(tmp_path, layout, expand, device_cache=d) for d in (False, True))
     asked = [[16, 9, 16, 12], [8, 8, 1, 3]]
@@ -85,6 +91,46 @@ def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
     assert len(seen) == 1 and len(states) == 4
 
 
+def test_a_window_that_is_not_applied_is_noticed(tmp_path: Path) -> None:
+    """The control."""
+    world = World(tmp_path, "speculators_window")
+    world.commit_all()
+    assert world.cache.windows == (6,)
+    world.cache.windows = (None,)
+    tree = world.drafter.propose(world.requests([8] * 4, [8] * 4))[-1]
+    with pytest.raises(AssertionError):
+        world.check(3, tree)
+
+
+def test_layers_that_attend_too_little_of_the_context_are_noticed(tmp_path: Path) -> None:
+    """The control: keys and values of later layers depend on the tokens before."""
+    world = World(tmp_path, "speculators_layers")
+    attend = world.cache.context_attention
+    world.cache.context_attention = lambda rows, positions, slots: attend(  # type: ignore[method-assign]
+        rows, (positions - 1).clamp_min(0), slots
+    )
+    world.commit_all()
+    tree = world.drafter.propose(world.requests([8] * 4, [8] * 4))[-1]
+    with pytest.raises(AssertionError):
+        world.check(3, tree)
+
+
+def test_a_head_with_a_mask_token_runs_once(tmp_path: Path) -> None:
+    world = World(tmp_path, "specforge_peagle")
+    world.commit_all()
+    run, rows = world.drafter.head.forward, []
+    world.drafter._run = lambda *args: (
+        rows.append(len(args[0])) or run(world.embed[args[0]], *args[1:])
+    )
+    trees = world.drafter.propose(world.requests([16] * 4, [8] * 4))
+    assert rows == [4 * 4] and max(tree.max_depth for tree in trees) > 2
+    # The control: the tokens of a branch do not change what comes after them, masks do.
+    world.drafter.head.mask_state = 2 * world.drafter.head.mask_state
+    tree = world.drafter.propose(world.requests([16] * 4, [8] * 4))[3]
+    with pytest.raises(AssertionError):
+        world.check(3, tree)
+
+
 def _exact(world: World, r: int, budget: int, depth: int, beam: int | None = None) -> list[Any]:
     """The best branches by the equations, searched without any tree of the package: [(score,
     tokens)]. With `beam`, the published search: the best `beam` children of the best `beam` nodes
@@ -115,17 +161,18 @@ def test_trees_are_the_published_search(beam: int | None, tmp_path: Path) -> Non
         assert set(paths_of(tree)) == expected
 
 
-def test_chunks_leave_the_context_of_one_pass(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["specforge", "speculators_layers"])
+def test_chunks_leave_the_context_of_one_pass(layout: str, tmp_path: Path) -> None:
     """However a prompt was cut: the last slot of a chunk knows the first token of the next."""
-    whole, cut = World(tmp_path), World(tmp_path)
+    whole, cut = World(tmp_path, layout), World(tmp_path, layout)
     whole.commit_all()
     cut.commit([(0, 0, 1), (1, 0, 3), (2, 0, 16), (3, 0, 1)])
     cut.commit([(1, 3, 6), (2, 16, 19), (3, 1, 32)])
     cut.commit([(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)])
     for r, n in enumerate(LENGTHS):
         slots = slice(100 * r, 100 * r + n - 1)
-        torch.testing.assert_close(cut.cache.key[slots], whole.cache.key[slots])
-        torch.testing.assert_close(cut.cache.value[slots], whole.cache.value[slots])
+        torch.testing.assert_close(cut.cache.key[:, slots], whole.cache.key[:, slots])
+        torch.testing.assert_close(cut.cache.value[:, slots], whole.cache.value[:, slots])
     asked = whole.requests([16] * 4, [8] * 4)
     for a, b in zip(whole.drafter.propose(asked), cut.drafter.propose(asked), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
@@ -149,7 +196,8 @@ def test_only_the_last_slot_depends_on_the_next_token(tmp_path: Path) -> None:
     key = world.cache.key.clone()
     world.tokens[2][16] = (world.tokens[2][16] + 1) % VOCAB
     world.commit_all()
-    changed = (world.cache.key != key).flatten(1).any(1) & ~key.flatten(1).isnan().any(1)
+    key, now = key[0].flatten(1), world.cache.key[0].flatten(1)
+    changed = (now != key).any(1) & ~key.isnan().any(1)
     assert changed.nonzero().flatten().tolist() == [200 + 15]
 
 

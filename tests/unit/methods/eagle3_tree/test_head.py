@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def causal(
+    windows: tuple[int | None, ...], layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
     mask = torch.ones(len(q), len(k)).tril().bool()
+    if (window := windows[layer]) is not None:
+        mask = mask.triu(1 - window)
     return dense_attention(q, k, v, q.shape[-1] ** -0.5, q.shape[1] // k.shape[1], mask)[0]
 
 
@@ -50,23 +55,24 @@ def test_rows_are_those_of_the_equations(variant: str, form: Any, tmp_path: Path
     config["rope_theta"] = (config.get("rope_parameters") or config).get("rope_theta", 10000.0)
     reference = ReferenceHead(config, tensors)
     head = form(load_eagle3_head(tmp_path, SMALL)[0])
+    attention = partial(causal, head.config.windows)
     torch.manual_seed(1)
     embeds, aux = torch.randn(ROWS, 16), [torch.randn(ROWS, 16) for _ in range(3)]
     positions = torch.arange(ROWS)
     states = head.features(torch.cat(aux, -1))
     torch.testing.assert_close(states, reference.fuse(aux), atol=1e-4, rtol=1e-4)
-    ours = head.forward(embeds, states, positions, causal)
+    ours = head.forward(embeds, states, positions, attention)
     for a, b in zip(ours, reference.run(embeds, states, positions), strict=True):
         torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
     # What is written for the context is what the rows bring themselves.
     seen: list[torch.Tensor] = []
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        seen.extend((k, v))
-        return causal(q, k, v)
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        seen[:] = k, v
+        return attention(layer, q, k, v)
 
     head.forward(embeds, states, positions, attend)
-    for a, b in zip(head.context_kv(embeds, states, positions), seen, strict=True):
+    for a, b in zip(head.context_kv(embeds, states, positions, attention), seen, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 
 
@@ -115,7 +121,7 @@ def test_three_positions_of_text_turn_as_one(interleaved: bool, tmp_path: Path) 
     expected, _ = rope.forward_native(
         positions.expand(3, -1), query.flatten(1).clone(), key.flatten(1).clone()
     )
-    ours = head._rotate(query, positions)
+    ours = head.layers[0]._rotate(query, positions)
     torch.testing.assert_close(ours.flatten(1), expected, atol=1e-5, rtol=1e-5)
 
 

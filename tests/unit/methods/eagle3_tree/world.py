@@ -33,11 +33,26 @@ class DenseCache:
     """Pages as one table of slots; request r owns the slots from 100 * r on."""
 
     def __init__(self) -> None:
-        self.key = torch.full((1000, KV_HEADS, DIM), float("nan"))
+        self.bind((None,))
+
+    def bind(self, windows: tuple[int | None, ...]) -> None:
+        """Makes room for layers with these sliding windows."""
+        self.windows = windows
+        self.key = torch.full((len(windows), 1000, KV_HEADS, DIM), float("nan"))
         self.value = self.key.clone()
 
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        self.key[slots], self.value[slots] = keys[0], values[0]
+    def write(
+        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
+    ) -> None:
+        layers = slice(first_layer, first_layer + len(keys))
+        self.key[layers, slots], self.value[layers, slots] = keys, values
+
+    def context_attention(
+        self, table_rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+    ) -> Any:
+        requests: Any = SimpleNamespace(req_indices=table_rows.tolist())
+        alone = [np.zeros(0, np.int32)] * len(slots)
+        return self.branch_attention(requests, positions.tolist(), alone)
 
     def branch_attention(
         self, requests: DraftRequests, context_lens: Any, parents: list[np.ndarray]
@@ -49,8 +64,8 @@ class DenseCache:
         ]
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            contexts = [(self.key[at], self.value[at]) for at in slots]
-            return tree_attention(q, k, v, contexts, parents)
+            contexts = [(self.key[layer, at], self.value[layer, at]) for at in slots]
+            return tree_attention(q, k, v, contexts, parents, self.windows[layer])
 
         return attend
 
@@ -85,7 +100,7 @@ class World:
         # Peaked, so that trees become deep.
         self.lm_head = 1.5 * tensors["lm_head.weight"]
         torch.manual_seed(3)
-        self.embed = torch.randn(VOCAB, HIDDEN)
+        self.embed = tensors.get("embed_tokens.weight", torch.randn(VOCAB, HIDDEN))
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
         self.drafter = load_drafter(
             Eagle3Drafter, folder, None, torch.zeros(VOCAB, HIDDEN),
@@ -94,6 +109,7 @@ class World:
         self.drafter.frontier_width = expand  # type: ignore[misc]
         self.drafter.lm_head = plain_linear(self.lm_head, None)
         self.cache = DenseDeviceCache() if device_cache else DenseCache()
+        self.cache.bind(tuple(spec.window for spec in self.drafter.cache_specs()))
         self.drafter.bind_cache(self.cache)  # type: ignore[arg-type]
         self.tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
         self.aux = [[torch.randn(n, HIDDEN) for _ in range(3)] for n in LENGTHS]
@@ -110,6 +126,7 @@ class World:
                 slots=torch.cat([100 * r + torch.arange(a, b) for r, a, b in spans]),
                 last_rows=torch.from_numpy(counts - 1),
                 next_token_ids=torch.cat([self.tokens[r][a + 1 : b + 1] for r, a, b in spans]),
+                owners=np.repeat([r for r, _, _ in spans], [b - a for _, a, b in spans]),
             )
         )
 

@@ -347,5 +347,5 @@ def test_a_choice_of_experts_is_not_rounded(tmp_path: Path) -> None:
     table = torch.randn(VOCAB, HIDDEN, dtype=torch.bfloat16)
     drafter = load_drafter(MtpDrafter, tmp_path, None, table, table, TARGET)
     stored = load_mtp_module(tmp_path, TARGET).state_dict()["mlp.choice_bias"]
-    assert torch.equal(drafter.head.mlp.choice_bias, stored)
+    assert torch.equal(drafter.head.layers[0].mlp.choice_bias, stored)
     assert not torch.equal(stored, stored.bfloat16().float())

@@ -17,6 +17,7 @@ from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
 HEADS, DIM, BLOCK = 2, 32, 32
 # Of each request: slots of its context, and the pages that hold them.
 CONTEXTS, PAGES = [0, 5, 32, 70], [[7, 0, 0], [3, 0, 0], [1, 5, 0], [6, 2, 4]]
+WINDOWS = [None, 3, 20, 70]
 PARENTS = [[-1, -1, 0, 2], [], [-1], [-1, 0, 1, -1, 3, 0]]
 
 
@@ -28,17 +29,19 @@ def vllm_kernels() -> None:
 
 
 def test_branches_attend_their_pages_and_their_ancestors() -> None:
+    """Of a layer with a window, the last of them: 3 positions are fewer than a branch has."""
     torch.manual_seed(0)
     layers = [
         SimpleNamespace(
             kv_cache=torch.full((8, HEADS, BLOCK, 2 * DIM), float("nan")),
-            spec=SimpleNamespace(window=None),
+            spec=SimpleNamespace(window=window),
         )
-        for _ in range(2)
+        for window in WINDOWS
     ]
     table = torch.tensor(PAGES, dtype=torch.int32)
     cache = PagedDraftCache(layers, lambda: table, DIM**-0.5)  # type: ignore[arg-type]
-    keys, values = torch.randn(2, 2, 4, 96, HEADS, DIM)  # [layer, request, position]
+    # [layer, request, position]
+    keys, values = torch.randn(2, len(WINDOWS), 4, 96, HEADS, DIM)
     for r, length in enumerate(CONTEXTS):
         at = torch.arange(length)
         slots = table[r, at // BLOCK].long() * BLOCK + at % BLOCK
@@ -50,7 +53,7 @@ def test_branches_attend_their_pages_and_their_ancestors() -> None:
     parents = [np.array(PARENTS[r], np.int32) for r in chosen]
     attention = cache.branch_attention(requests, [CONTEXTS[r] for r in chosen], parents)
     counts = [len(p) + 1 for p in parents]
-    for layer in range(2):
+    for layer, window in enumerate(WINDOWS):
         query = torch.randn(sum(counts), 2 * HEADS, DIM)
         key, value = torch.randn(2, sum(counts), HEADS, DIM)
         output, start = attention(layer, query, key, value), 0
@@ -59,6 +62,8 @@ def test_branches_attend_their_pages_and_their_ancestors() -> None:
             start += count
             mask = torch.ones(count, length + count, dtype=torch.bool)
             mask[:, length:] = words_to_bool(ancestor_words([up]), count)
+            if window is not None:
+                mask = mask & (mask.sum(1, keepdim=True) - mask.cumsum(1) < window)
             expected, _ = dense_attention(
                 query[rows],
                 torch.cat([keys[layer, r, :length], key[rows]]),

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.methods.eagle3_tree.head import Attend, Eagle3Head
+from vllm_specplug.methods.block.head import Attend
+from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe
 from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.heldout import ChainObjective
@@ -108,7 +109,7 @@ def _anchor_attention(
     """Returns the attention of anchors [A] over the context [T] up to their row and over their
     earlier runs."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if not is_first:  # the first run's keys are its row of the context
             branch.append((k, v))
         groups, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5

@@ -62,6 +62,13 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
     lm_head: torch.Tensor | None = None
     if run.init_from:
         head, extras = load_eagle3_head(run.init_from, weights.config, dtype=torch.float32)
+        if head.config.windows != (None,) or head.config.mask_token_id is not None:
+            raise ValueError(
+                f"--init-from {run.init_from!r} has layers with the sliding windows "
+                f"{head.config.windows} and the mask token {head.config.mask_token_id}; legal: one "
+                "layer of full attention without a mask token. Continue such a head with its own "
+                "trainer"
+            )
         if head.config.target_layer_ids != layers:
             raise ValueError(
                 f"--init-from {run.init_from!r} reads layers {head.config.target_layer_ids}, the "
