@@ -98,7 +98,7 @@ def full_words(row_counts: int | Sequence[int]) -> torch.Tensor:
 
 
 def own_words(row_counts: int | Sequence[int]) -> torch.Tensor:
-    """Returns masks int64 [M, W] of rows that attend only themselves of their tree."""
+    """Returns masks int64 [M, W] with which a row attends itself and no other row of its tree."""
     return causal_words(row_counts) ^ _words_of(row_counts, lambda i, n: i)
 
 

@@ -64,7 +64,8 @@ def make_followed_target(folder: Path, vocab: int) -> tuple[Path, Path]:
     Both add little to a token's embedding before the LM head, so that the next token depends mostly
     on the last one, in the same way.
     """
-    made = make_other_target(folder / "target", "Gemma4Text", vocab, **SIZES["Gemma4Text"])
+    sizes = SIZES["Gemma4Text"] | {"vocab_size_per_layer_input": vocab}
+    made = make_other_target(folder / "target", "Gemma4Text", vocab, **sizes)
     make_assistant(folder / "assistant", vocab, grouped=False, hidden_size=HIDDEN)
     files = [folder / name / "model.safetensors" for name in ("target", "assistant")]
     target, own = map(load_file, files)

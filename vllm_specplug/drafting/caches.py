@@ -202,15 +202,17 @@ class RowAttention(Protocol):
 
 @dataclass(frozen=True)
 class TargetCacheSpec:
-    """One of the target's caches: that of its last layer with this window that writes its own keys
-    and values."""
+    """Which of the target's caches a draft attends: among the layers with this window that write
+    their own keys and values, the last one's."""
 
     num_kv_heads: int
     head_dim: int
     scale: float
     """Factor of the scores of a draft's queries."""
     window: int | None = None
-    """The layer's sliding window, which the draft's attention has, too; None for none."""
+    """Sliding window of that layer and of the draft's attention; None for full attention."""
+    must_be_last: bool = False
+    """Whether the target is refused if a later layer has another window."""
 
 
 class TargetCache(Protocol):
@@ -219,8 +221,8 @@ class TargetCache(Protocol):
     def attention(
         self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` positions of some requests, or over
-        the last of these that are within the window.
+        """Returns the attention over the first `context_lens` positions of some requests; with a
+        window, over the last `window` of them.
 
         Args:
             req_indices: rows of the block table.
@@ -238,8 +240,8 @@ class DeviceTargetCache(Protocol):
     def level_attention(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` [R] positions of each request, or
-        over the last of these that are within the window.
+        """Returns the attention over the first `context_lens` [R] positions of each request; with a
+        window, over the last `window` of them.
 
         Returns:
             A function query [R * rows, Hq, Dh], the same number of rows per request ->

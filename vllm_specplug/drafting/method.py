@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.head_files import HeadFiles
 
 API_VERSION = 1
-"""Version of the contract between methods and this package. It increases when something that a
-method may rely on changes its meaning, but not for additions."""
+"""Version of the contract between methods and this package. It increases with a release in which
+something that a method may rely on has changed its meaning, but not for additions."""
 
 
 class Capability(StrEnum):
@@ -50,7 +50,7 @@ class Capability(StrEnum):
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"
     """Trees that are built on the host level by level, reading the scores of each level. A device
-    provides `DeviceCache.tree_attention`, or `DeviceWindow` and `DeviceTargetCache`, instead."""
+    provides `DeviceCache.tree_attention`, `DeviceWindow` or `DeviceTargetCache` instead."""
 
 
 class SharedOptions(Protocol):

@@ -142,7 +142,7 @@ def test_what_the_kernel_reproduces_is_handed_over_or_refused(
         check(config)
 
 
-def test_drafters_that_need_more_than_a_window_are_refused(config: VllmConfig) -> None:
+def test_drafts_of_the_targets_own_layers_need_plain_attention(config: VllmConfig) -> None:
     layers = config.compilation_config.static_forward_context
     layer(config, 0)
     check_plain_attention(layers, "tokenswift", "drafts", "Leave them out")
@@ -173,10 +173,27 @@ def test_a_cache_of_the_target_is_that_of_its_last_layer_with_the_window(
 
     assert found(None) == (5, names[2])
     assert found(64) == (4, names[3])
-    with pytest.raises(ValueError, match=r"'m' .*window of 32 .*no layer .*target: \[64\]\. Use"):
+    with pytest.raises(ValueError, match=r"'m' .*window of 32 .*no such layer .*windows: \[64\]\)\."):
         found(32)
     with pytest.raises(ValueError, match=rf"'{names[2]}', which has .* was made for 9 of 8\."):
         found(None, (9, 8))
+
+
+@pytest.mark.parametrize("is_reader", [False, True])
+def test_a_drafter_may_demand_the_targets_last_layer(config: VllmConfig, is_reader: bool) -> None:
+    layers = config.compilation_config.static_forward_context
+    layer(config, 0)
+    name, later = "model.layers.0.attn", "model.layers.1.attn"
+    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, 1.0, must_be_last=True)
+    groups = [CacheGroup(3, {name: torch.zeros(1)})]
+    assert target_layer(groups, layers, spec, "longspec") == (3, name)
+    features = {later: layer(config, 1, per_layer_sliding_window=64).impl.tree_features()}
+    readers = frozenset({later} if is_reader else ())
+    groups.append(CacheGroup(0, {later: torch.zeros(1)}, features=features, readers=readers))
+    with pytest.raises(ValueError, match=r"'longspec' .*'model.layers.1.attn' .*window of 64"):
+        target_layer(groups, layers, spec, "longspec")
+    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, 1.0)
+    assert target_layer(groups, layers, spec, "m") == (3, name)
 
 
 def test_draft_layers_in_several_groups_are_refused(config: VllmConfig) -> None:

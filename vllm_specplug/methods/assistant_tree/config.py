@@ -12,7 +12,7 @@ from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.checkpoint_files import is_positive, open_config
 from vllm_specplug.drafting.head_config import (
     OTHER_TARGET,
-    config_field,
+    check_target,
     require,
     require_only,
     required_size,
@@ -35,7 +35,8 @@ class AssistantLayer:
 
 @dataclass(frozen=True)
 class Centroids:
-    """A vocabulary in groups of equal size, of which a row scores the tokens of the best ones."""
+    """Groups of equal size that divide the vocabulary. A row scores only the tokens of its `chosen`
+    best groups."""
 
     count: int
     chosen: int
@@ -43,8 +44,11 @@ class Centroids:
 
 @dataclass(frozen=True)
 class AssistantConfig:
-    """Shape of an assistant. `target_hidden_size` is that of the target's embedding and states.
-    Without `centroids` a row scores the whole vocabulary."""
+    """Shape of an assistant.
+
+    `target_hidden_size` is the size of the target's embeddings and states. Without `centroids` a
+    row scores the whole vocabulary.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -89,6 +93,10 @@ class AssistantConfig:
             use_double_wide_mlp=False,
             hidden_size_per_layer_input=0,
         )
+        require_only(raw, tie_word_embeddings=True)
+        # "vision" concerns images, which a draft does not see.
+        name = "use_bidirectional_attention"
+        require(text.get(name) in (None, "vision"), name, text.get(name), "absent or 'vision'")
         eps, vocab = text.get("rms_norm_eps", 1e-6), required_size(text, "vocab_size")
         require(is_positive(eps), "rms_norm_eps", eps, "a positive number")
         return cls(
@@ -105,27 +113,14 @@ class AssistantConfig:
     def check_target(self, target: Any) -> None:
         """Raises ValueError unless the target has the assistant's state size, vocabulary and
         windows. The shapes of its caches are checked once they exist."""
-        own: dict[str, int | None] = {
-            "backbone_hidden_size": self.target_hidden_size,
-            "vocab_size": self.vocab_size,
-        }
-        legal = {
-            "backbone_hidden_size": config_field(target, "hidden_size"),
-            "vocab_size": config_field(target, "vocab_size"),
-        }
-        for window in {layer.cache.window for layer in self.layers} - {None}:
-            own["sliding_window"] = window
-            is_mapping = isinstance(target, Mapping)
-            legal["sliding_window"] = (
-                target.get("sliding_window")
-                if is_mapping
-                else getattr(target, "sliding_window", None)
-            )
-        for name, value in own.items():
-            if value != legal[name]:
+        check_target(self, target)
+        is_mapping, name = isinstance(target, Mapping), "sliding_window"
+        legal = target.get(name) if is_mapping else getattr(target, name, None)
+        for layer in self.layers:
+            if layer.cache.window not in (None, legal):
                 raise ValueError(
-                    f"draft head config: {name} = {value}, legal: {legal[name]} (the target's); "
-                    f"{OTHER_TARGET}"
+                    f"draft head config: sliding_window = {layer.cache.window}, legal: {legal} "
+                    f"(the target's); {OTHER_TARGET}"
                 )
 
 
@@ -155,14 +150,15 @@ def _layer(text: Mapping[str, Any], index: int, kind: str) -> AssistantLayer:
     require(dim % 2 == 0, f"head_dim of layer {index}", dim, "an even number")
     window = None if kind == _FULL else required_size(text, "sliding_window")
     return AssistantLayer(
-        # The norm of the queries contains the usual factor.
+        # Gemma 4 does not scale scores.
         TargetCacheSpec(kv_heads, dim, scale=1.0, window=window),
         _rotary(text, kind, dim),
     )
 
 
 def _own_shape(text: Mapping[str, Any], index: int, kind: str) -> Mapping[str, Any]:
-    """Returns what a layer has in place of `head_dim` and `num_key_value_heads`."""
+    """Returns the layer's own `head_dim` and `num_key_value_heads` where they differ from the text
+    config's."""
     by_layer = text.get("per_layer_config")
     if by_layer is not None:
         require(isinstance(by_layer, Mapping), "per_layer_config", by_layer, "an object")
@@ -195,13 +191,15 @@ def _rotary(text: Mapping[str, Any], kind: str, dim: int) -> Rotary:
         factor,
         "a number up to 1 (1 for rope_type default)",
     )
-    return Rotary(
+    rotary = Rotary(
         float(theta),  # type: ignore[arg-type]  # checked
         dim,
         dim,
         rope_kind,
         {"partial_rotary_factor": factor} if proportional else None,
     )
+    rotary.check()
+    return rotary
 
 
 def _centroids(raw: Mapping[str, Any], vocab: int) -> Centroids:

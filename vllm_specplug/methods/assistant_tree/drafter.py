@@ -45,7 +45,7 @@ class AssistantDrafter(LevelDrafter):
             self.lm_head = target.make_lm_head(None, head.embed_tokens.weight)
         else:
             self.vocabulary = GroupedVocabulary(head, target.make_linear)
-        self.head = FusedAssistant(head, self.options.max_model_len, target.make_linear)
+        self.head = FusedAssistant(head, target.make_linear)
         self.ngrams = ngram_branches(self.options)
         # [B, H] states of each request's last committed position, in batch order
         self._roots = self.embed_tokens.new_zeros(0, head.config.target_hidden_size)
@@ -90,7 +90,8 @@ class AssistantDrafter(LevelDrafter):
         caches = cast(Sequence[DeviceTargetCache], self.target_caches)
         made = {cache: cache.level_attention(requests, contexts) for cache in dict.fromkeys(caches)}
         attend = [made[cache] for cache in caches]
-        starts = (contexts - 1).clamp_min(0).long()
+        rotations = self.head.rotations((contexts - 1).clamp_min(0))
+        every = torch.arange(len(contexts), device=contexts.device)
         states, previous = self.root_states(requests), 1
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,7 +102,8 @@ class AssistantDrafter(LevelDrafter):
             hidden, states = self.head(
                 self.embed(frontier.token_ids.flatten()),
                 states,
-                starts.repeat_interleave(previous),
+                rotations,
+                every.repeat_interleave(previous),
                 attend,
             )
             return self.level_candidates(hidden, frontier.token_ids.shape, width)
@@ -111,6 +113,7 @@ class AssistantDrafter(LevelDrafter):
     def host_expand(self, requests: DraftRequests) -> Expand:
         caches = cast(Sequence[TargetCache], self.target_caches)
         starts = np.maximum(np.array(requests.context_lens) - 1, 0)
+        rotations = self.head.rotations(torch.from_numpy(starts))
         width = max(requests.widths)
         states = self.root_states(requests)
 
@@ -121,7 +124,8 @@ class AssistantDrafter(LevelDrafter):
             hidden, states = self.head(
                 self.embed(torch.from_numpy(frontier.token_ids)),
                 states[torch.from_numpy(parents)],
-                torch.from_numpy(starts[frontier.requests]),
+                rotations,
+                torch.from_numpy(frontier.requests),
                 [made[cache] for cache in caches],
             )
             ids, log_probs = self.candidates(hidden, width)

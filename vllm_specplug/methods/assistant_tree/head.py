@@ -2,7 +2,7 @@
 """The assistant: decoder layers whose only attention reads the target's keys and values.
 
 Shapes: T tree nodes, H hidden size of the assistant, Ht of the target, Hq query heads, Dh head
-size, V vocabulary, C groups of S tokens.
+size, R requests, V vocabulary, C groups of S tokens.
 
 A row takes a token's embedding and a state, both of the target's size. Below the root the state is
 the assistant's own output for the node's parent. All nodes of a tree stand at the position before
@@ -23,7 +23,12 @@ from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels import rms_norm, top_candidates
 from vllm_specplug.kernels.row_ops import norm_rotate_heads
 from vllm_specplug.methods.assistant_tree.config import AssistantConfig, AssistantLayer
-from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
+from vllm_specplug.methods.block.fused_head import (
+    RotaryTables,
+    joined_weights,
+    plain_linear,
+    tables_of_angles,
+)
 from vllm_specplug.methods.block.head import GatedMLP, RMSNorm
 
 # q [T, Hq, Dh] -> [T, Hq, Dh]
@@ -86,9 +91,9 @@ class AssistantHead(nn.Module):
 class _FusedLayer:
     """Serving form of one layer."""
 
-    def __init__(self, layer: _Layer, eps: float, tables: Any, make_linear: LinearFactory) -> None:
+    def __init__(self, layer: _Layer, eps: float, make_linear: LinearFactory) -> None:
         attn, mlp = layer.self_attn, layer.mlp
-        self.eps, self.tables = eps, tables
+        self.eps = eps
         self.query = make_linear(attn.q_proj.weight, None)
         self.output = make_linear(attn.o_proj.weight, None)
         self.gate_up = make_linear(*joined_weights(mlp.gate_proj, mlp.up_proj))
@@ -104,12 +109,16 @@ class _FusedLayer:
         self.scale = layer.layer_scalar
 
     def __call__(
-        self, x: torch.Tensor, positions: torch.Tensor, attend: ContextAttend
+        self,
+        x: torch.Tensor,
+        rotations: RotaryTables,
+        requests: torch.Tensor,
+        attend: ContextAttend,
     ) -> torch.Tensor:
-        """[T, H], [T] -> [T, H]."""
+        """x [T, H], the rotations of each request, and the request of each row [T] -> [T, H]."""
         query = self.query(self._norm(x, self.input_norm)).view(len(x), *self.query_norm.shape)
         query = norm_rotate_heads(
-            query, self.query_norm, self.tables.cos, self.tables.sin, positions, self.eps
+            query, self.query_norm, rotations.cos, rotations.sin, requests, self.eps
         )
         x = x + self._norm(self.output(attend(query).flatten(1)), self.attended_norm)
         gate, up = self.gate_up(self._norm(x, self.mlp_norm)).chunk(2, dim=-1)
@@ -124,33 +133,39 @@ class FusedAssistant:
     """Serving form of an `AssistantHead` on its device and in its dtype.
 
     Args:
-        max_positions: number of positions in the rotary tables.
         make_linear: makes a linear layer from a weight and a bias.
     """
 
-    def __init__(
-        self, head: AssistantHead, max_positions: int, make_linear: LinearFactory = plain_linear
-    ) -> None:
+    def __init__(self, head: AssistantHead, make_linear: LinearFactory = plain_linear) -> None:
         config = head.config
         self.eps, self.norm = config.rms_norm_eps, head.norm.weight
-        tables = {
-            layer.cache: rotary_tables(layer.rotary, max_positions, self.norm)
+        self.layers = [_FusedLayer(layer, self.eps, make_linear) for layer in head.layers]
+        # Layers over one cache have one rotary embedding.
+        self.kinds = [layer.cache for layer in config.layers]
+        # [Dh / 2] each
+        self.frequencies = {
+            layer.cache: layer.rotary.frequencies()[0].to(self.norm.device)
             for layer in config.layers
         }
-        self.layers = [
-            _FusedLayer(layer, self.eps, tables[shape.cache], make_linear)
-            for layer, shape in zip(head.layers, config.layers, strict=True)
-        ]
         self.input = make_linear(head.pre_projection.weight, None)
         self.output = make_linear(head.post_projection.weight, None)
         # Rounded as the target rounds the factor of its own embeddings.
         self.embed_scale = torch.tensor(config.target_hidden_size**0.5).to(self.norm)
 
+    def rotations(self, positions: torch.Tensor) -> list[RotaryTables]:
+        """Returns the rotations by positions [R], of each layer."""
+        made = {
+            kind: tables_of_angles(positions.float()[:, None] * frequencies, self.norm)
+            for kind, frequencies in self.frequencies.items()
+        }
+        return [made[kind] for kind in self.kinds]
+
     def __call__(
         self,
         embeds: torch.Tensor,
         states: torch.Tensor,
-        positions: torch.Tensor,
+        rotations: Sequence[RotaryTables],
+        requests: torch.Tensor,
         attend: Sequence[ContextAttend],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns states [T, H] for the LM head, and states [T, Ht] for the next level.
@@ -158,12 +173,13 @@ class FusedAssistant:
         Args:
             embeds: [T, Ht], rows of the target's embedding.
             states: [T, Ht].
-            positions: [T].
+            rotations: by the positions of the requests, see `rotations`.
+            requests: [T], the request of each row.
             attend: attention over the context, of each layer.
         """
         x = self.input(torch.cat((embeds * self.embed_scale, states), dim=-1))
-        for layer, attend_context in zip(self.layers, attend, strict=True):
-            x = layer(x, positions, attend_context)
+        for layer, tables, attend_context in zip(self.layers, rotations, attend, strict=True):
+            x = layer(x, tables, requests, attend_context)
         x = rms_norm(x, self.norm, self.eps)
         return x, self.output(x)
 
@@ -179,17 +195,17 @@ class GroupedVocabulary:
         # [C, S]
         self.tokens = head.masked_embedding.token_ordering.view(groups.count, -1)
         # [C, S, H]: the rows of a group are read together.
-        self.rows = head.embed_tokens.weight[self.tokens]
+        self.embeddings = head.embed_tokens.weight[self.tokens]
 
     @property
     def row_size(self) -> int:
         """Numbers that are read for one row."""
-        return self.chosen * self.rows[0].numel()
+        return self.chosen * self.embeddings[0].numel()
 
     def candidates(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the likeliest tokens after states [T, H] and their log-probabilities, see
         `LevelDrafter.candidates`. Tokens of other groups have probability 0."""
         groups = self.centroids(hidden).topk(self.chosen).indices
-        scores = torch.einsum("th,tgsh->tgs", hidden, self.rows[groups]).flatten(1)
+        scores = torch.einsum("th,tgsh->tgs", hidden, self.embeddings[groups]).flatten(1)
         found, log_probs = top_candidates(scores, width)
         return self.tokens[groups].flatten(1).gather(1, found), log_probs

@@ -139,8 +139,8 @@ class LongSpecDrafter(LevelDrafter):
         self.drafts_on_device = hasattr(window, "tree_attention")
 
     def target_cache_specs(self) -> list[TargetCacheSpec]:
-        dim = self.config.head_dim
-        return [TargetCacheSpec(self.config.num_key_value_heads, dim, dim**-0.5)]
+        kv_heads, dim = self.config.num_key_value_heads, self.config.head_dim
+        return [TargetCacheSpec(kv_heads, dim, dim**-0.5, must_be_last=True)]
 
     def observe(self, committed: CommittedTokens) -> None:
         """Does nothing: `prepare_context` reads a request's tokens when it drafts."""

@@ -167,24 +167,34 @@ def target_layer(
     """Returns group and name of the target's layer whose cache `spec` describes.
 
     Raises:
-        ValueError: if no layer has that window, or if the last one has other heads.
+        ValueError: if no layer has that window, the last one has other heads, or a later layer has
+            another window although `spec` demands the last one.
     """
     windows = {
         name: group.features[name].window if name in group.features else 0
         for group in groups
         for name in group.caches
-        if name not in group.readers
     }
-    found = [name for name, window in windows.items() if window == (spec.window or 0)]
-    if not found:
+    readers = {name for group in groups for name in group.readers}
+    fitting = {name for name, window in windows.items() if window == (spec.window or 0)}
+    name = max(fitting - readers, key=extract_layer_index, default=None)
+    first = 0 if name is None else extract_layer_index(name)
+    later = [n for n in windows if n not in fitting and extract_layer_index(n) >= first]
+    if spec.must_be_last and later:
+        last = max(later, key=extract_layer_index)
+        raise ValueError(
+            f"Speculative method {method!r} reads the whole context in the target's last layer, "
+            f"and {last!r} keeps a sliding window of {windows[last]} tokens. Use another method, "
+            "or a target whose last layer has full attention."
+        )
+    if name is None:
         kind = f"a sliding window of {spec.window} tokens" if spec.window else "full attention"
         kept = sorted({window for window in windows.values() if window})
         raise ValueError(
-            f"Speculative method {method!r} reads the keys of the target's last layer with "
-            f"{kind}, and no layer has that; sliding windows of the target: {kept or 'none'}. Use "
-            "the head that was made for this target, or another method."
+            f"Speculative method {method!r} reads keys and values of the target's last layer with "
+            f"{kind}; this target has no such layer (its windows: {kept or 'none'}). Use another "
+            "method."
         )
-    name = max(found, key=extract_layer_index)
     layer = layers[name]
     shape, wanted = (layer.num_kv_heads, layer.head_size), (spec.num_kv_heads, spec.head_dim)
     if shape != wanted:

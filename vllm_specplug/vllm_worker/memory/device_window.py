@@ -146,18 +146,19 @@ class PagedDeviceTargetCache(CudaDraftRows):
         tables = table_rows(requests, device)
         last = self._at(tables, before)
         is_empty = (context_lens <= 0)[:, None, None, None]
-        made: dict[int, Callable[..., torch.Tensor]] = {}
+        # By the number of rows of a request, because layers attend the same rows.
+        made: dict[int, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {}
 
         def attend(query: torch.Tensor) -> torch.Tensor:
             count = len(before)
             rows = len(query) // count
             if rows not in made:
                 no_parents = torch.full((count, rows), -1, dtype=torch.int32, device=device)
-                made[rows] = self.attention_of(
-                    self.metadata_of(requests, before, no_parents, tables)
-                )
-            key, value = (x.repeat_interleave(rows, 0) for x in last)
-            mixed = made[rows](0, query, key, value).unflatten(0, (count, rows))
+                metadata = self.metadata_of(requests, before, no_parents, tables)
+                key, value = (x.repeat_interleave(rows, 0) for x in last)
+                made[rows] = self.attention_of(metadata), key, value
+            attention, key, value = made[rows]
+            mixed = attention(0, query, key, value).unflatten(0, (count, rows))
             return mixed.masked_fill(is_empty, 0.0).flatten(0, 1)
 
         return attend

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from vllm_specplug.drafting.method import Capability
 from vllm_specplug.options import option_error
 from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, target_layer
 from vllm_specplug.vllm_worker.memory.window_cache import window_bytes
@@ -113,9 +114,16 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     window = drafter.window_spec()
     if window is not None:
         drafter.bind_window(backend.draft_window(window, state))
-    if specs := drafter.target_cache_specs():
+    specs = drafter.target_cache_specs()
+    if not specs and Capability.TARGET_CACHE in state.vllm_config.speculative_config.needs():
+        raise ValueError(
+            f"Speculative method {method!r} needs the capability 'target_cache', but its drafter's "
+            "target_cache_specs() names no cache. Return a spec there, or leave the capability out "
+            "of the method's needs."
+        )
+    if specs:
         caches = {}
-        for cache_spec in set(specs):
+        for cache_spec in dict.fromkeys(specs):
             group, name = target_layer(state.target_groups(), state.layers, cache_spec, method)
             caches[cache_spec] = backend.target_cache(
                 state.layers[name].kv_cache, partial(state.block_table, group), cache_spec

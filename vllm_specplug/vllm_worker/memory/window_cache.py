@@ -148,7 +148,7 @@ class PagedTargetCache:
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the attention over the first `context_lens` positions of requests, or the window
         at their end; see the protocol."""
-        if self.spec.window and max(context_lens) > self.spec.window:
+        if self.spec.window:
             return self._window_attention(req_indices, context_lens, rows)
         metadata = TreeAttnMetadata.build(
             req_indices,
@@ -169,8 +169,8 @@ class PagedTargetCache:
     def _window_attention(
         self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        # A row of a tree attends itself, and its window ends there. So the rows stand at the last
-        # position of the context, whose key and value are their own.
+        # The tree kernel lets every row attend itself and ends its window there. So each row takes
+        # the place of the context's last token, with that token's key and value.
         before = [max(length - 1, 0) for length in context_lens]
         table = self.block_table()
         positions = torch.tensor(before)

@@ -170,13 +170,15 @@ _ROPE = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma5_assistant"}, "model_type = 'gemma5_assistant', legal: gemma4_assist"),
     ({"text_config": 3}, "text_config = 3, legal: an object"),
-    ({"backbone_hidden_size": 32}, r"backbone_hidden_size = 32, legal: 64 \(the target's\); .*use"),
+    ({"backbone_hidden_size": 32}, r"target_hidden_size = 32, legal: 64 \(the target's .*use the"),
     ({"vocab_size": 360}, "vocab_size = 360, legal: 300"),
     ({"sliding_window": 512}, f"sliding_window = 512, legal: {WINDOW}"),
     ({"layer_types": ["full_attention"] * 3}, "layer_types = .* for each of the 4 layers"),
     ({"layer_types": ["chunked_attention"] * 4}, "layer_types = .*full_attention or sliding"),
     ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
     ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0, legal: absent or None"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings = False, legal: absent or True"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all', legal: absent"),
     ({"enable_moe_block": True}, "enable_moe_block = True"),
     ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8, legal: absent or 0"),
     ({"num_key_value_heads": 3}, "num_key_value_heads of layer 0 = 3, legal: a divisor of"),
@@ -189,6 +191,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"rope_parameters": _ROPE | {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}}},
         "rope_parameters.full_attention.rope_type = 'yarn', legal: default or proportional",
+    ),
+    (
+        {"rope_parameters": _ROPE | {"full_attention": {"rope_theta": 1e-300}}},
+        "'rope_theta': 1e-300.*not finite",
     ),
     ({"num_centroids": 7}, "num_centroids = 7, legal: a divisor of vocab_size = 300"),
     ({"centroid_intermediate_top_k": 61}, "centroid_intermediate_top_k = 61, .*1 to 60"),
