@@ -36,10 +36,12 @@ def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7, **cha
     import transformers
 
     torch.manual_seed(seed)
+    tokens_of_a_group = 4 if vocab % 5 else 5
     config = transformers.Gemma4AssistantConfig(
         text_config=transformers.Gemma4TextConfig(vocab_size=vocab, **{**TEXT, **changes}),
         backbone_hidden_size=HIDDEN,
-        use_ordered_embeddings=grouped, num_centroids=vocab // 5, centroid_intermediate_top_k=3,
+        use_ordered_embeddings=grouped, num_centroids=vocab // tokens_of_a_group,
+        centroid_intermediate_top_k=3,
     )  # fmt: skip
     module = transformers.Gemma4AssistantForCausalLM(config).float().eval()
     with torch.no_grad():

@@ -4,30 +4,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.assistants import make_assistant, make_followed_target
+from tests.e2e.assistants import make_followed_target
 from tests.e2e.eagle3_chains import CHAIN, compare_drafts, own_engine
-from tests.e2e.families import VOCAB, WINDOW_PROMPTS, around_windows, engine_of
+from tests.e2e.families import VOCAB, WINDOW_PROMPTS, around_windows
 from tests.e2e.pair import core_of, make_engine, pair, watch_preemptions
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
 @pytest.fixture(scope="module")
-def assistant(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = tmp_path_factory.mktemp("assistant")
-    make_assistant(folder, VOCAB, grouped=False)
-    return str(folder)
+def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    target, assistant = make_followed_target(tmp_path_factory.mktemp("followed"), VOCAB)
+    return str(target), str(assistant)
 
 
-def test_chains_are_those_of_vllms_own_method(assistant: str) -> None:
+def test_chains_are_those_of_vllms_own_method(followed: tuple[str, str]) -> None:
     """With prompts shorter and longer than the window, and after prefix hits."""
+    target, assistant = followed
     engine: dict[str, Any] = {
-        **engine_of("Gemma4Text"), "enable_prefix_caching": True, "async_scheduling": False,
+        "model": target, "skip_tokenizer_init": True, "enable_prefix_caching": True,
+        "async_scheduling": False,
     }  # fmt: skip
     engines = (
         own_engine("mtp", **engine, speculative={"model": assistant}),
@@ -35,14 +35,15 @@ def test_chains_are_those_of_vllms_own_method(assistant: str) -> None:
             "assistant_tree", speculative={**CHAIN, "method": "tree", "model": assistant}, **engine
         ),
     )
-    assert compare_drafts(engines, WINDOW_PROMPTS) > 20
+    # Without an accepted draft there is one of each of a prompt's 24 tokens but the last ones.
+    assert 20 < compare_drafts(engines, WINDOW_PROMPTS) < 15 * len(WINDOW_PROMPTS)
     long = WINDOW_PROMPTS[-1]
     assert compare_drafts(engines, [[*long[:96], 12, 3]]) > 5
-    # The control: another window shows.
+    # The control: another window shows in the drafts, and in nothing else.
     drafter = core_of(engines[1]).model_executor.driver_worker.worker.model_runner.drafter.drafter
     for cache in drafter.target_caches:
         cache.spec = replace(cache.spec, window=cache.spec.window and 5)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=r"^\(\d+, \{\d+: \(\["):
         compare_drafts(engines, WINDOW_PROMPTS)
 
 
@@ -61,13 +62,7 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    target, assistant = make_followed_target(tmp_path_factory.mktemp("followed"), VOCAB)
-    return str(target), str(assistant)
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["ahead", "crowded", pytest.param("waiting", marks=pytest.mark.full)])
 def test_trees_are_lossless_and_deep(followed: tuple[str, str], mode: str) -> None:
     tree, options = MODES[mode]
     made = pair(

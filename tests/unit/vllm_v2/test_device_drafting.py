@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.assistants import WINDOW, make_assistant
 from tests.e2e.tiny import (
     HEAD_DIM,
     HEADS,
@@ -35,6 +36,8 @@ from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree_merge_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
+from vllm_specplug.methods.assistant_tree import head as assistant_head
+from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
@@ -95,7 +98,7 @@ def on_the_device(
     )  # fmt: skip
     limits = StepLimits(num_requests=4, num_rows=64, tree_rows=N + 1, context=256)
     monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
-    kernel = ChosenKernel("cute", lambda *args: None, "")
+    kernel = ChosenKernel("cute", lambda *args, **features: None, "")
     monkeypatch.setattr(CudaTreeBackend, "choose", lambda self, *shape, **use: kernel)
     backend = CudaTreeBackend("auto", 4, limits, META)
     backend.kernel = kernel
@@ -311,12 +314,21 @@ def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafte
     return on_the_device(LongSpecDrafter, head, None, monkeypatch, target=target)
 
 
+def with_assistant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AssistantDrafter:
+    make_assistant(folder / "head", VOCAB, grouped=True)
+    monkeypatch.setattr(assistant_head, "top_candidates", top)
+    target = SimpleNamespace(**vars(TARGET), sliding_window=WINDOW)
+    return on_the_device(AssistantDrafter, folder / "head", None, monkeypatch, target=target)
+
+
 # Operations from a step's walk to the next step's trees, of a head with two layers or a draft of
 # four levels. Its kernels (attention, tree builder, cache writes) and vLLM's are not among them.
 # Less is better; more needs a reason.
 LAUNCHES = {
     with_causal_head: 73, with_markov_head: 244, with_selector: 247, with_local_head: 265,
     with_draft_layer: 380, with_window: 424,
+    # Four layers.
+    with_assistant: 1075,
 }  # fmt: skip
 
 
@@ -406,6 +418,7 @@ LAUNCHES_WITH_A_GRAPH = {
     with_selector: 9,
     with_local_head: 9,
     with_draft_layer: 41,
+    with_assistant: 9,
 }
 
 

@@ -13,8 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.assistants import TEXT, WINDOW, logits_along, make_assistant
+from tests.e2e.assistants import (
+    TEXT,
+    WINDOW,
+    logits_along,
+    make_assistant,
+    make_followed_target,
+)
 from tests.unit.drafters import load_drafter, requests_of
+from tests.unit.engine_config import engine_config
 from tests.unit.methods.assistant_tree import published
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.caches import TargetCacheSpec
@@ -208,6 +215,17 @@ def test_what_cannot_be_served_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         load_assistant(written(tmp_path, **changes), TARGET)
+
+
+@pytest.mark.usefixtures("installed")
+def test_targets_without_whole_plain_caches_are_refused(tmp_path: Path) -> None:
+    target, head = make_followed_target(tmp_path, VOCAB)
+    spec = {"method": "assistant_tree", "model": str(head)}
+    assert engine_config(target, spec).speculative_config.plugin_method == "assistant_tree"
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot .* 'assistant_tree'"):
+        engine_config(target, spec, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="'assistant_tree'.* kv_cache_dtype='fp8_e4m3'"):
+        engine_config(target, spec, kv_cache_dtype="fp8_e4m3")
 
 
 def test_a_target_without_windows_is_refused(tmp_path: Path) -> None:
