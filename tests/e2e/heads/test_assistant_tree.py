@@ -62,7 +62,9 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["ahead", "crowded", pytest.param("waiting", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "mode", ["ahead", "crowded", pytest.param("waiting", marks=pytest.mark.full)]
+)
 def test_trees_are_lossless_and_deep(followed: tuple[str, str], mode: str) -> None:
     tree, options = MODES[mode]
     made = pair(

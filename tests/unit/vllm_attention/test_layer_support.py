@@ -173,7 +173,9 @@ def test_a_cache_of_the_target_is_that_of_its_last_layer_with_the_window(
 
     assert found(None) == (5, names[2])
     assert found(64) == (4, names[3])
-    with pytest.raises(ValueError, match=r"'m' .*window of 32 .*no such layer .*windows: \[64\]\)\."):
+    with pytest.raises(
+        ValueError, match=r"'m' .*window of 32 .*no such layer .*windows: \[64\]\)\."
+    ):
         found(32)
     with pytest.raises(ValueError, match=rf"'{names[2]}', which has .* was made for 9 of 8\."):
         found(None, (9, 8))

@@ -119,7 +119,10 @@ class AssistantDrafter(LevelDrafter):
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             nonlocal states
-            made = {cache: context_attention(cache, requests, frontier) for cache in dict.fromkeys(caches)}
+            made = {
+                cache: context_attention(cache, requests, frontier)
+                for cache in dict.fromkeys(caches)
+            }
             parents = frontier.parent_rows if frontier.depth else frontier.requests
             hidden, states = self.head(
                 self.embed(torch.from_numpy(frontier.token_ids)),

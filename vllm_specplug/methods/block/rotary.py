@@ -68,7 +68,11 @@ class Rotary:
             self.frequencies()
         except Exception as error:
             # transformers may raise anything for wrong settings.
-            problem = f"{ {**(self.scaling or {}), 'rope_type': self.kind, 'rope_theta': self.theta} }"[:200]
+            problem = (
+                f"{ {**(self.scaling or {}), 'rope_type': self.kind, 'rope_theta': self.theta} }"[
+                    :200
+                ]
+            )
             raise ValueError(
                 f"draft head config: rope_scaling = {problem}, legal: complete settings of its "
                 f"kind ({type(error).__name__}: {str(error)[:100]}); correct the head's "
