@@ -185,7 +185,7 @@ class LevelDrafter(BranchDrafter):
         int64 [T, width] and log-probabilities float32 [T, width]."""
         width = min(width, self.draft_vocab_size)
         # In pieces: the logits of all requests would be the largest tensor of a step.
-        pieces = hidden.split(max(1, MAX_LOGITS // self.score_size))
+        pieces = torch.split(hidden, max(1, MAX_LOGITS // self.score_size))
         found = [self.score(piece, width) for piece in pieces]
         ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
         return ids, log_probs
