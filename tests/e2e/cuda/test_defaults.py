@@ -16,7 +16,6 @@ from tests.e2e.cuda.cuda_pairs import (
     INTERPRETED,
     PROMPTS,
     LateCopy,
-    compare,
     engines,
     knowing_candidates,
     late_copies,
@@ -36,8 +35,8 @@ def test_trees_without_their_mask_diverge() -> None:
     chain = patch.object(
         cuda_trees, "parent_rows", lambda trees: (trees.rows.offsets - 1).to(torch.int32)
     )
-    with chain, pytest.raises(AssertionError):
-        compare(made, True)
+    with chain, pytest.raises(AssertionError, match="request 0"):
+        made.compare(PROMPTS[:1], [greedy(max_tokens=10, logprobs=2)])
 
 
 def _compare_defaults(
