@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT)]
 
 from safetensors.torch import save_file  # noqa: E402
 
+from tests.unit.methods.assistant_tree import published as assistant  # noqa: E402
 from tests.unit.methods.block import published as block  # noqa: E402
 from tests.unit.methods.block.published_heads import PublishedHead, Shared  # noqa: E402
 from tests.unit.methods.eagle3_tree import published as eagle3  # noqa: E402
@@ -102,6 +103,13 @@ EAGLE3_HEADS = {
 }
 
 
+ASSISTANTS = {
+    "GEMMA4_E2B": ("assistant with groups", "Google", "gemma-4-E2B-it, E4B-it"),
+    "GEMMA4_12B": ("assistant", "Google", "gemma-4-12B-it"),
+    "GEMMA4_31B": ("assistant", "Google", "gemma-4-31B-it, 26B-A4B-it"),
+}
+
+
 def verdict(folder: Path, sizes: dict[str, int]) -> tuple[str, str, str, str]:
     """Returns the method of a head, whether a CPU and CUDA serve it, and why not.
 
@@ -144,9 +152,20 @@ def make_eagle3_head(folder: Path, config: dict[str, Any]) -> dict[str, int]:
     return eagle3.SMALL
 
 
+def make_assistant(folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Writes a small assistant; returns the sizes of a target for it."""
+    folder.mkdir(parents=True)
+    raw = assistant.small(config)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(assistant.tensors_of(raw), folder / "model.safetensors")
+    return assistant.target_of(raw)
+
+
 def make_hub_head(folder: Path, head: HubHead) -> dict[str, int]:
-    """Writes a small head with the config of a head on a hub, as the two functions above."""
+    """Writes a small head with the config of a head on a hub, as the functions above."""
     assert head.config is not None
+    if head.is_assistant:
+        return make_assistant(folder, head.config)
     make = make_block_head if head.is_block_head else make_eagle3_head
     return make(folder, head.config)
 
@@ -158,6 +177,7 @@ def rows() -> list[tuple[str, ...]]:
         for heads, make, module in (
             (BLOCK_HEADS, make_block_head, block),
             (EAGLE3_HEADS, make_eagle3_head, eagle3),
+            (ASSISTANTS, make_assistant, assistant),
         ):
             for name, (kind, writer, target) in heads.items():
                 path = Path(folder) / module.__name__ / name

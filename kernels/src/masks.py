@@ -97,6 +97,11 @@ def full_words(row_counts: int | Sequence[int]) -> torch.Tensor:
     return _words_of(row_counts, lambda i, n: np.full_like(i, n))
 
 
+def own_words(row_counts: int | Sequence[int]) -> torch.Tensor:
+    """Returns masks int64 [M, W] with which a row attends itself and no other row of its tree."""
+    return causal_words(row_counts) ^ _words_of(row_counts, lambda i, n: i)
+
+
 def empty_words(row_counts: _Ints) -> torch.Tensor:
     """Returns zeroed masks int64 [M, W] for trees of the given row counts."""
     widest = int(row_counts.max()) if len(row_counts) else 1

@@ -52,6 +52,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "tokenswift": {"method": "tokenswift", **_FIXED, "draft_source": "self", "kv_budget": 20},
     "eagle3_tree": {"method": "eagle3_tree", **_FIXED},
     "mtp_tree": {"method": "mtp_tree", **_FIXED},
+    "assistant_tree": {"method": "assistant_tree", **_FIXED},
     "ngram_tree": {"method": "ngram_tree", **_FIXED},
 }  # fmt: skip
 
@@ -268,16 +269,33 @@ def target() -> Path:
 
 @cache
 def own_target(method: str) -> dict[str, Any]:
-    """Engine arguments of a method whose drafts come from a module of its target."""
-    if method.partition("-")[0] != "mtp_tree":
-        return {}
-    from tests.e2e.mimo import make_mimo_target
+    """Engine arguments of a method that needs a target of its own."""
+    name = method.partition("-")[0]
+    if name == "mtp_tree":
+        from tests.e2e.mimo import make_mimo_target
 
-    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-    folder = make_mimo_target(target().parent / method, vocab)
+        folder = make_mimo_target(target().parent / method, _vocab_size())
+        arguments = {"trust_remote_code": True}
+    elif name == "assistant_tree":
+        folder, arguments = _followed()[0], {}
+    else:
+        return {}
     for path in target().glob("*token*"):
         shutil.copy(path, folder)
-    return {"model": str(folder), "trust_remote_code": True}
+    return {"model": str(folder), **arguments}
+
+
+@cache
+def _followed() -> tuple[Path, Path]:
+    """Folders of a target and of an assistant whose drafts it accepts."""
+    from tests.e2e.assistants import make_followed_target
+
+    return make_followed_target(target().parent / "followed", _vocab_size())
+
+
+def _vocab_size() -> int:
+    size: int = json.loads((target() / "config.json").read_text())["vocab_size"]
+    return size
 
 
 @cache
@@ -285,8 +303,9 @@ def head_options(method: str) -> dict[str, Any]:
     """Folders of a method's random draft heads, made at first use."""
     from tests.e2e import tiny
 
-    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-    folder = target().parent / method
+    vocab, folder = _vocab_size(), target().parent / method
+    if method == "assistant_tree":
+        return {"model": str(_followed()[1])}
     if method == "jetspec":
         return {"model": str(tiny.make_head(folder, vocab))}
     if method == "ddtree":

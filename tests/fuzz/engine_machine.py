@@ -99,6 +99,9 @@ def machine_pair(method: str, ahead: bool, target: dict[str, Any] | None = None)
     # Counting ranks is the only thing compiled here, and takes longer than all examples.
     torch.compiler.set_stance("force_eager")
     tree, model = {**TREE_ENGINE, **(target or {})}, {}
+    if method.partition("-")[0] == "assistant_tree":
+        # Its target has three KV cache groups.
+        tree["num_gpu_blocks_override"] = 26
     if "model" in tree:
         model = {"model": tree.pop("model")}
     made = pair(method, tree={**tree, "async_scheduling": ahead}, **model)

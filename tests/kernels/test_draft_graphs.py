@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.assistants import WINDOW, make_assistant
 from tests.e2e.mimo import make_mimo_target
 from tests.e2e.tiny import (
     HIDDEN,
@@ -45,6 +46,7 @@ pytest.importorskip("vllm")
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.resolve import DelsSettings
@@ -62,7 +64,9 @@ pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
 DEPTH = 4
 SIZES = [1, 2, REQUESTS]
-TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2)
+TARGET = SimpleNamespace(
+    hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2, sliding_window=WINDOW
+)
 
 # drafter, head and settings
 Made = tuple[type[Any], Path, Any]
@@ -104,6 +108,11 @@ def module_of_the_target(folder: Path) -> Made:
     return MtpDrafter, make_mimo_target(folder, VOCAB), None
 
 
+def assistant(folder: Path) -> Made:
+    make_assistant(folder, VOCAB, grouped=True)
+    return AssistantDrafter, folder, None
+
+
 HEADS: list[Callable[[Path], Made]] = [
     causal_head,
     bidirectional_head,
@@ -113,6 +122,7 @@ HEADS: list[Callable[[Path], Made]] = [
     local_head,
     draft_layer,
     module_of_the_target,
+    assistant,
 ]
 
 
@@ -142,13 +152,13 @@ class Drafts:
             cls, head, settings, torch.randn(VOCAB, HIDDEN), text_config=TARGET, num_nodes=NODES,
             max_depth=NODES, tree_width=3, max_model_len=CONTEXT,
         )  # fmt: skip
-        specs = self.drafter.cache_specs()
+        specs, read = self.drafter.cache_specs(), self.drafter.target_cache_specs()
         pages = 1 + REQUESTS * BLOCKS
         layers: Any = [
             SimpleNamespace(
                 kv_cache=torch.randn(pages, s.num_kv_heads, PAGE, 2 * s.head_dim), spec=s
             )
-            for s in specs
+            for s in (*specs, *read)
         ]
         for layer in layers:
             layer.kv_cache[0] = float("nan")
@@ -157,8 +167,15 @@ class Drafts:
         backend = CudaTreeBackend("auto", 4, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
         backend.block_size = PAGE
         self.caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
-        cache = backend.draft_cache(layers, lambda: self.table, specs[0].head_dim ** -0.5)
-        self.drafter.bind_cache(cache)
+        if specs:
+            cache = backend.draft_cache(layers, lambda: self.table, specs[0].head_dim ** -0.5)
+            self.drafter.bind_cache(cache)
+        if read:
+            made = {
+                layer.spec: backend.target_cache(layer.kv_cache, lambda: self.table, layer.spec)
+                for layer in layers
+            }
+            self.drafter.bind_target_caches([made[spec] for spec in read])
         assert self.drafter.drafts_on_device and self.drafter.drafts_from_graphs
         depths = graph_depths(self.drafter.forward_depth, is_adaptive)
         self.graphs = DraftGraphs(config(sizes), CPU, self.drafter, 3, NODES, depths)

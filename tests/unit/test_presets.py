@@ -16,7 +16,7 @@ from vllm_specplug.registry import get_method, method_names
 def test_presets_can_be_held_by_json() -> None:
     shipped = [name for name in method_names() if get_method(name).presets]
     # The target ships no module, and this package no DFlash2 head.
-    assert set(method_names()) - set(shipped) == {"dflash2_tree", "mtp_tree"}
+    assert set(method_names()) - set(shipped) == {"assistant_tree", "dflash2_tree", "mtp_tree"}
     for name in shipped:
         config = speculative_config("smollm2", name, num_speculative_tokens=32)
         assert config["method"] == name and config["num_speculative_tokens"] == 32

@@ -16,11 +16,12 @@ from vllm_specplug.drafting.caches import (
     DraftWindow,
     PartialCacheSpec,
     TargetCache,
+    TargetCacheSpec,
     TargetForward,
     WindowSpec,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -101,14 +102,22 @@ class OwnWindow:
         """Returns the drafter's own window, read after `load`; None for none."""
         return None
 
-    def bind_window(
-        self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
-    ) -> None:
-        """Gives a drafter its window and the cache of the target's last layer.
+    def bind_window(self, window: DraftWindow | DeviceWindow) -> None:
+        """Gives a drafter its window."""
+        self.window = window
 
-        Either both are on a device or neither is.
-        """
-        self.window, self.target_cache = window, target_cache
+
+class TargetCaches:
+    """Attention over keys and values of the target's own layers."""
+
+    def target_cache_specs(self) -> list[TargetCacheSpec]:
+        """Returns the caches of the target that drafts attend, read after `load`; none by
+        default."""
+        return []
+
+    def bind_target_caches(self, caches: Sequence[TargetCache | DeviceTargetCache]) -> None:
+        """Gives a drafter the caches of `target_cache_specs`, once they exist."""
+        self.target_caches = caches
 
 
 class SelfDraft:
@@ -218,3 +227,22 @@ class GraphCapture:
         first).
         """
         return None
+
+    def root_states(self, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
+        """Returns the `request_states` of the requests [R, ...]; zeros if no step came before the
+        draft."""
+        roots = self.request_states
+        assert roots is not None
+        if isinstance(requests, DeviceRequests):
+            if requests.states is not None:
+                roots = requests.states
+            rows = requests.rows
+        else:
+            rows = device_tensor(requests.req_indices, roots.device)
+            if max(requests.req_indices) >= len(roots):
+                roots = roots[:0]
+        if len(roots) and rows is not None:
+            roots = roots[rows]
+        if len(roots) != len(requests):
+            return roots.new_zeros(len(requests), *roots.shape[1:])
+        return roots

@@ -200,13 +200,29 @@ class RowAttention(Protocol):
         """query [M, Hq, Dh], key and value [M, Hkv, Dh] of the rows -> [M, Hq, Dh]."""
 
 
+@dataclass(frozen=True)
+class TargetCacheSpec:
+    """Which of the target's caches a draft attends: among the layers with this window that write
+    their own keys and values, the last one's."""
+
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    """Factor of the scores of a draft's queries."""
+    window: int | None = None
+    """Sliding window of that layer and of the draft's attention; None for full attention."""
+    must_be_last: bool = False
+    """Whether the target is refused if a later layer has another window."""
+
+
 class TargetCache(Protocol):
-    """Keys and values of the target's last layer, in vLLM's paged cache."""
+    """Keys and values of a layer of the target, in vLLM's paged cache."""
 
     def attention(
         self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` positions of some requests.
+        """Returns the attention over the first `context_lens` positions of some requests; with a
+        window, over the last `window` of them.
 
         Args:
             req_indices: rows of the block table.
@@ -224,7 +240,8 @@ class DeviceTargetCache(Protocol):
     def level_attention(
         self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` [R] positions of each request.
+        """Returns the attention over the first `context_lens` [R] positions of each request; with a
+        window, over the last `window` of them.
 
         Returns:
             A function query [R * rows, Hq, Dh], the same number of rows per request ->

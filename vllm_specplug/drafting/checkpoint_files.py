@@ -30,7 +30,11 @@ WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 # Problems of one kind that a message lists.
 _MAX_LISTED = 10
-_INTEGER_TENSORS = {"d2t": ("I64", "I32"), "t2d": ("BOOL", "U8", "I64", "I32")}
+_INTEGER_TENSORS = {
+    "d2t": ("I64", "I32"),
+    "t2d": ("BOOL", "U8", "I64", "I32"),
+    "masked_embedding.token_ordering": ("I64", "I32"),
+}
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 Module = TypeVar("Module", bound=torch.nn.Module)
 

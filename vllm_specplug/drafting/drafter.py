@@ -21,6 +21,7 @@ from vllm_specplug.drafting.abilities import (
     OnDeviceDrafting,
     OwnWindow,
     SelfDraft,
+    TargetCaches,
 )
 from vllm_specplug.drafting.caches import DraftCache, DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
@@ -113,7 +114,15 @@ class TargetWeights:
 
 
 class Drafter(
-    DeferredContext, Lookup, LevelPasses, OwnWindow, SelfDraft, OnDeviceDrafting, GraphCapture, ABC
+    DeferredContext,
+    Lookup,
+    LevelPasses,
+    OwnWindow,
+    TargetCaches,
+    SelfDraft,
+    OnDeviceDrafting,
+    GraphCapture,
+    ABC,
 ):
     """One drafting method.
 

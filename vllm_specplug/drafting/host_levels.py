@@ -3,12 +3,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import RowAttention
-from vllm_specplug.drafting.requests import device_tensor
+from vllm_specplug.drafting.caches import RowAttention, TargetCache
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.tree.beam import BranchRows, Frontier
+
+
+def context_attention(
+    cache: TargetCache, requests: DraftRequests, frontier: Frontier
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the attention of a frontier's rows over the contexts of their requests."""
+    present, counts = np.unique(frontier.requests, return_counts=True)
+    return cache.attention(
+        [requests.req_indices[r] for r in present],
+        [requests.context_lens[r] for r in present],
+        counts.tolist(),
+    )
 
 
 class HostLevelRows:

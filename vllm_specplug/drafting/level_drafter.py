@@ -177,15 +177,28 @@ class LevelDrafter(BranchDrafter):
         width: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the `width` likeliest children of a frontier's nodes, see `DeviceExpand`."""
+        ids, log_probs = self.candidates(hidden, width)
+        return ids.view(*shape, -1), log_probs.view(*shape, -1)
+
+    def candidates(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `width` likeliest tokens after states [T, H], best first: target token ids
+        int64 [T, width] and log-probabilities float32 [T, width]."""
         width = min(width, self.draft_vocab_size)
         # In pieces: the logits of all requests would be the largest tensor of a step.
-        most = max(1, MAX_LOGITS // self.draft_vocab_size)
-        found = [
-            top_candidates(self.lm_head(hidden[first : first + most]), width)
-            for first in range(0, len(hidden), most)
-        ]
+        pieces = torch.split(hidden, max(1, MAX_LOGITS // self.score_size))
+        found = [self.score(piece, width) for piece in pieces]
         ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return self.to_target_ids(ids).view(*shape, width), log_probs.view(*shape, width)
+        return ids, log_probs
+
+    @property
+    def score_size(self) -> int:
+        """Numbers that `score` computes or gathers for one state."""
+        return self.draft_vocab_size
+
+    def score(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `candidates` of a few states."""
+        ids, log_probs = top_candidates(self.lm_head(hidden), width)
+        return self.to_target_ids(ids), log_probs
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [T, H] of token ids [T], which may exceed the vocabulary."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.head_files import HeadFiles
 
 API_VERSION = 1
-"""Version of the contract between methods and this package. It increases when something that a
-method may rely on changes its meaning, but not for additions."""
+"""Version of the contract between methods and this package. It increases with a release in which
+something that a method may rely on has changed its meaning, but not for additions."""
 
 
 class Capability(StrEnum):
@@ -45,12 +45,12 @@ class Capability(StrEnum):
     """Keys and values of each request's last tokens, in memory of constant size
     (`Drafter.window_spec`)."""
     TARGET_CACHE = "target_cache"
-    """Attention over the cache of the target's last layer; provided together with `WINDOW`."""
+    """Attention over caches of the target's own layers (`Drafter.target_cache_specs`)."""
     TARGET_FORWARD = "target_forward"
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"
     """Trees that are built on the host level by level, reading the scores of each level. A device
-    provides `DeviceCache.tree_attention`, or `DeviceWindow` and `DeviceTargetCache`, instead."""
+    provides `DeviceCache.tree_attention`, `DeviceWindow` or `DeviceTargetCache` instead."""
 
 
 class SharedOptions(Protocol):

@@ -21,6 +21,7 @@ from vllm_specplug.drafting.caches import (
     DraftWindow,
     PartialCacheSpec,
     TargetCache,
+    TargetCacheSpec,
     TargetForward,
     WindowSpec,
 )
@@ -119,7 +120,7 @@ class TreeBackend(ABC):
 
     @abstractmethod
     def target_cache(
-        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
+        self, kv_cache: torch.Tensor, block_table: BlockTable, spec: TargetCacheSpec
     ) -> TargetCache | DeviceTargetCache:
         """Returns the cache of one target layer as drafts attend it."""
 
@@ -243,9 +244,9 @@ class CpuTreeBackend(TreeBackend):
         return WindowCache(spec, state.max_requests, state.dtype)
 
     def target_cache(
-        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
+        self, kv_cache: torch.Tensor, block_table: BlockTable, spec: TargetCacheSpec
     ) -> PagedTargetCache:
-        return PagedTargetCache(kv_cache, block_table, scale)
+        return PagedTargetCache(kv_cache, block_table, spec)
 
     def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
         return SelfDraft(state, spec)

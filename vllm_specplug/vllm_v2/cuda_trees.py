@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.caches import DraftCache, PartialCacheSpec, TargetForward, WindowSpec
+from vllm_specplug.drafting.caches import (
+    DraftCache,
+    PartialCacheSpec,
+    TargetCacheSpec,
+    TargetForward,
+    WindowSpec,
+)
 from vllm_specplug.kernels import TreeAttnMetadata
 from vllm_specplug.tree import step_trees
 from vllm_specplug.tree.step_trees import StepTrees, Walk
@@ -110,9 +116,9 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         return DeviceWindowCache(self, spec, state.max_requests, state.dtype)
 
     def target_cache(
-        self, kv_cache: torch.Tensor, block_table: BlockTable, scale: float
+        self, kv_cache: torch.Tensor, block_table: BlockTable, spec: TargetCacheSpec
     ) -> PagedDeviceTargetCache:
-        return PagedDeviceTargetCache(self, kv_cache, block_table, scale)
+        return PagedDeviceTargetCache(self, kv_cache, block_table, spec)
 
     def self_draft(self, state: RunnerView, spec: PartialCacheSpec) -> TargetForward:
         draft = DeviceSelfDraft(state, spec, self)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import WindowSpec, WindowTokens
+from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec, WindowTokens
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.registry import headless_methods
@@ -127,8 +127,28 @@ class _NoCache:
         return self.block_attention(requests, 0, causal=True)
 
 
+class _NoTargetCache:
+    """A `DeviceTargetCache` before there are pages. It allocates a real one's temporary memory."""
+
+    def __init__(self, spec: TargetCacheSpec) -> None:
+        self.spec = spec
+
+    def level_attention(self, requests: Any, context_lens: Any) -> Any:
+        # A key and a value of each row, kept for the other layers.
+        own: dict[int, torch.Tensor] = {}
+
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            rows = len(query)
+            if rows not in own:
+                own[rows] = query.new_empty(2, rows, self.spec.num_kv_heads, self.spec.head_dim)
+            output = torch.zeros_like(query)
+            return output.clone()
+
+        return attend
+
+
 class _NoWindow(_NoCache):
-    """`_NoCache` as a `DeviceWindow` for new requests, and as a `DeviceTargetCache`."""
+    """`_NoCache` as a `DeviceWindow` for new requests."""
 
     def __init__(self, state: RunnerView, spec: WindowSpec) -> None:
         count = state.max_requests * min(spec.size, state.max_model_len)
@@ -139,9 +159,6 @@ class _NoWindow(_NoCache):
 
     def tree_attention(self, requests: Any, context_lens: Any, parent_rows: Any) -> Any:
         return partial(super().tree_attention(requests, context_lens, parent_rows), 0)
-
-    def level_attention(self, requests: Any, context_lens: Any) -> Any:
-        return torch.zeros_like
 
     def forget(self, req_ids: Any) -> None:
         pass
@@ -172,8 +189,10 @@ def profile_largest_step(
         return
     drafter.bind_cache(_NoCache())
     if (window := drafter.window_spec()) is not None:
-        caches = _NoWindow(state, window)
-        drafter.bind_window(caches, caches)
+        drafter.bind_window(_NoWindow(state, window))
+    if specs := drafter.target_cache_specs():
+        target_caches = {spec: _NoTargetCache(spec) for spec in specs}
+        drafter.bind_target_caches([target_caches[spec] for spec in specs])
     _observe(state, hidden, aux, has_slots=True)
     with dummy_requests(state, num_reqs, drafter.warmup_depth) as requests:
         drafter.warmup(requests)

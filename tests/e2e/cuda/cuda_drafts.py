@@ -72,12 +72,15 @@ HostTrees = Callable[[Any, DeviceRequests, list[int]], list[DraftTree]]
 
 
 @contextmanager
-def knowing(drafter: Any, host_trees: HostTrees) -> Iterator[LevelDrafts]:
+def knowing(
+    drafter: Any, host_trees: HostTrees, within: float = SCORES_WITHIN
+) -> Iterator[LevelDrafts]:
     """Every draft on the device is made twice: as the head has it, to be compared, and with the
     candidates that follow in any of the oracle's sequences.
 
     Args:
         drafter: class with `device_expand` and `propose_on_device`.
+        within: the largest difference of scores that is rounding.
     """
     device_expand, propose = drafter.device_expand, drafter.propose_on_device
     asked: list[DeviceRequests] = []
@@ -108,7 +111,7 @@ def knowing(drafter: Any, host_trees: HostTrees) -> Iterator[LevelDrafts]:
             oracle = host_trees(self, requests, drafted)
             kept = DeviceTrees(*(part[drafted] for part in vars(made).values()))
             try:
-                seen.nodes += assert_same_trees(kept, dict(enumerate(oracle)), SCORES_WITHIN)
+                seen.nodes += assert_same_trees(kept, dict(enumerate(oracle)), within)
             except AssertionError as error:
                 seen.differing.append(error)
         asked.append(requests)

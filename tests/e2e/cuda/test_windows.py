@@ -41,7 +41,7 @@ pytestmark = [*INTERPRETED, pytest.mark.full]
 def _trees_of_the_module(
     self: Any, requests: DeviceRequests, drafted: list[int]
 ) -> list[DraftTree]:
-    options, history, pages = self.options, requests.history, self.target_cache
+    options, history, (pages,) = self.options, requests.history, self.target_caches
     head, _ = load_longspec_head(options.head_path, AutoConfig.from_pretrained(target()))
     # All of it on the host, where the head was loaded.
     embed_tokens, lm_head = self.embed_tokens.cpu(), self.lm_head_weight.cpu()

@@ -22,8 +22,8 @@ from tests.e2e.requests import LONG, PROMPTS, greedy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.full]
 
-# The module that mtp_tree drafts with is part of another target, which takes no adapters.
-OTHERS = sorted({*METHODS} - {"oracle", "jetspec", "tokenswift", "mtp_tree"})
+# assistant_tree and mtp_tree draft for targets of their own, and the adapters are for another one.
+OTHERS = sorted({*METHODS} - {"oracle", "jetspec", "tokenswift", "assistant_tree", "mtp_tree"})
 
 
 def test_a_heads_context_is_of_the_same_adapter() -> None:

@@ -126,7 +126,7 @@ def test_wrong_values_of_a_methods_own_options(
 )
 def test_an_unknown_method(target: Path, name: object, meant: str | None) -> None:
     message = _refusal(target, {"method": name, "num_speculative_tokens": 4})
-    start = f"speculative_config.method={name!r} is not usable: legal: tree, ddtree, dels"
+    start = f"speculative_config.method={name!r} is not usable: legal: tree, assistant_tree, ddtree"
     assert message.startswith(start) and "vLLM's own methods" in message
     assert (f"Did you mean {meant}?" in message) == (meant is not None)
     assert len(message) < 500, "vLLM's dozens of names are not listed"

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from tests.unit.methods.assistant_tree import published as assistant
 from tests.unit.methods.block import published as block
 from tests.unit.methods.block.published import changed
 from tests.unit.methods.block.published_heads import head_shapes, settings_of
@@ -49,11 +50,18 @@ class HubHead:
         raw = self.config or {}
         return "block_size" in settings_of(raw)
 
+    @property
+    def is_assistant(self) -> bool:
+        """Whether the head attends the target's own caches."""
+        return "backbone_hidden_size" in (self.config or {})
+
     def parameters(self) -> int:
         """The number of floating-point values in the head's file."""
         assert self.config is not None
         raw = self.config
-        if self.is_block_head:
+        if self.is_assistant:
+            shapes = assistant.shapes_of(raw)
+        elif self.is_block_head:
             shapes = head_shapes(raw, tables=self.ships_embedding)
         else:
             layer = raw.get("transformer_layer_config", raw)
@@ -237,6 +245,16 @@ GEMMA = (
     HubHead(
         "RedHatAI/gemma-4-31B-it-speculator.eagle3", "google/gemma-4-31B-it",
         eagle3.SPECULATORS_GEMMA4_31B, HEAD, ships_embedding=True,
+    ),
+    *(
+        HubHead(
+            f"google/gemma-4-{size}-it-assistant", f"google/gemma-4-{size}-it", config, HEAD,
+        )
+        for size, config in (
+            ("31B", assistant.GEMMA4_31B), ("26B-A4B", assistant.GEMMA4_26B_A4B),
+            ("12B", assistant.GEMMA4_12B), ("E4B", assistant.GEMMA4_E4B),
+            ("E2B", assistant.GEMMA4_E2B),
+        )
     ),
     HubHead(
         "deepseek-ai/dspark_gemma4_12b_block7", "google/gemma-4-12B-it",

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.methods import absurd
 from tests.unit.methods.absurd import ABSURD, taken_or_refused
+from tests.unit.methods.assistant_tree import published as assistant
 from tests.unit.methods.eagle3_tree.heads import write_head as write_eagle3_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from vllm_specplug.drafting.checkpoint_files import MAX_JSON_BYTES
@@ -313,6 +314,15 @@ def _eagle3(folder: Path) -> tuple[dict[str, Any], Any]:
     return SMALL, inspect_eagle3_head
 
 
+def _assistant(folder: Path) -> tuple[dict[str, Any], Any]:
+    from vllm_specplug.methods.assistant_tree.checkpoint import inspect_assistant
+
+    raw = assistant.small(assistant.GEMMA4_E2B)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(assistant.tensors_of(raw), folder / "model.safetensors")
+    return assistant.target_of(raw), inspect_assistant
+
+
 def places(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Every field of a config and of the objects in it."""
     parts = [config, *(value for value in config.values() if isinstance(value, dict))]
@@ -320,7 +330,7 @@ def places(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
 
 
 @pytest.mark.parametrize(
-    "make", [_longspec, _tokenswift, _local, _dspark, _dflash2, _scaled, _eagle3]
+    "make", [_longspec, _tokenswift, _local, _dspark, _dflash2, _scaled, _eagle3, _assistant]
 )
 @pytest.mark.parametrize("examples", [50, pytest.param(250, marks=pytest.mark.full)])
 def test_any_value_in_any_field_is_taken_or_refused(

@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.e2e.tiny import make_target
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.cpu import (
@@ -41,8 +42,8 @@ from vllm_specplug.vllm_worker.memory.cache_groups import (
     CacheGroup,
     check_plain_attention,
     draft_group,
-    last_layer,
     target_groups,
+    target_layer,
 )
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.proposer import _check_forward
@@ -141,20 +142,60 @@ def test_what_the_kernel_reproduces_is_handed_over_or_refused(
         check(config)
 
 
-def test_drafters_that_need_more_than_a_window_are_refused(config: VllmConfig) -> None:
+def test_drafts_of_the_targets_own_layers_need_plain_attention(config: VllmConfig) -> None:
     layers = config.compilation_config.static_forward_context
     layer(config, 0)
-    groups = [CacheGroup(3, {"model.layers.0.attn": torch.zeros(1)})]
-    assert last_layer(groups, layers, "longspec") == (3, "model.layers.0.attn")
     check_plain_attention(layers, "tokenswift", "drafts", "Leave them out")
     layer(config, 1, per_layer_sliding_window=64)
-    groups.append(CacheGroup(0, {"model.layers.1.attn": torch.zeros(1)}))
-    with pytest.raises(ValueError, match=r"'longspec' .*'model.layers.1.attn' .*window of 64"):
-        last_layer(groups, layers, "longspec")
     with pytest.raises(
         ValueError, match=r"use drafts here: .*'model.layers.1.attn' has more.*out\."
     ):
         check_plain_attention(layers, "tokenswift", "drafts", "Leave them out")
+
+
+def test_a_cache_of_the_target_is_that_of_its_last_layer_with_the_window(
+    config: VllmConfig,
+) -> None:
+    """Layers that read another layer's cache do not count."""
+    names = [f"model.layers.{i}.attn" for i in range(5)]
+    groups = []
+    for i, (name, window) in enumerate(zip(names, (None, 64, None, 64, 64), strict=True)):
+        made = layer(config, i, per_layer_sliding_window=window)
+        features = {name: made.impl.tree_features()}
+        readers = frozenset({name} if i == 4 else ())
+        caches = {name: torch.zeros(1)}
+        groups.append(CacheGroup(7 - i, caches, features=features, readers=readers))
+    layers = config.compilation_config.static_forward_context
+    heads = (made.num_kv_heads, made.head_size)
+
+    def found(window: int | None, shape: tuple[int, int] = heads) -> tuple[int, str]:
+        return target_layer(groups, layers, TargetCacheSpec(*shape, 1.0, window), "m")
+
+    assert found(None) == (5, names[2])
+    assert found(64) == (4, names[3])
+    with pytest.raises(
+        ValueError, match=r"'m' .*window of 32 .*no such layer .*windows: \[64\]\)\."
+    ):
+        found(32)
+    with pytest.raises(ValueError, match=rf"'{names[2]}', which has .* was made for 9 of 8\."):
+        found(None, (9, 8))
+
+
+@pytest.mark.parametrize("is_reader", [False, True])
+def test_a_drafter_may_demand_the_targets_last_layer(config: VllmConfig, is_reader: bool) -> None:
+    layers = config.compilation_config.static_forward_context
+    layer(config, 0)
+    name, later = "model.layers.0.attn", "model.layers.1.attn"
+    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, 1.0, must_be_last=True)
+    groups = [CacheGroup(3, {name: torch.zeros(1)})]
+    assert target_layer(groups, layers, spec, "longspec") == (3, name)
+    features = {later: layer(config, 1, per_layer_sliding_window=64).impl.tree_features()}
+    readers = frozenset({later} if is_reader else ())
+    groups.append(CacheGroup(0, {later: torch.zeros(1)}, features=features, readers=readers))
+    with pytest.raises(ValueError, match=r"'longspec' .*'model.layers.1.attn' .*window of 64"):
+        target_layer(groups, layers, spec, "longspec")
+    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, 1.0)
+    assert target_layer(groups, layers, spec, "m") == (3, name)
 
 
 def test_draft_layers_in_several_groups_are_refused(config: VllmConfig) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.e2e.assistants import WINDOW, make_assistant
 from tests.e2e.tiny import (
     HEAD_DIM,
     HEADS,
@@ -36,6 +37,8 @@ from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree_merge_triton
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
+from vllm_specplug.methods.assistant_tree import head as assistant_head
+from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
@@ -96,7 +99,7 @@ def on_the_device(
     )  # fmt: skip
     limits = StepLimits(num_requests=4, num_rows=64, tree_rows=N + 1, context=256)
     monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
-    kernel = ChosenKernel("cute", lambda *args: None, "")
+    kernel = ChosenKernel("cute", lambda *args, **features: None, "")
     monkeypatch.setattr(CudaTreeBackend, "choose", lambda self, *shape, **use: kernel)
     backend = CudaTreeBackend("auto", 4, limits, META)
     backend.kernel = kernel
@@ -109,11 +112,14 @@ def on_the_device(
         made.bind_cache(backend.draft_cache(layers, lambda: table, 0.25))
     if (window := made.window_spec()) is not None:
         state: Any = SimpleNamespace(max_requests=4, dtype=torch.float32)
-        pages = numbers(9, window.num_kv_heads, 16, 2 * window.head_dim)
-        made.bind_window(
-            backend.draft_window(window, state),
-            backend.target_cache(pages, lambda: table, 0.25),
-        )
+        made.bind_window(backend.draft_window(window, state))
+    if specs := made.target_cache_specs():
+        made.bind_target_caches([
+            backend.target_cache(
+                numbers(9, spec.num_kv_heads, 16, 2 * spec.head_dim), lambda: table, spec
+            )
+            for spec in specs
+        ])  # fmt: skip
 
     def built(ids: Any, log_probs: Any, budgets: Any, depths: Any, width: int, nodes: int) -> Any:
         assert all(t is None or t.is_meta for t in (ids, log_probs, budgets, depths))
@@ -315,6 +321,13 @@ def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafte
     return on_the_device(LongSpecDrafter, head, None, monkeypatch, target=target)
 
 
+def with_assistant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AssistantDrafter:
+    make_assistant(folder / "head", VOCAB, grouped=True)
+    monkeypatch.setattr(assistant_head, "top_candidates", top)
+    target = SimpleNamespace(**vars(TARGET), sliding_window=WINDOW)
+    return on_the_device(AssistantDrafter, folder / "head", None, monkeypatch, target=target)
+
+
 # Operations from a step's walk to the next step's trees, of a head with two layers or a draft of
 # four levels. Its kernels (attention, tree builder, cache writes) and vLLM's are not among them.
 # Less is better; more needs a reason.
@@ -322,6 +335,8 @@ LAUNCHES = {
     with_causal_head: 73, with_markov_head: 244, with_selector: 247, with_local_head: 265,
     with_draft_layer: 380, with_window: 424, with_recurrent_markov_head: 268,
     with_domino_head: 278,
+    # Four layers.
+    with_assistant: 1075,
 }  # fmt: skip
 
 
@@ -413,6 +428,7 @@ LAUNCHES_WITH_A_GRAPH = {
     with_selector: 9,
     with_local_head: 9,
     with_draft_layer: 41,
+    with_assistant: 9,
 }
 
 

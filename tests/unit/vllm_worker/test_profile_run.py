@@ -23,12 +23,17 @@ from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.tiny import HIDDEN, make_head
 from tests.unit.drafters import load_drafter
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.seams import CPU_KERNELS
+from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers
+from vllm_specplug.vllm_worker.warmup import _NoTargetCache
 
 CPU = torch.device("cpu")
 VOCAB, REQUESTS, NODES, TOKENS, DEPTH = 4096, 12, 7, 128, 4
@@ -201,6 +206,36 @@ def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.Monkey
     assert torch.equal(found[0][0], found[1][0])
     torch.testing.assert_close(found[0][1], found[1][1])
     assert peaks[0] > REQUESTS * DEPTH * VOCAB * 4 > 2 * peaks[1]
+
+
+def test_the_profile_run_takes_what_attention_over_the_target_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of several layers: a key and a value of each row, and the outputs."""
+    heads, kv_heads, dim, rows, pages = 4, 2, 64, 32, 5
+    kernel = ChosenKernel("cute", lambda *args, **features: None, "")
+    monkeypatch.setattr(CudaTreeBackend, "choose", lambda self, *shape, **use: kernel)
+    monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+    limits = StepLimits(REQUESTS, REQUESTS * rows, rows, 16 * pages)
+    backend = CudaTreeBackend("auto", heads, limits, CPU)
+    backend.block_size = 16
+    table = torch.zeros(REQUESTS, pages, dtype=torch.int32)
+    spec = TargetCacheSpec(kv_heads, dim, 1.0)
+    cache = torch.zeros(pages, kv_heads, 16, 2 * dim)
+    requests = DraftRequests(
+        token_ids=[np.arange(9)] * REQUESTS, context_lens=[8] * REQUESTS,
+        req_indices=list(range(REQUESTS)),
+    )  # fmt: skip
+    query = torch.zeros(REQUESTS * rows, heads, dim)
+    peaks = []
+    for caches in (backend.target_cache(cache, lambda: table, spec), _NoTargetCache(spec)):
+        with LiveBytes() as live:
+            attend = caches.level_attention(requests, torch.full((REQUESTS,), 8))
+            for _ in range(2):
+                attend(query)
+        peaks.append(live.most)
+    step, profile = peaks
+    assert 0.95 < profile / step < 1.05
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

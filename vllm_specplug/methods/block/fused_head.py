@@ -52,7 +52,15 @@ def joined_weights(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tenso
 
 def rotary_tables(rotary: Rotary, max_positions: int, like: torch.Tensor) -> RotaryTables:
     """Returns the tables for positions below `max_positions`, with device and dtype of `like`."""
-    cos, sin = rotary_cos_sin(torch.arange(max_positions), rotary)
+    return _tables(*rotary_cos_sin(torch.arange(max_positions), rotary), like)
+
+
+def tables_of_angles(angles: torch.Tensor, like: torch.Tensor) -> RotaryTables:
+    """Returns the tables for angles [P, Dh/2], with device and dtype of `like`."""
+    return _tables(angles.cos(), angles.sin(), like)
+
+
+def _tables(cos: torch.Tensor, sin: torch.Tensor, like: torch.Tensor) -> RotaryTables:
     # Both halves: a rotation is two products and a sum.
     return RotaryTables(torch.cat((cos, cos), -1).to(like), torch.cat((-sin, sin), -1).to(like))
 

@@ -23,6 +23,7 @@ class Rotary:
     """A head's rotary embedding.
 
     `scaling` holds the settings of a kind other than "default" under their published names.
+    "proportional" rotates the first pairs of a whole head, a `partial_rotary_factor` of them.
     `rotated` is the number of leading dimensions of a head that are rotated; the rest pass through.
     """
 
@@ -40,20 +41,26 @@ class Rotary:
         Raises:
             ValueError: for settings that give no finite numbers.
         """
+        frequencies, factor = self._frequencies()
+        if len(frequencies) != self.rotated // 2 or not torch.isfinite(frequencies).all():
+            raise ValueError("frequencies that are not finite")
+        if not math.isfinite(factor) or factor <= 0:
+            raise ValueError(f"an attention factor of {factor}")
+        return frequencies, factor
+
+    def _frequencies(self) -> tuple[torch.Tensor, float]:
         # On the CPU, even while a module is built on the meta device.
         pairs = torch.arange(0, self.rotated, 2, dtype=torch.float32, device="cpu")
         plain = self.theta ** -(pairs / self.rotated)
         if self.kind == "default":
             return plain, 1.0
+        if self.kind == "proportional":
+            turning = int((self.scaling or {})["partial_rotary_factor"] * self.rotated // 2)
+            return plain * (torch.arange(len(plain), device="cpu") < turning), 1.0
         stretch = (self.scaling or {}).get("factor")
         if not is_positive(stretch):
             raise ValueError(f"factor {stretch!r} is no positive number")
-        frequencies, factor = self._scaled()
-        if frequencies.shape != plain.shape or not torch.isfinite(frequencies).all():
-            raise ValueError("frequencies that are not finite")
-        if not math.isfinite(factor) or factor <= 0:
-            raise ValueError(f"an attention factor of {factor}")
-        return frequencies, factor
+        return self._scaled()
 
     def check(self) -> None:
         """Raises ValueError, naming the config's field, for settings without finite angles."""
@@ -61,7 +68,11 @@ class Rotary:
             self.frequencies()
         except Exception as error:
             # transformers may raise anything for wrong settings.
-            problem = f"{ {**(self.scaling or {}), 'rope_type': self.kind} }"[:200]
+            problem = (
+                f"{ {**(self.scaling or {}), 'rope_type': self.kind, 'rope_theta': self.theta} }"[
+                    :200
+                ]
+            )
             raise ValueError(
                 f"draft head config: rope_scaling = {problem}, legal: complete settings of its "
                 f"kind ({type(error).__name__}: {str(error)[:100]}); correct the head's "

@@ -28,7 +28,6 @@ from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.head import Attend
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayers, FusedEagle3Head
@@ -191,30 +190,13 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         """Returns the embeddings [T, H] of the tokens after `positions`."""
         return self.embed(token_ids)
 
-    def root_states(self, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
-        """Returns the states of the roots [R, H]; zeros if no step came before the draft."""
-        roots = self.request_states
-        if isinstance(requests, DeviceRequests):
-            if requests.states is not None:
-                roots = requests.states
-            rows = requests.rows
-        else:
-            rows = device_tensor(requests.req_indices, roots.device)
-            if max(requests.req_indices) >= len(roots):
-                roots = roots[:0]
-        if len(roots) and rows is not None:
-            roots = roots[rows]
-        if len(roots) != len(requests):
-            return roots.new_zeros(len(requests), self.embed_tokens.shape[1])
-        return roots
-
     def host_expand(self, requests: DraftRequests) -> Expand:
         device = self.embed_tokens.device
         levels = [HostLevelRows(len(requests)) for _ in self.windows]
         # The root has the position before the anchor, because its state belongs to that position.
         starts = [length - 1 for length in requests.context_lens]
         first = np.array(starts)
-        width = min(max(requests.widths), self.draft_vocab_size)
+        width = max(requests.widths)
         states = self.root_states(requests)
 
         def attend(
@@ -238,8 +220,8 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
                 np.stack((frontier.token_ids, parents, positions)), device
             )
             hidden, states = self._run(ids, states[above], at, attend)
-            ids, log_probs = top_candidates(self.lm_head(hidden), width)
-            return self.to_target_ids(ids).cpu().numpy(), log_probs.cpu().numpy()
+            ids, log_probs = self.candidates(hidden, width)
+            return ids.cpu().numpy(), log_probs.cpu().numpy()
 
         return expand
 

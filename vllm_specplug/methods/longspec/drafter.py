@@ -9,7 +9,7 @@ prefix-cache hits need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import ClassVar, cast
 
@@ -22,17 +22,17 @@ from vllm_specplug.drafting.caches import (
     DeviceWindow,
     DraftWindow,
     TargetCache,
+    TargetCacheSpec,
     WindowSpec,
 )
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
-from vllm_specplug.drafting.host_levels import HostLevelRows
+from vllm_specplug.drafting.host_levels import HostLevelRows, context_attention
 from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels import top_candidates
 from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.mlp import FusedMLP
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
@@ -134,11 +134,13 @@ class LongSpecDrafter(LevelDrafter):
         size = min(self.config.window_size, self.options.max_model_len)
         return WindowSpec(size, self.config.num_key_value_heads, self.config.head_dim)
 
-    def bind_window(
-        self, window: DraftWindow | DeviceWindow, target_cache: TargetCache | DeviceTargetCache
-    ) -> None:
-        super().bind_window(window, target_cache)
+    def bind_window(self, window: DraftWindow | DeviceWindow) -> None:
+        super().bind_window(window)
         self.drafts_on_device = hasattr(window, "tree_attention")
+
+    def target_cache_specs(self) -> list[TargetCacheSpec]:
+        kv_heads, dim = self.config.num_key_value_heads, self.config.head_dim
+        return [TargetCacheSpec(kv_heads, dim, dim**-0.5, must_be_last=True)]
 
     def observe(self, committed: CommittedTokens) -> None:
         """Does nothing: `prepare_context` reads a request's tokens when it drafts."""
@@ -154,7 +156,8 @@ class LongSpecDrafter(LevelDrafter):
         window = cast(DeviceWindow, self.window)
         # Positions of the anchors.
         starts = context_lens.clamp_min(0)
-        cross = cast(DeviceTargetCache, self.target_cache).level_attention(requests, starts)
+        (target_cache,) = cast(Sequence[DeviceTargetCache], self.target_caches)
+        cross = target_cache.level_attention(requests, starts)
         rows = LevelRows()
         attention = partial(window.tree_attention, requests, starts)
 
@@ -182,9 +185,10 @@ class LongSpecDrafter(LevelDrafter):
                 self.window.write(keys, values, slots)
 
     def host_expand(self, requests: DraftRequests) -> Expand:
+        (target_cache,) = cast(Sequence[TargetCache], self.target_caches)
         rows = HostLevelRows(len(requests))
         starts = np.asarray(requests.context_lens)
-        width = min(max(requests.widths), self.draft_vocab_size)
+        width = max(requests.widths)
 
         def self_attend(
             query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -195,21 +199,15 @@ class LongSpecDrafter(LevelDrafter):
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             rows.add(frontier)
-            present, counts = np.unique(frontier.requests, return_counts=True)
-            cross = cast(TargetCache, self.target_cache).attention(
-                [requests.req_indices[r] for r in present],
-                [requests.context_lens[r] for r in present],
-                counts.tolist(),
-            )
             positions = starts[frontier.requests] + frontier.depth
             positions = np.minimum(positions, self.options.max_model_len - 1)
             hidden = self.head(
                 self.embed_tokens[torch.from_numpy(frontier.token_ids)],
                 torch.from_numpy(positions),
                 self_attend,
-                cross,
+                context_attention(target_cache, requests, frontier),
             )
-            ids, log_probs = top_candidates(self.lm_head(hidden), width)
-            return self.to_target_ids(ids).numpy(), log_probs.numpy()
+            ids, log_probs = self.candidates(hidden, width)
+            return ids.numpy(), log_probs.numpy()
 
         return expand

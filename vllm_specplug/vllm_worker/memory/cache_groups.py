@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.kernels import AttnFeatures, CpuKvLayout
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_attention.tree_rows import (
@@ -160,20 +161,47 @@ def _warn_of_small_groups(groups: Any, layers: Mapping[str, Any], own: int, meth
         )  # fmt: skip
 
 
-def last_layer(groups: list[CacheGroup], layers: Mapping[str, Any], method: str) -> tuple[int, str]:
-    """Returns group and name of the target's last attention layer, whose cache drafters may read.
+def target_layer(
+    groups: list[CacheGroup], layers: Mapping[str, Any], spec: TargetCacheSpec, method: str
+) -> tuple[int, str]:
+    """Returns group and name of the target's layer whose cache `spec` describes.
 
     Raises:
-        ValueError: if that layer does not keep the whole context.
+        ValueError: if no layer has that window, the last one has other heads, or a later layer has
+            another window although `spec` demands the last one.
     """
-    name = max((n for group in groups for n in group.caches), key=extract_layer_index)
-    impl = layers[name].impl
-    window = impl.tree_features().window if isinstance(impl, TreeAttentionMixin) else 0
-    if window:
+    windows = {
+        name: group.features[name].window if name in group.features else 0
+        for group in groups
+        for name in group.caches
+    }
+    readers = {name for group in groups for name in group.readers}
+    fitting = {name for name, window in windows.items() if window == (spec.window or 0)}
+    name = max(fitting - readers, key=extract_layer_index, default=None)
+    first = 0 if name is None else extract_layer_index(name)
+    later = [n for n in windows if n not in fitting and extract_layer_index(n) >= first]
+    if spec.must_be_last and later:
+        last = max(later, key=extract_layer_index)
         raise ValueError(
             f"Speculative method {method!r} reads the whole context in the target's last layer, "
-            f"and {name!r} keeps a sliding window of {window} tokens. Use another method, or a "
-            "target whose last layer has full attention."
+            f"and {last!r} keeps a sliding window of {windows[last]} tokens. Use another method, "
+            "or a target whose last layer has full attention."
+        )
+    if name is None:
+        kind = f"a sliding window of {spec.window} tokens" if spec.window else "full attention"
+        kept = sorted({window for window in windows.values() if window})
+        raise ValueError(
+            f"Speculative method {method!r} reads keys and values of the target's last layer with "
+            f"{kind}; this target has no such layer (its windows: {kept or 'none'}). Use another "
+            "method."
+        )
+    layer = layers[name]
+    shape, wanted = (layer.num_kv_heads, layer.head_size), (spec.num_kv_heads, spec.head_dim)
+    if shape != wanted:
+        raise ValueError(
+            f"Speculative method {method!r} reads the cache of the target's layer {name!r}, which "
+            f"has {shape[0]} KV heads of {shape[1]}; the head was made for {wanted[0]} of "
+            f"{wanted[1]}. Use the head that was made for this target, or another method."
         )
     return next(group.index for group in groups if name in group.caches), name
 

@@ -13,9 +13,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import RowAttention, WindowSpec, WindowTokens
+from vllm_specplug.drafting.caches import (
+    RowAttention,
+    TargetCacheSpec,
+    WindowSpec,
+    WindowTokens,
+)
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows, table_rows
@@ -111,7 +117,7 @@ class DeviceWindowCache(CudaDraftRows, Rings):
 
 
 class PagedDeviceTargetCache(CudaDraftRows):
-    """`drafting.drafter.DeviceTargetCache` over the target's last attention layer.
+    """`drafting.drafter.DeviceTargetCache` over one attention layer of the target.
 
     Tree kernels let every row attend itself. Here they read the context except its last token, and
     each row gets the keys and values of that token as its own. So a row attends only the context.
@@ -122,9 +128,10 @@ class PagedDeviceTargetCache(CudaDraftRows):
         backend: CudaKernels,
         kv_cache: torch.Tensor,
         block_table: BlockTable,
-        scale: float,
+        spec: TargetCacheSpec,
     ) -> None:
-        super().__init__(backend, [kv_cache], block_table, scale)
+        super().__init__(backend, [kv_cache], block_table, spec.scale)
+        self.features = [AttnFeatures(window=spec.window or 0)]
 
     def level_attention(
         self,
@@ -139,18 +146,19 @@ class PagedDeviceTargetCache(CudaDraftRows):
         tables = table_rows(requests, device)
         last = self._at(tables, before)
         is_empty = (context_lens <= 0)[:, None, None, None]
-        made: dict[int, Callable[..., torch.Tensor]] = {}
+        # By the number of rows of a request, because layers attend the same rows.
+        made: dict[int, tuple[Callable[..., torch.Tensor], torch.Tensor, torch.Tensor]] = {}
 
         def attend(query: torch.Tensor) -> torch.Tensor:
             count = len(before)
             rows = len(query) // count
             if rows not in made:
                 no_parents = torch.full((count, rows), -1, dtype=torch.int32, device=device)
-                made[rows] = self.attention_of(
-                    self.metadata_of(requests, before, no_parents, tables)
-                )
-            key, value = (x.repeat_interleave(rows, 0) for x in last)
-            mixed = made[rows](0, query, key, value).unflatten(0, (count, rows))
+                metadata = self.metadata_of(requests, before, no_parents, tables)
+                key, value = (x.repeat_interleave(rows, 0) for x in last)
+                made[rows] = self.attention_of(metadata), key, value
+            attention, key, value = made[rows]
+            mixed = attention(0, query, key, value).unflatten(0, (count, rows))
             return mixed.masked_fill(is_empty, 0.0).flatten(0, 1)
 
         return attend

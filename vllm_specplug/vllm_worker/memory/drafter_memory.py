@@ -7,8 +7,9 @@ from functools import partial
 
 import torch
 
+from vllm_specplug.drafting.method import Capability
 from vllm_specplug.options import option_error
-from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, last_layer
+from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, target_layer
 from vllm_specplug.vllm_worker.memory.window_cache import window_bytes
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -102,36 +103,32 @@ def _without_windows(state: RunnerView, available: int) -> int:
 
 
 def bind_drafter_memory(state: RunnerView, method: str) -> None:
-    """Gives the drafter its windows and its partial caches. Call it once vLLM's caches exist.
+    """Gives the drafter its windows, caches of the target and partial caches. Call it once vLLM's
+    caches exist.
 
     Raises:
         ValueError: if the target's layers do not support them.
     """
     drafter = state.drafter
+    backend = state.runner.tree_backend
     window = drafter.window_spec()
     if window is not None:
-        group, name = last_layer(state.target_groups(), state.layers, method)
-        layer = state.layers[name]
-        shape, wanted = (
-            (layer.num_kv_heads, layer.head_size),
-            (window.num_kv_heads, window.head_dim),
+        drafter.bind_window(backend.draft_window(window, state))
+    specs = drafter.target_cache_specs()
+    if not specs and Capability.TARGET_CACHE in state.vllm_config.speculative_config.needs():
+        raise ValueError(
+            f"Speculative method {method!r} needs the capability 'target_cache', but its drafter's "
+            "target_cache_specs() names no cache. Return a spec there, or leave the capability out "
+            "of the method's needs."
         )
-        if shape != wanted:
-            raise ValueError(
-                f"Speculative method {method!r} reads the cache of the target's last layer "
-                f"{name!r}, which has {shape[0]} KV heads of {shape[1]}; the head was made for "
-                f"{wanted[0]} of {wanted[1]}. Use another method, or a target whose layers have "
-                "one shape."
+    if specs:
+        caches = {}
+        for cache_spec in dict.fromkeys(specs):
+            group, name = target_layer(state.target_groups(), state.layers, cache_spec, method)
+            caches[cache_spec] = backend.target_cache(
+                state.layers[name].kv_cache, partial(state.block_table, group), cache_spec
             )
-        backend = state.runner.tree_backend
-        drafter.bind_window(
-            backend.draft_window(window, state),
-            backend.target_cache(
-                state.layers[name].kv_cache,
-                partial(state.block_table, group),
-                scale=window.head_dim**-0.5,
-            ),
-        )
+        drafter.bind_target_caches([caches[cache_spec] for cache_spec in specs])
     spec = drafter.partial_cache_spec()
     if spec is not None:
         check_plain_attention(
@@ -140,5 +137,5 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
             "drafts with the target's own layers over partial caches",
             "Use another method, or other settings of this one",
         )
-        forward = state.runner.tree_backend.self_draft(state, spec)
+        forward = backend.self_draft(state, spec)
         drafter.bind_target_forward(forward, first_rank_values)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Windows of a draft layer over recent tokens, and the cache of the target's last layer.
+"""Windows of a draft layer over recent tokens, and caches of the target's layers.
 
 A request's window is a ring: slot p % size of its pages holds the keys and values of position p.
 Attention does not depend on the order of keys, which contain their rotary positions, so it reads a
@@ -15,14 +15,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import RowAttention, WindowSpec, WindowTokens
+from vllm_specplug.drafting.caches import RowAttention, TargetCacheSpec, WindowSpec, WindowTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
+    AttnFeatures,
     TreeAttnMetadata,
     prefix_attn,
+    tree_attn,
     tree_metadata,
 )
 from vllm_specplug.kernels.finite_values import make_finite
+from vllm_specplug.kernels.masks import own_words
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_worker.memory.draft_cache import attend_with_tail
 from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
@@ -122,7 +125,7 @@ class WindowCache(Rings):
 
 
 class PagedTargetCache:
-    """`drafting.drafter.TargetCache` over the target's last attention layer, on CPU.
+    """`drafting.drafter.TargetCache` over one attention layer of the target, on CPU.
 
     Args:
         kv_cache: that layer's cache.
@@ -130,18 +133,23 @@ class PagedTargetCache:
     """
 
     def __init__(
-        self, kv_cache: torch.Tensor, block_table: Callable[[], torch.Tensor], scale: float
+        self,
+        kv_cache: torch.Tensor,
+        block_table: Callable[[], torch.Tensor],
+        spec: TargetCacheSpec,
     ) -> None:
         self.layout = cpu_kv_layout(kv_cache)
         self.views = self.layout.views(kv_cache)
         self.block_table = block_table
-        self.scale = scale
+        self.spec = spec
 
     def attention(
         self, req_indices: list[int], context_lens: list[int], rows: list[int]
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` positions of requests; see the
-        protocol."""
+        """Returns the attention over the first `context_lens` positions of requests, or the window
+        at their end; see the protocol."""
+        if self.spec.window:
+            return self._window_attention(req_indices, context_lens, rows)
         metadata = TreeAttnMetadata.build(
             req_indices,
             np.cumsum([0, *rows])[:-1].tolist(),
@@ -153,7 +161,41 @@ class PagedTargetCache:
 
         def attend(query: torch.Tensor) -> torch.Tensor:
             output = torch.empty_like(query)
-            prefix_attn(query, *self.views, output, None, metadata, self.scale, self.layout)
+            prefix_attn(query, *self.views, output, None, metadata, self.spec.scale, self.layout)
             return output
+
+        return attend
+
+    def _window_attention(
+        self, req_indices: list[int], context_lens: list[int], rows: list[int]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        # The tree kernel lets every row attend itself and ends its window there. So each row takes
+        # the place of the context's last token, with that token's key and value.
+        before = [max(length - 1, 0) for length in context_lens]
+        table = self.block_table()
+        positions = torch.tensor(before)
+        blocks = table[torch.tensor(req_indices), positions // self.layout.block_size]
+        slots = blocks.long() * self.layout.block_size + positions % self.layout.block_size
+        last = self.layout.gather(*self.views, slots)
+        counts = torch.tensor(rows)
+        key, value = (x.repeat_interleave(counts, 0) for x in last)
+        is_empty = torch.tensor([length <= 0 for length in context_lens]).repeat_interleave(counts)
+        metadata = TreeAttnMetadata.build(
+            req_indices,
+            np.cumsum([0, *rows])[:-1].tolist(),
+            rows,
+            before,
+            own_words(rows),
+            table,
+        )
+        features = AttnFeatures(window=self.spec.window or 0)
+
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            output = torch.empty_like(query)
+            tree_attn(
+                query, *self.views, output, metadata, self.spec.scale, self.layout,
+                tail_key=key, tail_value=value, features=features,
+            )  # fmt: skip
+            return output.masked_fill_(is_empty[:, None, None], 0.0)
 
         return attend

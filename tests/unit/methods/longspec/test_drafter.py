@@ -141,7 +141,8 @@ def requests_for(texts: list[KVSequence], budgets: list[int], widths: list[int])
 def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
     drafter = make_drafter(head)
     texts = sequences()
-    drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
+    drafter.bind_window(DenseWindow())
+    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
     trees = drafter.propose(requests_for(texts, budgets, widths))
     module, _ = load_longspec_head(head, TARGET)
@@ -161,7 +162,8 @@ def test_windows_are_filled_once(head: Path) -> None:
     drafter = make_drafter(head)
     texts = sequences()
     window = DenseWindow()
-    drafter.bind_window(window, DenseTarget([(t.key, t.value) for t in texts]))
+    drafter.bind_window(window)
+    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
     asked = requests_for(texts, [4] * 5, [8] * 5)
     first = drafter.propose(asked)
     assert len(window.store) == sum(min(n, WINDOW) for n in LENGTHS)
@@ -178,7 +180,8 @@ def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
     texts = sequences()
     for text in texts:
         text.tokens[:-9:3] = VOCAB + 1
-    drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
+    drafter.bind_window(DenseWindow())
+    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
 
@@ -212,6 +215,7 @@ def test_a_window_is_no_longer_than_the_model(head: Path, max_model_len: int, si
 def test_positions_past_the_models_end_are_not_looked_up(head: Path) -> None:
     drafter = make_drafter(head, max_model_len=102)
     texts = sequences()
-    drafter.bind_window(DenseWindow(), DenseTarget([(t.key, t.value) for t in texts]))
+    drafter.bind_window(DenseWindow())
+    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert trees[-1].num_nodes == 8

@@ -11,10 +11,11 @@ import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.caches import PartialCacheSpec, WindowSpec
+from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
-from vllm_specplug.vllm_worker.memory.drafter_memory import drafter_memory
+from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory, drafter_memory
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 CPU = torch.device("cpu")
@@ -86,3 +87,16 @@ def test_partial_caches(budget: int, block_size: int, monkeypatch: pytest.Monkey
         counted == pool.num_bytes == sum(cache.untyped_storage().nbytes() for cache in pool.caches)
     )
     assert pool.max_requests == (0 if budget == CONTEXT else 3)
+
+
+def test_a_drafter_that_names_no_cache_of_the_target_is_refused() -> None:
+    spec = SimpleNamespace(needs=lambda: {Capability.TARGET_CACHE})
+    drafter = SimpleNamespace(window_spec=lambda: None, target_cache_specs=list)
+    state: Any = SimpleNamespace(
+        drafter=drafter, runner=SimpleNamespace(tree_backend=None),
+        vllm_config=SimpleNamespace(speculative_config=spec),
+    )  # fmt: skip
+    with pytest.raises(
+        ValueError, match=r"'mine' needs .*'target_cache', .*target_cache_specs\(\)"
+    ):
+        bind_drafter_memory(state, "mine")

@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every branch of a tree is what transformers' assistant drafts along it; what is served, and what
+is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.e2e.assistants import (
+    TEXT,
+    WINDOW,
+    logits_along,
+    make_assistant,
+    make_followed_target,
+)
+from tests.unit.drafters import load_drafter, requests_of
+from tests.unit.engine_config import engine_config
+from tests.unit.methods.assistant_tree import published
+from tests.unit.tree.candidates import paths_of
+from vllm_specplug.drafting.caches import TargetCacheSpec
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.kernels.reference import dense_attention
+from vllm_specplug.methods.assistant_tree.checkpoint import load_assistant
+from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
+from vllm_specplug.registry import recognise_head
+from vllm_specplug.tree import DraftTree
+
+VOCAB, HIDDEN = 300, 64
+TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, sliding_window=WINDOW)
+# Tokens before the anchor: fewer than the window, as many, more.
+LENGTHS = [1, 5, WINDOW, WINDOW + 1, 60]
+KINDS = ("sliding_attention", "full_attention")
+
+
+class DenseTarget:
+    """A layer's keys and values of each request, by row of the block table."""
+
+    def __init__(
+        self, caches: list[tuple[torch.Tensor, torch.Tensor]], spec: TargetCacheSpec
+    ) -> None:
+        self.caches, self.spec = caches, spec
+
+    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            parts, start = [], 0
+            for index, length, count in zip(req_indices, context_lens, rows, strict=True):
+                first = max(0, length - self.spec.window) if self.spec.window else 0
+                key, value = (x[first:length] for x in self.caches[index])
+                part = query[start : start + count]
+                group = query.shape[1] // key.shape[1]
+                parts.append(dense_attention(part, key, value, self.spec.scale, group, None)[0])
+                start += count
+            return torch.cat(parts)
+
+        return attend
+
+
+class DenseDeviceTarget(DenseTarget):
+    """The same as a device has it."""
+
+    def level_attention(self, requests: Any, context_lens: torch.Tensor) -> Any:
+        lengths = context_lens.tolist()
+
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            rows = [len(query) // len(lengths)] * len(lengths)
+            return self.attention(list(range(len(lengths))), lengths, rows)(query)
+
+        return attend
+
+
+class World:
+    """An assistant, its drafter, and requests with random target states and caches."""
+
+    def __init__(self, folder: Path, grouped: bool, on_device: bool = False) -> None:
+        self.module = make_assistant(folder, VOCAB, grouped)
+        torch.manual_seed(1)
+        self.embed = torch.randn(VOCAB, HIDDEN)
+        self.tokens = [torch.randint(0, VOCAB, (n + 1,)) for n in LENGTHS]
+        self.states = torch.randn(len(LENGTHS), HIDDEN)
+        shapes = dict(zip(KINDS, ((2, 32), (1, 64)), strict=True))
+        self.caches = [
+            {kind: tuple(torch.randn(2, n, *shape).unbind()) for kind, shape in shapes.items()}
+            for n in LENGTHS
+        ]
+        self.drafter: AssistantDrafter = load_drafter(
+            AssistantDrafter, folder, None, torch.zeros(VOCAB, HIDDEN), self.embed, TARGET,
+            num_nodes=16, max_depth=16, tree_width=8,
+        )  # fmt: skip
+        specs = self.drafter.target_cache_specs()
+        made = {
+            spec: (DenseDeviceTarget if on_device else DenseTarget)(
+                [caches[KINDS[spec.window is None]] for caches in self.caches], spec
+            )
+            for spec in specs
+        }
+        self.drafter.bind_target_caches([made[spec] for spec in specs])
+        # The states of rows between the committed ones are of rejected drafts.
+        rows = torch.arange(len(LENGTHS)) * 2 + 1
+        states = torch.full((2 * len(LENGTHS), HIDDEN), torch.nan)
+        states[rows] = self.states
+        every = torch.arange(len(rows))
+        self.drafter.observe(
+            CommittedTokens([], rows, every, every, last_rows=rows, output_states=states)
+        )
+
+    def draft(self) -> list[DraftTree]:
+        return self.drafter.propose(requests_of(self.tokens, [16, 9, 16, 12, 16], [8, 8, 1, 3, 8]))
+
+    def worst_score(self, trees: list[DraftTree], **changes: Any) -> float:
+        """The largest difference between a node's log-probability and the module's."""
+        worst = 0.0
+        for r, tree in enumerate(trees):
+            tree.validate(VOCAB)
+            for i, (*before, token) in enumerate(paths_of(tree)):
+                parent = int(tree.parent_indices[i])
+                above = 0.0 if parent < 0 else float(tree.scores[parent])
+                branch = [int(self.tokens[r][-1]), *before]
+                scores = logits_along(
+                    self.module, self.embed, self.states[r], self.caches[r], branch, **changes
+                )
+                expected = float(scores.log_softmax(-1)[token])
+                worst = max(worst, abs(float(tree.scores[i]) - above - expected))
+        return worst
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_each_branch_equals_the_chain_along_it(
+    grouped: bool, on_device: bool, tmp_path: Path
+) -> None:
+    world = World(tmp_path, grouped, on_device)
+    assert recognise_head(tmp_path).name == "assistant_tree"
+    trees = world.draft()
+    assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12, 16]
+    assert max(tree.max_depth for tree in trees) > 2
+    assert world.worst_score(trees) < 5e-4
+    # The control: a window of one token more shows.
+    assert world.worst_score(trees, window=WINDOW + 1) > 5e-3
+
+
+def test_states_of_another_request_show(tmp_path: Path) -> None:
+    world = World(tmp_path, grouped=False)
+    world.states = world.states.roll(1, 0)
+    assert world.worst_score(world.draft()) > 5e-2
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    """An assistant in the layout of the published configs, with changed fields."""
+    make_assistant(folder, VOCAB, grouped=True)
+    raw = json.loads((folder / "config.json").read_text())
+    text = raw["text_config"]
+    if "per_layer_config" not in changes:
+        del text["per_layer_config"]
+    text |= TEXT
+    for name, value in changes.items():
+        (raw if name in raw else text)[name] = value
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def test_the_layout_of_published_configs(tmp_path: Path) -> None:
+    config = load_assistant(written(tmp_path), TARGET).config
+    sliding = TargetCacheSpec(2, 32, 1.0, WINDOW)
+    assert [layer.cache for layer in config.layers] == [sliding] * 3 + [TargetCacheSpec(1, 64, 1.0)]
+    assert [layer.rotary.kind for layer in config.layers] == ["default"] * 3 + ["proportional"]
+    assert config.scored_tokens == 15
+
+
+_ROPE = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in KINDS}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model_type": "gemma5_assistant"}, "model_type = 'gemma5_assistant', legal: gemma4_assist"),
+    ({"text_config": 3}, "text_config = 3, legal: an object"),
+    ({"backbone_hidden_size": 32}, r"target_hidden_size = 32, legal: 64 \(the target's .*use the"),
+    ({"vocab_size": 360}, "vocab_size = 360, legal: 300"),
+    ({"sliding_window": 512}, f"sliding_window = 512, legal: {WINDOW}"),
+    ({"layer_types": ["full_attention"] * 3}, "layer_types = .* for each of the 4 layers"),
+    ({"layer_types": ["chunked_attention"] * 4}, "layer_types = .*full_attention or sliding"),
+    ({"hidden_activation": "silu"}, "hidden_activation = 'silu'"),
+    ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0, legal: absent or None"),
+    ({"tie_word_embeddings": False}, "tie_word_embeddings = False, legal: absent or True"),
+    ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all', legal: absent"),
+    ({"enable_moe_block": True}, "enable_moe_block = True"),
+    ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8, legal: absent or 0"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads of layer 0 = 3, legal: a divisor of"),
+    ({"num_global_key_value_heads": 3}, "num_key_value_heads of layer 3 = 3, legal: a divisor of"),
+    ({"global_head_dim": 0}, "global_head_dim = 0"),
+    ({"global_head_dim": 128}, r"misshapen layers.3.self_attn.o_proj.weight"),
+    ({"per_layer_config": {"3": 5}}, "per_layer_config.3 = 5, legal: an object"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000, legal: an integer from 1 to 64"),
+    ({"rope_parameters": None}, "rope_parameters.sliding_attention = None, legal: an object"),
+    (
+        {"rope_parameters": _ROPE | {"full_attention": {"rope_type": "yarn", "rope_theta": 1e4}}},
+        "rope_parameters.full_attention.rope_type = 'yarn', legal: default or proportional",
+    ),
+    (
+        {"rope_parameters": _ROPE | {"full_attention": {"rope_theta": 1e-300}}},
+        "'rope_theta': 1e-300.*not finite",
+    ),
+    ({"num_centroids": 7}, "num_centroids = 7, legal: a divisor of vocab_size = 300"),
+    ({"centroid_intermediate_top_k": 61}, "centroid_intermediate_top_k = 61, .*1 to 60"),
+    ({"use_ordered_embeddings": False}, "unexpected masked_embedding.centroids.weight"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_cannot_be_served_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_assistant(written(tmp_path, **changes), TARGET)
+
+
+@pytest.mark.usefixtures("installed")
+def test_targets_without_whole_plain_caches_are_refused(tmp_path: Path) -> None:
+    target, head = make_followed_target(tmp_path, VOCAB)
+    spec = {"method": "assistant_tree", "model": str(head)}
+    assert engine_config(target, spec).speculative_config.plugin_method == "assistant_tree"
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot .* 'assistant_tree'"):
+        engine_config(target, spec, tensor_parallel_size=2)
+    with pytest.raises(ValueError, match="'assistant_tree'.* kv_cache_dtype='fp8_e4m3'"):
+        engine_config(target, spec, kv_cache_dtype="fp8_e4m3")
+
+
+def test_a_target_without_windows_is_refused(tmp_path: Path) -> None:
+    target = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB)
+    with pytest.raises(ValueError, match=rf"sliding_window = {WINDOW}, legal: None \(the target's"):
+        load_assistant(written(tmp_path), target)
+
+
+@pytest.mark.parametrize("token", [-1, 7, VOCAB])
+def test_groups_that_are_no_permutation_are_refused(token: int, tmp_path: Path) -> None:
+    file = written(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    ordering = tensors["masked_embedding.token_ordering"]
+    ordering[int(ordering[0] == token)] = token
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="token_ordering is no permutation of the 300 tokens"):
+        load_assistant(tmp_path, TARGET)
+
+
+@pytest.mark.parametrize("name", published.ALL)
+def test_published_configs(name: str, tmp_path: Path) -> None:
+    """With their real heads in small sizes."""
+    raw = published.small(published.ALL[name])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(published.tensors_of(raw), tmp_path / "model.safetensors")
+    config = load_assistant(tmp_path, published.target_of(raw)).config
+    heads = [(layer.cache.num_kv_heads, layer.cache.window) for layer in config.layers]
+    assert recognise_head(tmp_path).name == "assistant_tree"
+    assert (
+        heads
+        == {
+            "GEMMA4_E2B": [(1, 512)] * 3 + [(1, None)],
+            "GEMMA4_E4B": [(2, 512)] * 3 + [(2, None)],
+            "GEMMA4_12B": [(8, 1024)] * 3 + [(1, None)],
+            "GEMMA4_26B_A4B": [(8, 1024)] * 3 + [(2, None)],
+            "GEMMA4_31B": [(16, 1024)] * 3 + [(4, None)],
+        }[name]
+    )
