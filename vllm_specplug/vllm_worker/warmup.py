@@ -106,9 +106,7 @@ def _observe(
     positions = every % state.max_model_len
     table_rows = torch.zeros_like(every, dtype=torch.int32)
     state.drafter.observe(
-        CommittedTokens(
-            aux, every, positions, slots, output_states=hidden, table_rows=table_rows
-        )
+        CommittedTokens(aux, every, positions, slots, output_states=hidden, table_rows=table_rows)
     )
 
 
