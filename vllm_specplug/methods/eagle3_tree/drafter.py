@@ -124,7 +124,7 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         embeds = self._embed(following, positions)
         attention = None
         if self.attends_context:
-            attention = self.cache.context_attention(*table_rows, positions, slots)
+            attention = self.cache.context_attention(table_rows[0], positions, slots)
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
