@@ -144,7 +144,7 @@ def test_a_config_written_here_reads_back(mask: int | None) -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
         ({"partial_rotary_factor": 0.01}, ["partial_rotary_factor", "even number of 80"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
-        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "parallel draft modules"]),
+        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "draft modules"]),
         ({"eagle_aux_hidden_state_layer_ids": [30, 2, 18]}, ["ascending"]),
         ({"eagle_aux_hidden_state_layer_ids": ["a"]}, ["eagle_aux_hidden_state_layer_ids"]),
         ({"draft_vocab_size": 200000}, ["draft_vocab_size", "151936"]),
