@@ -86,14 +86,19 @@ BLOCK_HEADS = {
     "VLLM_XPRESS_QWEN3_8B": ("XPress", "vLLM", "Qwen3-8B"),
     "ANGELSLIM_DFLARE_QWEN3_4B": ("DFlare", "AngelSlim", "Qwen3-4B"),
 }
-EAGLE3_HEADS = {
+EAGLE3_HEADS: dict[str, tuple[str, ...]] = {
     "EAGLE_LLAMA3_8B": ("EAGLE-3", "EAGLE", "Llama-3-8B"),
     "SPECFORGE_QWEN3_4B": ("EAGLE-3", "SpecForge", "Qwen3-4B"),
     "SPECFORGE_QWEN3_30B_EAGLE31": ("EAGLE-3.1", "SpecForge", "Qwen3-30B-A3B"),
     "SPECULATORS_GEMMA4_31B": ("EAGLE-3", "RedHatAI, speculators", "gemma-4-31B-it"),
     "SPECULATORS_QWEN3_8B_WINDOW": ("EAGLE-3 with a sliding window", "speculators", "Qwen3-8B"),
     "SPECULATORS_QWEN3_8B_LAYERS": ("EAGLE-3 with three layers", "speculators", "Qwen3-8B"),
-    "SPECFORGE_PEAGLE_QWEN3_8B": ("P-EAGLE", "SpecForge", "Qwen3-8B"),
+    "SPECFORGE_PEAGLE_QWEN3_8B": (
+        "P-EAGLE",
+        "SpecForge",
+        "Qwen3-8B",
+        "add `mask_token_id` to its config.json: SpecForge does not write it",
+    ),
     "SPECULATORS_PEAGLE_QWEN3_8B": ("P-EAGLE", "speculators", "Qwen3-8B"),
     "TORCHSPEC_GLM4_MOE": ("EAGLE-3 with experts", "TorchSpec", "GLM-4.5"),
     "MODELOPT_LLAMA31_8B": ("EAGLE-3", "NVIDIA Model Optimizer", "Llama-3.1-8B"),
@@ -179,10 +184,12 @@ def rows() -> list[tuple[str, ...]]:
             (EAGLE3_HEADS, make_eagle3_head, eagle3),
             (ASSISTANTS, make_assistant, assistant),
         ):
-            for name, (kind, writer, target) in heads.items():
+            for name, (kind, writer, target, *remarks) in heads.items():
                 path = Path(folder) / module.__name__ / name
                 sizes = make(path, getattr(module, name))
-                found.append((kind, writer, target, *verdict(path, sizes)))
+                *served, reason = verdict(path, sizes)
+                remark = "; ".join(part for part in (reason, *remarks) if part)
+                found.append((kind, writer, target, *served, remark))
     return found
 
 

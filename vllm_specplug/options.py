@@ -147,7 +147,7 @@ _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {
         "trees are verified by the target's own samples, which is exactly lossless",
     ),
     "draft_sample_method": ("greedy", "draft trees are deterministic"),
-    "parallel_drafting": (False, "the head drafts all depths in one forward pass already"),
+    "parallel_drafting": (False, "the method decides it from the head"),
     "use_heterogeneous_vocab": (False, "the head must be trained for this target's vocabulary"),
     "use_local_argmax_reduction": (False, "tree drafting needs the top candidates, not one"),
     "enable_adaptive_verification": (
@@ -402,11 +402,12 @@ def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None) -> Non
         )
 
 
-def check_tree_depth(tree_depth: int | None, block_size: int, max_depth: int) -> int:
-    """Returns the depth to draft with a head of `block_size` slots; slot 0 holds the anchor.
+def check_tree_depth(tree_depth: int | None, max_depth: int, reason: str) -> int:
+    """Returns the depth to draft, by default `max_depth`.
 
     Args:
-        max_depth: maximum depth that the block drafts.
+        max_depth: maximum depth that the head drafts.
+        reason: what limits the head's depth, for the message.
 
     Raises:
         ValueError: if `tree_depth` exceeds `max_depth`.
@@ -417,8 +418,8 @@ def check_tree_depth(tree_depth: int | None, block_size: int, max_depth: int) ->
         raise option_error(
             "tree_depth",
             tree_depth,
-            f"this head drafts blocks of {block_size} slots, so depths 1..{max_depth} are possible",
-            f"Lower tree_depth to {max_depth} or less, or use a head trained with longer blocks",
+            f"{reason}, so depths 1..{max_depth} are possible",
+            f"Lower tree_depth to {max_depth} or less, or use a head trained to draft deeper",
         )
     return tree_depth
 

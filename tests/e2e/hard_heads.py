@@ -68,12 +68,18 @@ def _changed(kind: str) -> Iterator[None]:
     def get_hard_method(name: str) -> Any:
         stock = original(name).load_drafter()
 
-        def load(self: Any, target: Any) -> None:
-            super(changed, self).load(target)
-            change_head(self, kind)
+        def make(options: Any) -> Any:
+            drafter = stock(options)
+            stock_load = drafter.load
 
-        changed: type = type("Hard", (stock,), {"load": load})
-        return SimpleNamespace(load_drafter=lambda: changed)
+            def load(target: Any) -> None:
+                stock_load(target)
+                change_head(drafter, kind)
+
+            drafter.load = load
+            return drafter
+
+        return SimpleNamespace(load_drafter=lambda: make)
 
     proposer.get_method = get_hard_method
     try:

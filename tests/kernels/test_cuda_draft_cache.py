@@ -19,6 +19,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, load_kernel
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
+from vllm_specplug.vllm_worker.memory import device_draft_cache
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -178,3 +179,30 @@ def test_rows_of_a_tree_attend_their_pages_and_their_branch(monkeypatch, is_devi
                     DIM**-0.5,
                 )
                 assert (output[place * ROWS + row].double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("most", [4096, 3])
+def test_committed_tokens_attend_the_tokens_before_them(monkeypatch, most: int) -> None:
+    """Rows of two requests, in one call and in pieces; one of them has no slot."""
+    monkeypatch.setattr(device_draft_cache, "_MAX_CONTEXT_ROWS", most)
+    windows = (None, 5)
+    drafts, keys, values = draft_cache(monkeypatch, windows=windows)
+    places = [(1, 0), (2, 288), (1, 6), (2, 3), (1, 2), (2, 299), (1, 4)]
+    rows, positions = (torch.tensor(column) for column in zip(*places, strict=True))
+    slots = torch.arange(len(places))
+    slots[4] = -1
+    attend = drafts.context_attention(rows.int(), positions, slots)
+    for layer, window in enumerate(windows):
+        query = torch.randn(len(places), HEADS, DIM)
+        key, value = torch.stack(
+            [torch.stack((keys[r][layer, at], values[r][layer, at])) for r, at in places], dim=1
+        )
+        output = attend(layer, query, key, value)
+        for i, (r, at) in enumerate(places):
+            if slots[i] < 0:
+                continue
+            seen = slice(max(0, at + 1 - (window or at + 1)), at + 1)
+            expected = chain_attention(
+                query[i], keys[r][layer, seen], values[r][layer, seen], DIM**-0.5
+            )
+            assert (output[i].double() - expected).abs().max() < 1e-5

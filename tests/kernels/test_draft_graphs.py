@@ -52,7 +52,7 @@ from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.resolve import DelsSettings
 from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
-from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.drafter import make_drafter
 from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
@@ -69,7 +69,7 @@ TARGET = SimpleNamespace(
 )
 
 # drafter, head and settings
-Made = tuple[type[Any], Path, Any]
+Made = tuple[Callable[..., Any], Path, Any]
 
 
 def causal_head(folder: Path) -> Made:
@@ -101,7 +101,16 @@ def local_head(folder: Path) -> Made:
 
 
 def draft_layer(folder: Path) -> Made:
-    return Eagle3Drafter, make_eagle3_head(folder, VOCAB, draft_vocab_size=20), None
+    return make_drafter, make_eagle3_head(folder, VOCAB, draft_vocab_size=20), None
+
+
+def several_layers(folder: Path) -> Made:
+    return make_drafter, make_eagle3_head(folder, VOCAB, windows=(None, 24)), None
+
+
+def parallel_head(folder: Path) -> Made:
+    windows = (24, None)
+    return make_drafter, make_eagle3_head(folder, VOCAB, windows=windows, mask_token_id=2), None
 
 
 def module_of_the_target(folder: Path) -> Made:
@@ -121,6 +130,8 @@ HEADS: list[Callable[[Path], Made]] = [
     selector,
     local_head,
     draft_layer,
+    several_layers,
+    parallel_head,
     module_of_the_target,
     assistant,
 ]
@@ -369,6 +380,7 @@ def _full_depth(graphs: DraftGraphs) -> None:
         (draft_layer, _other_lines),
         (draft_layer, _other_states),
         (draft_layer, _full_depth),
+        (parallel_head, _other_states),
         (module_of_the_target, _other_states),
     ],
 )

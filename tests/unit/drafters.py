@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,7 @@ USUAL = {
 
 
 def load_drafter(
-    cls: type[Drafter],
+    make: Callable[[DrafterOptions], Drafter],
     head: Path,
     settings: Any,
     # [V, H]
@@ -35,7 +35,7 @@ def load_drafter(
     """A drafter for a target with these tables, of which a shape may be all; `options` are those of
     `DrafterOptions` that are not the usual ones."""
     vocab, hidden = lm_head.shape
-    drafter = cls(DrafterOptions(head_path=str(head), settings=settings, **{**USUAL, **options}))
+    drafter = make(DrafterOptions(head_path=str(head), settings=settings, **{**USUAL, **options}))
     drafter.load(
         TargetWeights(
             embed_tokens=lm_head if embed is None else embed, lm_head=lm_head, dtype=lm_head.dtype,

@@ -49,8 +49,8 @@ class DraftCache(Protocol):
     ) -> BlockAttention:
         """Returns the attention of committed tokens, each over itself and the tokens before it.
 
-        Keys and values of the tokens before must be written. Tokens with slot -1 get undefined
-        outputs.
+        Keys and values of the tokens before must be written. Tokens with slot -1, which only
+        devices have, get undefined outputs.
 
         Args:
             table_rows: int32 [M], see `CommittedTokens.table_rows`.

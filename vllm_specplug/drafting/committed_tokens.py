@@ -48,13 +48,13 @@ class CommittedTokens:
     """Whether the tokens are known to be those of the first M rows, in this order."""
 
     def table_rows_on(self, device: torch.device) -> torch.Tensor:
-        """Returns `table_rows`; zeros for tokens that belong to no request."""
+        """Returns `table_rows`, or `owners` on hosts."""
         import torch
 
         if self.table_rows is not None:
             return self.table_rows
-        owners = np.zeros(len(self.rows)) if self.owners is None else self.owners
-        return torch.from_numpy(owners).to(device, torch.int32)
+        assert self.owners is not None, "neither table rows nor owners"
+        return torch.from_numpy(self.owners).to(device, torch.int32)
 
     def layer_states(self) -> torch.Tensor:
         """Returns a copy of each token's auxiliary states, concatenated: [M, L*Ht]."""

@@ -45,7 +45,7 @@ class LevelDrafter(BranchDrafter):
     lm_head: Callable[[torch.Tensor], torch.Tensor]
     drafts_on_device = False
     """Whether the bound cache is on a device, so that drafting does not involve the host."""
-    levels_run = 0
+    levels_run: int | None = 0
     """Number of levels of the last draft, which may end before the requested depth."""
 
     @abstractmethod
@@ -112,10 +112,12 @@ class LevelDrafter(BranchDrafter):
 
     def _counted(self, expand: Expand) -> Expand:
         """Returns `expand`, which also counts `levels_run` from 0."""
-        self.levels_run = 0
+        levels = self.levels_run = 0
 
         def count(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-            self.levels_run += 1
+            nonlocal levels
+            levels += 1
+            self.levels_run = levels
             return expand(frontier)
 
         return count

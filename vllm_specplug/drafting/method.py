@@ -8,7 +8,7 @@ the API server reads it before a device is known.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from vllm_specplug.options import is_number, option_error, value_error
 
 if TYPE_CHECKING:
-    from vllm_specplug.drafting.drafter import Drafter
+    from vllm_specplug.drafting.drafter import Drafter, DrafterOptions
     from vllm_specplug.drafting.head_files import HeadFiles
 
 API_VERSION = 1
@@ -123,7 +123,8 @@ class Method:
     options: str
     """Path of its subclass of `MethodOptions`."""
     drafter: str
-    """Path of its subclass of `Drafter`; imported in workers only."""
+    """Path of its subclass of `Drafter`, or of a function that chooses one by the head; imported in
+    workers only."""
     needs: frozenset[Capability] = frozenset()
     needs_head: bool = True
     """Whether `model` must name a draft checkpoint."""
@@ -145,8 +146,8 @@ class Method:
         """Imports the class of the method's own options."""
         return _load(self.options)
 
-    def load_drafter(self) -> type[Drafter]:
-        """Imports the class of the drafter."""
+    def load_drafter(self) -> Callable[[DrafterOptions], Drafter]:
+        """Imports what makes the drafter."""
         return _load(self.drafter)
 
     def recognises_head(self, head: HeadFiles) -> bool:

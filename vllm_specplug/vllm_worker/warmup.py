@@ -104,7 +104,10 @@ def _observe(
     every = torch.arange(len(hidden), device=state.device)
     slots = every if has_slots else torch.full_like(every, -1)
     positions = every % state.max_model_len
-    state.drafter.observe(CommittedTokens(aux, every, positions, slots, output_states=hidden))
+    table_rows = torch.zeros_like(every, dtype=torch.int32)
+    state.drafter.observe(
+        CommittedTokens(aux, every, positions, slots, output_states=hidden, table_rows=table_rows)
+    )
 
 
 class _NoCache:

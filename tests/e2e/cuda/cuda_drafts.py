@@ -175,11 +175,11 @@ def knowing_contexts() -> Iterator[list[int]]:
 
     def written(self: Any, *columns: torch.Tensor) -> None:
         write(self, *columns)
-        outputs, following, positions, slots = columns
+        outputs, following, positions, table_rows, slots = columns
         ends: dict[int, int] = {}
         for i in (slots >= 0).nonzero().flatten().tolist():
             tokens[int(slots[i])] = outputs[i], int(following[i]), int(positions[i])
-            row = int(self._table_rows[i])
+            row = int(table_rows[i])
             ends[row] = max(ends.get(row, 0), int(positions[i]) + 1)
         for row, length in ends.items():
             compare(self, row, length)
@@ -189,7 +189,7 @@ def knowing_contexts() -> Iterator[list[int]]:
 
 
 @contextmanager
-def knowing_levels(drafter: type[StateDrafter] = StateDrafter) -> Iterator[LevelDrafts]:
+def knowing_levels() -> Iterator[LevelDrafts]:
     """`knowing` for heads of draft layers with pages."""
 
     def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
@@ -206,7 +206,7 @@ def knowing_levels(drafter: type[StateDrafter] = StateDrafter) -> Iterator[Level
         return self.attention_of(metadata)
 
     with (
-        knowing(drafter, _layer_trees) as seen,
+        knowing(StateDrafter, _layer_trees) as seen,
         patch.object(CudaDraftCache, "branch_attention", branches, create=True),
     ):
         yield seen

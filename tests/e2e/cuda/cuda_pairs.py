@@ -115,13 +115,16 @@ def is_equal(made: Pair, control: Any) -> bool:
 
 
 @contextmanager
-def knowing_candidates() -> Iterator[list[int]]:
-    """A block head's forward is run, and its candidates are the tokens that follow in any of the
-    oracle's sequences; yields how many requests of each draft had their tokens on the host."""
-    original, seen = BlockHeadDrafter.draft_candidates, []
+def knowing_candidates(
+    drafter: Any = BlockHeadDrafter, method: str = "draft_candidates"
+) -> Iterator[list[int]]:
+    """The forward of a head that drafts all depths at once is run, and its candidates are the
+    tokens that follow in any of the oracle's sequences; yields how many requests of each draft had
+    their tokens on the host."""
+    original, seen = getattr(drafter, method), []
 
     def candidates(self: Any, requests: Any, depth: int, width: int) -> Any:
-        ids, log_probs, hidden = original(self, requests, depth, width)
+        ids, log_probs, *hidden = original(self, requests, depth, width)
         seen.append(0 if isinstance(requests, DeviceRequests) else len(requests))
         anchors = [int(anchor) for anchor in requests.anchors]
         for r, (anchor, context) in enumerate(zip(anchors, requests.context_lens, strict=True)):
@@ -138,9 +141,9 @@ def knowing_candidates() -> Iterator[list[int]]:
         # The third falls far behind: a local head is to choose among the first two.
         falling = torch.arange(1, ids.shape[2] + 1, device=ids.device).mul(-0.4)
         falling[2:] -= 6.0
-        return ids, falling.expand(log_probs.shape).contiguous(), hidden
+        return ids, falling.expand(log_probs.shape).contiguous(), *hidden
 
-    with patch.object(BlockHeadDrafter, "draft_candidates", candidates):
+    with patch.object(drafter, method, candidates):
         yield seen
 
 

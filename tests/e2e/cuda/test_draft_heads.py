@@ -14,10 +14,16 @@ from unittest.mock import patch
 import pytest
 
 from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_contexts, knowing_levels
-from tests.e2e.cuda.cuda_pairs import INTERPRETED, compare, compare_block_head, engines
+from tests.e2e.cuda.cuda_pairs import (
+    INTERPRETED,
+    compare,
+    compare_block_head,
+    engines,
+    knowing_candidates,
+)
 from tests.e2e.pair import target
 from tests.e2e.tiny import make_dflash2_head, make_dspark_head, make_eagle3_head
-from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.drafter import ParallelDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 DSPARK_KINDS = ("vanilla", "gated", "rnn", "domino")
@@ -95,10 +101,15 @@ def test_several_layers_on_the_device(mask: int | None, tmp_path: Path) -> None:
     """One with a sliding window; with a mask token, levels are drafted in one forward."""
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
     head = make_eagle3_head(tmp_path, vocab, windows=(8, None, None), mask_token_id=mask)
-    with knowing_levels(Eagle3Drafter) as drafts, knowing_contexts() as contexts:
+    is_parallel = mask is not None
+    knowing = partial(knowing_candidates, ParallelDrafter, "_candidates")
+    with (knowing if is_parallel else knowing_levels)() as drafts, knowing_contexts() as contexts:
         made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
         assert compare(made, True).skipping > 1
-    assert drafts.nodes > 50 and not drafts.differing, drafts
+    if is_parallel:
+        assert drafts.count(0) > 5, drafts
+    else:
+        assert drafts.nodes > 50 and not drafts.differing, drafts
     assert len(contexts) > 10 and max(contexts) > 40, contexts
 
 

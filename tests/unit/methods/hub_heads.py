@@ -227,7 +227,7 @@ GPT_OSS = (
     ),
     HubHead(
         "amazon/gpt-oss-120b-p-eagle", "openai/gpt-oss-120b",
-        remark="P-EAGLE of 4 layers; its config was not seen: ask `specplug inspect`",
+        remark="P-EAGLE of 4 layers; not tested; `specplug inspect` tells whether it loads",
     ),
     # SpecForge configs/gpt-oss-120B-eagle3.json
     HubHead(

@@ -8,6 +8,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from tests.unit.train.heads import KINDS, Job
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
-from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
+from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
+from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.tokenswift.head import load_heads
 from vllm_specplug.train.cli import train_app
@@ -198,14 +200,26 @@ def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None
         make_job(kind, "second", init_from=str(first.head)).train()
 
 
-def test_a_head_with_a_window_is_not_continued(make_job: MakeJob) -> None:
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"windows": (8,)}, "has a sliding window of 8;"),
+        ({"windows": (None, None)}, "has 2 layers;"),
+        ({"mask_token_id": 7}, "drafts in parallel (mask_token_id 7);"),
+        ({"windows": (8, None), "mask_token_id": 7}, "has 2 layers and has a sliding window of 8 "),
+    ],
+)
+def test_a_head_of_another_kind_is_not_continued(
+    shape: dict[str, Any], words: str, make_job: MakeJob, tmp_path: Path
+) -> None:
     first = make_job("eagle3", "first", total_steps=1)
     first.train()
-    path = first.head / "config.json"
-    window = {"layer_types": ["sliding_attention"], "sliding_window": 8}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **window}))
-    with pytest.raises(ValueError, match=r"init-from .* sliding windows \(8,\).* legal: one layer"):
-        make_job("eagle3", "second", init_from=str(first.head)).train()
+    target = json.loads((first.run.target / "config.json").read_text())
+    trained, extras = load_eagle3_head(first.head, target)
+    other = Eagle3Head(replace(trained.config, **shape))
+    save_eagle3_head(tmp_path / "head", other, target_ids=extras.target_ids)
+    with pytest.raises(ValueError, match=f"init-from .* {re.escape(words)}.* legal: one layer"):
+        make_job("eagle3", "second", init_from=str(tmp_path / "head")).train()
 
 
 def test_a_run_is_not_resumed_with_features_of_other_layers(make_job: MakeJob, tmp_path) -> None:

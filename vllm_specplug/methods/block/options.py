@@ -31,7 +31,11 @@ class BlockOptions(MethodOptions):
         path = resolve_head_path(shared.model, method)
         head = inspect_block_head(path, target.text_config, self.config_class())
         log_unused_parts(path, head)
-        depth = check_tree_depth(shared.tree_depth, head.block_size, head.num_draft_tokens)
+        depth = check_tree_depth(
+            shared.tree_depth,
+            head.num_draft_tokens,
+            f"this head drafts blocks of {head.block_size} slots",
+        )
         return DraftPlan(
             depth=min(depth, shared.num_speculative_tokens),
             head_path=str(path),

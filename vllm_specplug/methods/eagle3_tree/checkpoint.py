@@ -27,6 +27,7 @@ from vllm_specplug.drafting.head_config import (
 from vllm_specplug.methods.block.checkpoint import read_tensors
 from vllm_specplug.methods.eagle3_tree.config import (
     AUX_LAYERS_KEY,
+    MASK_TOKEN,
     NAME_LAYERS,
     Eagle3Config,
 )
@@ -96,7 +97,7 @@ def inspect_eagle3_head(directory: str | Path, target_config: Any) -> Eagle3Conf
     if "mask_hidden" in tensors and config.mask_token_id is None:
         raise ValueError(
             f"draft head {str(directory)!r} holds the tensor 'mask_hidden' of P-EAGLE heads, and "
-            "its config names no mask token: set mask_token_id in config.json"
+            f"its config names no mask token: set mask_token_id in config.json to {MASK_TOKEN}"
         )
     # The tensors tell what a config does not.
     config = replace(

@@ -9,8 +9,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
-from vllm_specplug.drafting.head_config import check_layer_shape, require, required_size
+from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
+from vllm_specplug.drafting.head_config import (
+    check_layer_shape,
+    require,
+    require_size,
+    required_size,
+)
 from vllm_specplug.methods.block.config import default_head_dim
 from vllm_specplug.methods.block.layer_config import read_rotary, read_windows, rotary_of
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
@@ -45,13 +50,19 @@ _ARCHITECTURES = (
 )
 # Names of the mask token of P-EAGLE heads, as vLLM looks for them.
 _MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+MASK_TOKEN = (
+    "the mask token of the training run (SpecForge: `model.mask_token_id`, else the tokenizer's)"
+)
 # Flags of `eagle_config` and the values that this head supports.
 _EAGLE_FLAGS: dict[str, tuple[tuple[Any, ...], str]] = {
     "use_aux_hidden_state": ((None, True), "true (the head reads several layers of the target)"),
     "use_input_layernorm_in_first_layer": ((None, True), "true (embeddings are normed)"),
     "use_last_layernorm": ((None, True), "true (a norm stands before the LM head)"),
     "use_mtp_layernorm": ((None, False), "false"),
-    "parallel_draft_step": ((None, 0, 1), "1 (parallel draft heads are not served)"),
+    "parallel_draft_step": (
+        (None, 0, 1),
+        "1 (heads with several parallel draft modules are not served)",
+    ),
 }
 
 
@@ -72,7 +83,9 @@ class Eagle3Config:
     full attention: a row at position p attends positions p - window + 1 to p. `norm_output` says
     that a drafted token's state is fed to the next one after the final norm, not before it. The
     reader takes `qk_norm` and `attention_bias` from the tensors. With `mask_token_id` the head
-    drafts in parallel (P-EAGLE): a drafted token is this token with a trained state.
+    drafts in parallel (P-EAGLE): the head reads this token and a trained state in place of each
+    drafted token. `num_draft_tokens` is the number of tokens that such a head was trained to draft
+    at once; None if its config does not state it.
     """
 
     hidden_size: int
@@ -91,6 +104,7 @@ class Eagle3Config:
     max_position_embeddings: int = 131072
     windows: tuple[int | None, ...] = (None,)
     mask_token_id: int | None = None
+    num_draft_tokens: int | None = None
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -101,19 +115,6 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         check_layer_shape(self)
         self.rotary.check()
-        require(
-            all(window is None or is_size(window) for window in self.windows),
-            "sliding_window",
-            self.windows,
-            f"an integer from 1 to {MAX_SIZE}",
-        )
-        mask = self.mask_token_id
-        require(
-            mask is None or (is_integer(mask) and 0 <= mask < self.vocab_size),
-            "mask_token_id",
-            mask,
-            f"0..{self.vocab_size - 1} (P-EAGLE heads draft with a mask token)",
-        )
         for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
             require(
                 isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false"
@@ -208,7 +209,8 @@ class Eagle3Config:
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             **rotary,
             windows=_windows(layer),
-            mask_token_id=_mask_token(raw),
+            mask_token_id=_mask_token(raw, vocab),
+            num_draft_tokens=_trained_depth(raw) if kind == "peagle" else None,
             # True by default in speculators' format of EAGLE-3 only.
             norm_before_residual=flag("norm_before_residual", is_speculators and kind != "peagle"),
             norm_before_fc=flag("norm_before_fc", False),
@@ -219,7 +221,7 @@ class Eagle3Config:
     def to_dict(self) -> dict[str, Any]:
         """Returns a `config.json` object in the trainers' flat form, which vLLM's own method reads
         too."""
-        unlike = ("target_layer_ids", "qk_norm", "windows")
+        unlike = ("target_layer_ids", "qk_norm", "windows", "num_draft_tokens")
         raw = {k: v for k, v in asdict(self).items() if k not in unlike}
         raw["rope_scaling"] = dict(self.rope_scaling) if self.rope_scaling else None
         return {
@@ -275,18 +277,44 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     return layers
 
 
-def _mask_token(raw: Mapping[str, Any]) -> Any:
+def is_parallel(raw: Mapping[str, Any]) -> bool:
+    """Returns whether a parsed `config.json` names the mask token of a P-EAGLE head."""
+    return any(raw.get(name) is not None for name in _MASK_KEYS)
+
+
+def _mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
     """Returns the mask token of a P-EAGLE head, None for other heads."""
-    found = [raw[name] for name in _MASK_KEYS if raw.get(name) is not None]
+    for name in _MASK_KEYS:
+        token = raw.get(name)
+        if token is not None:
+            require(
+                is_integer(token) and 0 <= token < vocab_size,
+                name,
+                token,
+                f"0..{vocab_size - 1}",
+            )
+            return int(token)
     kinds = [str(raw.get("speculators_model_type")), *(raw.get("architectures") or [])]
-    is_parallel = any("peagle" in kind.lower() for kind in kinds)
     require(
-        bool(found) or not is_parallel,
-        _MASK_KEYS[0],
+        not any("peagle" in kind.lower() for kind in kinds),
+        " / ".join(_MASK_KEYS),
         None,
-        "the token that the head was trained with for tokens to draft (P-EAGLE)",
+        f"{MASK_TOKEN}, under one of these names",
     )
-    return found[0] if found else None
+    return None
+
+
+def _trained_depth(raw: Mapping[str, Any]) -> int | None:
+    """Returns the number of tokens that a P-EAGLE head drafts at once, as speculators states it."""
+    stated = raw.get("speculators_config") or {}
+    require(isinstance(stated, Mapping), "speculators_config", stated, "an object")
+    proposals = stated.get("proposal_methods") or [{}]
+    legal = isinstance(proposals, list) and isinstance(proposals[0], Mapping)
+    require(legal, "speculators_config.proposal_methods", proposals, "a list of objects")
+    depth = proposals[0].get("speculative_tokens")
+    if depth is not None:
+        require_size("speculative_tokens", depth)
+    return depth
 
 
 def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -299,10 +327,12 @@ def _windows(layer: Mapping[str, Any]) -> tuple[int | None, ...]:
         not window or layer.get("use_sliding_window") is False or bool(layer.get("layer_types")),
         "sliding_window",
         window,
-        'absent, or with "layer_types": ["sliding_attention"] or ["full_attention"] beside it '
-        "(programs disagree whether such a head has a window)",
+        'absent, or with "layer_types" beside it: "full_attention" or "sliding_attention" for each '
+        "layer (programs disagree whether such a head has a window)",
     )
-    found: tuple[int | None, ...] = read_windows(layer, {}, count).get("windows", (None,) * count)
+    # Trainers copy a true flag from the target. vLLM reads only layer_types.
+    stated = {k: v for k, v in layer.items() if (k, v) != ("use_sliding_window", True)}
+    found: tuple[int | None, ...] = read_windows(stated, {}, count).get("windows", (None,) * count)
     return found
 
 

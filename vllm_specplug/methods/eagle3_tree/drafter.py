@@ -1,36 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EAGLE-3 trees: one forward of the head per level drafts the frontier of all trees.
+"""EAGLE-3 trees: forwards of the head draft all trees, level by level or, with P-EAGLE heads, at
+once.
 
 Each layer's context holds one key and value per committed token, computed from its state and the
-token after it, in layers after the first one also from the tokens before it. The drafter computes
-them in large batches, before a draft needs them; those of several layers in every step. A node
-attends the context and its own branch and reads its parent's state, so every branch equals the
-chain that the head would draft along it.
+token after it. In later layers they also depend on earlier tokens. Such heads compute them in every
+step; other heads may defer them. A node attends the context and its own branch and reads its
+parent's state, so every branch equals the chain that the head would draft along it. With a P-EAGLE
+head a node reads masks in place of its branch.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 import torch
 
 from vllm_specplug.drafting.caches import DeviceCache, DraftCache, DraftCacheSpec, HostCache
+from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
-from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.drafter import TargetWeights
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
 from vllm_specplug.drafting.host_levels import HostLevelRows
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.methods.block.drafter import best_first_trees
 from vllm_specplug.methods.block.head import Attend
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
+from vllm_specplug.methods.eagle3_tree.config import is_parallel
 from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayers, FusedEagle3Head
+from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import Expand, Frontier
 
 
@@ -49,12 +55,11 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
     _root_rows: torch.Tensor | None
     # [B, C] target outputs of those positions if the backlog defers them, else None
     _root_outputs: torch.Tensor | None
-    # [M] block table rows of the tokens in `observe`
-    _table_rows: torch.Tensor
 
     def begin_context(self, hidden_size: int) -> None:
         """Sets up the backlog and the root states, whose size is `hidden_size`."""
-        # Then keys and values depend on those of the tokens before, so none may wait.
+        # With several layers, a token's keys and values depend on earlier tokens' keys and values,
+        # so none may be deferred.
         self.attends_context = len(self.windows) > 1
         self.observes_late = not self.attends_context
         self.begin_backlog(self.embed_tokens.device, self._write_context)
@@ -93,19 +98,17 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
                 self._root_outputs = outputs[root_rows]
             else:
                 self._root_rows = root_rows
+        columns = [outputs, following, committed.positions, committed.slots]
         if self.attends_context:
-            self._table_rows = committed.table_rows_on(rows.device)
-        self.backlog.add(
-            outputs, following, committed.positions, committed.slots,
-            req_ids=committed.req_ids, owners=committed.owners,
-        )  # fmt: skip
+            columns.insert(3, committed.table_rows_on(rows.device))
+        self.backlog.add(*columns, req_ids=committed.req_ids, owners=committed.owners)
 
     def _write_context(
         self,
         outputs: torch.Tensor,
         following: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
+        *columns: torch.Tensor,
     ) -> None:
         """Writes keys and values of committed tokens into the cache.
 
@@ -113,13 +116,14 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
             outputs: target outputs [M, C].
             following: int64 [M], the token after each.
             positions: int64 [M].
-            slots: int64 [M].
+            columns: rows of the block table int32 [M] if `attends_context`, and slots int64 [M].
         """
+        *table_rows, slots = columns
         states = self.target_states(outputs)
         embeds = self._embed(following, positions)
         attention = None
         if self.attends_context:
-            attention = self.cache.context_attention(self._table_rows, positions, slots)
+            attention = self.cache.context_attention(table_rows[0], positions, slots)
 
         def attend(
             layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -236,8 +240,7 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
 
 
 class Eagle3Drafter(StateDrafter):
-    """Drafter for EAGLE-3 heads, and for P-EAGLE heads, which draft all levels in one forward: all
-    nodes of a level have the same candidates."""
+    """Drafter for EAGLE-3 heads."""
 
     head: FusedEagle3Head
 
@@ -265,67 +268,65 @@ class Eagle3Drafter(StateDrafter):
     def target_states(self, outputs: torch.Tensor) -> torch.Tensor:
         return self.head.features(outputs)
 
-    def device_expand(
-        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
-    ) -> DeviceExpand:
-        if self.config.mask_token_id is None:
-            return super().device_expand(requests, context_lens, width)
-        starts, rows = (context_lens - 1).clamp_min(0), self.options.tree_depth
-        roots = self.root_states(requests)
-        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=starts.device)
-        cache = cast(DeviceCache, self.cache)
-        attend = cache.tree_attention(requests, starts, chain.repeat(len(starts), 1))
-        # Each [R, rows, K]
-        candidates: tuple[torch.Tensor, ...] = ()
 
-        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal candidates
-            if not frontier.depth:
-                hidden = self._run_block(frontier.token_ids[:, 0], starts, roots, rows, attend)
-                shape = torch.Size((len(starts), rows))
-                candidates = self.level_candidates(hidden, shape, width)
-            size = frontier.token_ids.shape[1]
-            ids, log_probs = (
-                part[:, frontier.depth, None].expand(-1, size, -1) for part in candidates
-            )
-            return ids, log_probs
+class ParallelDrafter(Eagle3Drafter):
+    """Drafter for P-EAGLE heads: one forward drafts all levels, and all nodes of a level have the
+    same candidates."""
 
-        return expand
+    drafts_by_level: ClassVar[bool] = False
+    levels_run: int | None = None
 
-    def host_expand(self, requests: DraftRequests) -> Expand:
-        if self.config.mask_token_id is None:
-            return super().host_expand(requests)
-        rows = min(max(requests.depths), self.options.tree_depth)
-        starts = [length - 1 for length in requests.context_lens]
-        chains = [np.arange(-1, rows - 2, dtype=np.int32)] * len(requests)
-        attend = cast(HostCache, self.cache).branch_attention(requests, starts, chains)
-        anchors, at = device_tensor([requests.anchors, starts], self.embed_tokens.device)
-        hidden = self._run_block(anchors, at, self.root_states(requests), rows, attend)
-        shape = torch.Size((len(requests), rows))
-        ids, log_probs = (
-            part.cpu().numpy()
-            for part in self.level_candidates(hidden, shape, max(requests.widths))
+    def draft(self, requests: DraftRequests) -> list[DraftTree]:
+        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
+        candidates = self._candidates(requests, max(depths), max(requests.widths))
+        return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
+
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
+        from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+
+        depth, width = self.options.tree_depth, requests.width
+        if requests.max_depth is not None:
+            depth = min(depth, requests.max_depth)
+        candidates = self._candidates(requests, depth, width)
+        built = build_best_first_triton(
+            *candidates, requests.budgets, requests.depths, width, requests.num_nodes
         )
-        return lambda frontier: (
-            ids[frontier.requests, frontier.depth], log_probs[frontier.requests, frontier.depth]
-        )  # fmt: skip
+        return DeviceTrees(*built)
 
-    def _run_block(
-        self,
-        # [R] each
-        anchors: torch.Tensor,
-        starts: torch.Tensor,
-        # [R, H]
-        roots: torch.Tensor,
-        rows: int,
-        attend: Attend,
-    ) -> torch.Tensor:
-        """Runs each anchor and `rows` - 1 masks after it; returns inputs of the LM head [R * rows,
-        H]."""
+    def _candidates(
+        self, requests: DraftRequests | DeviceRequests, depth: int, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the `width` likeliest tokens of each depth.
+
+        Returns:
+            Target token ids int64 [R, depth, width], best first, and their natural
+            log-probabilities float32 [R, depth, width].
+        """
         assert self.head.mask_state is not None and self.config.mask_token_id is not None
-        tokens = torch.full_like(anchors[:, None].expand(-1, rows), self.config.mask_token_id)
-        states = self.head.mask_state.repeat(len(anchors), rows, 1)
-        tokens[:, 0], states[:, 0] = anchors, roots
-        positions = starts[:, None] + torch.arange(rows, device=starts.device)
-        positions = positions.clamp_max(self.options.max_model_len - 1).long().flatten()
-        return self._run(tokens.flatten(), states.flatten(0, 1), positions, attend)[0]
+        self.prepare_context(requests)
+        # The anchor's row has the position before the anchor, because its state belongs to that
+        # position.
+        shifted: DraftRequests | DeviceRequests
+        if isinstance(requests, DeviceRequests):
+            anchors, starts = requests.anchors, (requests.context_lens - 1).clamp_min(0)
+            shifted = replace(requests, context_lens=starts)
+        else:
+            before = [length - 1 for length in requests.context_lens]
+            anchors, starts = device_tensor([requests.anchors, before], self.embed_tokens.device)
+            shifted = replace(requests, context_lens=before)
+        # Each anchor, and masks after it.
+        tokens = torch.full_like(anchors[:, None].expand(-1, depth), self.config.mask_token_id)
+        states = self.head.mask_state.repeat(len(requests), depth, 1)
+        tokens[:, 0], states[:, 0] = anchors, self.root_states(requests)
+        positions = starts[:, None] + torch.arange(depth, device=starts.device)
+        positions = positions.clamp_max(self.options.max_model_len - 1).long()
+        attend = cast(DeviceCache, self.cache).block_attention(shifted, depth, causal=True)
+        hidden, _ = self._run(tokens.flatten(), states.flatten(0, 1), positions.flatten(), attend)
+        return self.level_candidates(hidden, tokens.shape, width)
+
+
+def make_drafter(options: DrafterOptions) -> Eagle3Drafter:
+    """Returns the drafter for the head in `options.head_path`."""
+    assert options.head_path is not None
+    with open_config(options.head_path, weights="the weights") as raw:
+        return ParallelDrafter(options) if is_parallel(raw) else Eagle3Drafter(options)

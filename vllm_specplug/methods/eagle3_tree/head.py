@@ -125,6 +125,24 @@ class Eagle3Head(nn.Module):
         residual = residual + attn.o_proj(mixed.flatten(-2))
         return residual + layer.mlp(layer.post_attention_layernorm(residual))
 
+    def _run(
+        self,
+        count: int,
+        embeds: torch.Tensor,
+        states: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        attend: Attend | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the first `count` layers. Returns their output after the next norm, and before
+        it."""
+        x, residual = self._inputs(embeds, states)
+        norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
+        for i, (layer, norm) in enumerate(zip(self.layers[:count], norms, strict=False)):
+            assert attend is not None
+            residual = self._run_layer(layer, x, residual, rotary, partial(attend, i))
+            x = norm(residual)
+        return x, residual
+
     def context_kv(
         self,
         embeds: torch.Tensor,
@@ -145,11 +163,7 @@ class Eagle3Head(nn.Module):
             Two tensors [T, Hkv, Dh].
         """
         rotary = self.rotary(positions)
-        x, residual = self._inputs(embeds, states)
-        for i, layer in enumerate(self.layers[:-1]):
-            assert attend is not None
-            residual = self._run_layer(layer, x, residual, rotary, partial(attend, i))
-            x = self.layers[i + 1].input_layernorm(residual)
+        x, _ = self._run(len(self.layers) - 1, embeds, states, rotary, attend)
         return self._key_value(self.layers[-1], x, rotary)
 
     def forward(
@@ -162,11 +176,7 @@ class Eagle3Head(nn.Module):
             Inputs of the LM head [T, H], and the tokens' states [T, H] for their children.
         """
         rotary = self.rotary(positions)
-        x, residual = self._inputs(embeds, states)
-        for i, layer in enumerate(self.layers):
-            residual = self._run_layer(layer, x, residual, rotary, partial(attend, i))
-            is_last = i + 1 == len(self.layers)
-            x = (self.norm if is_last else self.layers[i + 1].input_layernorm)(residual)
+        x, residual = self._run(len(self.layers), embeds, states, rotary, attend)
         return x, x if self.config.norm_output else residual
 
 
@@ -274,7 +284,7 @@ class FusedDraftLayers(ABC):
         self.shape, self.eps = config, config.rms_norm_eps
         rotary = rotary_tables(config.rotary, max_positions, norm.weight)
         self.layers = [_FusedLayer(config, x, rotary, make_linear, multiply) for x in layers]
-        # The norm after each layer
+        # Weight of the norm applied to each layer's output
         self.next_norms = [*(layer.input_layernorm.weight for layer in layers[1:]), norm.weight]
 
     @abstractmethod
@@ -291,7 +301,8 @@ class FusedDraftLayers(ABC):
         positions: torch.Tensor,
         attend: Attend,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what the layer after the first `count` ones reads: normed, and the residual."""
+        """Runs the first `count` layers. Returns their output after the next norm, and before
+        it."""
         x, residual = self._inputs(embeds, states)
         for i, layer in enumerate(self.layers[:count]):
             x, residual = layer.run(x, residual, positions, partial(attend, i), self.next_norms[i])

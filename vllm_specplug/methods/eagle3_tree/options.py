@@ -11,6 +11,7 @@ from vllm_specplug.drafting.method import (
     SharedOptions,
     TargetInfo,
 )
+from vllm_specplug.options import check_tree_depth
 
 DEFAULT_LEVELS = 5
 
@@ -23,8 +24,15 @@ class Eagle3Options(MethodOptions):
 
         path = resolve_head_path(shared.model, method)
         head = inspect_eagle3_head(path, target.text_config)
+        depth = shared.tree_depth or DEFAULT_LEVELS
+        if head.num_draft_tokens is not None:
+            depth = check_tree_depth(
+                shared.tree_depth,
+                head.num_draft_tokens,
+                f"this head was trained to draft {head.num_draft_tokens} tokens at once",
+            )
         return DraftPlan(
-            depth=min(shared.tree_depth or DEFAULT_LEVELS, shared.num_speculative_tokens),
+            depth=min(depth, shared.num_speculative_tokens),
             head_path=str(path),
             hidden_layers=head.target_layer_ids,
             needs=frozenset({Capability.CONTEXT_WINDOW} if any(head.windows) else ()),

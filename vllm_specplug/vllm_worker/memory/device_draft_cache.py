@@ -17,6 +17,10 @@ from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
 from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLayer
 
+# Rows of one call of `context_attention`. Each row is a tree, and a kernel counts the trees of a
+# call in half an integer.
+_MAX_CONTEXT_ROWS = 4096
+
 
 def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:
     """Returns int32 [R]: each request's row of the batch's block table."""
@@ -148,7 +152,20 @@ class CudaDraftCache(CudaDraftRows):
         """Returns the attention of committed tokens over the tokens up to them."""
         table = self.block_table()
         longest = table.shape[1] * self.views[0][0].shape[1]
-        return self.attention_of(single_row_metadata(table_rows, positions, slots, table, longest))
+        columns = (x.split(_MAX_CONTEXT_ROWS) for x in (table_rows, positions, slots))
+        pieces = [
+            self.attention_of(single_row_metadata(*rows, table, longest))
+            for rows in zip(*columns, strict=True)
+        ]
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            parts = zip(*(x.split(_MAX_CONTEXT_ROWS) for x in (query, key, value)), strict=True)
+            mixed = [piece(layer, *rows) for piece, rows in zip(pieces, parts, strict=True)]
+            return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+        return attend
 
     def block_attention(
         self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]

@@ -98,19 +98,26 @@ SPECULATORS_QWEN3_8B_LAYERS = SPECULATORS_QWEN3_8B_WINDOW | {
 }  # fmt: skip
 
 # sgl-project/SpecForge (Apache-2.0), configs/qwen3-8b-peagle.json,
-# fd6b16fcdfb651aba500d1eb4c9bc5a946d7696d, with the mask token that vLLM wants beside it.
+# fd6b16fcdfb651aba500d1eb4c9bc5a946d7696d
 SPECFORGE_PEAGLE_QWEN3_8B = SPECFORGE_QWEN3_4B | {
     "architectures": ["PEagleDraftModel"], "head_dim": 128, "hidden_size": 4096,
-    "intermediate_size": 12288, "mask_token_id": 151669, "num_hidden_layers": 4,
-    "tie_word_embeddings": False,
+    "intermediate_size": 12288, "num_hidden_layers": 4, "tie_word_embeddings": False,
 }  # fmt: skip
 
 # What vllm-project/speculators (Apache-2.0) writes for P-EAGLE by default, with the values of a
-# Qwen3-8B target: src/speculators/models/peagle/config.py and docs/cli/train.md,
-# c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b.
+# Qwen3-8B target: src/speculators/models/peagle/config.py and core.py and docs/cli/train.md,
+# c05b95b303f7d4f21e8d7624e0ffa1c2d9b4d73b. The proposed tokens are the depths of its training.
 SPECULATORS_PEAGLE_QWEN3_8B = SPECULATORS_QWEN3_8B_WINDOW | {
     "architectures": ["PEagleDraftModel"], "embed_requires_grad": True, "mask_token_id": 151669,
     "norm_before_fc": False, "norm_output": False, "speculators_model_type": "peagle",
+    "speculators_config": {
+        "algorithm": "peagle", "default_proposal_method": "greedy",
+        "proposal_methods": [{
+            "accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 8,
+            "verifier_accept_k": 1,
+        }],
+        "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "Qwen/Qwen3-8B"},
+    },
     "transformer_layer_config": SPECULATORS_QWEN3_8B_WINDOW["transformer_layer_config"] | {
         "model_type": "qwen3",
     },
@@ -205,7 +212,8 @@ def small(raw: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40,
     }  # fmt: skip
     made = {**raw, "rms_norm_eps": 1e-5}
-    if "mask_token_id" in raw:
+    if "PEagleDraftModel" in raw["architectures"]:
+        # SpecForge does not write it; its user must add it.
         made["mask_token_id"] = 39
     if "draft_vocab_size" in raw:
         made["draft_vocab_size"] = 12

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.methods.eagle3_tree.heads import LAYOUTS, write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
+from vllm_specplug.drafting.method import TargetInfo
 from vllm_specplug.methods.eagle3_tree.checkpoint import (
     inspect_eagle3_head,
     load_eagle3_head,
@@ -226,3 +228,22 @@ def test_a_head_is_recognised_and_by_no_other_method(layout: str, tmp_path: Path
 def test_other_checkpoints(config: Any, tensors: list[str], expected: bool, tmp_path: Path) -> None:
     files = HeadFiles(tmp_path, config, dict.fromkeys(tensors))
     assert get_method("eagle3_tree").recognises_head(files) == expected
+
+
+def test_a_parallel_head_drafts_as_deep_as_it_was_trained(tmp_path: Path) -> None:
+    write_head(tmp_path / "states", "speculators_peagle")
+    write_head(tmp_path / "silent", "specforge_peagle")
+    options = get_method("eagle3_tree").parse_options({})
+
+    def depth(head: str, tree_depth: int | None, nodes: int = 16) -> int:
+        shared: Any = SimpleNamespace(
+            model=str(tmp_path / head), num_speculative_tokens=nodes, tree_depth=tree_depth
+        )
+        return options.resolve("eagle3_tree", shared, TargetInfo(SMALL, 64, None)).depth
+
+    assert [depth("states", None), depth("states", 3), depth("states", None, 4)] == [8, 3, 4]
+    with pytest.raises(
+        ValueError, match=r"tree_depth.*9.*trained to draft 8 tokens at once.*1\.\.8"
+    ):
+        depth("states", 9)
+    assert [depth("silent", None), depth("silent", 9)] == [5, 9]

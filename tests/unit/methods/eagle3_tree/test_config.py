@@ -50,10 +50,23 @@ def test_speculators_name_the_layers_with_a_window() -> None:
     assert read({**raw, "transformer_layer_config": layer}).windows == (None,)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"layer_types": ["full_attention"], "sliding_window": 4096}, {},
+     {"layer_types": ["full_attention"] * 28 + ["sliding_attention"] * 8, "sliding_window": 4096}],
+)  # fmt: skip
+def test_a_flag_copied_from_the_target_makes_no_window(changes: dict[str, Any]) -> None:
+    flagged = {**published.SPECFORGE_QWEN3_4B, "use_sliding_window": True, **changes}
+    assert read(flagged).windows == (None,)
+
+
 @pytest.mark.parametrize("name", ["mask_token_id", "pard_token", "ptd_token_id"])
 def test_mask_tokens_have_several_names(name: str) -> None:
     assert read({**published.SPECFORGE_QWEN3_4B, name: 7}).mask_token_id == 7
     parallel = read(published.SPECULATORS_PEAGLE_QWEN3_8B)
+    assert parallel.num_draft_tokens == 8
+    # Of other heads, this is only what their trainer suggests.
+    assert read(published.SPECULATORS_QWEN3_8B_WINDOW).num_draft_tokens is None
     assert parallel.mask_token_id == 151669 and parallel.norm_before_residual
     unsaid = {**published.SPECULATORS_PEAGLE_QWEN3_8B, "norm_before_residual": None}
     assert not read(unsaid).norm_before_residual
@@ -96,11 +109,11 @@ def test_both_ways_of_numbering_layers(place: str, ids: list[int], layers: tuple
     assert read(raw).target_layer_ids == layers
 
 
-def test_a_config_written_here_reads_back() -> None:
+@pytest.mark.parametrize("mask", [None, 7])
+def test_a_config_written_here_reads_back(mask: int | None) -> None:
     for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B",
-                 "SPECULATORS_QWEN3_8B_WINDOW", "SPECULATORS_QWEN3_8B_LAYERS",
-                 "SPECFORGE_PEAGLE_QWEN3_8B"):  # fmt: skip
-        config = read(getattr(published, name), 32)
+                 "SPECULATORS_QWEN3_8B_WINDOW", "SPECULATORS_QWEN3_8B_LAYERS"):  # fmt: skip
+        config = read({**getattr(published, name), "mask_token_id": mask}, 32)
         assert read(config.to_dict(), 32) == config
 
 
@@ -110,12 +123,16 @@ def test_a_config_written_here_reads_back() -> None:
         ({"num_hidden_layers": 0}, ["num_hidden_layers", "0", "integer"]),
         ({"num_hidden_layers": 257}, ["num_hidden_layers", "257", "256"]),
         ({"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["layer_types", "2 draft"]),
-        ({"architectures": ["PEagleDraftModel"]}, ["mask_token_id", "None", "P-EAGLE"]),
+        (published.SPECFORGE_PEAGLE_QWEN3_8B,
+         ["mask_token_id / pard_token / ptd_token_id = None", "model.mask_token_id"]),
+        ({**published.SPECULATORS_PEAGLE_QWEN3_8B,
+          "speculators_config": {"proposal_methods": [{"speculative_tokens": 0}]}},
+         ["speculative_tokens = 0", "an integer from 1"]),
         ({"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, ["MLA"]),
         (published.TORCHSPEC_GLM4_MOE, ["Glm4MoeForCausalLMEagle3", "experts are not served"]),
         ({"use_moe": True}, ["use_moe", "experts are not served"]),
-        ({"pard_token": 151936}, ["mask_token_id", "151936", "0..151935"]),
-        ({"ptd_token_id": "a"}, ["mask_token_id", "'a'"]),
+        ({"pard_token": 151936}, ["pard_token = 151936", "0..151935"]),
+        ({"ptd_token_id": "a"}, ["ptd_token_id = 'a'"]),
         ({"speculators_model_type": "mlp"}, ["speculators_model_type", "'mlp'", "'peagle'"]),
         ({"layer_types": ["sliding_attention"], "use_sliding_window": None},
          ["sliding_window", "None", "an integer from 1"]),
@@ -127,7 +144,7 @@ def test_a_config_written_here_reads_back() -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, ["rope_scaling.rope_type", "longrope"]),
         ({"partial_rotary_factor": 0.01}, ["partial_rotary_factor", "even number of 80"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
-        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "draft heads"]),
+        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step", "draft modules"]),
         ({"eagle_aux_hidden_state_layer_ids": [30, 2, 18]}, ["ascending"]),
         ({"eagle_aux_hidden_state_layer_ids": ["a"]}, ["eagle_aux_hidden_state_layer_ids"]),
         ({"draft_vocab_size": 200000}, ["draft_vocab_size", "151936"]),

@@ -21,7 +21,7 @@ from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
+from vllm_specplug.methods.eagle3_tree.drafter import make_drafter
 from vllm_specplug.tree import DraftTree
 
 VOCAB, HIDDEN, KV_HEADS, DIM = 40, 16, 2, 8
@@ -53,6 +53,11 @@ class DenseCache:
         requests: Any = SimpleNamespace(req_indices=table_rows.tolist())
         alone = [np.zeros(0, np.int32)] * len(slots)
         return self.branch_attention(requests, positions.tolist(), alone)
+
+    def block_attention(self, requests: Any, rows: int, causal: bool) -> Any:
+        assert causal
+        chains = [np.arange(-1, rows - 2, dtype=np.int32)] * len(requests)
+        return self.branch_attention(requests, [int(n) for n in requests.context_lens], chains)
 
     def branch_attention(
         self, requests: DraftRequests, context_lens: Any, parents: list[np.ndarray]
@@ -103,7 +108,7 @@ class World:
         self.embed = tensors.get("embed_tokens.weight", torch.randn(VOCAB, HIDDEN))
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
         self.drafter = load_drafter(
-            Eagle3Drafter, folder, None, torch.zeros(VOCAB, HIDDEN),
+            make_drafter, folder, None, torch.zeros(VOCAB, HIDDEN),
             self.embed, SimpleNamespace(**SMALL), **tree,
         )  # fmt: skip
         self.drafter.frontier_width = expand  # type: ignore[misc]

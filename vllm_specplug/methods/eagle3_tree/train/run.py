@@ -54,6 +54,23 @@ def eagle3_config(
     return Eagle3Config.from_dict(layer, num_target_layers=target["num_hidden_layers"])
 
 
+def _check_kind(config: Eagle3Config, path: str) -> None:
+    """Refuses heads that this trainer cannot continue."""
+    unlike = []
+    if config.num_hidden_layers > 1:
+        unlike.append(f"has {config.num_hidden_layers} layers")
+    windows = sorted({window for window in config.windows if window is not None})
+    if windows:
+        unlike.append(f"has a sliding window of {windows[0]}")
+    if config.mask_token_id is not None:
+        unlike.append(f"drafts in parallel (mask_token_id {config.mask_token_id})")
+    if unlike:
+        raise ValueError(
+            f"--init-from {path!r} {' and '.join(unlike)}; legal: one layer of full attention that "
+            "drafts token by token. Continue such a head with its own trainer"
+        )
+
+
 def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
     """Returns a new head from the target's layers, or the head and LM head in `run.init_from`."""
     training = open_features(run, recipe)
@@ -62,13 +79,7 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
     lm_head: torch.Tensor | None = None
     if run.init_from:
         head, extras = load_eagle3_head(run.init_from, weights.config, dtype=torch.float32)
-        if head.config.windows != (None,) or head.config.mask_token_id is not None:
-            raise ValueError(
-                f"--init-from {run.init_from!r} has layers with the sliding windows "
-                f"{head.config.windows} and the mask token {head.config.mask_token_id}; legal: one "
-                "layer of full attention without a mask token. Continue such a head with its own "
-                "trainer"
-            )
+        _check_kind(head.config, run.init_from)
         if head.config.target_layer_ids != layers:
             raise ValueError(
                 f"--init-from {run.init_from!r} reads layers {head.config.target_layer_ids}, the "
