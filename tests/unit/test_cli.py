@@ -95,7 +95,7 @@ def test_config_prints_ready_json(prepared: Path) -> None:
     ("target", "method", "words"),
     [
         ("llama", "jetspec", "known: smollm2"),
-        ("smollm2", "medusa", "known: ddtree, dels, dflash2_tree, dspark_tree, eagle3_tree"),
+        ("smollm2", "medusa", "known: assistant_tree, ddtree, dels, dflash2_tree"),
     ],
 )
 def test_config_refuses_unknown_names(target: str, method: str, words: str) -> None:

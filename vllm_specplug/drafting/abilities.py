@@ -36,7 +36,7 @@ class DeferredContext:
     `late_context.LateContextDrafter` implements it for a paged cache.
     """
 
-    observes_late: bool = False
+    observes_late: ClassVar[bool] = False
     """Whether `observe` may be called later, for the tokens of several steps at once, but before
     the next draft forward and before `forget` and `begin`."""
 

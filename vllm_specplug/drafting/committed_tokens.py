@@ -120,7 +120,7 @@ class CommitBuffer:
 
     def __init__(self, drafter: Drafter, keeps_states: bool) -> None:
         self._drafter = drafter
-        self.is_late = keeps_states and drafter.observes_late
+        self.is_late = keeps_states and drafter.observes_late and not drafter.attends_context
         """Whether a step's tensors are read after the step."""
         self._steps: list[Callable[[], CommittedTokens]] = []
 

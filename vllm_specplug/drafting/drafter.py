@@ -134,7 +134,8 @@ class Drafter(
     """Whether `load` reads the target's embedding and LM head; if not, it gets empty tensors."""
 
     attends_context: bool = False
-    """Whether `observe` attends the cached context and needs `CommittedTokens.table_rows`."""
+    """Whether `observe` attends the cached context and needs `CommittedTokens.table_rows`. Then it
+    is never called late."""
 
     def __init__(self, options: DrafterOptions) -> None:
         self.options = options

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 
@@ -26,7 +26,7 @@ class LateContextDrafter(Drafter):
     `backlog.write` before they draft.
     """
 
-    observes_late: bool = True
+    observes_late: ClassVar[bool] = True
 
     def begin_backlog(self, device: torch.device, write: WriteContext) -> None:
         """Creates the backlog of committed tokens; `write` stores their context."""
@@ -40,7 +40,7 @@ class LateContextDrafter(Drafter):
         # not the device: a CPU may interpret a GPU's kernels, with the GPU's cache.
         device, write = self._backlog_args
         knows_slots = getattr(cache, "knows_slots", False)
-        defers = self.observes_late and device.type == "cpu" and knows_slots
+        defers = not self.attends_context and device.type == "cpu" and knows_slots
         self.backlog = ContextBacklog(write, DEFERRED_BYTES if defers else 0)
 
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:

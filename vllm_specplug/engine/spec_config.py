@@ -209,7 +209,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         _check_model_runner(method.name, device)
         parallel = self.target_parallel_config
         ranks = parallel.tensor_parallel_size
-        one_rank = sorted(method.needs & ONE_RANK_CAPABILITIES)
+        one_rank = sorted(self.needs() & ONE_RANK_CAPABILITIES)
         if ranks > 1 and one_rank:
             raise ValueError(
                 f"tensor_parallel_size={ranks} cannot be combined with speculative method "

@@ -16,6 +16,7 @@ from tests.e2e.mimo import make_mimo_target
 from tests.e2e.served import MARK, Server
 from tests.e2e.tiny import make_tokenizer
 from vllm_specplug.bench.server import free_port
+from vllm_specplug.registry import method_names
 
 pytestmark = [pytest.mark.e2e, MARK]
 
@@ -24,9 +25,7 @@ PARAMS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 48}
 
 
 # test_serve.py serves jetspec's head.
-@pytest.mark.parametrize(
-    "method", [*sorted({*DEFAULTS} - {"jetspec"}), "assistant_tree", "mtp_tree"]
-)
+@pytest.mark.parametrize("method", sorted({*method_names()} - {"jetspec"}))
 def test_tokens_are_those_of_plain_vllm(method: str, tmp_path: Path) -> None:
     model, prompt = target_path(), chat_ids("Write a Python function that reverses a string.")
     if method == "mtp_tree":

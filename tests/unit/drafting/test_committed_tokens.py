@@ -59,9 +59,16 @@ def test_joined_steps_are_the_steps(plain: bool) -> None:
     assert torch.equal(joined.output_states[joined.last_rows], last.output_states[last.last_rows])
 
 
-def _drafter(late: bool) -> Any:
+def _drafter(late: bool, attends: bool = False) -> Any:
     seen: list[CommittedTokens] = []
-    return SimpleNamespace(observes_late=late, observe=seen.append, seen=seen)
+    return SimpleNamespace(
+        observes_late=late, attends_context=attends, observe=seen.append, seen=seen
+    )
+
+
+def test_a_drafter_that_attends_the_context_sees_each_step() -> None:
+    assert not CommitBuffer(_drafter(True, attends=True), keeps_states=True).is_late
+    assert CommitBuffer(_drafter(True), keeps_states=True).is_late
 
 
 def test_a_drafter_that_may_sees_several_steps_at_once() -> None:

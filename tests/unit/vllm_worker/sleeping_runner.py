@@ -16,6 +16,7 @@ from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
 
 class SleepingDrafter:
+    attends_context = False
     forward_depth = warmup_depth = 3
     drafts_by_level = False
 

@@ -15,6 +15,7 @@ from vllm_specplug.vllm_worker.warmup import dummy_requests, warm_up_draft
 
 
 class _Drafter:
+    attends_context = False
     warmup_depth = 3
 
     def __init__(self) -> None:

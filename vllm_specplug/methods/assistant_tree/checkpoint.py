@@ -14,6 +14,7 @@ from vllm_specplug.methods.assistant_tree.head import AssistantHead
 from vllm_specplug.methods.block.checkpoint import read_tensors
 
 _ORDERING = "masked_embedding.token_ordering"
+_LM_HEAD = "lm_head.weight"
 
 
 def inspect_assistant(directory: str | Path, target_config: Any) -> AssistantConfig:
@@ -32,6 +33,12 @@ def load_assistant(directory: str | Path, target_config: Any) -> AssistantHead:
             in one message), and groups that are not a permutation of the vocabulary.
     """
     config, tensors = _read(Path(directory), target_config, headers_only=False)
+    own_head, embedding = tensors.get(_LM_HEAD), tensors["embed_tokens.weight"]
+    if own_head is not None and not torch.equal(own_head.to(embedding.dtype), embedding):
+        raise ValueError(
+            f"draft head {str(directory)!r}: {_LM_HEAD} differs from the embedding, legal: an LM "
+            "head that is tied to it. Use the assistant that is published for this target"
+        )
     if config.centroids is not None:
         ordering = tensors[_ORDERING] = tensors[_ORDERING].long()
         if not torch.equal(ordering.sort().values, torch.arange(config.vocab_size)):
@@ -50,5 +57,5 @@ def _read(
     tensors = read_tensors(directory, headers_only=headers_only)
     expected = module_shapes(lambda: AssistantHead(config))
     # The LM head is tied to the embedding; some files hold it twice.
-    check_tensors(f"draft head {str(directory)!r}", expected, tensors, ignored=("lm_head.weight",))
+    check_tensors(f"draft head {str(directory)!r}", expected, tensors, ignored=(_LM_HEAD,))
     return config, tensors

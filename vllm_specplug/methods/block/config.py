@@ -50,7 +50,7 @@ _OTHER_KINDS = {
     "them; vLLM's own method dflash drafts chains with such heads",
     "xpress": "XPress: a refiner mixes all tokens before a slot, and its form for branches is "
     "missing; vLLM 0.33's own method dflash drafts chains with such heads",
-    "domino": "Domino heads are served by method dspark_tree",
+    "domino": "Domino: method dspark_tree serves those of SpecForge",
     "dspine": "DSpine: candidates of neighbouring slots exchange messages",
     "dflare": "DFlare: each layer weighs the target's layers by itself, and projects the context "
     "by matrices of its own",

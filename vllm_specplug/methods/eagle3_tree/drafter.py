@@ -61,7 +61,6 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         # With several layers, a token's keys and values depend on earlier tokens' keys and values,
         # so none may be deferred.
         self.attends_context = len(self.windows) > 1
-        self.observes_late = not self.attends_context
         self.begin_backlog(self.embed_tokens.device, self._write_context)
         self._roots = self.embed_tokens.new_zeros(0, hidden_size)
         self._root_rows = self._root_outputs = None

@@ -115,11 +115,13 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     if window is not None:
         drafter.bind_window(backend.draft_window(window, state))
     specs = drafter.target_cache_specs()
-    if not specs and Capability.TARGET_CACHE in state.vllm_config.speculative_config.needs():
+    needs_cache = Capability.TARGET_CACHE in state.vllm_config.speculative_config.needs()
+    if bool(specs) != needs_cache:
+        # What tensor parallelism and caches allow is decided by the capability.
         raise ValueError(
-            f"Speculative method {method!r} needs the capability 'target_cache', but its drafter's "
-            "target_cache_specs() names no cache. Return a spec there, or leave the capability out "
-            "of the method's needs."
+            f"Speculative method {method!r}: its drafter's target_cache_specs() names "
+            f"{len(specs)} caches, and its needs {'have' if needs_cache else 'lack'} the "
+            "capability 'target_cache'. Declare both, or neither."
         )
     if specs:
         caches = {}

@@ -245,6 +245,18 @@ def test_groups_that_are_no_permutation_are_refused(token: int, tmp_path: Path) 
         load_assistant(tmp_path, TARGET)
 
 
+def test_an_lm_head_of_its_own_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, file)
+    load_assistant(tmp_path, TARGET)
+    tensors["lm_head.weight"][3] += 1
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match="lm_head.weight differs from the embedding"):
+        load_assistant(tmp_path, TARGET)
+
+
 @pytest.mark.parametrize("name", published.ALL)
 def test_published_configs(name: str, tmp_path: Path) -> None:
     """With their real heads in small sizes."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_specplug.drafting.caches import PartialCacheSpec, WindowSpec
+from vllm_specplug.drafting.caches import PartialCacheSpec, TargetCacheSpec, WindowSpec
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
@@ -89,14 +89,15 @@ def test_partial_caches(budget: int, block_size: int, monkeypatch: pytest.Monkey
     assert pool.max_requests == (0 if budget == CONTEXT else 3)
 
 
-def test_a_drafter_that_names_no_cache_of_the_target_is_refused() -> None:
-    spec = SimpleNamespace(needs=lambda: {Capability.TARGET_CACHE})
-    drafter = SimpleNamespace(window_spec=lambda: None, target_cache_specs=list)
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_caches_of_the_target_and_their_capability_go_together(is_declared: bool) -> None:
+    spec = SimpleNamespace(needs=lambda: {Capability.TARGET_CACHE} if is_declared else set())
+    caches = [] if is_declared else [TargetCacheSpec(1, 32, 1.0)]
+    drafter = SimpleNamespace(window_spec=lambda: None, target_cache_specs=lambda: caches)
     state: Any = SimpleNamespace(
         drafter=drafter, runner=SimpleNamespace(tree_backend=None),
         vllm_config=SimpleNamespace(speculative_config=spec),
     )  # fmt: skip
-    with pytest.raises(
-        ValueError, match=r"'mine' needs .*'target_cache', .*target_cache_specs\(\)"
-    ):
+    message = rf"'mine'.* names {len(caches)} caches.* 'target_cache'. Declare both, or neither"
+    with pytest.raises(ValueError, match=message):
         bind_drafter_memory(state, "mine")
