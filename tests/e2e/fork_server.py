@@ -36,6 +36,8 @@ ENVIRONMENT = {
     # One process: a test may reach into the worker, and start-up is quicker.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+# Set in processes that have imported vLLM and build no engine themselves: jobs are their forks.
+FORKS_HERE = "SPECPLUG_FORKS_HERE"
 # What an engine imports while it is built; nothing of the plugin, which plain engines must not see
 # before vLLM loads it.
 _MODULES = (
@@ -74,6 +76,20 @@ def run_forked(
     """
     job = {"module": module, "args": args, "log": str(log), "env": env or {},
            "timeout_s": timeout_s}  # fmt: skip
+    status = _fork_here(job) if FORKS_HERE in os.environ else _ask_server(job)
+    if status == -signal.SIGALRM:
+        raise _timeout(timeout_s, log)
+    return status
+
+
+def _fork_here(job: dict[str, Any]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _run({**job, "env": {**ENVIRONMENT, **job["env"]}})
+    return _wait(pid, time.monotonic() + job["timeout_s"])
+
+
+def _ask_server(job: dict[str, Any]) -> int:
     server = _server()
     try:
         server.stdin.write(json.dumps(job) + "\n")
@@ -85,10 +101,7 @@ def run_forked(
     if not answer:
         _stop(server)
         raise RuntimeError("the fork server ended")
-    status = int(answer)
-    if status == -signal.SIGALRM:
-        raise _timeout(timeout_s, log)
-    return status
+    return int(answer)
 
 
 def run_fresh(
@@ -158,6 +171,16 @@ def _stop(server: Any) -> None:
     server.wait()
 
 
+def inspect_models_here() -> None:
+    """Makes vLLM inspect classes of models in this process.
+
+    It starts an interpreter for each class, which imports vLLM, so that CUDA stays uninitialised.
+    """
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda inspect: inspect()
+
+
 # -- in the server ---------------------------------------------------------------------------
 
 
@@ -167,6 +190,7 @@ def _serve() -> None:
     os.dup2(2, 1)
     for name in _MODULES:
         importlib.import_module(name)
+    inspect_models_here()
     assert threading.active_count() == 1, threading.enumerate()
     # Building an engine collects garbage several times: not among all that was imported.
     gc.freeze()

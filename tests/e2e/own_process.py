@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fork_server import run_forked, run_fresh
+from tests.e2e.fork_server import inspect_models_here, run_forked, run_fresh
 from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 MARKER = "own_process"
@@ -120,6 +120,7 @@ class _Reporter:
         # Not earlier: some modules choose Triton's interpreter, which vLLM asks for when it is
         # imported.
         use_v2()
+        inspect_models_here()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """At once: a crash later on must not lose what is known."""

@@ -25,10 +25,15 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.fork_server import FORKS_HERE
 from vllm_specplug.bench.process_group import group_members
 
 MARK = pytest.mark.own_process(
-    env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    env={
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        FORKS_HERE: "1",
+    }
 )
 _TIME_LIMIT_S = 240.0
 # Message queues of vLLM.
