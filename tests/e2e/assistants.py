@@ -6,14 +6,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.families import SIZES
+from tests.e2e.longspec_module import tree_of_branches
 from tests.e2e.tiny import make_other_target
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.beam import Frontier, draft_level_by_level
 
 HIDDEN, WINDOW = (SIZES["Gemma4Text"][name] for name in ("hidden_size", "sliding_window"))
 # For the target `SIZES["Gemma4Text"]`.
@@ -134,17 +133,8 @@ def module_tree(
     width: int,
 ) -> DraftTree:
     """The tree after an anchor, branch by branch; see `logits_along`."""
-    branches: dict[int, list[int]] = {}
 
-    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-        found = []
-        for node, parent, token in zip(
-            frontier.nodes.tolist(), frontier.parents.tolist(), frontier.token_ids.tolist(),
-            strict=True,
-        ):  # fmt: skip
-            branches[node] = [*(branches[parent] if frontier.depth else []), token]
-            found.append(logits_along(module, embed, state, caches, branches[node]))
-        best = torch.stack(found).log_softmax(-1).topk(width)
-        return best.indices.numpy(), best.values.numpy()
+    def logits(branch: list[int]) -> torch.Tensor:
+        return logits_along(module, embed, state, caches, branch)
 
-    return draft_level_by_level([anchor], [budget], [depth], [width], expand)[0]
+    return tree_of_branches(logits, anchor, budget=budget, depth=depth, width=width)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -11,6 +13,26 @@ from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.methods.longspec.train.objective import attention
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import Frontier, draft_level_by_level
+
+
+def tree_of_branches(
+    logits: Callable[[list[int]], torch.Tensor], anchor: int, *, budget: int, depth: int, width: int
+) -> DraftTree:
+    """The tree after a token, from the logits [V] after each branch; branches begin with it."""
+    branches: dict[int, list[int]] = {}
+
+    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+        found = []
+        for node, parent, token in zip(
+            frontier.nodes.tolist(), frontier.parents.tolist(), frontier.token_ids.tolist(),
+            strict=True,
+        ):  # fmt: skip
+            branches[node] = [*(branches[parent] if frontier.depth else []), token]
+            found.append(logits(branches[node]))
+        best = torch.stack(found).log_softmax(-1).topk(width)
+        return best.indices.numpy(), best.values.numpy()
+
+    return draft_level_by_level([anchor], [budget], [depth], [width], expand)[0]
 
 
 @torch.no_grad()
@@ -30,7 +52,6 @@ def module_tree(
     window = slice(max(0, anchor - head.config.window_size), anchor)
     seen = head.window_kv(embed_tokens[sequence.tokens[window]], sequence.positions[window])
     key, value = (x[None, :anchor].to(lm_head) for x in (sequence.key, sequence.value))
-    branches: dict[int, list[int]] = {}
 
     def logits(branch: list[int]) -> torch.Tensor:
         rows = len(branch)
@@ -47,16 +68,5 @@ def module_tree(
         positions = sequence.positions[anchor] + torch.arange(rows)
         return head(embed_tokens[branch], positions, self_attend, cross_attend)[-1] @ lm_head.t()
 
-    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-        found = []
-        for node, parent, token in zip(
-            frontier.nodes.tolist(), frontier.parents.tolist(), frontier.token_ids.tolist(),
-            strict=True,
-        ):  # fmt: skip
-            branches[node] = [*(branches[parent] if frontier.depth else []), token]
-            found.append(logits(branches[node]))
-        best = torch.stack(found).log_softmax(-1).topk(width)
-        return best.indices.numpy(), best.values.numpy()
-
     token = int(sequence.tokens[anchor])
-    return draft_level_by_level([token], [budget], [depth], [width], expand)[0]
+    return tree_of_branches(logits, token, budget=budget, depth=depth, width=width)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assistants over the target's pages, as on CUDA. Their trees are compared with those of
-transformers' module, which reads the same pages."""
+"""Assistants over the target's pages, as on CUDA. Transformers' module, which reads the
+same pages, must build the same trees."""
 
 from __future__ import annotations
 

@@ -58,6 +58,21 @@ def best_first_trees(
     ]
 
 
+def best_first_on_device(
+    # [R, D, K] each, as for `best_first_trees`
+    token_ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    requests: DeviceRequests,
+) -> DeviceTrees:
+    """Returns the trees of `best_first_trees` without a read on the host."""
+    from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+
+    built = build_best_first_triton(
+        token_ids, log_probs, requests.budgets, requests.depths, requests.width, requests.num_nodes
+    )
+    return DeviceTrees(*built)
+
+
 class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
     """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
 
@@ -144,14 +159,8 @@ class BlockHeadDrafter(LateContextDrafter, BranchDrafter):
         return depth if requests.max_depth is None else min(depth, requests.max_depth)
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-
-        width = requests.width
-        token_ids, log_probs = self.candidates(requests, self.depth_on_device(requests), width)
-        built = build_best_first_triton(
-            token_ids, log_probs, requests.budgets, requests.depths, width, requests.num_nodes
-        )
-        return DeviceTrees(*built)
+        candidates = self.candidates(requests, self.depth_on_device(requests), requests.width)
+        return best_first_on_device(*candidates, requests)
 
     def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
         """Returns the head's own trees."""

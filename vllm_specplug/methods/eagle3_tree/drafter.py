@@ -31,7 +31,7 @@ from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.methods.block.drafter import best_first_trees
+from vllm_specplug.methods.block.drafter import best_first_on_device, best_first_trees
 from vllm_specplug.methods.block.head import Attend
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import is_parallel
@@ -281,16 +281,10 @@ class ParallelDrafter(Eagle3Drafter):
         return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-
-        depth, width = self.options.tree_depth, requests.width
+        depth = self.options.tree_depth
         if requests.max_depth is not None:
             depth = min(depth, requests.max_depth)
-        candidates = self._candidates(requests, depth, width)
-        built = build_best_first_triton(
-            *candidates, requests.budgets, requests.depths, width, requests.num_nodes
-        )
-        return DeviceTrees(*built)
+        return best_first_on_device(*self._candidates(requests, depth, requests.width), requests)
 
     def _candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int

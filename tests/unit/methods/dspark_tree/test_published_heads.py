@@ -42,7 +42,7 @@ _NAMES = [
     "MODELOPT_DSPARK_RNN",
 ]
 FORMATS = {name: tiny(getattr(published, name)) for name in _NAMES}
-# Configs that nobody published, of forms that such heads may have.
+# Not published, but possible.
 FORMATS["gated, draft vocabulary"] = changed(
     FORMATS["SPECFORGE_DSPARK_DRAFT_VOCAB"], dflash_config={"markov_head_type": "gated"}
 )
