@@ -137,7 +137,8 @@ class Serving:
         self.steps: list[tuple[int, int, float]] = []
         """Requests, tokens and seconds of each step in which `concurrency` requests were decoded
         and none was prefilled."""
-        self._draft_ms: list[float] = []
+        self.draft_ms: list[float] = []
+        """Milliseconds of the drafts of these steps."""
         self._counts = dict.fromkeys(_Counters.NAMES.values(), 0.0)
         self._epoch = max(Serving._latest, CLOCK())
         self.seconds = 0.0
@@ -176,7 +177,7 @@ class Serving:
             self._made[req_id] = len(ids)
         if decodes:
             self.steps.append((len(outputs), sum(self._made.values()) - had, now - began))
-            self._draft_ms += self._counters.draft_ms
+            self.draft_ms += self._counters.draft_ms
         for output in outputs:
             if output.finished:
                 self._finish(output, now)
@@ -224,7 +225,7 @@ class Serving:
             "decode_tokens": sum(made for _, made, _ in self.steps),
             "decode_seconds": sum(seconds for _, _, seconds in self.steps),
             "step_ms": 1e3 * median(s for _, _, s in self.steps) if self.steps else None,
-            "draft_ms": median(self._draft_ms) if self._draft_ms else None,
+            "draft_ms": median(self.draft_ms) if self.draft_ms else None,
             **self._counts,
         }
 
