@@ -25,11 +25,13 @@ TEXT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7, **changes: Any) -> Any:
+def make_assistant(
+    folder: Path, vocab: int, grouped: bool, seed: int = 7, chosen: int = 3, **changes: Any
+) -> Any:
     """Writes an assistant and returns transformers' module.
 
     Args:
-        grouped: whether it scores the tokens of a few groups only.
+        grouped: whether it scores the tokens of `chosen` groups only.
         changes: fields of `TEXT`.
     """
     import transformers
@@ -40,7 +42,7 @@ def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7, **cha
         text_config=transformers.Gemma4TextConfig(vocab_size=vocab, **{**TEXT, **changes}),
         backbone_hidden_size=HIDDEN,
         use_ordered_embeddings=grouped, num_centroids=vocab // tokens_of_a_group,
-        centroid_intermediate_top_k=3,
+        centroid_intermediate_top_k=chosen,
     )  # fmt: skip
     module = transformers.Gemma4AssistantForCausalLM(config).float().eval()
     with torch.no_grad():
@@ -58,16 +60,17 @@ def make_assistant(folder: Path, vocab: int, grouped: bool, seed: int = 7, **cha
 
 
 @torch.no_grad()
-def make_followed_target(folder: Path, vocab: int) -> tuple[Path, Path]:
+def make_followed_target(folder: Path, vocab: int, grouped: bool = False) -> tuple[Path, Path]:
     """Writes a target and an assistant whose deep drafts the target accepts; returns the folders of
     both.
 
     Both add little to a token's embedding before the LM head, so that the next token depends mostly
-    on the last one, in the same way.
+    on the last one, in the same way. Groups (`grouped`) are found by the sum of their tokens'
+    embeddings.
     """
     sizes = SIZES["Gemma4Text"] | {"vocab_size_per_layer_input": vocab}
     made = make_other_target(folder / "target", "Gemma4Text", vocab, **sizes)
-    make_assistant(folder / "assistant", vocab, grouped=False, hidden_size=HIDDEN)
+    make_assistant(folder / "assistant", vocab, grouped, chosen=30, hidden_size=HIDDEN)
     files = [folder / name / "model.safetensors" for name in ("target", "assistant")]
     target, own = map(load_file, files)
     embed = target["model.embed_tokens.weight"] = torch.randn(vocab, HIDDEN)
@@ -77,6 +80,10 @@ def make_followed_target(folder: Path, vocab: int) -> tuple[Path, Path]:
             if ".post_" in name and name.endswith("norm.weight"):
                 tensors[name] = 0.4 * tensor
     own |= {"model.embed_tokens.weight": embed.clone(), "model.norm.weight": last.clone()}
+    if grouped:
+        centroids = own["masked_embedding.centroids.weight"]
+        tokens = own["masked_embedding.token_ordering"].view(len(centroids), -1)
+        centroids.copy_(embed[tokens].sum(1))
     own["pre_projection.weight"][:, :HIDDEN] = torch.eye(HIDDEN)
     own["pre_projection.weight"][:, HIDDEN:] *= 0.2
     for file, tensors in zip(files, (target, own), strict=True):

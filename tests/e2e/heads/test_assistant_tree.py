@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.spec_decode.gemma4 import Gemma4Proposer
 
 from tests.e2e.assistants import make_followed_target
 from tests.e2e.eagle3_chains import CHAIN, compare_drafts, own_engine
@@ -16,15 +18,19 @@ from tests.e2e.pair import core_of, make_engine, pair, watch_preemptions
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    target, assistant = make_followed_target(tmp_path_factory.mktemp("followed"), VOCAB)
+def followed(folder: Path, grouped: bool) -> tuple[str, str]:
+    target, assistant = make_followed_target(folder, VOCAB, grouped)
     return str(target), str(assistant)
 
 
-def test_chains_are_those_of_vllms_own_method(followed: tuple[str, str]) -> None:
+@pytest.mark.parametrize("grouped", [False, True], ids=["all tokens", "groups"])
+def test_chains_are_those_of_vllms_own_method(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grouped: bool
+) -> None:
     """With prompts shorter and longer than the window, and after prefix hits."""
-    target, assistant = followed
+    # vLLM captures CUDA graphs for groups, also on a CPU.
+    monkeypatch.setattr(Gemma4Proposer, "_setup_centroids_cuda_graphs", lambda self: None)
+    target, assistant = followed(tmp_path, grouped)
     engine: dict[str, Any] = {
         "model": target, "skip_tokenizer_init": True, "enable_prefix_caching": True,
         "async_scheduling": False,
@@ -47,7 +53,8 @@ def test_chains_are_those_of_vllms_own_method(followed: tuple[str, str]) -> None
         compare_drafts(engines, WINDOW_PROMPTS)
 
 
-# Engine arguments of the tree engine, and speculative options.
+# Engine arguments of the tree engine, and speculative options; the assistant of the second one has
+# groups.
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "waiting": ({"async_scheduling": False}, {}),
     "ahead": ({"async_scheduling": True}, {"tree_depth": 6}),
@@ -65,11 +72,12 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize(
     "mode", ["ahead", "crowded", pytest.param("waiting", marks=pytest.mark.full)]
 )
-def test_trees_are_lossless_and_deep(followed: tuple[str, str], mode: str) -> None:
+def test_trees_are_lossless_and_deep(tmp_path: Path, mode: str) -> None:
     tree, options = MODES[mode]
+    target, assistant = followed(tmp_path, grouped=mode == "ahead")
     made = pair(
-        "assistant_tree", model=followed[0], skip_tokenizer_init=True, tree=tree,
-        speculative={"model": followed[1], "ngram_topk": 0, **options},
+        "assistant_tree", model=target, skip_tokenizer_init=True, tree=tree,
+        speculative={"model": assistant, "ngram_topk": 0, **options},
     )  # fmt: skip
     preempted = watch_preemptions(made.tree)
     counts = around_windows(made)
