@@ -64,53 +64,6 @@ def fa3_chain(problem: Problem) -> Call:
     return Call(run, output)
 
 
-def fa3_two_pass(problem: Problem) -> Call:
-    """FA3 over the context without a mask, a small kernel over the tree, merged by log-sum-exp."""
-    attend = _flash_attention()
-    try:
-        from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
-    except ImportError as error:
-        raise Unavailable(f"vLLM's merge kernel: {error}") from error
-    from dataclasses import replace
-
-    from vllm_specplug.kernels.tree_attn_triton import tree_attn_triton
-
-    query = problem.query[problem.tree_rows].contiguous()
-    cumulated, contexts, rows, most = _lengths(problem)
-    total, heads = query.shape[:2]
-    # Trees without context, with dense keys and values, as in the layer.
-    plan = problem.meta.plan.clone()
-    plan[1] = plan[4]
-    plan[3] = 0
-    alone = replace(problem.meta, plan=plan, max_context=0)
-    page = problem.spec.page
-    slots = torch.cat([
-        torch.arange(int(c), int(c + n), device=problem.device)
-        for c, n in zip(contexts, rows, strict=True)
-    ])  # fmt: skip
-    request = torch.repeat_interleave(torch.arange(len(rows), device=problem.device), rows)
-    blocks = problem.block_table[request, slots // page].long()
-    tail_key = problem.key_cache[blocks, slots % page].contiguous()
-    tail_value = problem.value_cache[blocks, slots % page].contiguous()
-    prefix, tail, output = (torch.empty_like(query) for _ in range(3))
-    tail_lse = torch.empty(heads, total, dtype=torch.float32, device=problem.device)
-
-    def run() -> None:
-        _, lse = attend(
-            query, problem.key_cache, problem.value_cache, max_seqlen_q=most,
-            cu_seqlens_q=cumulated, max_seqlen_k=problem.meta.max_context, seqused_k=contexts,
-            softmax_scale=problem.scale, causal=False, block_table=problem.block_table, out=prefix,
-            return_softmax_lse=True, fa_version=3,
-        )  # fmt: skip
-        tree_attn_triton(
-            query, problem.key_cache, problem.value_cache, tail, alone, problem.scale, tail_key,
-            tail_value, lse=tail_lse.t(), splits=1,
-        )  # fmt: skip
-        merge_attn_states(output, prefix, lse, tail, tail_lse)
-
-    return Call(run, output)
-
-
 def unified_attention_bias(problem: Problem) -> Call:
     """vLLM's Triton attention with a bias among the queries. It has one mask for all requests, here
     that of the first tree, because only its time matters."""
@@ -175,7 +128,6 @@ def flashinfer_mask(problem: Problem) -> Call:
 
 BASELINES: dict[str, Callable[[Problem], Call]] = {
     "fa3 chain": fa3_chain,
-    "fa3 two-pass": fa3_two_pass,
     "unified_attention qq_bias": unified_attention_bias,
     "flashinfer custom_mask": flashinfer_mask,
 }

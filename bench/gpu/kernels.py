@@ -277,8 +277,7 @@ def summarise(report: Report) -> None:
             key = (row["context"], row["batch"], row["nodes"])
             times.setdefault(key, {})[row["kernel"]] = row["us"]
             rates.setdefault(key, {})[row["kernel"]] = row["of_copy"]
-    columns = ["context", "batch", "nodes", "kernel", "tree µs", "tree/chain", "two-pass/tree"]
-    columns.append("of copy")
+    columns = ["context", "batch", "nodes", "kernel", "tree µs", "tree/chain", "of copy"]
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for key in sorted(times):
         at = times[key]
@@ -286,13 +285,11 @@ def summarise(report: Report) -> None:
             tree, chain = at.get(f"{name} tree"), at.get(f"{name} chain")
             if tree is None:
                 continue
-            two = at.get("fa3 two-pass")
             values = [
                 *key,
                 name,
                 f"{tree:.1f}",
                 f"{tree / chain:.3f}" if chain else "-",
-                f"{two / tree:.2f}" if two else "-",
                 f"{rates[key][f'{name} tree']:.2f}",
             ]
             lines.append(f"| {' | '.join(map(str, values))} |")

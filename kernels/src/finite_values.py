@@ -17,10 +17,6 @@ from __future__ import annotations
 
 import torch
 
-from .extension import has_cpu_extension
-
-_COMPILED = (torch.float32, torch.bfloat16, torch.float16)
-
 
 def isolate_nonfinite(
     # [T, Hk, Dk]
@@ -29,9 +25,9 @@ def isolate_nonfinite(
     value: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns `key` and `value` if all values are finite, otherwise copies to store."""
-    if _all_finite(value):
-        return key, value
     finite = value.isfinite()
+    if bool(finite.all()):
+        return key, value
     key = key.masked_fill(~finite.all(-1, keepdim=True), float("nan"))
     return key, value.masked_fill(~finite, 0.0)
 
@@ -46,16 +42,3 @@ def make_finite(*drafted: torch.Tensor) -> None:
     """
     for tensor in drafted:
         tensor.nan_to_num_(0.0, 0.0, 0.0)
-
-
-def _all_finite(value: torch.Tensor) -> bool:
-    compiled = (
-        has_cpu_extension()
-        and value.device.type == "cpu"
-        and value.dtype in _COMPILED
-        and value.stride(2) == 1
-        and value.stride(1) == value.shape[2]
-    )
-    if compiled:
-        return torch.ops.specplug.all_finite.default(value)
-    return bool(value.isfinite().all())

@@ -29,19 +29,14 @@ def _merge_parts_kernel(
     part_record,
     # [T, H, Dh]
     output,
-    # [T, H]; written when STORE_LSE
-    merged_lse,
     # [5, R] int32: request, first query row, rows, context length, first mask row
     plan,
     plan_stride,
     part_rows,
     output_row,
     output_head,
-    merged_row,
-    merged_head,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    STORE_LSE: tl.constexpr,
 ):
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -82,8 +77,6 @@ def _merge_parts_kernel(
     to_row = row.to(tl.int64) + tl.load(plan + plan_stride + tree)
     at = output + to_row * output_row + head * output_head
     tl.store(at + dims, (acc / total).to(output.dtype.element_ty), mask=in_head)
-    if STORE_LSE:
-        tl.store(merged_lse + to_row * merged_row + head * merged_head, top + tl.log(total))
 
 
 def merge_parts(
@@ -99,8 +92,6 @@ def merge_parts(
     plan: torch.Tensor,
     *,
     max_rows: int,
-    # [T, H] float32
-    merged_lse: torch.Tensor | None = None,
 ) -> None:
     """Merges the parts of every tree that has several into its rows of `output`.
 
@@ -109,7 +100,8 @@ def merge_parts(
             nothing of a part, whose values are not read. Contiguous, as are `part_out` and
             `part_record`.
         part_record: slot of a tree's first part, and number of parts, which are in consecutive
-        slots. max_rows: most rows of a tree. merged_lse: receives the logarithm of the total sum.
+            slots.
+        max_rows: most rows of a tree.
     """
     _, part_rows, num_heads, head_dim = part_out.shape
     assert max_rows <= part_rows and output.stride(2) == 1
@@ -118,14 +110,11 @@ def merge_parts(
         part_lse,
         part_record,
         output,
-        part_lse if merged_lse is None else merged_lse,
         plan,
         plan.stride(0),
         part_rows,
         *output.stride()[:2],
-        *((0, 0) if merged_lse is None else merged_lse.stride()),
         HEAD_DIM=head_dim,
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
-        STORE_LSE=merged_lse is not None,
         num_warps=2,
     )

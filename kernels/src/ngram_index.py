@@ -15,7 +15,6 @@ import heapq
 import itertools
 import math
 from abc import ABC, abstractmethod
-from array import array
 from collections import Counter
 
 import numpy as np
@@ -108,37 +107,22 @@ class NgramIndex(ABC):
 
 
 class NgramIndexReference(NgramIndex):
-    """Python implementation: about ten times the memory and the time of the compiled one."""
+    """Python implementation: it searches all tokens at every lookup."""
 
     def __init__(self, longest: int) -> None:
         super().__init__(longest)
-        self._tokens: list[int] = []
-        # One map per suffix length, longest first: suffix -> ends of its latest occurrences. Keys
-        # are bytes because their hash is seeded per process. Anyone can compute collisions of
-        # tuples of ints.
-        self._ends: list[dict[bytes, list[int]]] = [{} for _ in range(longest, MIN_SUFFIX - 1, -1)]
+        # [num_tokens]
+        self._tokens = np.empty(0, np.int32)
 
     def lookup(
         self, tokens: np.ndarray, count: int, length: int, vocab_size: int = 1 << 31
     ) -> list[tuple[int, list[int]]]:
-        history = self._tokens
-        for token in tokens[self.num_tokens :].tolist():
-            history.append(token)
-            end = len(history)
-            for level, ends in enumerate(self._ends):
-                size = self.longest - level
-                if end >= size:
-                    positions = ends.setdefault(_key(history[end - size :]), [])
-                    positions.append(end)
-                    # One more than MAX_OCCURRENCES: the last is the suffix itself.
-                    del positions[: -MAX_OCCURRENCES - 1]
-        end = self.num_tokens = len(history)
+        self._tokens, self.num_tokens = tokens, len(tokens)
+        history, end = tokens.tolist(), len(tokens)
         found: list[tuple[int, list[int]]] = []
-        for level, ends in enumerate(self._ends):
-            size = self.longest - level
-            if end < size:
-                continue
-            for position in reversed(ends[_key(history[end - size :])][:-1]):
+        for size in range(min(self.longest, end), MIN_SUFFIX - 1, -1):
+            # The last occurrence is the suffix itself.
+            for position in reversed(self._ends_of(history[end - size :])[:-1]):
                 if len(found) == count or not length:
                     return _within(found, vocab_size)
                 period = end - position
@@ -212,12 +196,9 @@ class NgramIndexReference(NgramIndex):
 
     def _after(self, path: list[int], vocab_size: int) -> tuple[int, Counter[int]]:
         """Returns the length of the matched suffix of text and `path`, and next tokens' counts."""
-        text = [*self._tokens, *path]
-        for level, ends in enumerate(self._ends):
-            size = self.longest - level
-            if len(text) < size:
-                continue
-            positions = ends.get(_key(text[len(text) - size :]), [])
+        text = [*self._tokens.tolist(), *path]
+        for size in range(min(self.longest, len(text)), MIN_SUFFIX - 1, -1):
+            positions = self._ends_of(text[len(text) - size :])
             # Only `path` follows the end of the text.
             followed = [
                 position
@@ -227,6 +208,17 @@ class NgramIndexReference(NgramIndex):
             if followed:
                 return size, Counter(text[position] for position in followed[:MAX_OCCURRENCES])
         return 0, Counter()
+
+    def _ends_of(self, suffix: list[int]) -> list[int]:
+        """Returns the ends of the latest occurrences in the tokens, with one more than
+        `MAX_OCCURRENCES`."""
+        size, count = len(suffix), len(self._tokens) - len(suffix) + 1
+        if count <= 0:
+            return []
+        is_here = np.ones(count, bool)
+        for i, token in enumerate(suffix):
+            is_here &= self._tokens[i : i + count] == token
+        return (np.flatnonzero(is_here)[-MAX_OCCURRENCES - 1 :] + size).tolist()
 
 
 def _within(found: list[tuple[int, list[int]]], vocab_size: int) -> list[tuple[int, list[int]]]:
@@ -244,10 +236,6 @@ def _is_typed(tree: TreeArrays) -> bool:
         array.dtype == kind and array.shape == (len(tree[0]),)
         for array, kind in zip(tree, kinds, strict=True)
     )
-
-
-def _key(suffix: list[int]) -> bytes:
-    return array("q", suffix).tobytes()
 
 
 class CompiledNgramIndex(NgramIndex):

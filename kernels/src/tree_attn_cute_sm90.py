@@ -19,7 +19,7 @@ from .cute.config import (
     CombineConfig,
     ForwardConfig,
 )
-from .cute.launch import Call, box_of, call_key, feature_flags, unsupported
+from .cute.launch import Call, box_of, call_key, unsupported, unsupported_feature
 from .cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from .cute.store import CuteUnavailable
 from .features import PLAIN, AttnFeatures, FeatureKind
@@ -42,14 +42,12 @@ def unsupported_reason(
     """Returns why the kernel does not support layers of these kinds, or None."""
     if tuple(capability) != CAPABILITY:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0"
-    problem = unsupported(head_dim, dtype, block_size)
-    if problem is None and any(kind.quantised_cache for kind in kinds):
-        problem = "layers with a quantised cache"
-    if problem is not None:
-        return problem
+    problems = (unsupported(head_dim, dtype, block_size), *map(unsupported_feature, kinds))
+    if any(problems):
+        return next(filter(None, problems))
     name = str(dtype).removeprefix("torch.")
     variants = (
-        ForwardConfig(head_dim, name, warpgroups, box_of(block_size), **feature_flags(kind))
+        ForwardConfig(head_dim, name, warpgroups, box_of(block_size), bool(kind.window))
         for kind in kinds
         for warpgroups in WARPGROUP_CHOICES
     )

@@ -189,8 +189,6 @@ def tree_attn_triton(
     tail_value: torch.Tensor | None = None,
     *,
     features: AttnFeatures = PLAIN,
-    # [T, Hq] float32, any strides; written for tree rows
-    lse: torch.Tensor | None = None,
     splits: int | None = None,
     # [T, Hq, Dh] and [Hq, T] float32
     prefix: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -198,7 +196,6 @@ def tree_attn_triton(
     """Tree attention by `cuda_contract`. No host synchronisation, graph safe.
 
     Args:
-        lse: receives the natural logarithm of each row's softmax sum.
         splits: forces the parts of equally long trees.
         prefix: attention over the context and its LSE, if another kernel has computed them without
             sinks. This kernel then reads only the tree's own columns. Rows without a context may
@@ -253,7 +250,6 @@ def tree_attn_triton(
         key_cache,
         value_cache,
         output,
-        output if lse is None else lse,
         part_out,
         part_lse,
         part_record,
@@ -276,7 +272,6 @@ def tree_attn_triton(
         query.stride(0),
         query.stride(1),
         *output.stride()[:2],
-        *((0, 0) if lse is None else lse.stride()),
         *key_cache.stride(),
         *value_cache.stride(),
         *tail_strides,
@@ -305,16 +300,12 @@ def tree_attn_triton(
         DENSE_TAIL=dense,
         FULL_TAIL=full,
         HAS_PREFIX=prefix is not None,
-        STORE_LSE=lse is not None,
         PRECISION="ieee" if compute == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     if cut:
-        merge_parts(
-            part_out, part_lse, part_record, output, meta.plan, max_rows=meta.max_rows,
-            merged_lse=lse,
-        )  # fmt: skip
+        merge_parts(part_out, part_lse, part_record, output, meta.plan, max_rows=meta.max_rows)
 
 
 _TRITON_TYPES = {

@@ -101,8 +101,6 @@ _STEP_NUMBERS = [
     "plan_stride",
     "words_stride",
     "table_stride",
-    "lse_row",
-    "lse_head",
     "part_rows",
     "prefix_lse_head",
 ]
@@ -117,8 +115,6 @@ def _tree_attn_kernel(
     value_cache,
     # [T, Hq, Dh]
     output,
-    # [T, Hq] natural logarithms; written when STORE_LSE
-    lse,
     # [parts, part_rows, Hq, Dh] and [parts, part_rows, Hq] float32, and [R, 2] int32: slot of a
     # tree's first part and number of its parts; all written, when SPLIT
     part_out,
@@ -150,8 +146,6 @@ def _tree_attn_kernel(
     query_head,
     output_row,
     output_head,
-    lse_row,
-    lse_head,
     key_block,
     key_token,
     key_head,
@@ -200,7 +194,6 @@ def _tree_attn_kernel(
     DENSE_TAIL: tl.constexpr,
     FULL_TAIL: tl.constexpr,
     HAS_PREFIX: tl.constexpr,
-    STORE_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     slot = tl.program_id(2)
@@ -486,8 +479,8 @@ def _tree_attn_kernel(
     acc = acc / row_sum[:, None]
     if value_scale is not None and not SCALE_TOKEN and not DENSE_TAIL:
         acc = acc * scale_of_values
-    logarithm = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
     if SPLIT and parts > 1:
+        logarithm = (row_max + tl.log2(tl.where(row_sum > 0.0, row_sum, 1.0))) * LN_2
         num_heads = tl.num_programs(1) * GROUP
         part_row = (slot.to(tl.int64) * part_rows + row) * num_heads + head
         part_at = part_out + part_row * HEAD_DIM
@@ -501,5 +494,3 @@ def _tree_attn_kernel(
             acc.to(output.dtype.element_ty),
             mask=valid[:, None] & in_head[None, :],
         )
-        if STORE_LSE:
-            tl.store(lse + to_row * lse_row + head * lse_head, logarithm, mask=valid)

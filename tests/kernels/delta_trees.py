@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch
 
-from vllm_specplug.kernels import StateTrees, delta_tree, tree_delta_rule
+from vllm_specplug.kernels import StateTrees, commit_states, delta_tree, tree_delta_rule
 
 SCALE, EPS = 0.25, 1e-5
 Shape = Callable[[int, random.Random], list[int]]
@@ -117,24 +119,101 @@ def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_spoilt(
-    run: Callable[[Layer, StateTrees], tuple[torch.Tensor, torch.Tensor]],
-    layer: Layer,
-    trees: StateTrees,
-    spoilt: int,
-) -> None:
-    """Raises unless NaN in all that one row brings reaches it and its descendants, in `output` and
-    `updates`, and leaves all others as they are."""
-    clean = run(layer, trees)
-    inputs = {name: x.clone() for name, x in vars(layer).items()}
-    for name in ("query", "key", "value", "decays", "strengths"):
-        inputs[name][spoilt] = float("nan")
-    answer = run(Layer(**inputs), trees)
-    below = {spoilt}
-    for row, parent in enumerate(trees.parents.tolist()):
-        if parent in below:
-            below.add(row)
-    others = [row for row in range(int(trees.starts[1])) if row not in below]
-    assert len(below) > 1 and len(others) > 2, "nothing to compare"
-    for wanted, found in zip(clean, answer, strict=True):
-        assert found[sorted(below)].isnan().all()
-        assert error(found[others], wanted[others]) < 1e-6
+    trees: StateTrees, spoilt_row: int, clean: torch.Tensor, spoilt: torch.Tensor
+) -> tuple[list[int], list[int]]:
+    """Raises unless NaN in what one row brings reached it and its descendants and no other row of
+    its tree, in numbers [M, ...] of the rows. Returns these two."""
+    first = range(int(trees.starts[1]))
+    below = [row for row in first if spoilt_row in branch(trees, row)]
+    others = [row for row in first if row not in below]
+    assert len(below) > 1 and any(row > spoilt_row for row in others), "nothing to compare"
+    assert spoilt[below].flatten(1).isnan().any(1).all(), "a row does not see its ancestor"
+    for row in others:
+        assert torch.allclose(clean[row], spoilt[row], atol=1e-6), "a row sees another branch"
+    return below, others
+
+
+class DeltaSuite:
+    """Tests that every implementation of the rule passes; see `Layer` for its inputs."""
+
+    dtype, limit = torch.float32, 3e-6
+    ragged = [1, 5, 64, 2, 17]
+    key_size, value_size = 20, 48
+    # Of rows over states in bfloat16.
+    beside_bfloat16 = torch.bfloat16
+
+    def run(self, layer: Layer, trees: StateTrees) -> tuple[torch.Tensor, Any]:
+        """Output, and what `commit` takes."""
+        return layer(trees)
+
+    def commit(
+        self, states: torch.Tensor, layer: Layer, updates: Any, trees: StateTrees,
+        last_rows: torch.Tensor,
+    ) -> None:  # fmt: skip
+        commit_states(states, updates, trees, last_rows)
+
+    def in_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """States [S, 2, 32, 16] in pages of as many numbers."""
+        return pages.view(-1, 2, 32, 16)
+
+    def check(self, trees: StateTrees, layer: Layer) -> None:
+        expected, states = one_by_one(layer, trees)
+        used = layer.to(self.dtype)
+        output, updates = self.run(used, trees)
+        assert output.dtype == self.dtype and error(output, expected) < self.limit
+        ends = trees.starts[1:] - 1
+        for last in (trees.starts[:-1], ends, (trees.starts[:-1] + ends) // 2):
+            after = used.states.clone()
+            self.commit(after, used, updates, trees, last)
+            for row, slot in zip(last.tolist(), trees.slots.tolist(), strict=True):
+                assert error(after[slot], states[row]) < self.limit
+            # Nobody else's state is touched.
+            others = sorted(set(range(len(after))) - set(trees.slots.tolist()))
+            assert torch.equal(after[others], used.states[others])
+
+    @pytest.mark.parametrize("heads", [(1, 1), (1, 2)], ids=["as-many", "twice"])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_every_branch_is_decoded_as_alone(self, shape: str, heads: tuple[int, int]) -> None:
+        trees = make_trees(SHAPES[shape], self.ragged)
+        self.check(trees, make_layer(trees, *heads, self.key_size, self.value_size))
+
+    @pytest.mark.parametrize("gates", ["saturated", "denormal"])
+    def test_gates_at_their_ends(self, gates: str) -> None:
+        trees = make_trees(bush, [3, 20])
+        self.check(trees, make_layer(trees, 1, 2, 32, 32, gates))
+
+    @pytest.mark.parametrize("seed", range(6))
+    def test_ragged_batches(self, seed: int) -> None:
+        draw = random.Random(seed)
+        sizes = [draw.randint(1, 30) for _ in range(draw.randint(1, 4))]
+        trees = make_trees(bush, sizes, seed)
+        self.check(trees, make_layer(trees, 1, 2, 16, 16))
+
+    def test_states_in_pages_and_in_bfloat16(self) -> None:
+        """States lie in pages with more beside them."""
+        trees = make_trees(bush, [6, 17])
+        layer = make_layer(trees, 1, 2, 32, 16).to(torch.bfloat16).to(torch.float64)
+        expected, states = one_by_one(layer, trees)
+        pages = torch.full((len(layer.states), 3 + 2 * 32 * 16), 7.0, dtype=torch.bfloat16)
+        paged = self.in_pages(pages[:, 3:])
+        paged.copy_(layer.states)
+        used = replace(layer.to(self.beside_bfloat16), states=paged)
+        output, updates = self.run(used, trees)
+        assert output.dtype == self.beside_bfloat16
+        assert error(output, expected) < (4e-3 if output.dtype == torch.bfloat16 else 3e-6)
+        last = trees.starts[1:] - 1
+        self.commit(paged, used, updates, trees, last)
+        for row, slot in zip(last.tolist(), trees.slots.tolist(), strict=True):
+            assert error(paged[slot], states[row]) < 4e-3
+        assert (pages[:, :3] == 7.0).all()
+
+    def test_another_tree_gives_another_answer(self) -> None:
+        """The control: nothing here is blind to parents or to what is committed."""
+        trees, line = make_trees(bush, [20]), make_trees(chain, [20])
+        layer = make_layer(trees, 1, 1, 16, 16).to(self.dtype)
+        (output, updates), (other, _) = self.run(layer, trees), self.run(layer, line)
+        assert error(other, output.double()) > 0.1
+        right, wrong = layer.states.clone(), layer.states.clone()
+        self.commit(right, layer, updates, trees, torch.tensor([19]))
+        self.commit(wrong, layer, updates, line, torch.tensor([19]))
+        assert error(wrong, right.double()) > 0.05

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,8 @@ import torch
 from tests.kernels.paged import chain_attention, path_of, random_parents
 from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata
 from vllm_specplug.kernels.cuda_contract import TOKEN_SCALE_BYTES, numbers_and_scales
-from vllm_specplug.kernels.tree_attn_triton import (
-    tree_attn_triton,
-)
+from vllm_specplug.kernels.latent_attn_triton import latent_attn_triton
+from vllm_specplug.kernels.tree_attn_triton import tree_attn_triton
 
 FP32, FP16, FP8 = torch.float32, torch.float16, torch.float8_e4m3fn
 
@@ -25,6 +25,8 @@ class DeviceTrees:
     query does as well; the oracle then reads what these stand for. With `token_scales` each token
     and head has scales of its own, behind its numbers, which are added to the features.
     """
+
+    limits = {FP32: 1e-5, FP16: 4e-3, torch.bfloat16: 1.6e-2}
 
     def __init__(
         self,
@@ -47,7 +49,8 @@ class DeviceTrees:
         def normal(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=draw).to(dtype)
 
-        self.mask, self.dtype, self.scale = mask, dtype, head_dim**-0.5
+        self.mask = self.told_mask = mask
+        self.dtype, self.scale = dtype, head_dim**-0.5
         self.features = features or AttnFeatures()
         self.contexts = [c for c, _ in specs]
         self.parents = [random_parents(n, rng) for _, n in specs]
@@ -133,8 +136,24 @@ class DeviceTrees:
         else:
             self.cache[blocks] = float("nan")
 
+    def share_pages(self, count: int) -> None:
+        """The second tree's first pages are those of the first one."""
+        self.block_table[2, :count] = self.block_table[1, :count]
+        shared = count * self.key_cache.shape[1]
+        for numbers in (self.keys, self.values):
+            numbers[1][:shared] = numbers[0][:shared]
+
+    def take_pages(self, other: DeviceTrees) -> None:
+        """Those of the same trees with other features."""
+        self.block_table, self.cache = other.block_table, other.cache
+        self.key_cache, self.value_cache = other.key_cache, other.value_cache
+
+    def tell_chains(self) -> None:
+        """The kernel is told that every row hangs below the one before it."""
+        self.told_mask = "causal"
+
     def parent_rows(self) -> torch.Tensor:
-        if self.mask == "causal":
+        if self.told_mask == "causal":
             parts = [np.arange(-1, n - 1) for n in self.rows]
         else:
             parts = [np.concatenate([[-1], p + 1]) for p in self.parents]
@@ -142,17 +161,10 @@ class DeviceTrees:
 
     def metadata(self, skipped: int = 0) -> TreeAttnMetadata:
         """`skipped` more trees of no rows, as a graph for a larger batch has them."""
+        firsts = np.cumsum([0, *self.rows[:-1]]).tolist()
         columns = [
-            [r + 1, start, rows, context, first]
-            for r, (start, rows, context, first) in enumerate(
-                zip(
-                    self.starts,
-                    self.rows,
-                    self.contexts,
-                    np.cumsum([0, *self.rows[:-1]]).tolist(),
-                    strict=True,
-                )
-            )
+            [r + 1, self.starts[r], rows, self.contexts[r], firsts[r]]
+            for r, rows in enumerate(self.rows)
         ]
         columns += [[10**6, 10**6, 0, 10**6, 10**6]] * skipped
         return TreeAttnMetadata(
@@ -165,6 +177,7 @@ class DeviceTrees:
         )
 
     def seen(self, r: int, row: int) -> list[int]:
+        """Rows of its own tree that a row attends."""
         if self.mask == "tree":
             return path_of(self.parents[r], row)
         return list(range(row + 1 if self.mask == "causal" else self.rows[r]))
@@ -181,15 +194,15 @@ class DeviceTrees:
             out.append(torch.stack(rows))
         return out
 
-    def check(
+    def run(
         self,
+        output: torch.Tensor,
         *,
         splits: int | None = None,
         skipped: int = 0,
         features: AttnFeatures | None = None,
-    ) -> None:
-        """The kernel against the oracle; `features` are told to the kernel alone."""
-        output = torch.full(self.query.shape, 7.0, dtype=self.dtype)
+    ) -> Any:
+        """Runs the kernel; `features` are told to it only."""
         tree_attn_triton(
             self.asked,
             self.key_cache,
@@ -201,8 +214,21 @@ class DeviceTrees:
             splits=splits,
             **self.tail,
         )
-        limits = {FP32: 1e-5, FP16: 4e-3, torch.bfloat16: 1.6e-2}
-        self.assert_expected(output, limits[self.dtype])
+
+    def answer(self, **options: Any) -> torch.Tensor:
+        """What the kernel gives [T, Hq, Dv], 7 in rows of no tree; see `run`."""
+        return self._answer(options)[0]
+
+    def check(self, **options: Any) -> Any:
+        """Compares `answer` with the oracle; returns what `run` returns."""
+        output, result = self._answer(options)
+        self.assert_expected(output, self.limits[self.dtype])
+        return result
+
+    def _answer(self, options: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+        shape = (*self.query.shape[:2], self.values[0].shape[2])
+        output = torch.full(shape, 7.0, dtype=self.dtype)
+        return output, self.run(output, **options)
 
     def assert_expected(self, output: torch.Tensor, limit: float) -> None:
         """Raises unless the rows of trees are the oracle's and all others still hold 7."""
@@ -214,6 +240,25 @@ class DeviceTrees:
             assert error <= limit, f"off by {error}"
             output[start : start + n] = 7.0
         assert bool((output == 7.0).all()), "a row of no tree was written"
+
+
+class LatentTrees(DeviceTrees):
+    """Trees over a cache of latent rows: a row is the key, and its first numbers are the value."""
+
+    def __init__(
+        self, specs: list[tuple[int, int]], *, heads: int = 3, latent: int = 32, rotary: int = 16,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(specs, group=heads, head_dim=latent + rotary, **options)
+        self.latent = latent
+        self.values = [key[..., :latent] for key in self.keys]
+        self.value_cache = self.key_cache[..., :latent]
+
+    def run(self, output: torch.Tensor, *, splits: int | None = None, skipped: int = 0) -> None:
+        query = self.query[..., : self.latent], self.query[..., self.latent :]
+        rows = self.key_cache.squeeze(2)
+        meta = self.metadata(skipped)
+        latent_attn_triton(*query, rows, output, meta, self.scale, splits=splits)
 
 
 def _quantised(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,7 +58,9 @@ def check_device(problem: DeviceTrees, store: Store, answer: Callable[[], torch.
         check_rows(clean[start : start + n], spoilt[start : start + n])
 
 
-def device_trees(made: type[DeviceTrees] = DeviceTrees, **options: object) -> DeviceTrees:
-    problem = made([(c, len(p)) for c, p in TREES], kv_heads=2, **options)  # type: ignore[arg-type]
-    problem.parents = [p for _, p in TREES]
+def device_trees(
+    made: type[DeviceTrees] = DeviceTrees, trees: list[Any] = TREES, **options: Any
+) -> Any:
+    problem = made([(c, len(p)) for c, p in trees], **options)
+    problem.parents = [p for _, p in trees]
     return problem

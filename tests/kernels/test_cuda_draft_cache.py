@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,14 +43,14 @@ def on_the_device(order: list[int]) -> DeviceRequests:
     )
 
 
-def draft_cache(monkeypatch, target: str = "triton", windows: tuple[int | None, ...] = (None,) * 2):
+def draft_cache(monkeypatch, windows: tuple[int | None, ...]):
     """A cache of two layers with random contexts, and their keys and values of each request,
     [layers, context, Hkv, Dh]."""
     torch.manual_seed(0)
     monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: print)
     backend = CudaTreeBackend("auto", HEADS, StepLimits(4, 64, 9, 512), torch.device("cpu"))
     # What serves the target says nothing of what serves the head.
-    backend.kernel = ChosenKernel(target, print, "")
+    backend.kernel = ChosenKernel("cute", print, "")
     triton_kernel = ChosenKernel("triton", load_kernel("triton"), "")
     monkeypatch.setattr(backend, "choose", lambda *shape, **use: triton_kernel)
     blocks = -(-max(CONTEXTS) // PAGE)
@@ -74,13 +75,39 @@ def draft_cache(monkeypatch, target: str = "triton", windows: tuple[int | None, 
     return drafts, keys, values
 
 
+# Parents of the rows of a tree, by request.
+PARENTS = {0: [-1, 0, 0, 2, 1], 1: [-1, 0, 1, 2, 3], 2: [-1, 0, 0, 0, 3]}
+# One window ends within a page, the other is shorter than the block is deep.
+WINDOWS = (21, 3)
+
+
+def own_rows(shape: Any, layer: int, r: int, row: int) -> list[int]:
+    """The rows of its block that a row attends, in the order of their positions."""
+    if shape == "tree":
+        branch = [row]
+        while branch[0]:
+            branch.insert(0, PARENTS[r][branch[0]])
+        return branch
+    causal = shape if isinstance(shape, bool) else shape[layer]
+    return list(range(row + 1 if causal else ROWS))
+
+
 @pytest.mark.parametrize("is_device", [False, True])
-@pytest.mark.parametrize("target", ["triton", "cute"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_block_attends_its_pages_and_itself(
-    monkeypatch, causal: bool, target: str, is_device: bool
+@pytest.mark.parametrize(
+    ("shape", "windows"),
+    [
+        (True, (None, None)),
+        (False, (None, None)),
+        ((False, False), WINDOWS),
+        ((True, False), WINDOWS),
+        ((False, True), WINDOWS),
+        ("tree", (None, None)),
+    ],
+)
+def test_rows_attend_their_pages_and_their_block(
+    monkeypatch, shape: Any, windows: tuple[int | None, ...], is_device: bool
 ) -> None:
-    drafts, keys, values = draft_cache(monkeypatch, target)
+    drafts, keys, values = draft_cache(monkeypatch, windows=windows)
     # A later step finds the words of the one before in its buffers.
     for order in ([0, 1, 2], [2, 0]):
         requests = DraftRequests(
@@ -89,96 +116,29 @@ def test_a_block_attends_its_pages_and_itself(
             req_indices=order,
         )
         given = on_the_device(order) if is_device else requests
-        places = {r: r if is_device else place for place, r in enumerate(order)}
-        attend = drafts.block_attention(given, ROWS, causal)
-        for layer in range(2):
-            query = torch.randn(ROWS * len(given), HEADS, DIM)
-            key, value = torch.randn(2, ROWS * len(given), KV_HEADS, DIM).unbind(0)
-            output = attend(layer, query, key, value).unflatten(0, (len(given), ROWS))
-            for r, place in places.items():
-                own = slice(place * ROWS, (place + 1) * ROWS)
-                for row in range(ROWS):
-                    seen = row + 1 if causal else ROWS
+        held = range(len(CONTEXTS)) if is_device else order
+        if shape == "tree":
+            parents = torch.tensor([PARENTS[r] for r in held], dtype=torch.int32)
+            contexts = torch.tensor([CONTEXTS[r] for r in held])
+            attend = drafts.tree_attention(given, contexts, parents)
+        else:
+            attend = drafts.block_attention(given, ROWS, shape)
+        for layer, window in enumerate(windows):
+            query = torch.randn(ROWS * len(held), HEADS, DIM)
+            key, value = torch.randn(2, ROWS * len(held), KV_HEADS, DIM).unbind(0)
+            output = attend(layer, query, key, value)
+            for place, r in enumerate(held):
+                for row in range(ROWS) if r in order else ():
+                    at = [place * ROWS + own for own in own_rows(shape, layer, r, row)]
+                    first = 0 if window is None else max(0, CONTEXTS[r] + row - window + 1)
+                    at = at[max(0, first - CONTEXTS[r]) :]
                     expected = chain_attention(
-                        query[own][row],
-                        torch.cat((keys[r][layer], key[own][:seen])),
-                        torch.cat((values[r][layer], value[own][:seen])),
+                        query[place * ROWS + row],
+                        torch.cat((keys[r][layer, first:], key[at])),
+                        torch.cat((values[r][layer, first:], value[at])),
                         DIM**-0.5,
                     )
-                    assert (output[place, row].double() - expected).abs().max() < 1e-5
-
-
-@pytest.mark.parametrize("is_device", [False, True])
-@pytest.mark.parametrize("causal", [(False, False), (True, False), (False, True)])
-def test_layers_have_windows_and_masks_of_their_own(
-    monkeypatch, causal: tuple[bool, bool], is_device: bool
-) -> None:
-    """One window ends within a page, the other is shorter than the block is deep."""
-    windows = (21, 3)
-    drafts, keys, values = draft_cache(monkeypatch, windows=windows)
-    order = [2, 0, 1]
-    requests = DraftRequests(
-        token_ids=[np.array([1])] * len(order),
-        context_lens=[CONTEXTS[r] for r in order],
-        req_indices=order,
-    )
-    given = on_the_device(order) if is_device else requests
-    attend = drafts.block_attention(given, ROWS, causal)
-    for layer, window in enumerate(windows):
-        query = torch.randn(ROWS * len(given), HEADS, DIM)
-        key, value = torch.randn(2, ROWS * len(given), KV_HEADS, DIM).unbind(0)
-        output = attend(layer, query, key, value).unflatten(0, (len(given), ROWS))
-        for place, r in enumerate(range(len(CONTEXTS)) if is_device else order):
-            own = slice(place * ROWS, (place + 1) * ROWS)
-            for row in range(ROWS):
-                end = CONTEXTS[r] + (row + 1 if causal[layer] else ROWS)
-                seen = slice(max(0, CONTEXTS[r] + row - window + 1), end)
-                expected = chain_attention(
-                    query[own][row],
-                    torch.cat((keys[r][layer], key[own]))[seen],
-                    torch.cat((values[r][layer], value[own]))[seen],
-                    DIM**-0.5,
-                )
-                assert (output[place, row].double() - expected).abs().max() < 1e-5
-
-
-# Parents of the rows of a tree, and what each row sees.
-PARENTS = {0: [-1, 0, 0, 2, 1], 1: [-1, 0, 1, 2, 3], 2: [-1, 0, 0, 0, 3]}
-
-
-@pytest.mark.parametrize("is_device", [False, True])
-def test_rows_of_a_tree_attend_their_pages_and_their_branch(monkeypatch, is_device: bool) -> None:
-    drafts, keys, values = draft_cache(monkeypatch)
-    order = [2, 0]
-    requests = DraftRequests(
-        token_ids=[np.array([1])] * len(order),
-        context_lens=[CONTEXTS[r] for r in order],
-        req_indices=order,
-    )
-    given = on_the_device(order) if is_device else requests
-    held = range(len(CONTEXTS)) if is_device else order
-    parents = torch.tensor([PARENTS[r] for r in held], dtype=torch.int32)
-    contexts = torch.tensor([CONTEXTS[r] for r in held])
-    attend = drafts.tree_attention(given, contexts, parents)
-    query = torch.randn(ROWS * len(held), HEADS, DIM)
-    key, value = torch.randn(2, ROWS * len(held), KV_HEADS, DIM).unbind(0)
-    for layer in range(2):
-        output = attend(layer, query, key, value)
-        for place, r in enumerate(held):
-            if r not in order:
-                continue
-            for row in range(ROWS):
-                branch = [row]
-                while branch[0]:
-                    branch.insert(0, PARENTS[r][branch[0]])
-                at = [place * ROWS + b for b in branch]
-                expected = chain_attention(
-                    query[place * ROWS + row],
-                    torch.cat((keys[r][layer], key[at])),
-                    torch.cat((values[r][layer], value[at])),
-                    DIM**-0.5,
-                )
-                assert (output[place * ROWS + row].double() - expected).abs().max() < 1e-5
+                    assert (output[place * ROWS + row].double() - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("most", [4096, 3])

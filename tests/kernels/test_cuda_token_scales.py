@@ -20,7 +20,14 @@ from vllm.v1.attention.backends import triton_attn
 from tests.kernels.bound_backend import answer, bound, error
 from tests.kernels.device_trees import DeviceTrees, other_scales
 from tests.kernels.interpreted_vllm import interpreted_copy
-from tests.kernels.spoilt_rows import ATTEND_THEM, BAD_ROWS, check_rows, device_trees, spoil
+from tests.kernels.spoilt_rows import (
+    ATTEND_THEM,
+    BAD_ROWS,
+    TREES,
+    check_rows,
+    device_trees,
+    spoil,
+)
 from vllm_specplug.kernels import finite_values_triton
 from vllm_specplug.kernels.cuda_contract import (
     TOKEN_SCALE_BYTES,
@@ -187,7 +194,7 @@ def spoilt(layer: Layer, backend: CudaTreeBackend, number: float) -> list[tuple[
 def test_what_is_not_finite_stays_in_its_branch(
     cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = Layer(device_trees(), cache_dtype)
+    layer = Layer(device_trees(trees=TREES[:1], kv_heads=2), cache_dtype)
     for clean, now in spoilt(layer, bound({"a": layer}, monkeypatch), INF):
         check_rows(clean, now)
 
@@ -195,7 +202,7 @@ def test_what_is_not_finite_stays_in_its_branch(
 @KINDS
 def test_nan_is_what_vllm_stores_of_it(cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store may make a finite number of one; other branches are as without it in any case."""
-    layer = Layer(device_trees(), cache_dtype)
+    layer = Layer(device_trees(trees=TREES[:1], kv_heads=2), cache_dtype)
     for clean, now in spoilt(layer, bound({"a": layer}, monkeypatch), NAN):
         others = [row for row in range(len(clean)) if row not in ATTEND_THEM]
         assert torch.equal(clean[others], now[others])
@@ -207,7 +214,7 @@ def test_stored_as_they_are_they_reach_other_branches(
     cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finite_values_triton, "isolate_token_scales_triton", lambda *a, **k: None)
-    layer = Layer(device_trees(), cache_dtype)
+    layer = Layer(device_trees(trees=TREES[:1], kv_heads=2), cache_dtype)
     (clean, now), *_ = spoilt(layer, bound({"a": layer}, monkeypatch), INF)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
         check_rows(clean, now)

@@ -20,11 +20,8 @@ from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels import tree_attn_cute_sm90
 from vllm_specplug.kernels.cute import driver, store
 from vllm_specplug.kernels.cute.config import (
-    SHARED_LIMIT,
-    TILE_N,
     CombineConfig,
     ForwardConfig,
-    all_configs,
 )
 from vllm_specplug.kernels.cute.launch import Bounds, TensorMapSpec, choose_splits, plan_launches
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
@@ -101,16 +98,6 @@ def test_variants_and_grids(specs, group, page, variant, grid):
     assert named(launch)["group"] == group
 
 
-def test_splits_bring_a_second_launch():
-    trees = DeviceTrees([(3000, 5)], dtype=BF16, head_dim=64, kv_heads=2)
-    forward, merge = plan(trees, splits=7, workspace=some_workspace)
-    # a slot of the tree and seven for its parts; the merge takes any tree of the same blocks
-    assert forward.grid == (1, 2, 1 + 7)
-    assert isinstance(merge.config, CombineConfig) and merge.grid == (32 * 4 // 4, 1, 1)
-    for name in ("plan", "part_out", "part_lse", "part_record", "part_rows", "output_row"):
-        assert named(forward)[name] == named(merge)[name], name
-
-
 def test_the_workspace_is_sized_by_the_trees_not_by_their_buffers():
     trees = DeviceTrees([(3000, 5)], dtype=BF16, head_dim=64, kv_heads=2)
     buffer = torch.full((5000,), -1, dtype=torch.int32)
@@ -134,30 +121,6 @@ def test_nothing_is_launched_for_nothing():
     assert plan_launches(*inputs, meta, 1.0, None, None, 132, no_workspace) == []
 
 
-def test_descriptor_says_where_the_cache_lies():
-    trees = DeviceTrees([(100, 3)], dtype=BF16, head_dim=96, kv_heads=2, page=64)
-    (launch,) = plan(trees)
-    key, value = launch.arguments[:2]
-    assert value.address - key.address == 96 * 2
-    assert key.extents == (96, 64, 2, trees.cache.shape[0])
-    # elements; a token's heads follow one another, K and V side by side
-    assert key.strides == (1, 2 * 2 * 96, 2 * 96, 64 * 2 * 2 * 96)
-    assert key.box == (32, TILE_N, 1, 1) and key.swizzle_bytes == 64
-
-
-@pytest.mark.parametrize(("page", "box"), [(16, 16), (32, 16), (64, 64), (256, 64)])
-def test_no_box_reaches_into_another_page(page, box):
-    trees = DeviceTrees([(100, 3)], dtype=BF16, head_dim=64, page=page)
-    (launch,) = plan(trees)
-    assert [spec.box[1] for spec in launch.arguments[:2]] == [box, box]
-
-
-def test_small_trees_leave_room_for_a_second_block():
-    for config in all_configs():
-        if isinstance(config, ForwardConfig):
-            assert config.ctas_per_sm == (2 if config.warpgroups == 1 else 1)
-
-
 def test_splits_fill_the_device():
     # one tree, 8 KV heads: 16 splits are 128 of 132 multiprocessors
     assert choose_splits(8, 512, 132) in range(14, 17)
@@ -169,13 +132,6 @@ def test_splits_fill_the_device():
     assert choose_splits(0, 512, 132) == 1
     # two thirds of a device gain from a split
     assert choose_splits(88, 512, 132) > 1
-
-
-def test_variants_fit_the_device():
-    names = [config.name for config in all_configs()]
-    assert len(set(names)) == len(names)
-    for config in all_configs():
-        assert config.shared_bytes <= SHARED_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -231,23 +187,6 @@ def test_a_damaged_store_counts_as_empty(damage, why, tmp_path):
 def _rewrite(folder, **fields):
     path = folder / f"{KERNEL.name}.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-
-
-@pytest.mark.parametrize(
-    ("line", "other", "counts"),
-    [
-        ("TILE_N = 64", "TILE_N = 128", True),
-        ("    head_dim: int\n", "    head_dim: int = 64\n", True),
-        ("# Columns of a tile", "# Columns of some tile", False),
-        ('"""Tile shapes', '"""Shapes', False),
-        ("        head_dim: Dh, of HEAD_DIMS.", "        head_dim: of HEAD_DIMS.", False),
-    ],
-)
-def test_changes_of_code_make_kernels_stale_and_of_comments_do_not(line, other, counts):
-    (source,) = (path for path in store.sources() if path.name == "config.py")
-    text = source.read_text()
-    assert line in text
-    assert (store.code_of(text) != store.code_of(text.replace(line, other, 1))) == counts
 
 
 def test_every_source_of_a_kernel_counts():

@@ -4,19 +4,19 @@ decoded alone in float64."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.kernels.delta_trees import (
     EPS,
     SCALE,
-    SHAPES,
+    DeltaSuite,
     Layer,
     branch,
     bush,
-    chain,
+    check_spoilt,
     error,
     make_layer,
     make_trees,
@@ -61,63 +61,25 @@ def commit(
     )  # fmt: skip
 
 
-def check(trees: StateTrees, layer: Layer, limit: float) -> None:
-    expected, states = one_by_one(layer, trees)
-    used = layer.to(torch.float32)
-    output, updates = run(used, trees)
-    assert error(output, expected) < limit
-    ends = trees.starts[1:] - 1
-    for last in (trees.starts[:-1], ends):
-        after = used.states.clone()
-        commit(after, used, updates, trees, last)
-        for row, slot in zip(last.tolist(), trees.slots.tolist(), strict=True):
-            assert error(after[slot], states[row]) < limit
-        others = sorted(set(range(len(after))) - set(trees.slots.tolist()))
-        assert torch.equal(after[others], used.states[others])
+class TestTriton(DeltaSuite):
+    ragged = RAGGED
+    value_size = 16
+    beside_bfloat16 = torch.float32
 
+    def run(self, layer: Layer, trees: StateTrees) -> tuple[torch.Tensor, torch.Tensor]:
+        return run(layer, trees)
 
-@pytest.mark.parametrize("heads", [(1, 1), (1, 2)], ids=["as-many", "twice"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_every_branch_is_decoded_as_alone(shape: str, heads: tuple[int, int]) -> None:
-    trees = make_trees(SHAPES[shape], RAGGED)
-    check(trees, make_layer(trees, *heads, 20, 16), 3e-6)
+    def commit(self, states: torch.Tensor, layer: Layer, *rest: Any) -> None:
+        commit(states, layer, *rest)
 
+    def in_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """As vLLM lays them out on CUDA: values outside keys."""
+        return pages.view(-1, 2, 16, 32).transpose(2, 3)
 
-@pytest.mark.parametrize("gates", ["saturated", "denormal"])
-def test_gates_at_their_ends(gates: str) -> None:
-    trees = make_trees(bush, [3, 20])
-    check(trees, make_layer(trees, 1, 1, 16, 16, gates), 3e-6)
-
-
-@settings(max_examples=6, deadline=None)
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=3), st.integers(0, 10**6))
-def test_ragged_batches(sizes: list[int], seed: int) -> None:
-    trees = make_trees(bush, sizes, seed)
-    check(trees, make_layer(trees, 1, 1, 16, 16), 5e-6)
-
-
-@pytest.mark.parametrize(("key_size", "value_size"), [(72, 40), (64, 33)])
-def test_sizes_of_several_tiles(key_size: int, value_size: int) -> None:
-    trees = make_trees(bush, [7, 18])
-    check(trees, make_layer(trees, 1, 1, key_size, value_size), 3e-6)
-
-
-def test_states_in_pages_in_bfloat16_and_with_values_outside_keys() -> None:
-    """As vLLM lays them out on CUDA: [S, Hv, V, K] in pages that hold more."""
-    trees = make_trees(bush, [6, 17])
-    layer = make_layer(trees, 1, 2, 32, 16).to(torch.bfloat16).to(torch.float64)
-    expected, states = one_by_one(layer, trees)
-    pages = torch.full((len(layer.states), 3 + 2 * 32 * 16), 7.0, dtype=torch.bfloat16)
-    paged = pages[:, 3:].view(-1, 2, 16, 32).transpose(2, 3)
-    paged.copy_(layer.states)
-    used = layer.to(torch.float32)
-    output, updates = run(Layer(**{**vars(used), "states": paged}), trees)
-    assert error(output, expected) < 3e-6
-    last = trees.starts[1:] - 1
-    commit(paged, used, updates, trees, last)
-    for row, slot in zip(last.tolist(), trees.slots.tolist(), strict=True):
-        assert error(paged[slot], states[row]) < 4e-3
-    assert (pages[:, :3] == 7.0).all()
+    @pytest.mark.parametrize(("key_size", "value_size"), [(72, 40), (64, 33)])
+    def test_sizes_of_several_tiles(self, key_size: int, value_size: int) -> None:
+        trees = make_trees(bush, [7, 18])
+        self.check(trees, make_layer(trees, 1, 1, key_size, value_size))
 
 
 def test_what_was_not_accepted_is_not_read() -> None:
@@ -133,17 +95,6 @@ def test_what_was_not_accepted_is_not_read() -> None:
     after = used.states.clone()
     commit(after, used, updates, trees, torch.tensor([19]))
     assert error(after[trees.slots[0]], states[19]) < 3e-6
-
-
-def test_another_tree_gives_another_answer() -> None:
-    trees, line = make_trees(bush, [20]), make_trees(chain, [20])
-    layer = make_layer(trees, 1, 1, 16, 16).to(torch.float32)
-    (output, updates), (other, _) = run(layer, trees), run(layer, line)
-    assert error(other, output.double()) > 0.1
-    right, wrong = layer.states.clone(), layer.states.clone()
-    commit(right, layer, updates, trees, torch.tensor([19]))
-    commit(wrong, layer, updates, line, torch.tensor([19]))
-    assert error(wrong, right.double()) > 0.05
 
 
 def test_states_written_elsewhere_or_nowhere() -> None:
@@ -255,21 +206,15 @@ NOT_FINITE = {
     "all": lambda x, number: [part[SPOILT].fill_(number) for part in x.values()],
 }
 SPOILT = 3
-# Of two blocks of rows, and another tree.
-SPOILT_SIZES = [20, 5]
 
 
-def _spoilt_rows(
-    trees: StateTrees, part: str, number: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Output and committed states of each row, without and with what spoils one; of its tree."""
-    from vllm_specplug.kernels.delta_tree_triton import (
-        commit_states_triton,
-        tree_delta_rule_triton,
-        tree_inputs_triton,
-    )
+def _check_spoilt(part: str, number: float) -> None:
+    """Output and committed states of some rows, without and with what spoils one."""
+    from vllm_specplug.kernels import delta_tree_triton as kernels
 
     torch.manual_seed(0)
+    # Of two blocks of rows, and another tree.
+    trees = make_trees(bush, [20, 5])
     rows, heads, size = len(trees.parents), 2, 16
     states = torch.randn(2 * len(trees.slots) + 1, heads, size, size)
     a_log, dt_bias = torch.randn(heads), torch.randn(heads)
@@ -277,62 +222,54 @@ def _spoilt_rows(
         "mixed": torch.randn(rows, 2 * size + heads * size),
         "a": torch.randn(rows, heads), "b": torch.randn(rows, heads),
     }  # fmt: skip
-    found: list[torch.Tensor] = []
+    outputs, committed = [], []
     for spoils in (False, True):
         if spoils:
             NOT_FINITE[part](inputs, number)
-        query, *rest = tree_inputs_triton(
+        query, *rest = kernels.tree_inputs_triton(
             inputs["mixed"], inputs["a"], inputs["b"], torch.arange(rows), a_log, dt_bias,
             key_heads=1, key_size=size, value_size=size, eps=EPS,
         )  # fmt: skip
-        output, updates = tree_delta_rule_triton(
+        output, updates = kernels.tree_delta_rule_triton(
             query, *rest, states, trees.starts, trees.parents, trees.slots,
             max_rows=int(trees.starts.diff().max()), scale=SCALE,
         )  # fmt: skip
-        end = int(trees.starts[1])
-        committed = []
-        for last in range(end):
+        outputs.append(output)
+        kept = torch.zeros(20, *states.shape[1:])
+        for last in range(20):
             after = states.clone()
-            lasts = torch.tensor([last, *(trees.starts[2:] - 1).tolist()])
-            commit_states_triton(
+            lasts = torch.tensor([last, rows - 1])
+            kernels.commit_states_triton(
                 after, rest[0], updates, rest[2], trees.parents, trees.slots, lasts
             )
-            committed.append(after[trees.slots[0]])
-        found += [output[:end], torch.stack(committed)]
-    return found[0], found[1], found[2], found[3]
+            kept[last] = after[trees.slots[0]]
+        committed.append(kept)
+    if part == "query":
+        # Its own row's alone.
+        rows_of_others = [row for row in range(20) if row != SPOILT]
+        assert torch.equal(outputs[0][rows_of_others], outputs[1][rows_of_others])
+        assert outputs[1][SPOILT].isnan().all() and torch.equal(*committed)
+        return
+    head = slice(None) if part in ("key", "all") else slice(1, 2)
+    for clean, spoilt in (outputs, committed):
+        below, _ = check_spoilt(trees, SPOILT, clean, spoilt)
+        assert spoilt[below][:, head].isnan().all()
 
 
-def _check_spoilt(trees: StateTrees, part: str, number: float) -> None:
-    clean, clean_states, spoilt, states = _spoilt_rows(trees, part, number)
-    end = int(trees.starts[1])
-    below = [row for row in range(end) if SPOILT in branch(trees, row)]
-    others = [row for row in range(end) if row not in below]
-    # A query is its own row's alone.
-    reached = [SPOILT] if part == "query" else below
-    assert len(below) > 1 and any(row > SPOILT for row in others), "nothing to compare"
-    for row in sorted({*range(end)} - {*reached}):
-        assert torch.equal(clean[row], spoilt[row]), f"row {row} sees a row of another branch"
-    for row in others:
-        assert torch.equal(clean_states[row], states[row])
-    head = slice(None) if part in ("key", "query", "all") else 1
-    assert spoilt[reached][:, head].isnan().all(), "a row does not see its ancestor"
-    if part != "query":
-        assert states[below][:, head].isnan().all(), "a row commits what is not its branch's"
-
-
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-@pytest.mark.parametrize("part", NOT_FINITE)
+@pytest.mark.parametrize(
+    ("part", "number"),
+    [
+        *((part, float("nan")) for part in NOT_FINITE),
+        # Gates of infinity are 0 and 1.
+        *((part, float("inf")) for part in ("key", "value", "query")),
+    ],
+)
 def test_what_is_not_finite_reaches_those_who_continue_it(part: str, number: float) -> None:
     """Also across blocks of rows."""
-    if part in ("decay", "strength", "all") and number == float("inf"):
-        pytest.skip("gates of infinity are 0 and 1")
-    _check_spoilt(make_trees(bush, SPOILT_SIZES), part, number)
+    _check_spoilt(part, number)
 
 
-@pytest.mark.parametrize("part", ["key", "value"])
-def test_multiplied_as_it_is_it_reaches_other_branches(
-    part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_multiplied_as_it_is_it_reaches_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: inputs as the readable rule takes them."""
     from vllm_specplug.kernels import delta_tree_triton
 
@@ -348,5 +285,5 @@ def test_multiplied_as_it_is_it_reaches_other_branches(
         )  # fmt: skip
 
     monkeypatch.setattr(delta_tree_triton, "tree_inputs_triton", as_they_are)
-    with pytest.raises(AssertionError, match="sees a row of another branch"):
-        _check_spoilt(make_trees(bush, SPOILT_SIZES), part, float("nan"))
+    with pytest.raises(AssertionError, match="sees another branch"):
+        _check_spoilt("value", float("nan"))

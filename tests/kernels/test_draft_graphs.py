@@ -152,8 +152,6 @@ class Drafts:
         folder: Path,
         monkeypatch: pytest.MonkeyPatch,
         sizes: list[int] = SIZES,
-        *,
-        is_adaptive: bool = True,
     ) -> None:
         monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
         use_triton(monkeypatch)
@@ -188,7 +186,7 @@ class Drafts:
             }
             self.drafter.bind_target_caches([made[spec] for spec in read])
         assert self.drafter.drafts_on_device and self.drafter.drafts_from_graphs
-        depths = graph_depths(self.drafter.forward_depth, is_adaptive)
+        depths = graph_depths(self.drafter.forward_depth, True)
         self.graphs = DraftGraphs(config(sizes), CPU, self.drafter, 3, NODES, depths)
 
     def requests(self, budgets: list[int], rng: np.random.Generator) -> DeviceRequests:
@@ -234,30 +232,10 @@ def same_trees(a: DeviceTrees, b: DeviceTrees) -> bool:
 
 
 @pytest.mark.parametrize("make", HEADS)
-def test_every_number_of_drafts(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafts = Drafts(make, tmp_path, monkeypatch, is_adaptive=False)
-    drafts.graphs.capture_drafts()
-    assert sorted(desc.num_tokens for desc in drafts.graphs.graphs) == SIZES
-    rng = np.random.default_rng(0)
-    nodes = 0
-    for number in range(12):
-        # Some want nothing; three requests are padded to four.
-        budgets = rng.choice([0, 1, NODES], 1 + number % REQUESTS).tolist()
-        requests = drafts.requests(budgets, rng)
-        before = PretendedGraph.replays
-        trees = drafts.graphs(requests)
-        assert PretendedGraph.replays == before + 1
-        assert trees is not None and same_trees(trees, drafts.eager(requests)), (number, budgets)
-        assert (trees.counts <= requests.budgets).all()
-        nodes += int(trees.counts.sum())
-    assert nodes > 50, nodes
-
-
-@pytest.mark.parametrize("make", HEADS)
 def test_drafts_of_some_requests_and_of_every_depth(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What an adaptive budget asks for."""
+    """What an adaptive budget asks for: of some requests, some want nothing."""
     drafts = Drafts(make, tmp_path, monkeypatch)
     drafts.graphs.capture_drafts()
     captured = {(desc.num_tokens, desc.max_query_len) for desc in drafts.graphs.graphs}
@@ -272,20 +250,24 @@ def test_drafts_of_some_requests_and_of_every_depth(
     monkeypatch.setattr(drafts.graphs, "run_fullgraph", run_fullgraph)
     rng = np.random.default_rng(0)
     nodes = 0
-    for number in range(16):
-        count, deepest = int(rng.integers(1, REQUESTS + 1)), 1 + number % DEPTH
-        requests = drafts.requests(rng.choice([1, NODES], count).tolist(), rng)
+    for number in range(8):
+        # Each number of drafts at least once; three requests are padded to four.
+        drafted, deepest = 1 + number % REQUESTS, 1 + number // 2 % DEPTH
+        count = int(rng.integers(drafted, REQUESTS + 1))
+        requests = drafts.requests(rng.choice([0, 1, NODES, NODES], count).tolist(), rng)
         requests = replace(requests, depths=requests.depths.clamp_max(deepest), max_depth=deepest)
-        chosen = np.sort(rng.permutation(count)[: int(rng.integers(1, count + 1))])
+        chosen = np.sort(rng.permutation(count)[:drafted])
         given = None if len(chosen) == count else chosen
+        before = PretendedGraph.replays
         trees = drafts.graphs(requests, given)
+        assert PretendedGraph.replays == before + 1
         assert trees is not None and same_trees(trees, drafts.eager(requests, given)), number
-        drafted = trees.counts.nonzero().flatten().tolist()
-        assert drafted == chosen.tolist(), (drafted, chosen)
+        assert (trees.counts <= requests.budgets).all()
+        assert set(trees.counts.nonzero().flatten().tolist()) <= set(chosen.tolist())
         nodes += int(trees.counts.sum())
         size = min(size for size in SIZES if size >= len(chosen))
         assert replayed[-1] == (size, {1: 1, 2: 2, 3: 4, 4: 4}[deepest])
-    assert nodes > 50, nodes
+    assert nodes > 30, nodes
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])

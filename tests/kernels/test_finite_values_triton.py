@@ -8,14 +8,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.device_trees import FP16, FP32, DeviceTrees
+from tests.kernels.device_trees import FP16, FP32
 from tests.kernels.spoilt_rows import as_it_is, check_device, device_trees
 from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite
 from vllm_specplug.kernels.finite_values_triton import (
     isolate_nonfinite_triton,
     store_isolated_triton,
 )
-from vllm_specplug.kernels.tree_attn_triton import tree_attn_triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -27,27 +26,18 @@ def stored_in_place(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tenso
     return key, value
 
 
-def answer(problem: DeviceTrees, splits: int = 1) -> torch.Tensor:
-    output = torch.zeros_like(problem.query)
-    tree_attn_triton(
-        problem.query, problem.key_cache, problem.value_cache, output, problem.metadata(),
-        problem.scale, features=problem.features, splits=splits,
-    )  # fmt: skip
-    return output
-
-
 @pytest.mark.parametrize("features", [AttnFeatures(), AttnFeatures(window=30, soft_cap=2.0)])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_in_the_triton_kernel(features: AttnFeatures, splits: int) -> None:
-    problem = device_trees(features=features)
+    problem = device_trees(kv_heads=2, features=features)
     problem.check(splits=splits)
-    check_device(problem, stored_in_place, lambda: answer(problem, splits))
+    check_device(problem, stored_in_place, lambda: problem.answer(splits=splits))
 
 
 def test_stored_as_they_are_they_reach_other_branches() -> None:
-    problem = device_trees()
+    problem = device_trees(kv_heads=2)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
-        check_device(problem, as_it_is, lambda: answer(problem))
+        check_device(problem, as_it_is, problem.answer)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])

@@ -64,7 +64,7 @@ def test_branches_are_those_of_the_host(
     monkeypatch.setattr(ngram_lookup_triton, "PIECE", 32)
     rng = np.random.default_rng(size)
     several = 0
-    for _ in range(6):
+    for _ in range(3):
         histories = texts(rng, 7, 150)
         depths = [int(d) for d in rng.integers(0, length + 3, len(histories))]
         sizes, branches, _ = lookup(histories, depths, size, count, length, rng)
@@ -75,7 +75,7 @@ def test_branches_are_those_of_the_host(
             for rank, (_, branch) in enumerate(wanted):
                 padded = branch + [-1] * (length - len(branch))
                 assert branches[r, rank].tolist() == padded
-    assert several > 3 or count == 1
+    assert several > 1 or count == 1
 
 
 def test_a_long_history_is_read_once() -> None:

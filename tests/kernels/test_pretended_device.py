@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pretended device: what it orders, and what it reports as a race."""
+"""What the pretended device reports as a race; `tests/e2e/cuda/test_streams.py` runs whole engines
+on it, in which nothing that is ordered may be reported."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.pretended_device import DEVICE, LATE_EVENTS, DeviceError, PretendedDevice
+from tests.pretended_device import DEVICE, LATE_EVENTS, PretendedDevice
 from vllm_specplug.kernels import pinned, to_device
 from vllm_specplug.vllm_v2.host_step import HostCopy
 
@@ -24,33 +25,6 @@ def device() -> Iterator[PretendedDevice]:
 
 def found(device: PretendedDevice) -> list[str]:
     return [str(race) for race in device.order.races]
-
-
-def test_tensors_say_where_they_are(device: PretendedDevice) -> None:
-    made = torch.zeros(3, 4, device="cuda")
-    views = (
-        made[1:, ::2],
-        made.view(-1),
-        made.t(),
-        made * 2,
-        torch.zeros_like(made),
-        made.new_ones(2),
-    )
-    assert all(t.device == DEVICE and t.is_cuda for t in (made, *views))
-    assert torch.empty(0, device="cuda").is_cuda and torch.zeros(3).is_cpu
-    copy = torch.arange(3).to(DEVICE)
-    assert copy.is_cuda and copy.cpu().is_cpu and copy.tolist() == [0, 1, 2]
-    assert torch.tensor([1, 2], device="cuda").is_cuda and not torch.tensor([1]).is_cuda
-    module = torch.nn.Linear(3, 3).to(device=DEVICE, dtype=torch.float64)
-    assert module.weight.is_cuda and module.weight.dtype == torch.float64
-    with torch.device("cuda"):
-        assert torch.nn.Linear(3, 3).weight.is_cuda
-    with pytest.raises(DeviceError, match="host and of the device"):
-        made[0] + torch.ones(4)
-    with pytest.raises(TypeError, match="numpy"):
-        made.numpy()
-    assert (made[0] + torch.tensor(2.0)).sum().item() == 8.0
-    assert found(device) == []
 
 
 def _pass() -> None:
@@ -96,13 +70,6 @@ def test_every_way_to_write_is_seen(
     assert len(found(device)) == 1
 
 
-def test_reads_of_the_host_are_no_conflict(device: PretendedDevice) -> None:
-    host = torch.ones(ROOM).pin_memory()
-    host.to(DEVICE, non_blocking=True)
-    assert host.sum() == ROOM and host.numpy().sum() == ROOM and host.numpy()[3] == 1
-    assert found(device) == []
-
-
 def test_a_copy_to_the_host_comes_late(device: PretendedDevice) -> None:
     there = torch.arange(ROOM, device=DEVICE)
     for read in (lambda t: t.tolist(), lambda t: t.numpy().tolist(), lambda t: t.numpy()[0],
@@ -114,34 +81,6 @@ def test_a_copy_to_the_host_comes_late(device: PretendedDevice) -> None:
         device.order.races.clear()
         _pass()
         assert early.tolist() == list(range(ROOM)) and found(device) == []
-
-
-def test_pageable_memory_is_staged(device: PretendedDevice) -> None:
-    for non_blocking in (False, True):
-        host = torch.zeros(ROOM)
-        there = host.to(DEVICE, non_blocking=non_blocking)
-        host.fill_(1)
-        assert there.tolist() == [0] * ROOM
-    # Torch goes through pageable memory where strides want it.
-    host = torch.zeros(ROOM, 2).pin_memory()
-    torch.zeros(ROOM, device=DEVICE).copy_(host[:, 0], non_blocking=True)
-    host.fill_(1)
-    assert found(device) == []
-
-
-@pytest.mark.parametrize("waits", [
-    lambda there: there[0].item(), lambda there: there.cpu(), lambda there: there.tolist(),
-    lambda there: torch.cuda.synchronize(), lambda there: torch.cuda.current_stream().synchronize(),
-    lambda there: there.nonzero(), lambda there: _pass(),
-])  # fmt: skip
-def test_what_the_host_waits_for_it_knows(
-    device: PretendedDevice, waits: Callable[[torch.Tensor], object]
-) -> None:
-    host = torch.zeros(ROOM).pin_memory()
-    there = host.to(DEVICE, non_blocking=True)
-    waits(there)
-    host.fill_(1)
-    assert found(device) == []
 
 
 @pytest.mark.parametrize("read", [lambda t: t[0].item(), lambda t: t.tolist()])
@@ -183,18 +122,6 @@ def _copied_aside(orders: Callable[[torch.cuda.Stream, torch.cuda.Stream], objec
         event = side.record_event()
     event.synchronize()
     return copy
-
-
-@pytest.mark.parametrize("orders", [
-    lambda main, side: side.wait_stream(main),
-    lambda main, side: side.wait_event(main.record_event()),
-    lambda main, side: main.synchronize(),
-])  # fmt: skip
-def test_streams_that_wait_are_ordered(
-    device: PretendedDevice, orders: Callable[[torch.cuda.Stream, torch.cuda.Stream], object]
-) -> None:
-    assert _copied_aside(orders).tolist() == list(range(0, 2 * ROOM, 2))
-    assert found(device) == []
 
 
 @pytest.mark.parametrize("orders", [

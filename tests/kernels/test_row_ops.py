@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Norms, rotations and gates of draft layers: torch's, whatever the sizes."""
+"""Norms, rotations and gates of draft layers on the host, and on a device in Triton's interpreter:
+torch's in float64, rounded once."""
 
 from __future__ import annotations
 
@@ -7,66 +8,150 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from tests.kernels.draft_rows import CLOSE
-from vllm_specplug.kernels import add_rms_norm, gated_silu, rms_norm, rotate_heads
+from tests.kernels.draft_rows import CLOSE, attend, config
+from vllm_specplug.kernels import row_ops
 from vllm_specplug.kernels.extension import has_cpu_extension
+from vllm_specplug.methods.block.fused_head import FusedBlockHead
+from vllm_specplug.methods.block.head import BlockHead
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-SIZES = pytest.mark.parametrize("size", [2, 14, 16, 34, 576])
+DTYPES = pytest.mark.parametrize("dtype", CLOSE)
+SIZES = pytest.mark.parametrize(
+    ("rows", "size"), [(0, 8), (1, 1), (5, 14), (5, 16), (3, 70), (2, 576), (2, 1030)]
+)
+POSITIONS = 9
 
 
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    x = x.double()
-    return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
+@pytest.fixture(params=["host", "device"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "device":
+        request.getfixturevalue("on_device")
+    return request.param
+
+
+@pytest.fixture
+def on_device(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a CPU go where those of a device do."""
+    monkeypatch.setattr(row_ops, "_has_kernel", lambda x: True)
+
+
+def norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float64; as torch's own, without rounding in between."""
+    return F.rms_norm(x.double(), x.shape[-1:], weight.double(), eps)
+
+
+def tables(turned: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = torch.randn(POSITIONS, turned // 2)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotated(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    turned = cos.shape[1]
+    first, rest = x.double().split((turned, x.shape[-1] - turned), -1)
+    cos, sin = cos.double()[positions][:, None], sin.double()[positions][:, None]
+    return torch.cat((first * cos + first.roll(turned // 2, -1) * sin, rest), -1)
 
 
 @DTYPES
 @SIZES
-def test_norms(dtype: torch.dtype, size: int) -> None:
+def test_norms(place: str, dtype: torch.dtype, rows: int, size: int) -> None:
     torch.manual_seed(size)
-    x, delta = torch.randn(2, 5, 3 * size).to(dtype)
-    weight = torch.randn(3 * size).to(dtype)
-    found = rms_norm(x, weight, 1e-5)
-    torch.testing.assert_close(found, _norm(x, weight, 1e-5).to(dtype), **CLOSE[dtype])
-    parts = _norm(x.unflatten(-1, (3, size)), weight.view(3, size), 1e-3).flatten(-2).to(dtype)
-    torch.testing.assert_close(rms_norm(x, weight, 1e-3, size), parts, **CLOSE[dtype])
-    total, found = add_rms_norm(x, delta, weight, 1e-5)
-    assert torch.equal(total, x + delta)
-    torch.testing.assert_close(found, _norm(total, weight, 1e-5).to(dtype), **CLOSE[dtype])
-    # Columns of a wider tensor.
-    wide = torch.randn(4, 6 * size).to(dtype)[:, : 3 * size]
-    found = rms_norm(wide, weight, 1e-5)
-    torch.testing.assert_close(found, _norm(wide, weight, 1e-5).to(dtype), **CLOSE[dtype])
+    x, weight = torch.randn(rows, 3 * size).to(dtype), torch.randn(3 * size).to(dtype)
+    # Columns of a wider tensor, and columns that do not lie side by side.
+    delta = torch.randn(rows, 5 * size).to(dtype)[:, size : 4 * size]
+    for other in (delta, delta.T.contiguous().T, delta.contiguous()):
+        total, found = row_ops.add_rms_norm(x, other, weight, 1e-3)
+        assert torch.equal(total, x + other)
+        torch.testing.assert_close(found, norm(total, weight, 1e-3).to(dtype), **CLOSE[dtype])
+        found = row_ops.rms_norm(other, weight, 1e-3)
+        torch.testing.assert_close(found, norm(other, weight, 1e-3).to(dtype), **CLOSE[dtype])
+        found = row_ops.rms_norm(other, weight, 1e-3, size)
+        parts = norm(other.unflatten(-1, (3, size)), torch.ones(size), 1e-3).flatten(-2)
+        expected = (parts * weight.double()).to(dtype)
+        torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
 @DTYPES
-@SIZES
-def test_rotations_and_gates(dtype: torch.dtype, size: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "heads", "size", "turned"),
+    [(0, 3, 8, 8), (1, 1, 2, 2), (5, 6, 64, 64), (4, 5, 128, 32), (3, 3, 34, 34), (2, 9, 256, 256)],
+)
+def test_heads(
+    place: str, dtype: torch.dtype, rows: int, heads: int, size: int, turned: int
+) -> None:
     torch.manual_seed(size)
-    qkv = torch.randn(6, 5, size).to(dtype)
-    angles = torch.randn(9, size // 2)
-    cos = torch.cat((angles.cos(), angles.cos()), -1).to(dtype)
-    sin = torch.cat((-angles.sin(), angles.sin()), -1).to(dtype)
-    positions = torch.tensor([8, 0, 3, 3, 1, 5])
     # Queries and keys, without the values beside them.
-    x = qkv[:, :3]
-    c, s = cos.double()[positions][:, None], sin.double()[positions][:, None]
-    expected = x.double() * c + x.double().roll(size // 2, -1) * s
-    found = rotate_heads(x, cos, sin, positions)
-    torch.testing.assert_close(found, expected.to(dtype), **CLOSE[dtype])
-    rows = torch.randn(5, 2 * size).to(dtype)
-    gate, up = rows.double().chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(gated_silu(rows), expected.to(dtype), **CLOSE[dtype])
+    x = torch.randn(rows, heads + 2, size).to(dtype)[:, :heads]
+    weight = torch.randn(heads, size).to(dtype)
+    cos, sin = tables(turned, dtype)
+    positions = torch.tensor([POSITIONS - 1, 0, 3, 3, 1])[:rows]
+    found = row_ops.norm_rotate_heads(x, weight, cos, sin, positions, 1e-3)
+    normed = norm(x, torch.ones(size), 1e-3) * weight.double()
+    expected = rotated(normed, cos, sin, positions).to(dtype)
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, **CLOSE[dtype])
+    if turned == size or place == "device":
+        found = row_ops.rotate_heads(x, cos, sin, positions)
+        expected = rotated(x, cos, sin, positions).to(dtype)
+        torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
-def test_no_rows() -> None:
-    assert rms_norm(torch.empty(0, 8), torch.ones(8), 1e-5).shape == (0, 8)
-    assert gated_silu(torch.empty(0, 8)).shape == (0, 4)
-    table = torch.ones(2, 8)
-    rotated = rotate_heads(torch.empty(0, 3, 8), table, table, torch.empty(0, dtype=torch.int64))
-    assert rotated.shape == (0, 3, 8)
+@DTYPES
+@SIZES
+def test_gates(place: str, dtype: torch.dtype, rows: int, size: int) -> None:
+    x = torch.randn(rows, 3 * size).to(dtype)[:, size:]
+    for given in (x, x.contiguous()):
+        gate, up = given.double().chunk(2, -1)
+        expected = (F.silu(gate) * up).to(dtype)
+        torch.testing.assert_close(row_ops.gated_silu(given), expected, **CLOSE[dtype])
+
+
+def test_positions_are_cut_to_the_tables(on_device: None) -> None:
+    x, (cos, sin) = torch.randn(2, 1, 8), tables(8, torch.float32)
+    found = row_ops.rotate_heads(x, cos, sin, torch.tensor([POSITIONS, -1]))
+    expected = row_ops.rotate_heads(x, cos, sin, torch.tensor([POSITIONS - 1, 0]))
+    assert torch.equal(found, expected)
+
+
+def test_no_number_stays_in_its_row(on_device: None) -> None:
+    x = torch.randn(3, 8)
+    x[1, 2] = float("nan")
+    weight, (cos, sin) = torch.ones(8), tables(8, torch.float32)
+    at = torch.arange(3)
+    for found in (
+        row_ops.rms_norm(x, weight, 1e-3),
+        row_ops.norm_rotate_heads(x[:, None], weight[None], cos, sin, at, 1e-3).flatten(1),
+        row_ops.gated_silu(x),
+    ):
+        assert found.isnan().any(1).tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "partial_rotary_factor": 0.5}])
+@torch.inference_mode()
+def test_a_block_head_equals_the_readable_one(
+    on_device: None, dtype: torch.dtype, changes: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    head = BlockHead(config(**changes))
+    for parameter in head.parameters():
+        parameter.add_(0.2 * torch.randn_like(parameter))
+    head = head.to(dtype)
+    fused = FusedBlockHead(head, POSITIONS)
+    x, aux, positions = torch.randn(5, 96).to(dtype), torch.randn(5, 96).to(dtype), torch.arange(5)
+    positions[-1] = POSITIONS - 1
+    features = head.context_features(aux)
+    found = [fused(x, positions, attend), fused.context_features(aux)]
+    found += [*fused.context_kv(features, positions)]
+    expected = [head(x, positions, attend), features, *head.context_kv(features, positions)]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        error = (ours.float() - theirs.float()).norm() / theirs.float().norm()
+        assert float(error) < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.skipif(not has_cpu_extension(), reason="the kernels are not compiled")

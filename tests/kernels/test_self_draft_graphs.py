@@ -4,6 +4,7 @@ in which partial caches are chosen, take tokens in, and end; Triton runs in the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,20 +202,19 @@ def same(a: DeviceTrees, b: DeviceTrees) -> bool:
     )
 
 
-def drafted_alike(drafts: Drafts, others: Drafts) -> list[bool]:
+def drafted_alike(drafts: Drafts, others: Drafts) -> Iterator[bool]:
     """Of each step, whether trees are those of launched drafts."""
     drafts.graphs.capture_drafts()
     assert sorted(desc.num_tokens for desc in drafts.graphs.graphs) == SIZES
-    alike, nodes = [], 0
+    nodes = 0
     for number, (step, from_graph) in enumerate(STEPS):
         trees, replayed = drafts.draft(step)
         assert replayed == from_graph, number
         expected, _ = others.draft(step, launched=True)
-        alike.append(same(trees, expected))
+        yield same(trees, expected)
         nodes += int(expected.counts.sum())
     assert nodes > 60, nodes
     assert drafts.drafter.steps_from == others.drafter.steps_from == {"self": len(STEPS)}
-    return alike
 
 
 def test_drafts_from_graphs_are_those_that_are_launched(

@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 
-from vllm_specplug.kernels import FeatureKind, TreeAttnMetadata, cuda_dispatch
-from vllm_specplug.kernels.cuda_contract import TOKEN_SCALE_BYTES, TOKEN_SCALE_CACHES
+from vllm_specplug.kernels import FeatureKind, TreeAttnMetadata
 from vllm_specplug.kernels.cuda_dispatch import (
     CUDA_KERNELS,
     KernelShape,
-    choose_cuda_kernel,
     unsupported_by,
 )
 from vllm_specplug.kernels.cute.config import SHARED_LIMIT, ForwardConfig
@@ -32,15 +30,8 @@ MODELS = {
     "Qwen3-30B-A3B": (32, 4, 128),
     "Phi-3-mini": (32, 32, 96),
     "Gemma-3-12B": (16, 8, 256),
-}
-# Of heads that draft; every rank has all of them. Published shapes, and those of this repository.
-DRAFTS = {
-    "block head of Qwen3-8B": (32, 8, 128),
-    "block head of Phi-3-mini": (32, 32, 96),
-    "block head of SmolLM2": (9, 3, 64),
-    "EAGLE-3 of Llama-3.3-70B": (64, 8, 128),
+    # MTP modules and window heads have such.
     "MTP of Qwen3.5": (16, 2, 256),
-    "MTP of MiMo": (32, 8, 128),
     "window head of Vicuna": (32, 32, 128),
 }
 # Of a driver: blocks of a grid's second and third dimension.
@@ -69,60 +60,36 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_specplug.kernels.cute.store.can_compile", lambda: True)
 
 
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 784])
+QUANTISED = FeatureKind(quantised_cache=True, quantised_query=True)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), RANKS)
-def test_half_precision(heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
-    """Pages of hybrid models are large and no power of two."""
-    for dtype in (BF16, FP16):
+def test_kernels_that_serve(heads: int, kv_heads: int, head_dim: int) -> None:
+    for dtype, block_size in itertools.product((BF16, FP16), (16, 32, 64, 128, 784)):
         shape = KernelShape(head_dim, dtype, block_size, heads, kv_heads)
+        # Pages of hybrid models are large and no power of two.
         hopper = {"cute"} if head_dim < 256 and block_size != 784 else set()
         assert served_by(shape) == {"flash", "triton", *hopper}
         assert served_by(shape, AMPERE) == {"flash", "triton"}
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), RANKS)
-def test_float32_and_8_bit_caches_are_for_triton(heads: int, kv_heads: int, head_dim: int) -> None:
     assert served_by(KernelShape(head_dim, FP32, 16, heads, kv_heads)) == {"triton"}
-    kinds = (FeatureKind(quantised_cache=True, quantised_query=True),)
-    assert served_by(KernelShape(head_dim, BF16, 16, heads, kv_heads, kinds)) == {"triton"}
-    assert served_by(KernelShape(head_dim, BF16, 16, heads, kv_heads, kinds), AMPERE) == set()
+    shape = KernelShape(head_dim, BF16, 16, heads, kv_heads, (QUANTISED,))
+    assert served_by(shape) == {"triton"} and served_by(shape, AMPERE) == set()
+    # Triton on compute capability 8.0 does not know e4m3.
+    int8 = FeatureKind(quantised_cache=True, token_scales=True, int8_cache=True)
+    assert served_by(replace(shape, kinds=(int8,)), AMPERE) == {"triton"}
 
 
-def quantisation(weights: str) -> Any:
-    """vLLM's method for the caches of a checkpoint with fp8, or int8 (W8A8), weights."""
-    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
-
-    if weights == "fp8":
-        return BaseKVCacheMethod(Fp8Config(is_checkpoint_fp8_serialized=True))
-    from vllm.model_executor.layers.quantization.compressed_tensors import (
-        compressed_tensors as compressed,
-    )
-
-    number = {"num_bits": 8, "type": "int", "symmetric": True}
-    group = {
-        "targets": ["Linear"],
-        "weights": {**number, "strategy": "channel", "dynamic": False},
-        "input_activations": {**number, "strategy": "token", "dynamic": True},
-    }
-    config = compressed.CompressedTensorsConfig.from_config(
-        {"format": "int-quantized", "ignore": ["lm_head"], "config_groups": {"group_0": group}}
-    )
-    return compressed.CompressedTensorsKVCacheMethod(config)
-
-
-def layer_of_weights(
-    weights: str, cache_dtype: str, *, quantises_queries: bool = False
-) -> torch.nn.Module:
+def layer_of_fp8_weights(cache_dtype: str, quantises_queries: bool) -> torch.nn.Module:
     """vLLM's attention layer as a checkpoint of quantised weights leaves it: with scales, whatever
     its cache is."""
-    pytest.importorskip("vllm")
     from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     layer = torch.nn.Module()
     set_default_quant_scales(layer, register_buffer=True)
     layer.kv_cache_dtype, layer.calculate_kv_scales = cache_dtype, False
-    method = quantisation(weights)
+    method = BaseKVCacheMethod(Fp8Config(is_checkpoint_fp8_serialized=True))
     method.create_weights(layer)
     for name in ("q_scale", "k_scale", "v_scale"):
         getattr(layer, name).data.fill_(0.25)
@@ -131,90 +98,19 @@ def layer_of_weights(
     return layer
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), RANKS)
-def test_fp8_and_int8_weights(heads: int, kv_heads: int, head_dim: int) -> None:
-    """They change no kernel: queries and caches are of the model's dtype, and scales that the
-    checkpoint brings for a cache are not read. With an fp8 cache beside them only Triton serves."""
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8", "fp8_e4m3"])
+def test_scales_of_a_checkpoint_are_read_for_a_quantised_cache(cache_dtype: str) -> None:
     pytest.importorskip("vllm")
     from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
 
+    quantised = cache_dtype != "auto"
     for impl in (TreeFlashAttentionImpl, TreeTritonAttentionImpl):
         made = object.__new__(impl)
-        for cache_dtype, quantised in (("auto", False), ("fp8", True), ("fp8_e4m3", True)):
-            for asks in (False, quantised):
-                layer = layer_of_weights("fp8", cache_dtype, quantises_queries=asks)
-                made.kv_cache_dtype = cache_dtype
-                features = made.tree_features(layer)
-                assert features.kind == FeatureKind(quantised_cache=quantised, quantised_query=asks)
-                assert not quantised or float(features.key_scales) == 0.25
-                shape = KernelShape(head_dim, BF16, 16, heads, kv_heads, (features.kind,))
-                hopper = {"cute"} if head_dim < 256 else set()
-                plain = {"flash", "triton", *hopper}
-                assert served_by(shape) == ({"triton"} if quantised else plain)
-        # int8 goes with a cache of the model's dtype.
-        made.kv_cache_dtype = "auto"
-        assert made.tree_features(layer_of_weights("int8", "auto")).is_plain
-
-
-@pytest.mark.parametrize("weights", ["int8", "fp8"])
-@pytest.mark.parametrize("cache_dtype", TOKEN_SCALE_CACHES)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), RANKS)
-def test_caches_with_scales_of_each_token(
-    heads: int, kv_heads: int, head_dim: int, cache_dtype: str, weights: str
-) -> None:
-    """Triton alone serves them, from vLLM's own views of their scales; int8 on compute capability
-    8.0 as well, whose Triton does not know e4m3."""
-    pytest.importorskip("vllm")
-    from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
-
-    assert cache_dtype not in TreeFlashAttentionImpl.cache_dtypes
-    assert cache_dtype in TreeTritonAttentionImpl.cache_dtypes
-    layer = layer_of_weights(weights, cache_dtype)
-    is_int8 = TOKEN_SCALE_CACHES[cache_dtype] == torch.int8
-    # [num_blocks, Hkv, block_size, ...]
-    size = (3, kv_heads, 16, 2 * (head_dim + TOKEN_SCALE_BYTES))
-    layer.kv_cache = torch.zeros(size, dtype=torch.int8 if is_int8 else torch.uint8)
-    made = object.__new__(TreeTritonAttentionImpl)
-    made.kv_cache_dtype, made._k_scale_cache = cache_dtype, None
-    features = made.tree_features(layer)
-    assert features.kind == FeatureKind(quantised_cache=True, token_scales=True, int8_cache=is_int8)
-    assert features.key_scales.shape == (3, 16, kv_heads)
-    shape = KernelShape(head_dim, BF16, 16, heads, kv_heads, (features.kind,))
-    assert served_by(shape) == {"triton"}
-    assert served_by(shape, AMPERE) == ({"triton"} if is_int8 else set())
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), DRAFTS.values(), ids=list(DRAFTS))
-def test_drafts(heads: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their caches are of the model's dtype whatever the target's are; FlashAttention, which takes
-    the trees of a whole step alone, is not even tried."""
-    tried: set[str] = set()
-    timed: set[str] = set()
-
-    def self_test(name: str, *rest: object) -> None:
-        tried.add(name)
-
-    def times(names: list[str], use: cuda_dispatch.KernelUse, device: torch.device) -> dict:
-        assert use.for_drafts
-        timed.update(names)
-        return {name: float(rank) for rank, name in enumerate(reversed(names))}
-
-    monkeypatch.setattr(cuda_dispatch, "self_test_failure", self_test)
-    monkeypatch.setattr(cuda_dispatch, "kernel_times", times)
-    for dtype in (BF16, FP16, FP32):
-        for capability in (HOPPER, AMPERE):
-            tried.clear()
-            timed.clear()
-            shape = KernelShape(head_dim, dtype, 16, heads, kv_heads)
-            cpu = torch.device("cpu")
-            chosen = choose_cuda_kernel("auto", shape, cpu, capability, for_drafts=True)
-            hopper = {"cute"} if head_dim in (64, 96, 128) and dtype != FP32 else set()
-            wanted = {"triton", *(hopper if capability == HOPPER else set())}
-            assert tried == wanted and chosen.name == "triton"
-            assert timed == (wanted if len(wanted) > 1 else set())
-            assert wanted == served_by(shape, capability) - {"flash"}
-            named = choose_cuda_kernel("flash", shape, cpu, capability, for_drafts=True)
-            assert named.name == "triton"
+        made.kv_cache_dtype = cache_dtype
+        for asks in {False, quantised}:
+            features = made.tree_features(layer_of_fp8_weights(cache_dtype, asks))
+            assert features.kind == FeatureKind(quantised_cache=quantised, quantised_query=asks)
+            assert not quantised or float(features.key_scales) == 0.25
 
 
 def launches(
@@ -271,15 +167,6 @@ def test_what_the_hopper_kernel_launches_is_within_limits(
         alone = (nodes + 1) * heads // kv_heads <= 64
         for config in launched_within_limits(heads, kv_heads, head_dim, page, nodes):
             assert config.specialised != alone
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim"),
-    [pytest.param(*d, id=n) for n, d in DRAFTS.items() if d[2] in (64, 96, 128)],
-)
-def test_what_the_hopper_kernel_launches_for_drafts_is_within_limits(
-    heads: int, kv_heads: int, head_dim: int
-) -> None:
-    """Blocks of 8 and 16 rows, and all that a deep tree expands."""
+    # Blocks of drafts, and all that a deep tree expands.
     for rows in (8, 16, 257):
         launched_within_limits(heads, kv_heads, head_dim, 16, rows - 1, for_drafts=True)

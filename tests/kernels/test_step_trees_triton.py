@@ -117,7 +117,7 @@ def compare_steps(use: UseKernels, nodes: int, seed: int) -> int:
 def cases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Arguments of the comparisons above."""
     use = switch(monkeypatch)
-    return [(use, request.param, seed) for seed in range(40 if request.param < 256 else 12)]
+    return [(use, request.param, seed) for seed in range(20 if request.param < 256 else 8)]
 
 
 def test_walks_and_what_they_commit(cases: list[Any]) -> None:

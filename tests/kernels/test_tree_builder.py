@@ -4,24 +4,27 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllm_specplug.kernels import build_best_first, extension
+from vllm_specplug.kernels import build_best_first
 from vllm_specplug.tree import build_tree
 
-pytestmark = pytest.mark.skipif(
-    not extension.has_cpu_extension(), reason="needs the compiled kernels"
-)
+
+def by_triton(ids, log_probs, budgets, depths, width):
+    from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+
+    nodes = max(1, int(budgets.max()))
+    return build_best_first_triton(ids, log_probs, budgets, depths, width, nodes)
 
 
-def check(ids, log_probs, budgets, depths, width) -> None:
+def check(ids, log_probs, budgets, depths, width, build=build_best_first) -> None:
     """Compares with the Python builder."""
     expected = [
         build_tree(*candidates, tree_width=width, tree_depth=depth)
         for *candidates, depth in zip(ids, log_probs, budgets, depths, strict=True)
     ]
-    tokens, parents, node_depths, scores, counts = build_best_first(
+    tokens, parents, node_depths, scores, counts = build(
         torch.from_numpy(ids),
         torch.from_numpy(log_probs),
         torch.tensor(budgets, dtype=torch.int32),
@@ -45,6 +48,7 @@ def candidates(rng, shape, step=None):
     return ids.astype(np.int64).copy(), -np.sort(-log_probs, axis=2).astype(np.float32)
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.integers(1, 4),
     st.integers(1, 9),
@@ -53,7 +57,7 @@ def candidates(rng, shape, step=None):
     st.sampled_from([None, 0.5, 2.0]),
     st.integers(1, 10),
 )
-def test_node_for_node_the_python_tree(num_reqs, depth, ranks, seed, step, width):
+def test_node_for_node_the_python_tree(compiled, num_reqs, depth, ranks, seed, step, width):
     rng = np.random.default_rng(seed)
     ids, log_probs = candidates(rng, (num_reqs, depth, ranks), step)
     budgets = rng.integers(0, 70, num_reqs).tolist()
@@ -61,7 +65,16 @@ def test_node_for_node_the_python_tree(num_reqs, depth, ranks, seed, step, width
     check(ids, log_probs, budgets, depths, width)
 
 
-def test_a_budget_past_the_output_is_refused():
+@pytest.mark.parametrize("step", [None, 0.5, 8.0])
+@pytest.mark.parametrize(
+    ("num_reqs", "depth", "ranks", "budgets"), [(3, 5, 4, [9, 1, 0]), (2, 8, 8, [40, 64])]
+)
+def test_the_device_builds_the_same_trees(interpreter, num_reqs, depth, ranks, budgets, step):
+    ids, log_probs = candidates(np.random.default_rng(depth), (num_reqs, depth, ranks), step)
+    check(ids, log_probs, budgets, list(range(depth, depth - num_reqs, -1)), ranks, by_triton)
+
+
+def test_a_budget_past_the_output_is_refused(compiled):
     ids, log_probs = candidates(np.random.default_rng(0), (1, 2, 2))
     small = torch.empty(1, 3, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="budget 4 of request 0 exceeds the 3 nodes"):

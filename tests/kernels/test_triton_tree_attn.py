@@ -6,9 +6,12 @@ Shapes are small: the interpreter takes about a second for a handful of tiles.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from tests.kernels.attention_suite import DenseSuite, Specs
 from tests.kernels.device_trees import FP16, FP32, DeviceTrees
 from vllm_specplug.kernels import AttnFeatures
 
@@ -24,29 +27,9 @@ from vllm_specplug.kernels.tree_attn_triton import (
 pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-@pytest.mark.parametrize("nodes", [0, 1, 2, 62, 63, 64, 65])
-def test_node_counts_around_word_edges(nodes):
-    DeviceTrees([(19, nodes), (3, 1)]).check()
-
-
-def test_largest_tree():
-    DeviceTrees([(20, 256)], group=1).check()
-
-
-@pytest.mark.parametrize("page", [16, 64, 128])
-def test_context_lengths_around_block_edges(page):
-    DeviceTrees([(c, 3) for c in (0, 1, 15, 16, 17, 63, 64, 65)], page=page, group=1).check()
-
-
-@pytest.mark.parametrize("splits", [2, 3])
-def test_splits_are_merged_and_short_contexts_leave_some_empty(splits):
-    DeviceTrees([(530, 5), (3, 2), (0, 9), (257, 0)], group=1).check(splits=splits)
-
-
-@pytest.mark.parametrize("mask", ["tree", "causal", "full"])
-@pytest.mark.parametrize("nodes", [0, 15, 66])
-def test_dense_tails(mask, nodes):
-    DeviceTrees([(0, nodes), (40, nodes)], dense=True, mask=mask).check()
+class TestTrees(DenseSuite):
+    def problem(self, specs: Specs, **options: Any) -> DeviceTrees:
+        return DeviceTrees(specs, **options)
 
 
 @pytest.mark.parametrize("dtype", [FP16, torch.bfloat16])
@@ -60,30 +43,11 @@ def test_head_shapes_in_half_precision(dtype, head_dim, group, kv_heads):
 @pytest.mark.parametrize("head_dim", [264, 512])
 @pytest.mark.parametrize("dtype", [FP16, FP32])
 def test_wide_heads(head_dim, dtype):
-    specs = [(33, 9), (0, 12), (280, 3)]
-    DeviceTrees(specs, dtype=dtype, head_dim=head_dim, kv_heads=2).check(splits=2)
-    DeviceTrees(specs, dtype=dtype, head_dim=head_dim, dense=True).check(splits=1)
+    specs = [(33, 9), (0, 2), (260, 3)]
+    DeviceTrees(specs, dtype=dtype, head_dim=head_dim).check(splits=2)
     features = AttnFeatures(window=40, soft_cap=1.5)
-    DeviceTrees(specs, dtype=dtype, head_dim=head_dim, features=features).check(splits=1)
-
-
-def test_shared_prefix_blocks():
-    problem = DeviceTrees([(32, 6), (40, 9)])
-    problem.block_table[2, :2] = problem.block_table[1, :2]
-    problem.keys[1][:32], problem.values[1][:32] = problem.keys[0][:32], problem.values[0][:32]
-    problem.check()
-
-
-@pytest.mark.parametrize("splits", [1, 2])
-def test_places_without_a_tree_are_skipped(splits):
-    DeviceTrees([(300, 5), (3, 2)], group=1).check(splits=splits, skipped=3)
-
-
-def test_the_check_notices_a_wrong_mask():
-    problem = DeviceTrees([(5, 8)])
-    problem.parent_rows = lambda: torch.arange(-1, 8).int()
-    with pytest.raises(AssertionError, match="off by"):
-        problem.check()
+    for options in ({"dense": True}, {"features": features}):
+        DeviceTrees(specs[:2], dtype=dtype, head_dim=head_dim, **options).check(splits=1)
 
 
 def test_words_of_a_damaged_tree_end():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.kernels.attention_suite import DenseSuite, Specs
 from tests.kernels.cute_schedule import Batch, record_of, tiles_of, up
 from tests.kernels.device_trees import DeviceTrees
 from tests.ptx.ptx_machine import Machine, Timing
@@ -58,13 +59,11 @@ class HostDevice:
                 return place + address - pointer
         raise AssertionError("a launch names memory that the test did not put on the device")
 
-    def run(self, launches: list[Launch], timing: Timing | None = None) -> list[Machine]:
+    def run(self, launches: list[Launch], timing: Timing) -> list[Machine]:
         machines = []
         for launch in launches:
             kernel = compiled(launch.config)
-            machine = Machine(
-                kernel.ptx, self.memory, launch.config.shared_bytes, timing or Timing()
-            )
+            machine = Machine(kernel.ptx, self.memory, launch.config.shared_bytes, timing)
             machine.launch(launch.grid, self.arguments(launch, kernel))
             machines.append(machine)
         for _, size, place, raw in self.regions:
@@ -100,17 +99,21 @@ def variant(head_dim: int):
 class MachineTrees(DeviceTrees):
     """Trees that are answered by stepping the launches."""
 
-    def answer(
+    # Weights and outputs are rounded once each, to 8 or 11 bits; inputs are standard normal.
+    limits = {BF16: 1.6e-2, FP16: 2e-3}
+    timing = LATE
+
+    def run(
         self,
+        output: torch.Tensor,
         *,
         splits: int | None = 1,
         skipped: int = 0,
-        timing: Timing = LATE,
+        timing: Timing | None = None,
         features: AttnFeatures | None = None,
-    ) -> tuple[torch.Tensor, Counter[str]]:
-        """Output [T, Hq, Dh], 7 in rows of no tree, and how often each instruction ran."""
+    ) -> Counter[str]:
+        """Returns how often each instruction ran."""
         told = features or self.features
-        output = torch.full(self.query.shape, 7.0, dtype=self.dtype)
         meta = self.metadata(skipped)
         parts: list[torch.Tensor] = []
 
@@ -126,10 +129,12 @@ class MachineTrees(DeviceTrees):
             *inputs, meta, self.scale, *tail, 132, workspace, splits, features=told,
         )  # fmt: skip
         tables = (meta.plan, meta.parent_rows, meta.block_table, told.sinks, told.alibi_slopes)
-        machines = HostDevice([*inputs, *tail, *tables, *parts]).run(launches, timing)
+        machines = HostDevice([*inputs, *tail, *tables, *parts]).run(
+            launches, timing or self.timing
+        )
         if parts:
             self.check_record(meta.plan, launches[0], parts[2])
-        return output, sum((Counter(machine.counts) for machine in machines), Counter())
+        return sum((Counter(machine.counts) for machine in machines), Counter())
 
     def check_record(self, plan: torch.Tensor, launch: Launch, record: torch.Tensor) -> None:
         """The kernel came to the schedule of the simulation."""
@@ -147,14 +152,21 @@ class MachineTrees(DeviceTrees):
         found = dict(enumerate(record.tolist()))
         assert {tree: found[tree] for tree in expected} == expected
 
-    def check(self, **options: Any) -> Counter[str]:
-        """Compares `answer`; returns how often each instruction ran. `features` are told to the
-        kernel alone."""
-        output, counts = self.answer(**options)
-        # weights and outputs are rounded once each, to 8 or 11 bits; inputs are standard normal
-        self.assert_expected(output, {BF16: 1.6e-2, FP16: 2e-3}[self.dtype])
-        return counts
-
 
 def ran(counts: Counter[str], fragment: str) -> int:
     return sum(count for opcode, count in counts.items() if fragment in opcode)
+
+
+class MachineSuite(DenseSuite):
+    """With copies and products as late as allowed and as early as possible."""
+
+    wide: dict[str, Any] = {}
+
+    @pytest.fixture(autouse=True, params=[LATE, EARLY], ids=["late", "early"])
+    def _timing(self, request: pytest.FixtureRequest) -> None:
+        self.timing = request.param
+
+    def problem(self, specs: Specs, **options: Any) -> MachineTrees:
+        made = MachineTrees(specs, **{"dtype": BF16, "head_dim": 64, **self.wide, **options})
+        made.timing = self.timing
+        return made

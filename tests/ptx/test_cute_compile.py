@@ -16,13 +16,9 @@ import triton
 
 from tests.ptx.cute_machine import compiled
 from vllm_specplug.kernels.cute.config import (
-    BOXES,
-    DTYPES,
-    HEAD_DIMS,
     SHARED_LIMIT,
     SHARED_RESERVED,
     SHARED_TOTAL,
-    WARPGROUP_CHOICES,
     ForwardConfig,
     all_configs,
 )
@@ -39,27 +35,11 @@ def marks(config) -> list[pytest.MarkDecorator]:
     usual = config.dtype == "bfloat16" and config.head_dim == 64
     if isinstance(config, ForwardConfig):
         usual = usual and (config.warpgroups, config.box) in ((1, 64), (2, 16))
-        usual = usual and not config.window + config.soft_cap + config.alibi
+        usual = usual and not config.window
     return [beside, pytest.mark.smoke] if usual else [beside]
 
 
-EVERY = {"window": True, "soft_cap": True, "alibi": True}
-SOME = ({"soft_cap": True}, {"alibi": True}, {"window": True, "soft_cap": True})
-# A sample of the variants that are compiled on demand. The largest head has the fewest free
-# registers.
-ON_DEMAND = [
-    ForwardConfig(head_dim, DTYPES[0], warpgroups, BOXES[0], **features)
-    for head_dim in HEAD_DIMS
-    for features in ((*SOME, EVERY) if head_dim == HEAD_DIMS[-1] else (EVERY,))
-    for warpgroups in WARPGROUP_CHOICES
-]
-ON_DEMAND += [
-    ForwardConfig(128, "bfloat16", 2, BOXES[1], **features) for features in (*SOME, EVERY)
-]
-CONFIGS = [
-    pytest.param(config, id=config.name, marks=marks(config))
-    for config in [*all_configs(), *ON_DEMAND]
-]
+CONFIGS = [pytest.param(config, id=config.name, marks=marks(config)) for config in all_configs()]
 
 
 def listing(cubin: Path, *options: str) -> str:

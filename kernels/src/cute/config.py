@@ -66,8 +66,6 @@ class ForwardConfig:
             reads of large trees; one avoids padding in small trees.
         box: slots of a TMA box for full tiles: a whole tile or a smaller page.
         window: a row attends only the last positions before it.
-        soft_cap: scores pass through a tanh.
-        alibi: a slope per head times the distance is subtracted from scores.
     """
 
     head_dim: int
@@ -75,8 +73,6 @@ class ForwardConfig:
     warpgroups: int
     box: int
     window: bool = False
-    soft_cap: bool = False
-    alibi: bool = False
 
     def __post_init__(self) -> None:
         assert self.head_dim in HEAD_DIMS, self.head_dim
@@ -89,8 +85,7 @@ class ForwardConfig:
     @property
     def name(self) -> str:
         shape = f"d{self.head_dim}_{self.dtype}_w{self.warpgroups}_box{self.box}"
-        features = "".join(f"_{f}" for f in ("window", "soft_cap", "alibi") if getattr(self, f))
-        return f"tree_attn_sm90_{shape}{features}"
+        return f"tree_attn_sm90_{shape}{'_window' * self.window}"
 
     @property
     def specialised(self) -> bool:
@@ -101,16 +96,6 @@ class ForwardConfig:
     def stages(self) -> int:
         """K/V tiles in shared memory."""
         return STAGES[self.head_dim, self.warpgroups]
-
-    @property
-    def needs_positions(self) -> bool:
-        """Whether masks or scores depend on the distance between row and key."""
-        return self.window or self.alibi
-
-    @property
-    def prescaled(self) -> bool:
-        """Whether scores are scaled before the softmax."""
-        return self.soft_cap or self.alibi
 
     @property
     def boxes(self) -> int:
@@ -179,7 +164,7 @@ class CombineConfig:
 
 
 def all_configs() -> list[ForwardConfig | CombineConfig]:
-    """Every shipped variant. Variants with soft caps or ALiBi are compiled on demand."""
+    """Every variant."""
     forward = [
         ForwardConfig(head_dim, dtype, warpgroups, box, window=window)
         for window in (False, True)

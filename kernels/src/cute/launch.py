@@ -75,6 +75,13 @@ def unsupported(head_dim: int, dtype: torch.dtype, block_size: int) -> str | Non
     return None
 
 
+def unsupported_feature(kind: FeatureKind) -> str | None:
+    """Returns which layers no variant supports, or None. Every variant supports sinks."""
+    if kind.quantised_cache:
+        return "layers with a quantised cache"
+    return "layers with a soft cap or ALiBi" if kind.soft_cap or kind.alibi else None
+
+
 def choose_splits(
     blocks: int, tiles: int, resident_ctas: int, min_tiles: int = MIN_SPLIT_TILES
 ) -> int:
@@ -198,8 +205,8 @@ class Call:
         assert unsupported(self.head_dim, query.dtype, block_size) is None
         assert self.num_heads % self.num_kv_heads == 0, (self.num_heads, self.num_kv_heads)
         assert (tail_key is None) == (tail_value is None)
-        assert features.key_scales is None, "8-bit caches"
-        assert not (features.needs_positions and meta.mask_kind == "full"), "rows without a depth"
+        assert unsupported_feature(features.kind) is None
+        assert not (features.window and meta.mask_kind == "full"), "rows without a depth"
         for tensor in (query, key_cache, value_cache, output, tail_key, tail_value):
             assert tensor is None or _is_loadable(tensor, query.dtype), "dtype, stride or alignment"
         dense = tail_key is not None
@@ -216,7 +223,7 @@ class Call:
             dtype,
             warpgroups_for(packed),
             box_of(block_size),
-            **feature_flags(features.kind),
+            window=bool(window),
         )
         self.merge = CombineConfig(self.head_dim, dtype)
         self.row_blocks = -(-packed // self.config.tile_m)
@@ -229,7 +236,6 @@ class Call:
             "key": key_cache.data_ptr(),
             "value": value_cache.data_ptr(),
             "sinks": _address(features.sinks),
-            "slopes": _address(features.alibi_slopes),
             "query_row": query.stride(0),
             "query_head": query.stride(1),
             "output_row": output.stride(0),
@@ -254,10 +260,7 @@ class Call:
             "full": int(meta.mask_kind == "full"),
             "dense": int(dense),
             "sink_dtype": _dtype_index(features.sinks),
-            "slope_dtype": _dtype_index(features.alibi_slopes),
             "window": window,
-            "cap_in": -2.0 / features.soft_cap if features.soft_cap else 0.0,
-            "cap_out": features.soft_cap * math.log2(math.e),
             "scale_log2": scale * math.log2(math.e),
         }
 
@@ -339,10 +342,7 @@ def call_key(
         scale,
         splits,
         features.kind,
-        *(
-            None if t is None else (t.data_ptr(), t.dtype)
-            for t in (features.sinks, features.alibi_slopes)
-        ),
+        None if features.sinks is None else (features.sinks.data_ptr(), features.sinks.dtype),
     )
 
 
@@ -387,15 +387,6 @@ def plan_launches(
         arguments = tuple(values[name] for name, _ in COMBINE_PARAMETERS)
         launches.append(Launch(call.merge, grid, arguments))
     return launches
-
-
-def feature_flags(kind: FeatureKind) -> dict[str, bool]:
-    """Returns the feature flags of a variant. Every variant supports sinks."""
-    return {
-        "window": bool(kind.window),
-        "soft_cap": bool(kind.soft_cap),
-        "alibi": kind.alibi,
-    }
 
 
 def _address(tensor: torch.Tensor | None) -> int:

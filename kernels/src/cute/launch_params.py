@@ -7,7 +7,7 @@ first element; strides are in elements.
 
 ADDRESS, STRIDE, INT, FLOAT = "address", "stride", "int", "float"
 
-# Dtypes of the values per head (sinks, ALiBi slopes).
+# Dtypes of sinks.
 SCALAR_DTYPES = ("float32", "bfloat16", "float16")
 
 # Two TMA descriptors, for K and V, come before all other parameters.
@@ -26,9 +26,8 @@ FORWARD_PARAMETERS = (
     ("part_lse", ADDRESS),
     # [R, 2] int32, written: slot of a tree's first part and number of its parts
     ("part_record", ADDRESS),
-    # [Hq] in the dtypes below; 0: none
+    # [Hq] in `sink_dtype`; 0: none
     ("sinks", ADDRESS),
-    ("slopes", ADDRESS),
     ("query_row", STRIDE),
     ("query_head", STRIDE),
     ("output_row", STRIDE),
@@ -60,14 +59,10 @@ FORWARD_PARAMETERS = (
     ("full", INT),
     # 1: tails are dense
     ("dense", INT),
-    # indices in SCALAR_DTYPES
+    # index in SCALAR_DTYPES
     ("sink_dtype", INT),
-    ("slope_dtype", INT),
     # positions that a row attends, including its own; 0: all
     ("window", INT),
-    # -2 / cap and cap * log2(e)
-    ("cap_in", FLOAT),
-    ("cap_out", FLOAT),
     # scale times log2(e)
     ("scale_log2", FLOAT),
 )

@@ -41,7 +41,7 @@ class MainloopBasic(Loading, Rows):
                 copy_key, copy_value, keys, values, key_boxes, value_boxes, full_barriers,
             )  # fmt: skip
             self.load_pages(p, b, begin + ahead + 1, end, page_ids)
-        if cutlass.const_expr(config.needs_positions):
+        if cutlass.const_expr(config.window):
             self.build_masks(p, b, s_parents, s_words)
         else:
             if end > b.full_end:
@@ -51,9 +51,8 @@ class MainloopBasic(Loading, Rows):
         row_max = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
         row_sum = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
         positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
-        slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-        if cutlass.const_expr(config.needs_positions):
-            self.load_row_positions(p, b, s_words, b.first_packed, b.thread, positions, slopes)
+        if cutlass.const_expr(config.window):
+            self.load_row_positions(p, b, s_words, b.first_packed, b.thread, positions)
         frag.output.fill(0.0)
         row_max.fill(-Float32.inf)
         row_sum.fill(0.0)
@@ -74,16 +73,16 @@ class MainloopBasic(Loading, Rows):
             gemms.start_qk(frag, Int32(0), stage)
             warpgroup.wait_group(0)
             self.mask_scores(
-                p, b, s_words, tile, b.first_packed, b.thread, positions, slopes, frag.flat_scores
+                p, b, s_words, tile, b.first_packed, b.thread, positions, frag.flat_scores
             )
             softmax.online_softmax(
-                frag.flat_scores, frag.flat_output, row_max, row_sum, self.scale_log2(p)
+                frag.flat_scores, frag.flat_output, row_max, row_sum, p.scale_log2
             )
             gemms.convert_weights(frag)
             warpgroup.fence()
             gemms.start_pv(frag, stage)
             warpgroup.wait_group(0)
         self.store(
-            p, b, self.scale_log2(p), slot, part, parts, b.first_packed, b.thread, frag.output,
+            p, b, slot, part, parts, b.first_packed, b.thread, frag.output,
             row_max, row_sum,
         )  # fmt: skip

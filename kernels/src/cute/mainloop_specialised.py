@@ -113,7 +113,7 @@ class MainloopSpecialised(Loading, Rows):
         empty_barriers = full_barriers + config.stages
         self.load_query(p, b, Int32(s_query.iterator.toint()))
         cute.arch.cp_async_commit_group()
-        if cutlass.const_expr(config.needs_positions):
+        if cutlass.const_expr(config.window):
             self.build_masks(p, b, s_parents, s_words)
         else:
             if end > b.full_end:
@@ -134,23 +134,21 @@ class MainloopSpecialised(Loading, Rows):
             # Factor from the previous reference score to the current one.
             correction = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
             positions = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Int32)
-            slopes = cute.make_rmem_tensor(cute.make_layout(softmax.ROWS), Float32)
-            if cutlass.const_expr(config.needs_positions):
-                self.load_row_positions(p, b, s_words, wg_packed, wg_thread, positions, slopes)
+            if cutlass.const_expr(config.window):
+                self.load_row_positions(p, b, s_words, wg_packed, wg_thread, positions)
             frag.output.fill(0.0)
             row_max.fill(-Float32.inf)
             row_sum.fill(0.0)
-            scale_log2 = self.scale_log2(p)
 
             cute.arch.mbarrier_wait(full_barriers, 0)
             warpgroup.fence()
             gemms.start_qk(frag, wg, 0)
             warpgroup.wait_group(0)
             self.mask_scores(
-                p, b, s_words, begin, wg_packed, wg_thread, positions, slopes, frag.flat_scores
+                p, b, s_words, begin, wg_packed, wg_thread, positions, frag.flat_scores
             )
             softmax.online_softmax_deferred(
-                frag.flat_scores, row_max, row_sum, correction, scale_log2
+                frag.flat_scores, row_max, row_sum, correction, p.scale_log2
             )
             gemms.convert_weights_now(frag)
             stage = Int32(0)
@@ -167,10 +165,10 @@ class MainloopSpecialised(Loading, Rows):
                 gemms.start_pv(frag, before)
                 warpgroup.wait_group(1)
                 self.mask_scores(
-                    p, b, s_words, tile, wg_packed, wg_thread, positions, slopes, frag.flat_scores
+                    p, b, s_words, tile, wg_packed, wg_thread, positions, frag.flat_scores
                 )
                 softmax.online_softmax_deferred(
-                    frag.flat_scores, row_max, row_sum, correction, scale_log2
+                    frag.flat_scores, row_max, row_sum, correction, p.scale_log2
                 )
                 warpgroup.wait_group(0)
                 with cute.arch.elect_one():
@@ -181,6 +179,6 @@ class MainloopSpecialised(Loading, Rows):
             gemms.start_pv(frag, stage)
             warpgroup.wait_group(0)
             self.store(
-                p, b, scale_log2, slot, part, parts, wg_packed, wg_thread, frag.output,
+                p, b, slot, part, parts, wg_packed, wg_thread, frag.output,
                 row_max, row_sum,
             )  # fmt: skip

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work of a warpgroup on its rows besides the GEMMs: score features, masks, output."""
+"""Work of a warpgroup on its rows besides the GEMMs: masks, sinks, output."""
 
 import math
 
@@ -20,11 +20,6 @@ class Rows:
     config: ForwardConfig
 
     @cute.jit
-    def scale_log2(self, p) -> Float32:
-        """Returns the factor that the softmax applies to scores."""
-        return Float32(1.0) if cutlass.const_expr(self.config.prescaled) else p.scale_log2
-
-    @cute.jit
     def mask_slot(self, p, first_packed: Int32, packed: Int32, packed_rows: Int32) -> Int32:
         """Returns the row of the mask words of a packed row; padding uses the last real row."""
         clipped = cutlass.min(packed, packed_rows - 1)
@@ -32,9 +27,8 @@ class Rows:
 
     @cute.jit
     def store(
-        self, p, b, scale_log2: Float32, slot: Int32, part: Int32, parts: Int32,
-        wg_packed: Int32, wg_thread: Int32, output: cute.Tensor, row_max: cute.Tensor,
-        row_sum: cute.Tensor,
+        self, p, b, slot: Int32, part: Int32, parts: Int32, wg_packed: Int32,
+        wg_thread: Int32, output: cute.Tensor, row_max: cute.Tensor, row_sum: cute.Tensor,
     ):  # fmt: skip
         """Normalises and stores the rows, or their partial results if the tree is split."""
         flat = cute.make_tensor(output.iterator, cute.make_layout(cute.size(output)))
@@ -48,7 +42,7 @@ class Rows:
                 # A row that attends no column of this part has sum 0 and contributes nothing.
                 # A NaN sum is kept: the row attends NaN.
                 correction = Float32(1.0)
-                top = row_max[r] * scale_log2
+                top = row_max[r] * p.scale_log2
                 if p.sinks != 0 and part == 0:
                     sink = scalar_at(p.sinks, head, p.sink_dtype) * LOG2_E
                     highest = cute.arch.fmax(top, sink)
@@ -91,45 +85,32 @@ class Rows:
     @cute.jit
     def load_row_positions(
         self, p, b, s_words: cute.Tensor, wg_packed: Int32, wg_thread: Int32,
-        positions: cute.Tensor, slopes: cute.Tensor,
+        positions: cute.Tensor,
     ):  # fmt: skip
-        """Sets the positions of a thread's rows and the slopes of their heads, in base two."""
+        """Sets the positions of a thread's rows."""
         for r in cutlass.range_constexpr(softmax.ROWS):
             last = cutlass.min(wg_packed + softmax.row_of(wg_thread, r), b.packed_rows - 1)
             own = self.mask_slot(p, b.first_packed, last, b.packed_rows)
             positions[r] = b.context + mask.rows_from(s_words, own, Int32(0)) - 1
-            if cutlass.const_expr(self.config.alibi):
-                of_head = b.kv_head * p.group + last % p.group
-                slopes[r] = scalar_at(p.slopes, of_head, p.slope_dtype) * LOG2_E
 
     @cute.jit
     def mask_scores(
         self, p, b, s_words: cute.Tensor, tile: Int32, wg_packed: Int32, wg_thread: Int32,
-        positions: cute.Tensor, slopes: cute.Tensor, scores: cute.Tensor,
+        positions: cute.Tensor, scores: cute.Tensor,
     ):  # fmt: skip
-        """Applies soft cap, ALiBi and the masks to the scores of a tile."""
+        """Applies the masks to the scores of a tile."""
         config = self.config
-        if cutlass.const_expr(config.prescaled):
-            softmax.scale_scores(scores, p.scale_log2)
-        if cutlass.const_expr(config.soft_cap):
-            softmax.cap_scores(scores, p.cap_in, p.cap_out)
         column = tile * TILE_N
         if tile >= b.full_end:
             for r in cutlass.range_constexpr(softmax.ROWS):
                 packed = wg_packed + softmax.row_of(wg_thread, r)
                 slot = self.mask_slot(p, b.first_packed, packed, b.packed_rows)
                 bits = mask.tile_window(s_words, slot, column, b.context, b.tail)
-                if cutlass.const_expr(config.needs_positions):
+                if cutlass.const_expr(config.window):
                     after = mask.rows_from(s_words, slot, column + TILE_N - b.tail)
-                    if cutlass.const_expr(config.alibi):
-                        softmax.apply_alibi_tail(scores, r, slopes[r], bits, after, wg_thread % 32)
-                    if cutlass.const_expr(config.window):
-                        bits = mask.keep_last(bits, after, p.window)
+                    bits = mask.keep_last(bits, after, p.window)
                 softmax.mask_row(scores, r, bits, wg_thread % 32)
         else:
-            if cutlass.const_expr(config.alibi):
-                for r in cutlass.range_constexpr(softmax.ROWS):
-                    softmax.apply_alibi(scores, r, slopes[r], positions[r] - column, wg_thread % 32)
             if cutlass.const_expr(config.window):
                 if column < b.visible_to_all:
                     for r in cutlass.range_constexpr(softmax.ROWS):

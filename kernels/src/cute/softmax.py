@@ -11,7 +11,7 @@ Weights are exp2((score - max) * scale * log2(e)).
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass import Float32, Int32, Uint64
 
 ROWS = 2  # rows of one thread
 # Largest log2 of a weight: sums stay far within float32, weights within float16.
@@ -39,64 +39,6 @@ def mask_row(scores: cute.Tensor, r: cutlass.Constexpr, window: Uint64, lane: In
             index = cutlass.const_expr(c + 2 * r + 4 * j)
             bit = (own >> Uint64(8 * j + c)) & Uint64(1)
             scores[index] = scores[index] if bit == 1 else -Float32.inf
-
-
-@cute.jit
-def scale_scores(scores: cute.Tensor, scale_log2: Float32):
-    """Scales scores before soft cap or ALiBi. The softmax then uses a scale of 1."""
-    for i in cutlass.range_constexpr(cute.size(scores)):
-        scores[i] = scores[i] * scale_log2
-
-
-@cute.jit
-def cap_scores(scores: cute.Tensor, cap_in: Float32, cap_out: Float32):
-    """Replaces scores s by cap * tanh(s / cap); see `launch_params` for the two numbers.
-
-    tanh x = 2 / (1 + exp(-2 x)) - 1 needs one register per score, and no more are free. If the
-    exponential overflows, its reciprocal is 0 and the result -1 is correct.
-    """
-    twice = cap_out * 2.0
-    for i in cutlass.range_constexpr(cute.size(scores)):
-        exponential = cute.math.exp2(scores[i] * cap_in, fastmath=True)
-        scores[i] = cute.arch.rcp_approx(1.0 + exponential) * twice - cap_out
-
-
-@cute.jit
-def apply_alibi(
-    scores: cute.Tensor, r: cutlass.Constexpr, slope: Float32, distance: Int32, lane: Int32
-):
-    """Subtracts the ALiBi bias in a context tile whose column 0 is `distance` before row r."""
-    own = distance - 2 * (lane % 4)
-    for j in cutlass.range_constexpr(cute.size(scores) // 4):
-        for c in cutlass.range_constexpr(2):
-            index = cutlass.const_expr(c + 2 * r + 4 * j)
-            scores[index] = scores[index] - slope * Float32(own - (8 * j + c))
-
-
-@cute.jit
-def apply_alibi_tail(
-    scores: cute.Tensor,
-    r: cutlass.Constexpr,
-    slope: Float32,
-    # attended columns of the tile, and number of attended columns after it
-    bits: Uint64,
-    after: Int32,
-    lane: Int32,
-):
-    """Subtracts the ALiBi bias in a masked tile. Masked columns get arbitrary values."""
-    own = bits >> Uint64(2 * (lane % 4))
-    # In halves: 64-bit shifts need twice the registers, and none are free.
-    low, high = Uint32(own & Uint64(0xFFFFFFFF)), Uint32(own >> Uint64(32))
-    behind = after - 1
-    behind_low = behind + Int32(cute.arch.popc(high))
-    for j in cutlass.range_constexpr(cute.size(scores) // 4):
-        for c in cutlass.range_constexpr(2):
-            index = cutlass.const_expr(c + 2 * r + 4 * j)
-            if cutlass.const_expr(8 * j < 32):
-                distance = behind_low + Int32(cute.arch.popc(low >> Uint32(8 * j + c)))
-            else:
-                distance = behind + Int32(cute.arch.popc(high >> Uint32(8 * j + c - 32)))
-            scores[index] = scores[index] - slope * Float32(distance)
 
 
 @cute.jit

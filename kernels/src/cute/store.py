@@ -7,15 +7,12 @@ counts as absent if the recorded digest of its sources or of its bytes does not 
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import importlib.util
-import io
 import json
 import os
 import tempfile
-import tokenize
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,28 +50,12 @@ def sources() -> list[Path]:
     return [path for path in paths if path.name not in _HOST_ONLY]
 
 
-def code_of(source: str) -> str:
-    """Returns `source` without comments, docstrings and empty lines."""
-    # Not `ast.unparse`: its output differs between Python releases.
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        documented = isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
-        if documented and ast.get_docstring(node) is not None:
-            text = node.body[0]
-            lines[text.lineno - 1 : text.end_lineno] = [""] * (text.end_lineno - text.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
 @cache
 def sources_digest() -> str:
-    """Returns the digest of the code of all `sources`. Changes of comments keep cubins valid."""
+    """Returns the digest of all `sources`."""
     digest = hashlib.sha256()
     for path in sources():
-        digest.update(f"{path.name}\0{code_of(path.read_text())}\0".encode())
+        digest.update(f"{path.name}\0{path.read_text()}\0".encode())
     return digest.hexdigest()[:16]
 
 

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compaction and best-first trees in Triton's interpreter, against what serves on CPU."""
+"""Compaction of accepted paths in Triton's interpreter."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-
-from vllm_specplug.tree import build_tree
 
 pytest.importorskip("triton")
 
@@ -15,12 +12,8 @@ from vllm_specplug.kernels.kv_compact_triton import (
     LayerCaches,
     compact_paths_triton,
 )
-from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")
-
-
-# -- compaction ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -101,51 +94,3 @@ def test_layers_of_different_shape_are_refused():
     caches = [(torch.zeros(2, 8, 1, n), torch.zeros(2, 8, 1, n)) for n in (4, 6)]
     with pytest.raises(ValueError, match="one shape, stride and dtype"):
         LayerCaches.of(caches)
-
-
-# -- building ------------------------------------------------------------------------------
-
-
-def candidates(batch: int, depth: int, width: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(seed)
-    log_probs = torch.randn(batch, depth, width, generator=draw).log_softmax(-1)
-    return (
-        torch.randint(0, 1000, (batch, depth, width), generator=draw),
-        log_probs.sort(-1, descending=True).values,
-    )
-
-
-def assert_same_trees(ids, log_probs, budgets, depths, width, num_nodes) -> None:
-    built = build_best_first_triton(
-        ids, log_probs, torch.tensor(budgets).int(), torch.tensor(depths).int(), width, num_nodes
-    )
-    *fields, counts = built
-    for r, (budget, depth) in enumerate(zip(budgets, depths, strict=True)):
-        tree = build_tree(
-            ids[r].numpy(),
-            log_probs[r].numpy(),
-            budget,
-            tree_width=width,
-            tree_depth=depth,
-        )
-        n = int(counts[r])
-        assert n == tree.num_nodes
-        wanted = (tree.token_ids, tree.parent_indices, tree.depths, tree.scores)
-        for field, want in zip(fields, wanted, strict=True):
-            assert np.array_equal(field[r, :n].numpy(), want)
-
-
-@pytest.mark.parametrize(
-    ("batch", "depth", "width", "budgets"), [(3, 5, 4, [9, 1, 0]), (2, 8, 8, [40, 64])]
-)
-def test_best_first_trees_equal_the_python_builder(batch, depth, width, budgets):
-    ids, log_probs = candidates(batch, depth, width, seed=batch)
-    depths = list(range(depth, depth - batch, -1))
-    assert_same_trees(ids, log_probs, budgets, depths, width, max(budgets))
-
-
-def test_ties_break_as_in_the_python_builder():
-    ids = torch.arange(2 * 4 * 3).view(2, 4, 3)
-    log_probs = torch.full((2, 4, 3), -0.5)
-    log_probs[1] = torch.tensor([-0.25, -0.5, -0.75])
-    assert_same_trees(ids, log_probs, [20, 17], [4, 4], 3, 20)
