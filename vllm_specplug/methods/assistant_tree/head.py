@@ -202,9 +202,9 @@ class GroupedVocabulary:
         """Numbers that are read for one row."""
         return self.chosen * self.embeddings[0].numel()
 
-    def candidates(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the likeliest tokens after states [T, H] and their log-probabilities, see
-        `LevelDrafter.candidates`. Tokens of other groups have probability 0."""
+        `HeadDrafter.likeliest`. Tokens of other groups have probability 0."""
         groups = self.centroids(hidden).topk(self.chosen).indices
         scores = torch.einsum("th,tgsh->tgs", hidden, self.embeddings[groups]).flatten(1)
         found, log_probs = top_candidates(scores, width)

@@ -81,4 +81,4 @@ class DSparkDrafter(LocalHeadDrafter):
         if self.confidence is not None:
             confidence = F.logsigmoid(self.confidence.of_slots(hidden))
             log_probs = log_probs + CONFIDENCE_WEIGHT * confidence[..., None]
-        return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
+        return self.to_target_ids(ids), log_probs

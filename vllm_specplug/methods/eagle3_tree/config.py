@@ -277,11 +277,6 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
     return layers
 
 
-def is_parallel(raw: Mapping[str, Any]) -> bool:
-    """Returns whether a parsed `config.json` names the mask token of a P-EAGLE head."""
-    return any(raw.get(name) is not None for name in _MASK_KEYS)
-
-
 def _mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
     """Returns the mask token of a P-EAGLE head, None for other heads."""
     for name in _MASK_KEYS:

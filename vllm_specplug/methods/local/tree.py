@@ -273,21 +273,18 @@ class LocalTreeBuilder:
         """Returns the function that expands frontiers by the fused distributions."""
         head, options, confidence = self.head, self.options, self.confidence
         states = ranks = torch.empty(0)
-        # Width of the previous frontier.
-        last_width = 1
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal states, ranks, last_width
+            nonlocal states, ranks
             depth, shape = frontier.depth, frontier.token_ids.shape
             read = frontier.token_ids.flatten()
             if depth == 0:
                 states = head.initial_state(len(read))
             of_slot = None if terms is None else terms[:, depth]
             if depth:
-                ranks, states = self._step(read, frontier.rows_in(last_width), states, of_slot)
+                ranks, states = self._step(read, frontier.parent_rows, states, of_slot)
             elif options.anchor_input:
                 ranks, states = head.step(read, states, self.embed_tokens, of_slot)
-            last_width = shape[1]
             # [R, M], [R, 1, M]
             candidates, own = ids[:, depth], log_probs[:, depth, None].float()
             fused = own.expand(*shape, -1)

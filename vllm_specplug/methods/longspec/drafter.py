@@ -9,35 +9,23 @@ prefix-cache hits need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import ClassVar, cast
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
-from vllm_specplug.drafting.caches import (
-    DeviceTargetCache,
-    DeviceWindow,
-    DraftWindow,
-    TargetCache,
-    TargetCacheSpec,
-    WindowSpec,
-)
+from vllm_specplug.drafting.caches import DeviceWindow, DraftWindow, TargetCacheSpec, WindowSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
-from vllm_specplug.drafting.host_levels import HostLevelRows, context_attention
 from vllm_specplug.drafting.level_drafter import LevelDrafter
-from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.level_rows import LevelRows
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.mlp import FusedMLP
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend
-from vllm_specplug.tree.beam import Expand, Frontier
 
 # Window tokens whose keys and values are computed at once.
 MAX_WINDOW_TOKENS = 4096
@@ -119,16 +107,12 @@ class LongSpecDrafter(LevelDrafter):
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
-        head, self.target_ids = load_longspec_head(self.options.head_path, target.text_config)
+        head, target_ids = load_longspec_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config
-        self.draft_vocab_size = head.config.draft_vocab_size
-        self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
-        if self.target_ids is not None:
-            self.target_ids = self.target_ids.to(target.device)
+        self.take_tables(target, target_ids)
         self.lm_head = target.make_lm_head(self.target_ids)
         self.head = FusedLongSpecHead(head, self.options.max_model_len, target.make_linear)
-        self.ngrams = ngram_branches(self.options)
 
     def window_spec(self) -> WindowSpec:
         size = min(self.config.window_size, self.options.max_model_len)
@@ -150,29 +134,6 @@ class LongSpecDrafter(LevelDrafter):
         self.window.forget(req_ids)
         super().forget(req_ids)
 
-    def device_expand(
-        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
-    ) -> DeviceExpand:
-        window = cast(DeviceWindow, self.window)
-        # Positions of the anchors.
-        starts = context_lens.clamp_min(0)
-        (target_cache,) = cast(Sequence[DeviceTargetCache], self.target_caches)
-        cross = target_cache.level_attention(requests, starts)
-        rows = LevelRows()
-        attention = partial(window.tree_attention, requests, starts)
-
-        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            rows.add(frontier)
-            hidden = self.head(
-                self.embed(frontier.token_ids.flatten()),
-                self.level_positions(starts, frontier),
-                partial(rows.attend, attention),
-                cross,
-            )
-            return self.level_candidates(hidden, frontier.token_ids.shape, width)
-
-        return expand
-
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
         missing = self.window.missing(requests)  # type: ignore[arg-type]  # of the window's kind
         parts = (missing.token_ids, missing.positions, missing.slots)
@@ -184,30 +145,15 @@ class LongSpecDrafter(LevelDrafter):
                 keys, values = self.head.window_kv(self.embed(token_ids), positions)
                 self.window.write(keys, values, slots)
 
-    def host_expand(self, requests: DraftRequests) -> Expand:
-        (target_cache,) = cast(Sequence[TargetCache], self.target_caches)
-        rows = HostLevelRows(len(requests))
-        starts = np.asarray(requests.context_lens)
-        width = max(requests.widths)
+    def level_forward(self, rows: LevelRows) -> Callable[[], torch.Tensor]:
+        (target_cache,) = self.target_caches
 
-        def self_attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            window = cast(DraftWindow, self.window)
-            attention = window.attention(requests, rows.branches.parent_arrays())
-            return rows.attend(attention, query, key, value)
-
-        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-            rows.add(frontier)
-            positions = starts[frontier.requests] + frontier.depth
-            positions = np.minimum(positions, self.options.max_model_len - 1)
-            hidden = self.head(
-                self.embed_tokens[torch.from_numpy(frontier.token_ids)],
-                torch.from_numpy(positions),
-                self_attend,
-                context_attention(target_cache, requests, frontier),
+        def forward() -> torch.Tensor:
+            return self.head(
+                self.embed(rows.token_ids),
+                rows.positions(rows.context_lens),
+                rows.window_attention(self.window, rows.context_lens),
+                rows.context_attention(target_cache),
             )
-            ids, log_probs = self.candidates(hidden, width)
-            return ids.numpy(), log_probs.numpy()
 
-        return expand
+        return forward

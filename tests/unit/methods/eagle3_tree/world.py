@@ -21,7 +21,7 @@ from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.eagle3_tree.drafter import make_drafter
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter, ParallelDrafter
 from vllm_specplug.tree import DraftTree
 
 VOCAB, HIDDEN, KV_HEADS, DIM = 40, 16, 2, 8
@@ -107,8 +107,9 @@ class World:
         torch.manual_seed(3)
         self.embed = tensors.get("embed_tokens.weight", torch.randn(VOCAB, HIDDEN))
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
+        kind = ParallelDrafter if "mask_token_id" in raw else Eagle3Drafter
         self.drafter = load_drafter(
-            make_drafter, folder, None, torch.zeros(VOCAB, HIDDEN),
+            kind, folder, None, torch.zeros(VOCAB, HIDDEN),
             self.embed, SimpleNamespace(**SMALL), **tree,
         )  # fmt: skip
         self.drafter.frontier_width = expand  # type: ignore[misc]
