@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_specplug.drafting.caches import (
-    DeviceTargetCache,
-    DeviceWindow,
     DraftWindow,
     PartialCacheSpec,
     TargetCache,
@@ -102,7 +100,7 @@ class OwnWindow:
         """Returns the drafter's own window, read after `load`; None for none."""
         return None
 
-    def bind_window(self, window: DraftWindow | DeviceWindow) -> None:
+    def bind_window(self, window: DraftWindow) -> None:
         """Gives a drafter its window."""
         self.window = window
 
@@ -115,7 +113,7 @@ class TargetCaches:
         default."""
         return []
 
-    def bind_target_caches(self, caches: Sequence[TargetCache | DeviceTargetCache]) -> None:
+    def bind_target_caches(self, caches: Sequence[TargetCache]) -> None:
         """Gives a drafter the caches of `target_cache_specs`, once they exist."""
         self.target_caches = caches
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.caches import DraftCache, DraftWindow, TargetCache
 from vllm_specplug.drafting.device_levels import (
     DeviceExpand,
     DeviceFrontier,
@@ -36,6 +37,18 @@ class LevelDrafter(HeadDrafter):
     """Whether the bound cache is on a device, so that drafting does not involve the host."""
     levels_run: int | None = 0
     """Number of levels of the last draft, which may end before the requested depth."""
+
+    def bind_cache(self, cache: DraftCache) -> None:
+        super().bind_cache(cache)
+        self.drafts_on_device = cache.on_device
+
+    def bind_window(self, window: DraftWindow) -> None:
+        super().bind_window(window)
+        self.drafts_on_device = window.on_device
+
+    def bind_target_caches(self, caches: Sequence[TargetCache]) -> None:
+        super().bind_target_caches(caches)
+        self.drafts_on_device = caches[0].on_device
 
     @abstractmethod
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:

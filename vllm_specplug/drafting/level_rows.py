@@ -10,19 +10,15 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import Any
 
 import numpy as np
 import torch
 
 from vllm_specplug.drafting.caches import (
     BlockAttention,
-    DeviceCache,
-    DeviceTargetCache,
-    DeviceWindow,
     DraftCache,
     DraftWindow,
-    HostCache,
     RowAttention,
     TargetCache,
 )
@@ -64,7 +60,7 @@ class LevelRows(ABC):
         self.context_lens = context_lens.clamp_min(0)
         # Query, key and value of each level's rows, by layer
         self._rows: defaultdict[int, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
-        self._contexts: dict[TargetCache | DeviceTargetCache, ContextAttention] = {}
+        self._contexts: dict[TargetCache, ContextAttention] = {}
 
     def positions(self, starts: torch.Tensor) -> torch.Tensor:
         """Returns the positions int64 [n] of the rows, given those of the roots [R]."""
@@ -79,26 +75,28 @@ class LevelRows(ABC):
                 are returned for the rows themselves.
         """
 
-    @abstractmethod
     def cache_attention(self, cache: DraftCache, starts: torch.Tensor) -> BlockAttention:
         """Returns the attention over the first `starts` [R] slots of a paged cache. Call it once
         per level."""
+        attention = cache.tree_attention(self.requests, starts, self._parents())
+        return lambda layer, *rows: self._attend(partial(attention, layer), layer, *rows)
 
-    @abstractmethod
-    def window_attention(
-        self, window: DraftWindow | DeviceWindow, starts: torch.Tensor
-    ) -> RowAttention:
-        """Returns the attention over a window before `starts` [R], which are the `context_lens`.
-        Call it once per level."""
+    def window_attention(self, window: DraftWindow) -> RowAttention:
+        """Returns the attention over a window before the anchors. Call it once per level."""
+        attention = window.tree_attention(self.requests, self.context_lens, self._parents())
+        return partial(self._attend, attention, 0)
 
-    def context_attention(self, cache: TargetCache | DeviceTargetCache) -> ContextAttention:
+    def context_attention(self, cache: TargetCache) -> ContextAttention:
         """Returns the attention over the context in a cache of the target, without ancestors."""
         if cache not in self._contexts:
-            self._contexts[cache] = self._attend_context(cache)
+            self._contexts[cache] = cache.level_attention(
+                self.requests, self.context_lens, self.owners
+            )
         return self._contexts[cache]
 
     @abstractmethod
-    def _attend_context(self, cache: TargetCache | DeviceTargetCache) -> ContextAttention: ...
+    def _parents(self) -> Any:
+        """Adds the level to the rows, and returns the parents of all rows in the caches' form."""
 
     @abstractmethod
     def _attend(self, attention: RowAttention, layer: int, *rows: torch.Tensor) -> torch.Tensor:
@@ -125,36 +123,15 @@ class HostRows(LevelRows):
         self._frontier, self.depth = frontier, frontier.depth
         parents = frontier.parent_rows if frontier.depth else frontier.requests
         # One copy.
-        self.token_ids, self._parents, self.owners = device_tensor(
+        self.token_ids, self._above, self.owners = device_tensor(
             np.stack((frontier.token_ids, parents, frontier.requests)), self.context_lens.device
         )
         self._contexts.clear()
 
     def of_parents(self, states: torch.Tensor) -> torch.Tensor:
-        return states[self._parents]
+        return states[self._above]
 
-    def cache_attention(self, cache: DraftCache, starts: torch.Tensor) -> BlockAttention:
-        attention = cast(HostCache, cache).branch_attention(
-            self.requests, starts.tolist(), self._parent_arrays()
-        )
-        return lambda layer, *rows: self._attend(partial(attention, layer), layer, *rows)
-
-    def window_attention(
-        self, window: DraftWindow | DeviceWindow, starts: torch.Tensor
-    ) -> RowAttention:
-        attention = cast(DraftWindow, window).attention(self.requests, self._parent_arrays())
-        return partial(self._attend, attention, 0)
-
-    def _attend_context(self, cache: TargetCache | DeviceTargetCache) -> ContextAttention:
-        present, counts = np.unique(self._frontier.requests, return_counts=True)
-        return cast(TargetCache, cache).attention(
-            [self.requests.req_indices[r] for r in present],
-            [self.requests.context_lens[r] for r in present],
-            counts.tolist(),
-        )
-
-    def _parent_arrays(self) -> list[np.ndarray]:
-        """Adds the level to its branches, and returns the parents of all rows."""
+    def _parents(self) -> list[np.ndarray]:
         self._branches.add(self._frontier)
         self._owners.append(self._frontier.requests)
         return self._branches.parent_arrays()
@@ -184,7 +161,7 @@ class DeviceRows(LevelRows):
         super().__init__(requests, context_lens, max_position)
         self._requests = torch.arange(len(context_lens), device=context_lens.device)
         # Per level [R, F]: row of each row's parent within its request
-        self._parents: list[torch.Tensor] = []
+        self._parent_rows: list[torch.Tensor] = []
         # Rows of a request in the levels before the previous one
         self._first = 0
 
@@ -197,33 +174,15 @@ class DeviceRows(LevelRows):
     def of_parents(self, states: torch.Tensor) -> torch.Tensor:
         return states[self._frontier.parent_rows] if self.depth else states
 
-    def cache_attention(self, cache: DraftCache, starts: torch.Tensor) -> BlockAttention:
-        attention = cast(DeviceCache, cache).tree_attention(
-            self.requests, starts, self._parent_rows()
-        )
-        return lambda layer, *rows: self._attend(partial(attention, layer), layer, *rows)
-
-    def window_attention(
-        self, window: DraftWindow | DeviceWindow, starts: torch.Tensor
-    ) -> RowAttention:
-        attention = cast(DeviceWindow, window).tree_attention(
-            self.requests, starts, self._parent_rows()
-        )
-        return partial(self._attend, attention, 0)
-
-    def _attend_context(self, cache: TargetCache | DeviceTargetCache) -> ContextAttention:
-        return cast(DeviceTargetCache, cache).level_attention(self.requests, self.context_lens)
-
-    def _parent_rows(self) -> torch.Tensor:
-        """Adds the level to its branches, and returns the parents of all rows int32 [R, rows]."""
+    def _parents(self) -> torch.Tensor:
         parents = self._frontier.parents.to(torch.int32)
         if self.depth:
             parents = parents + self._first
             self._first += self._frontier.parents_width
         else:
             parents = torch.full_like(parents, -1)
-        self._parents.append(parents)
-        return torch.cat(self._parents, dim=1)
+        self._parent_rows.append(parents)
+        return torch.cat(self._parent_rows, dim=1)
 
     def _attend(self, attention: RowAttention, layer: int, *rows: torch.Tensor) -> torch.Tensor:
         # The rows of a request are contiguous: its root, then the entries of every frontier.

@@ -50,7 +50,7 @@ class Capability(StrEnum):
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"
     """Trees that are built on the host level by level, reading the scores of each level. A device
-    provides `DeviceCache.tree_attention`, `DeviceWindow` or `DeviceTargetCache` instead."""
+    provides caches with `on_device` instead."""
 
 
 class SharedOptions(Protocol):

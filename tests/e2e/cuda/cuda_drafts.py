@@ -192,14 +192,18 @@ def knowing_contexts() -> Iterator[list[int]]:
 def knowing_levels() -> Iterator[LevelDrafts]:
     """`knowing` for heads of draft layers with pages."""
 
+    tree_attention = CudaDraftCache.tree_attention
+
     def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
+        if isinstance(parents, torch.Tensor):
+            return tree_attention(self, requests, contexts, parents)
         rows = [np.concatenate(([-1], p + 1)).astype(np.int32) for p in parents]
         counts = [len(parent_rows) for parent_rows in rows]
         starts = np.cumsum([0, *counts])[:-1].tolist()
-        plan = plan_columns(requests.req_indices, starts, counts, contexts)
+        plan = plan_columns(requests.req_indices, starts, counts, contexts.tolist())
         device = self.backend.device
         metadata = TreeAttnMetadata(
-            to_device(plan, device), self.block_table(), max(counts), max(contexts),
+            to_device(plan, device), self.block_table(), max(counts), int(contexts.max()),
             torch.empty(sum(counts), -(-max(counts) // 64), dtype=torch.int64, device=device),
             to_device(np.concatenate(rows), device),
         )  # fmt: skip
@@ -207,6 +211,6 @@ def knowing_levels() -> Iterator[LevelDrafts]:
 
     with (
         knowing(StateDrafter, _layer_trees) as seen,
-        patch.object(CudaDraftCache, "branch_attention", branches, create=True),
+        patch.object(CudaDraftCache, "tree_attention", branches),
     ):
         yield seen

@@ -31,7 +31,7 @@ from tests.unit.budget.calibrations import calibration
 from tests.unit.drafters import load_drafter
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
-from vllm_specplug.drafting import level_drafter
+from vllm_specplug.drafting import head_drafter, level_drafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -39,7 +39,6 @@ from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.assistant_tree import head as assistant_head
 from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
-from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.resolve import DelsSettings
@@ -134,7 +133,7 @@ def on_the_device(
         assert all(t.is_meta for t in given)
         return [built(None, None, budgets, None, 4, nodes) for _ in range(1 + lookup_only)]
 
-    monkeypatch.setattr(block_head, "top_candidates", top)
+    monkeypatch.setattr(head_drafter, "top_candidates", top)
     monkeypatch.setattr(tree_builder_triton, "build_best_first_triton", built)
     monkeypatch.setattr(tree_merge_triton, "merge_branches", merged)
     monkeypatch.setattr(ngram_lookup_triton, "NgramLookup", Lookup)

@@ -7,11 +7,11 @@ a level needs nothing of the levels before it except the states of the parents.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-from vllm_specplug.drafting.caches import DeviceTargetCache, TargetCache, TargetCacheSpec
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import TargetWeights
@@ -45,10 +45,6 @@ class AssistantDrafter(RootStates, LevelDrafter):
 
     def target_cache_specs(self) -> list[TargetCacheSpec]:
         return [layer.cache for layer in self.config.layers]
-
-    def bind_target_caches(self, caches: Sequence[TargetCache | DeviceTargetCache]) -> None:
-        super().bind_target_caches(caches)
-        self.drafts_on_device = hasattr(caches[0], "level_attention")
 
     def observe(self, committed: CommittedTokens) -> None:
         if committed.last_rows is not None:

@@ -11,11 +11,9 @@ way. A `tree_width` of 1 gives DFlash's own chain.
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 
-from vllm_specplug.drafting.caches import DeviceCache, DraftCacheSpec
+from vllm_specplug.drafting.caches import DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.depth_drafter import DepthDrafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -119,7 +117,7 @@ class BlockHeadDrafter(LateContextDrafter, DepthDrafter):
             self.options.max_model_len - 1,
         )  # fmt: skip
 
-        attend = cast(DeviceCache, self.cache).block_attention(
+        attend = self.cache.block_attention(
             requests, rows, causal[0] if len(set(causal)) == 1 else causal
         )
         hidden = self.head(block, positions, attend)

@@ -14,11 +14,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 import torch
 
-from vllm_specplug.drafting.caches import DeviceCache, DraftCache, DraftCacheSpec
+from vllm_specplug.drafting.caches import DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.depth_drafter import DepthDrafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -159,10 +158,6 @@ class StateContext(RootStates, LateContextDrafter, HeadDrafter):
 class StateDrafter(StateContext, LevelDrafter):
     """Drafter whose layers are run once per level."""
 
-    def bind_cache(self, cache: DraftCache) -> None:
-        super().bind_cache(cache)
-        self.drafts_on_device = hasattr(cache, "tree_attention")
-
     def level_forward(self, rows: LevelRows) -> Callable[[], torch.Tensor]:
         # The root has the position before the anchor, because its state belongs to that position.
         starts = (rows.context_lens - 1).clamp_min(0)
@@ -234,7 +229,7 @@ class ParallelDrafter(Eagle3Context, DepthDrafter):
         tokens[:, 0], states[:, 0] = anchors, self.root_states(requests)
         positions = starts[:, None] + torch.arange(depth, device=starts.device)
         positions = positions.clamp_max(self.options.max_model_len - 1).long()
-        attend = cast(DeviceCache, self.cache).block_attention(shifted, depth, causal=True)
+        attend = self.cache.block_attention(shifted, depth, causal=True)
         hidden, _ = self._run(tokens.flatten(), states.flatten(0, 1), positions.flatten(), attend)
         ids, log_probs = self.likeliest(hidden, width)
         return ids.unflatten(0, tokens.shape), log_probs.unflatten(0, tokens.shape)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from vllm_specplug.drafting.caches import DeviceWindow, DraftWindow, TargetCacheSpec, WindowSpec
+from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
@@ -118,10 +118,6 @@ class LongSpecDrafter(LevelDrafter):
         size = min(self.config.window_size, self.options.max_model_len)
         return WindowSpec(size, self.config.num_key_value_heads, self.config.head_dim)
 
-    def bind_window(self, window: DraftWindow | DeviceWindow) -> None:
-        super().bind_window(window)
-        self.drafts_on_device = hasattr(window, "tree_attention")
-
     def target_cache_specs(self) -> list[TargetCacheSpec]:
         kv_heads, dim = self.config.num_key_value_heads, self.config.head_dim
         return [TargetCacheSpec(kv_heads, dim, dim**-0.5, must_be_last=True)]
@@ -135,7 +131,7 @@ class LongSpecDrafter(LevelDrafter):
         super().forget(req_ids)
 
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
-        missing = self.window.missing(requests)  # type: ignore[arg-type]  # of the window's kind
+        missing = self.window.missing(requests)
         parts = (missing.token_ids, missing.positions, missing.slots)
         # In pieces: new requests need whole windows.
         for token_ids, positions, slots in zip(
@@ -152,7 +148,7 @@ class LongSpecDrafter(LevelDrafter):
             return self.head(
                 self.embed(rows.token_ids),
                 rows.positions(rows.context_lens),
-                rows.window_attention(self.window, rows.context_lens),
+                rows.window_attention(self.window),
                 rows.context_attention(target_cache),
             )
 

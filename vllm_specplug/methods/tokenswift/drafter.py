@@ -168,7 +168,7 @@ class TokenSwiftDrafter(Drafter):
     @property
     def drafts_from_graphs(self) -> bool:
         # Only the self-draft: heads read the step's own rows and need few launches.
-        return self.drafts_on_device and SELF in self.chooser.sources
+        return SELF in self.chooser.sources
 
     @property
     def can_be_captured(self) -> bool:

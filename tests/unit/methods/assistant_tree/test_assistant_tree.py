@@ -40,37 +40,36 @@ KINDS = ("sliding_attention", "full_attention")
 
 
 class DenseTarget:
-    """A layer's keys and values of each request, by row of the block table."""
+    """A layer's keys and values of each request, by row of the block table; on a device rows of
+    levels of any size."""
 
     def __init__(
-        self, caches: list[tuple[torch.Tensor, torch.Tensor]], spec: TargetCacheSpec
+        self,
+        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        spec: TargetCacheSpec,
+        on_device: bool,
     ) -> None:
-        self.caches, self.spec = caches, spec
+        self.caches, self.spec, self.on_device = caches, spec, on_device
 
-    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
+    def level_attention(
+        self, requests: Any, context_lens: torch.Tensor, owners: torch.Tensor
+    ) -> Any:
+        indices = requests.req_indices
+
         def attend(query: torch.Tensor) -> torch.Tensor:
-            parts, start = [], 0
-            for index, length, count in zip(req_indices, context_lens, rows, strict=True):
+            of = owners
+            if self.on_device:
+                of = torch.arange(len(indices)).repeat_interleave(len(query) // len(indices))
+            out = torch.empty_like(query)
+            for r in of.unique().tolist():
+                length = int(context_lens[r])
                 first = max(0, length - self.spec.window) if self.spec.window else 0
-                key, value = (x[first:length] for x in self.caches[index])
-                part = query[start : start + count]
+                key, value = (x[first:length] for x in self.caches[indices[r]])
                 group = query.shape[1] // key.shape[1]
-                parts.append(dense_attention(part, key, value, self.spec.scale, group, None)[0])
-                start += count
-            return torch.cat(parts)
-
-        return attend
-
-
-class DenseDeviceTarget(DenseTarget):
-    """The same as a device has it."""
-
-    def level_attention(self, requests: Any, context_lens: torch.Tensor) -> Any:
-        lengths = context_lens.tolist()
-
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            rows = [len(query) // len(lengths)] * len(lengths)
-            return self.attention(list(range(len(lengths))), lengths, rows)(query)
+                out[of == r], _ = dense_attention(
+                    query[of == r], key, value, self.spec.scale, group, None
+                )
+            return out
 
         return attend
 
@@ -95,8 +94,8 @@ class World:
         )  # fmt: skip
         specs = self.drafter.target_cache_specs()
         made = {
-            spec: (DenseDeviceTarget if on_device else DenseTarget)(
-                [caches[KINDS[spec.window is None]] for caches in self.caches], spec
+            spec: DenseTarget(
+                [caches[KINDS[spec.window is None]] for caches in self.caches], spec, on_device
             )
             for spec in specs
         }

@@ -32,6 +32,8 @@ LENGTHS = [2, 7, 20, 33]
 class DenseCache:
     """Pages as one table of slots; request r owns the slots from 100 * r on."""
 
+    on_device = False
+
     def __init__(self) -> None:
         self.bind((None,))
 
@@ -52,20 +54,25 @@ class DenseCache:
     ) -> Any:
         requests: Any = SimpleNamespace(req_indices=table_rows.tolist())
         alone = [np.zeros(0, np.int32)] * len(slots)
-        return self.branch_attention(requests, positions.tolist(), alone)
+        return self.attention(requests, positions, alone)
 
     def block_attention(self, requests: Any, rows: int, causal: bool) -> Any:
         assert causal
         chains = [np.arange(-1, rows - 2, dtype=np.int32)] * len(requests)
-        return self.branch_attention(requests, [int(n) for n in requests.context_lens], chains)
+        return self.attention(requests, torch.as_tensor(requests.context_lens), chains)
 
-    def branch_attention(
-        self, requests: DraftRequests, context_lens: Any, parents: list[np.ndarray]
+    def tree_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: Any
+    ) -> Any:
+        return self.attention(requests, context_lens, parents)
+
+    def attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
     ) -> Any:
         indices = getattr(requests, "req_indices", range(len(parents)))
         slots = [
             slice(100 * index, 100 * index + length)
-            for index, length in zip(indices, context_lens, strict=True)
+            for index, length in zip(indices, context_lens.tolist(), strict=True)
         ]
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -78,12 +85,14 @@ class DenseCache:
 class DenseDeviceCache(DenseCache):
     """The same as a device has it: rows of a level's places, some of which hold no node."""
 
+    on_device = True
+
     def tree_attention(
-        self, requests: DraftRequests, context_lens: torch.Tensor, parent_rows: torch.Tensor
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: Any
     ) -> Any:
-        parents = [np.asarray(line[1:]) - 1 for line in parent_rows.tolist()]
-        assert (parent_rows[:, 0] == -1).all()
-        return self.branch_attention(requests, context_lens.tolist(), parents)
+        assert (parents[:, 0] == -1).all()
+        arrays = [np.asarray(line[1:]) - 1 for line in parents.tolist()]
+        return self.attention(requests, context_lens, arrays)
 
 
 class World:

@@ -32,6 +32,8 @@ TARGET = SimpleNamespace(
 class DenseWindow:
     """A window that keeps everything and reads the last tokens of it."""
 
+    on_device = False
+
     def __init__(self) -> None:
         self.store: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.pending: list[tuple[str, int]] = []
@@ -57,10 +59,12 @@ class DenseWindow:
         for name, key, value in zip(self.pending, keys, values, strict=True):
             self.store[name] = (key, value)
 
-    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> Any:
+    def tree_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
+    ) -> Any:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             contexts = []
-            for req_id, end in zip(requests.req_ids, requests.context_lens, strict=True):
+            for req_id, end in zip(requests.req_ids, context_lens.tolist(), strict=True):
                 kept = [self.store[req_id, p] for p in range(max(0, end - WINDOW), end)]
                 empty = torch.empty(0, KV_HEADS, HEAD_DIM)
                 k = torch.stack([k for k, _ in kept]) if kept else empty
@@ -77,19 +81,21 @@ class DenseWindow:
 class DenseTarget:
     """The last layer's keys and values of each request, by row of the block table."""
 
+    on_device = False
+
     def __init__(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.caches = caches
 
-    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
+    def level_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, owners: torch.Tensor
+    ) -> Any:
         def attend(query: torch.Tensor) -> torch.Tensor:
-            out, start = torch.empty_like(query), 0
-            for index, length, count in zip(req_indices, context_lens, rows, strict=True):
-                key, value = self.caches[index]
-                out[start : start + count], _ = dense_attention(
-                    query[start : start + count], key[:length], value[:length],
-                    HEAD_DIM**-0.5, HEADS // KV_HEADS, None,
-                )  # fmt: skip
-                start += count
+            out = torch.empty_like(query)
+            for r in owners.unique().tolist():
+                key, value = (x[: context_lens[r]] for x in self.caches[requests.req_indices[r]])
+                out[owners == r], _ = dense_attention(
+                    query[owners == r], key, value, HEAD_DIM**-0.5, HEADS // KV_HEADS, None
+                )
             return out
 
         return attend
