@@ -78,7 +78,8 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
     layers = store.target_layer_ids
     lm_head: torch.Tensor | None = None
     if run.init_from:
-        head, extras = load_eagle3_head(run.init_from, weights.config, dtype=torch.float32)
+        head, extras = load_eagle3_head(run.init_from, weights.config)
+        head = head.float()
         _check_kind(head.config, run.init_from)
         if head.config.target_layer_ids != layers:
             raise ValueError(
