@@ -142,6 +142,7 @@ class LocalTreeBuilder:
         """Whether all weights are 0, so that nothing is corrected."""
         return not any(self.options.alpha) and not any(self.options.beta)
 
+    @torch.inference_mode()
     def build(
         self,
         # [R, D, M] draft ids, best first, and their log-probabilities under the block head
@@ -164,11 +165,19 @@ class LocalTreeBuilder:
         trees are read in one copy; tests compare the kernels with that.
         """
         if self.weights is None or not compiled:
-            return read_trees(
-                self._build_for_host(
-                    ids, log_probs, anchors, budgets, depths, widths, slots=slots, terms=terms
-                )
+            columns = np.array((anchors, budgets, depths, widths))
+            *limits, tree_widths = device_tensor(columns, ids.device)
+            trees = self.build_on_device(
+                ids[:, : max(depths)],
+                log_probs,
+                *limits,
+                width=max(widths),
+                num_nodes=max(budgets),
+                widths=tree_widths,
+                slots=slots,
+                terms=terms,
             )
+            return read_trees(trees)
         roots = None
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
@@ -199,30 +208,6 @@ class LocalTreeBuilder:
         token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
         return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
-
-    @torch.inference_mode()
-    def _build_for_host(
-        self,
-        ids: torch.Tensor,
-        log_probs: torch.Tensor,
-        *requests: Sequence[int],
-        slots: torch.Tensor | None = None,
-        terms: torch.Tensor | None = None,
-    ) -> DeviceTrees:
-        """`build_on_device` with the arguments of `build`."""
-        anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
-        return self.build_on_device(
-            ids[:, : max(requests[2])],
-            log_probs,
-            anchors,
-            budgets,
-            depths,
-            width=max(requests[3]),
-            num_nodes=max(requests[1]),
-            widths=widths,
-            slots=slots,
-            terms=terms,
-        )
 
     def build_on_device(
         self,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
@@ -22,6 +21,7 @@ from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
 from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.level_rows import LevelRows
 from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.kernels.row_ops import add_rms_norm, rms_norm, rotate_heads
 from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.mlp import FusedMLP
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
@@ -64,10 +64,9 @@ class FusedLongSpecHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H], [T] -> keys (rotated) and values [T, Hkv, Dh]."""
         shape = (2, self.config.num_key_value_heads, self.config.head_dim)
-        key, value = (
-            self.key_value(self._rms_norm(embeds, self.input_norm)).unflatten(-1, shape).unbind(1)
-        )
-        return self._rotate(key, positions), value.contiguous()
+        normed = rms_norm(embeds, self.input_norm, self.eps)
+        key, value = self.key_value(normed).unflatten(-1, shape).unbind(1)
+        return rotate_heads(key, *self.rotary, positions), value.contiguous()
 
     def forward(
         self,
@@ -79,24 +78,19 @@ class FusedLongSpecHead:
         """[T, H], [T] -> states [T, H] for the LM head."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         dim = self.config.head_dim
-        qkv = self.qkv(self._rms_norm(embeds, self.input_norm)).unflatten(-1, (-1, dim))
-        qk = self._rotate(qkv[:, : heads + kv_heads], positions)
+        qkv = self.qkv(rms_norm(embeds, self.input_norm, self.eps)).unflatten(-1, (-1, dim))
+        qk = rotate_heads(qkv[:, : heads + kv_heads], *self.rotary, positions)
         mixed = self_attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
-        x = embeds + self.self_output(mixed.flatten(-2))
-        query = self.cross_query(self._rms_norm(x, self.cross_norm)).unflatten(-1, (heads, dim))
-        x = x + self.cross_output(cross_attend(self._rotate(query, positions)).flatten(-2))
-        x = x + self.mlp(self._rms_norm(x, self.mlp_norm))
-        return x if self.norm is None else self._rms_norm(x, self.norm)
+        x, normed = add_rms_norm(
+            embeds, self.self_output(mixed.flatten(-2)), self.cross_norm, self.eps
+        )
+        query = self.cross_query(normed).unflatten(-1, (heads, dim))
+        mixed = cross_attend(rotate_heads(query, *self.rotary, positions))
+        x, normed = add_rms_norm(x, self.cross_output(mixed.flatten(-2)), self.mlp_norm, self.eps)
+        x = x + self.mlp(normed)
+        return x if self.norm is None else rms_norm(x, self.norm, self.eps)
 
     __call__ = forward
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
-        cos, sin = (table[positions, None] for table in self.rotary)
-        return x * cos + x.roll(self.config.head_dim // 2, dims=-1) * sin
 
 
 class LongSpecDrafter(LevelDrafter):

@@ -121,8 +121,7 @@ class TokenSwiftDrafter(Drafter):
                 if requests.widths[r] == 1:
                     branches = branches[:1]
             parts = [part for part in (tree, *branches) if part.num_nodes]
-            merged = merge_trees(parts, requests.budgets[r]) if parts else DraftTree.empty()
-            trees.append(merged)
+            trees.append(merge_trees(parts, requests.budgets[r]))
             self._committed[req_id] = len(requests.token_ids[r])
         return trees
 
