@@ -23,10 +23,10 @@ from tests.e2e.assistants import (
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.engine_config import engine_config
 from tests.unit.methods.assistant_tree import published
+from tests.unit.methods.dense_trees import DenseTarget
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.assistant_tree.checkpoint import load_assistant
 from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
 from vllm_specplug.registry import recognise_head
@@ -37,41 +37,6 @@ TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, sliding_window=WI
 # Tokens before the anchor: fewer than the window, as many, more.
 LENGTHS = [1, 5, WINDOW, WINDOW + 1, 60]
 KINDS = ("sliding_attention", "full_attention")
-
-
-class DenseTarget:
-    """A layer's keys and values of each request, by row of the block table; on a device rows of
-    levels of any size."""
-
-    def __init__(
-        self,
-        caches: list[tuple[torch.Tensor, torch.Tensor]],
-        spec: TargetCacheSpec,
-        on_device: bool,
-    ) -> None:
-        self.caches, self.spec, self.on_device = caches, spec, on_device
-
-    def level_attention(
-        self, requests: Any, context_lens: torch.Tensor, owners: torch.Tensor
-    ) -> Any:
-        indices = requests.req_indices
-
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            of = owners
-            if self.on_device:
-                of = torch.arange(len(indices)).repeat_interleave(len(query) // len(indices))
-            out = torch.empty_like(query)
-            for r in of.unique().tolist():
-                length = int(context_lens[r])
-                first = max(0, length - self.spec.window) if self.spec.window else 0
-                key, value = (x[first:length] for x in self.caches[indices[r]])
-                group = query.shape[1] // key.shape[1]
-                out[of == r], _ = dense_attention(
-                    query[of == r], key, value, self.spec.scale, group, None
-                )
-            return out
-
-        return attend
 
 
 class World:

@@ -14,9 +14,9 @@ import torch
 from tests.e2e.longspec_module import module_tree
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
 from tests.unit.drafters import load_drafter, requests_of
-from tests.unit.methods.dense_trees import tree_attention
+from tests.unit.methods.dense_trees import DenseTarget, tree_attention
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
 from vllm_specplug.methods.longspec.train.features import KVSequence
@@ -78,27 +78,10 @@ class DenseWindow:
         self.store = {k: v for k, v in self.store.items() if k[0] not in set(req_ids)}
 
 
-class DenseTarget:
-    """The last layer's keys and values of each request, by row of the block table."""
-
-    on_device = False
-
-    def __init__(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.caches = caches
-
-    def level_attention(
-        self, requests: DraftRequests, context_lens: torch.Tensor, owners: torch.Tensor
-    ) -> Any:
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            out = torch.empty_like(query)
-            for r in owners.unique().tolist():
-                key, value = (x[: context_lens[r]] for x in self.caches[requests.req_indices[r]])
-                out[owners == r], _ = dense_attention(
-                    query[owners == r], key, value, HEAD_DIM**-0.5, HEADS // KV_HEADS, None
-                )
-            return out
-
-        return attend
+def dense_target(texts: list[KVSequence]) -> DenseTarget:
+    """The last layer's keys and values of each request."""
+    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
+    return DenseTarget([(text.key, text.value) for text in texts], spec, on_device=False)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +131,7 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
     drafter = make_drafter(head)
     texts = sequences()
     drafter.bind_window(DenseWindow())
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
     trees = drafter.propose(requests_for(texts, budgets, widths))
     module, _ = load_longspec_head(head, TARGET)
@@ -169,7 +152,7 @@ def test_windows_are_filled_once(head: Path) -> None:
     texts = sequences()
     window = DenseWindow()
     drafter.bind_window(window)
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     asked = requests_for(texts, [4] * 5, [8] * 5)
     first = drafter.propose(asked)
     assert len(window.store) == sum(min(n, WINDOW) for n in LENGTHS)
@@ -187,7 +170,7 @@ def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
     for text in texts:
         text.tokens[:-9:3] = VOCAB + 1
     drafter.bind_window(DenseWindow())
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
 
@@ -222,6 +205,6 @@ def test_positions_past_the_models_end_are_not_looked_up(head: Path) -> None:
     drafter = make_drafter(head, max_model_len=102)
     texts = sequences()
     drafter.bind_window(DenseWindow())
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert trees[-1].num_nodes == 8
