@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from tests.unit.drafters import load_drafter, requests_of
+from tests.unit.methods.block.published_heads import Shared
 from tests.unit.methods.dense_trees import tree_attention
 from tests.unit.methods.eagle3_tree.heads import write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.reference import ReferenceHead
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.method import TargetInfo
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter, ParallelDrafter
+from vllm_specplug.methods.eagle3_tree import METHOD
 from vllm_specplug.tree import DraftTree
 
 VOCAB, HIDDEN, KV_HEADS, DIM = 40, 16, 2, 8
@@ -116,10 +118,13 @@ class World:
         torch.manual_seed(3)
         self.embed = tensors.get("embed_tokens.weight", torch.randn(VOCAB, HIDDEN))
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
-        kind = ParallelDrafter if "mask_token_id" in raw else Eagle3Drafter
+        target = SimpleNamespace(**SMALL)
+        plan = METHOD.parse_options({}).resolve(
+            METHOD.name, Shared(folder, 16, 8), TargetInfo(target, 64, None)
+        )
         self.drafter = load_drafter(
-            kind, folder, None, torch.zeros(VOCAB, HIDDEN),
-            self.embed, SimpleNamespace(**SMALL), **tree,
+            METHOD.load_drafter(plan), folder, None, torch.zeros(VOCAB, HIDDEN), self.embed,
+            target, **tree,
         )  # fmt: skip
         self.drafter.frontier_width = expand  # type: ignore[misc]
         self.drafter.lm_head = plain_linear(self.lm_head, None)
