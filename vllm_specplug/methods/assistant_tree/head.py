@@ -23,7 +23,7 @@ from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels import rms_norm, top_candidates
 from vllm_specplug.kernels.row_ops import norm_rotate_heads
 from vllm_specplug.methods.assistant_tree.config import AssistantConfig, AssistantLayer
-from vllm_specplug.methods.block.fused_head import (
+from vllm_specplug.methods.block.fused_parts import (
     RotaryTables,
     joined_weights,
     plain_linear,

@@ -22,7 +22,7 @@ from vllm_specplug.drafting.level_drafter import LevelDrafter
 from vllm_specplug.drafting.level_rows import LevelRows
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.row_ops import add_rms_norm, rms_norm, rotate_heads
-from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
+from vllm_specplug.methods.block.fused_parts import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.mlp import FusedMLP
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend

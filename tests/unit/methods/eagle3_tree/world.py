@@ -22,7 +22,7 @@ from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.method import TargetInfo
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.fused_parts import plain_linear
 from vllm_specplug.methods.eagle3_tree import METHOD
 from vllm_specplug.tree import DraftTree
 
