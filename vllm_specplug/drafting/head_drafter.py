@@ -97,7 +97,7 @@ class HeadDrafter(Drafter):
         """Returns `likeliest` with ids of the draft vocabulary."""
         width = min(width, self.draft_vocab_size)
         # In pieces: the logits of all requests would be the largest tensor of a step.
-        pieces = states.split(max(1, self.max_scores(width) // self.score_size))
+        pieces = torch.split(states, max(1, self.max_scores(width) // self.score_size))
         found = [self.score(piece, width) for piece in pieces]
         if len(found) == 1:
             return found[0]

@@ -160,6 +160,6 @@ class LevelDrafter(HeadDrafter):
             rows.add(frontier)
             ids, log_probs = self.likeliest(forward(), width)
             shape = frontier.token_ids.shape
-            return ids.unflatten(0, shape), log_probs.unflatten(0, shape)
+            return ids.view(*shape, -1), log_probs.view(*shape, -1)
 
         return expand

@@ -64,7 +64,8 @@ class LevelRows(ABC):
 
     def positions(self, starts: torch.Tensor) -> torch.Tensor:
         """Returns the positions int64 [n] of the rows, given those of the roots [R]."""
-        return (starts[self.owners] + self.depth).clamp_max(self.max_position).long()
+        at = starts.index_select(0, self.owners) + self.depth
+        return at.clamp_max(self.max_position).long()
 
     @abstractmethod
     def of_parents(self, states: torch.Tensor) -> torch.Tensor:
@@ -189,5 +190,6 @@ class DeviceRows(LevelRows):
         shape = self._frontier.token_ids.shape
         self._rows[layer].append(tuple(x.reshape(*shape, *x.shape[1:]) for x in rows))
         joined = (torch.cat(x, dim=1).flatten(0, 1) for x in zip(*self._rows[layer], strict=True))
-        mixed = attention(*joined).unflatten(0, (shape[0], -1))
+        mixed = attention(*joined)
+        mixed = mixed.reshape(shape[0], -1, *mixed.shape[1:])
         return mixed[:, -shape[1] :].flatten(0, 1)

@@ -31,7 +31,7 @@ from tests.unit.budget.calibrations import calibration
 from tests.unit.drafters import load_drafter
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
-from vllm_specplug.drafting import head_drafter, level_drafter
+from vllm_specplug.drafting import head_drafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -304,13 +304,11 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
 
 def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Drafter:
     head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=40)
-    monkeypatch.setattr(level_drafter, "top_candidates", top)
     return on_the_device(Eagle3Drafter, head, None, monkeypatch)
 
 
 def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafter:
     head = make_longspec_head(folder / "head", VOCAB, window=24)
-    monkeypatch.setattr(level_drafter, "top_candidates", top)
     shape = {
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "intermediate_size": 128, "rms_norm_eps": 1e-6,
