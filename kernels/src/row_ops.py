@@ -62,7 +62,8 @@ def add_rms_norm(
 def rotate_heads(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T].
+    """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T], or of as many of
+    its first numbers as the tables have columns.
 
     Args:
         cos: [P, Dh], the cosines of both halves.
@@ -75,6 +76,10 @@ def rotate_heads(
         from .row_ops_triton import norm_rotate_triton
 
         return norm_rotate_triton(x, None, cos, sin, positions)
+    turned = cos.shape[-1]
+    if turned < x.shape[-1]:
+        rotated = rotate_heads(x[..., :turned].contiguous(), cos, sin, positions)
+        return torch.cat((rotated, x[..., turned:]), dim=-1)
     if _is_compiled(x) and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
         out = x.new_empty(x.shape)
         torch.ops.specplug.rotate_heads.default(x, cos, sin, positions, out)
@@ -91,18 +96,14 @@ def norm_rotate_heads(
     positions: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
-    """`rms_norm` of each head of x [T, heads, Dh] times weight [heads, Dh], then `rotate_heads` of
-    as many of its first numbers as the tables have columns."""
+    """`rms_norm` of each head of x [T, heads, Dh] times weight [heads, Dh], then
+    `rotate_heads`."""
     if _has_kernel(x):
         from .row_ops_triton import norm_rotate_triton
 
         return norm_rotate_triton(x, weight, cos, sin, positions, eps)
     normed = rms_norm(x.flatten(-2), weight.flatten(), eps, x.shape[-1]).view(x.shape)
-    turned = cos.shape[-1]
-    if turned == x.shape[-1]:
-        return rotate_heads(normed, cos, sin, positions)
-    rotated = rotate_heads(normed[..., :turned].contiguous(), cos, sin, positions)
-    return torch.cat((rotated, normed[..., turned:]), dim=-1)
+    return rotate_heads(normed, cos, sin, positions)
 
 
 def gated_silu(x: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -66,10 +67,8 @@ def _changed(kind: str) -> Iterator[None]:
     original = proposer.get_method
 
     def get_hard_method(name: str) -> Any:
-        stock = original(name).load_drafter()
-
-        def make(options: Any) -> Any:
-            drafter = stock(options)
+        def make(plan: Any, options: Any) -> Any:
+            drafter: Any = original(name).load_drafter(plan)(options)
             stock_load = drafter.load
 
             def load(target: Any) -> None:
@@ -79,7 +78,7 @@ def _changed(kind: str) -> Iterator[None]:
             drafter.load = load
             return drafter
 
-        return SimpleNamespace(load_drafter=lambda: make)
+        return SimpleNamespace(load_drafter=lambda plan: partial(make, plan))
 
     proposer.get_method = get_hard_method
     try:

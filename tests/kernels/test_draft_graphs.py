@@ -52,7 +52,7 @@ from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.resolve import DelsSettings
 from vllm_specplug.methods.dflash2_tree.drafter import DFlash2Drafter
 from vllm_specplug.methods.dspark_tree.drafter import DSparkDrafter
-from vllm_specplug.methods.eagle3_tree.drafter import make_drafter
+from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter, ParallelDrafter
 from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
@@ -101,16 +101,17 @@ def local_head(folder: Path) -> Made:
 
 
 def draft_layer(folder: Path) -> Made:
-    return make_drafter, make_eagle3_head(folder, VOCAB, draft_vocab_size=20), None
+    return Eagle3Drafter, make_eagle3_head(folder, VOCAB, draft_vocab_size=20), None
 
 
 def several_layers(folder: Path) -> Made:
-    return make_drafter, make_eagle3_head(folder, VOCAB, windows=(None, 24)), None
+    return Eagle3Drafter, make_eagle3_head(folder, VOCAB, windows=(None, 24)), None
 
 
 def parallel_head(folder: Path) -> Made:
     windows = (24, None)
-    return make_drafter, make_eagle3_head(folder, VOCAB, windows=windows, mask_token_id=2), None
+    head = make_eagle3_head(folder, VOCAB, windows=windows, mask_token_id=2)
+    return ParallelDrafter, head, None
 
 
 def module_of_the_target(folder: Path) -> Made:

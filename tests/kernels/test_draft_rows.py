@@ -13,7 +13,8 @@ from tests.kernels.paged import num_threads
 from vllm_specplug.kernels import top_candidates
 from vllm_specplug.kernels.draft_rows import block_inputs, can_join_rows
 from vllm_specplug.kernels.packed_linear import has_packed_int8_products
-from vllm_specplug.methods.block.fused_head import FusedBlockHead, plain_linear
+from vllm_specplug.methods.block.fused_head import FusedBlockHead
+from vllm_specplug.methods.block.fused_parts import plain_linear
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.vllm_worker.target.linear import int8_linear
 

@@ -18,10 +18,10 @@ from tests.kernels.step_trees import Drafted, request_states
 from tests.unit.drafters import load_drafter
 from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import input_batch, stored
+from vllm_specplug.drafting import depth_drafter
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.tree import DraftTree
@@ -120,8 +120,8 @@ class Served:
             tree_attn_flash, "context_attention", lambda head_dim, capped: _no_context
         )
         monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
-        monkeypatch.setattr(block_head, "can_build_best_first", lambda device: True)
-        monkeypatch.setattr(block_head, "build_best_first", _build_on_device)
+        monkeypatch.setattr(depth_drafter, "can_build_best_first", lambda device: True)
+        monkeypatch.setattr(depth_drafter, "build_best_first", _build_on_device)
         self.rng = np.random.default_rng(0)
         self.nodes, self.heads, self.kv_heads, self.head_dim = nodes, heads, kv_heads, head_dim
         limits = StepLimits(REQUESTS, REQUESTS * (nodes + 1), nodes + 1, CONTEXT)

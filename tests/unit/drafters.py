@@ -14,7 +14,7 @@ import torch
 from vllm_specplug.drafting.drafter import Drafter, DrafterOptions, TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import multiply_experts
-from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.fused_parts import plain_linear
 
 USUAL = {
     "num_nodes": 12, "tree_depth": 4, "max_depth": 12, "tree_width": 4, "ngram_topk": 0,

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from vllm_specplug.drafting.caches import (
-    DeviceTargetCache,
-    DeviceWindow,
     DraftWindow,
     PartialCacheSpec,
     TargetCache,
@@ -21,7 +19,7 @@ from vllm_specplug.drafting.caches import (
     WindowSpec,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -102,7 +100,7 @@ class OwnWindow:
         """Returns the drafter's own window, read after `load`; None for none."""
         return None
 
-    def bind_window(self, window: DraftWindow | DeviceWindow) -> None:
+    def bind_window(self, window: DraftWindow) -> None:
         """Gives a drafter its window."""
         self.window = window
 
@@ -115,7 +113,7 @@ class TargetCaches:
         default."""
         return []
 
-    def bind_target_caches(self, caches: Sequence[TargetCache | DeviceTargetCache]) -> None:
+    def bind_target_caches(self, caches: Sequence[TargetCache]) -> None:
         """Gives a drafter the caches of `target_cache_specs`, once they exist."""
         self.target_caches = caches
 
@@ -227,22 +225,3 @@ class GraphCapture:
         first).
         """
         return None
-
-    def root_states(self, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
-        """Returns the `request_states` of the requests [R, ...]; zeros if no step came before the
-        draft."""
-        roots = self.request_states
-        assert roots is not None
-        if isinstance(requests, DeviceRequests):
-            if requests.states is not None:
-                roots = requests.states
-            rows = requests.rows
-        else:
-            rows = device_tensor(requests.req_indices, roots.device)
-            if max(requests.req_indices) >= len(roots):
-                roots = roots[:0]
-        if len(roots) and rows is not None:
-            roots = roots[rows]
-        if len(roots) != len(requests):
-            return roots.new_zeros(len(requests), *roots.shape[1:])
-        return roots

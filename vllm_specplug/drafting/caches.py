@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The caches of a drafter: paged caches, windows, and the target's own caches.
 
-A drafter requests a cache with a `...Spec` and receives an object with the matching protocol.
+A drafter requests a cache with a `...Spec` and receives an object with the matching protocol. There
+are implementations on the host and on devices. On a host they take `DraftRequests`, and the parents
+of tree rows as one int32 array per request: those of the rows after its root, as in
+`DraftTree.parent_indices`. On a device they also take `DeviceRequests`, and parents as int32
+[R, rows]: the row of each row's parent within its request, -1 for the first row, which is the root.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -35,6 +39,9 @@ class DraftCacheSpec:
 class DraftCache(Protocol):
     """Context keys and values of the draft layers in vLLM's paged cache."""
 
+    on_device: bool
+    """Whether drafts over it do not involve the host (`Drafter.drafts_on_device`)."""
+
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
     ) -> None:
@@ -59,13 +66,19 @@ class DraftCache(Protocol):
         """
 
     def block_attention(
-        self, requests: DraftRequests, rows: int, causal: bool | Sequence[bool]
+        self, requests: Any, rows: int, causal: bool | Sequence[bool]
     ) -> BlockAttention:
         """Returns the attention of `rows` block rows per request over its context and the block.
 
         Args:
             causal: whether the mask inside the block is causal, for all layers or for each.
         """
+
+    def tree_attention(
+        self, requests: Any, context_lens: torch.Tensor, parents: Any
+    ) -> BlockAttention:
+        """Returns the attention of tree rows over the first `context_lens` [R] slots and their own
+        branch. The rows of a request are contiguous."""
 
 
 class HostCache(DraftCache, Protocol):
@@ -79,39 +92,6 @@ class HostCache(DraftCache, Protocol):
 
         Args:
             req_index: index of the request in the batch.
-        """
-
-    def branch_attention(
-        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
-    ) -> BlockAttention:
-        """Returns the attention of tree rows over the first `context_lens` [R] slots and their own
-        branch.
-
-        The rows of a request are contiguous. The first is its root, the others have parents as in
-        `DraftTree.parent_indices`.
-        """
-
-
-class DeviceCache(DraftCache, Protocol):
-    """A draft cache on devices that draft without the host (`Drafter.drafts_on_device`)."""
-
-    def block_attention(
-        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
-    ) -> BlockAttention:
-        """See `DraftCache`."""
-
-    def tree_attention(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        context_lens: torch.Tensor,
-        parent_rows: torch.Tensor,
-    ) -> BlockAttention:
-        """Returns the attention of tree rows over the first `context_lens` [R] slots and their own
-        branch.
-
-        Args:
-            parent_rows: int32 [R, rows], the row of each row's parent within its request; -1 for
-                the first row, which is the root.
         """
 
 
@@ -136,52 +116,29 @@ class WindowSpec:
 class DraftWindow(Protocol):
     """Keys and values of every request's last tokens, in memory that does not grow with context."""
 
-    def missing(self, requests: DraftRequests) -> WindowTokens:
+    on_device: bool
+    """See `DraftCache`."""
+
+    def missing(self, requests: Any) -> WindowTokens:
         """Returns the tokens of the requests' windows that are not stored yet, and marks them as
-        stored."""
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
-
-    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> RowAttention:
-        """Returns the attention over the window and the rows of a tree.
-
-        Row 0 of each request is its anchor, the others have parents as in
-        `DraftTree.parent_indices`.
-        """
-
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Frees the windows of requests that ended."""
-
-
-class DeviceWindow(Protocol):
-    """`DraftWindow` on devices that draft without the host."""
-
-    def missing(self, requests: DraftRequests | DeviceRequests) -> WindowTokens:
-        """See `DraftWindow`.
+        stored.
 
         For `DeviceRequests` the result is an upper bound: it may repeat stored tokens, and
         positions before a request's first token have slot -1.
         """
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        """Stores keys and values [M, Hkv, Dh] at `slots` [M]; skips slots of -1."""
+        """Stores keys and values [M, Hkv, Dh] at `slots` [M]; skips slots of -1, which only devices
+        have."""
 
     def tree_attention(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        context_lens: torch.Tensor,
-        parent_rows: torch.Tensor,
+        self, requests: Any, context_lens: torch.Tensor, parents: Any
     ) -> RowAttention:
         """Returns the attention of tree rows over the window before `context_lens` [R] and their
-        own branch, for the requests of the last `missing`.
-
-        Args:
-            parent_rows: int32 [R, rows], see `DeviceCache.tree_attention`.
-        """
+        own branch, for the requests of the last `missing`."""
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """See `DraftWindow`."""
+        """Frees the windows of requests that ended."""
 
 
 @dataclass(frozen=True)
@@ -218,34 +175,21 @@ class TargetCacheSpec:
 class TargetCache(Protocol):
     """Keys and values of a layer of the target, in vLLM's paged cache."""
 
-    def attention(
-        self, req_indices: list[int], context_lens: list[int], rows: list[int]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns the attention over the first `context_lens` positions of some requests; with a
-        window, over the last `window` of them.
-
-        Args:
-            req_indices: rows of the block table.
-            rows: number of query rows of each request.
-
-        Returns:
-            A function query [sum(rows), Hq, Dh], ordered by request -> [sum(rows), Hq, Dh]; the
-            output is 0 for an empty context.
-        """
-
-
-class DeviceTargetCache(Protocol):
-    """`TargetCache` on devices that draft without the host."""
+    on_device: bool
+    """See `DraftCache`."""
 
     def level_attention(
-        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor
+        self, requests: Any, context_lens: torch.Tensor, owners: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the attention over the first `context_lens` [R] positions of each request; with a
         window, over the last `window` of them.
 
+        Args:
+            owners: int64 [n] request of each row, ascending. On a device all requests have the same
+                number of rows, and the result may be used for other numbers.
+
         Returns:
-            A function query [R * rows, Hq, Dh], the same number of rows per request ->
-            [R * rows, Hq, Dh]; the output is 0 for an empty context.
+            A function query [n, Hq, Dh] -> [n, Hq, Dh]; the output is 0 for an empty context.
         """
 
 

@@ -13,8 +13,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Self, TypeGuard, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -309,19 +310,11 @@ def module_shapes(make: Callable[[], torch.nn.Module]) -> dict[str, tuple[int, .
         return {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
 
 
-def load_module(
-    make: Callable[[], Module],
-    tensors: Mapping[str, torch.Tensor],
-    dtype: torch.dtype | None = None,
-) -> Module:
-    """Returns the module that `make` builds, for inference, with parameters from `tensors`.
-
-    Parameters keep their own dtype if `dtype` is None.
-    """
+def load_module(make: Callable[[], Module], tensors: Mapping[str, torch.Tensor]) -> Module:
+    """Returns the module that `make` builds, for inference, with parameters from `tensors`."""
     with torch.device("meta"):
         module = make()
-    state = {name: tensors[name].to(dtype or tensors[name].dtype) for name in module.state_dict()}
-    module.load_state_dict(state, assign=True)
+    module.load_state_dict({name: tensors[name] for name in module.state_dict()}, assign=True)
     return module.requires_grad_(False).eval()
 
 
@@ -344,6 +337,34 @@ def draft_token_ids(d2t: torch.Tensor, vocab_size: int) -> torch.Tensor:
             "target ids, since siblings of a tree never repeat a token"
         )
     return ids
+
+
+@dataclass(frozen=True)
+class HeadTables:
+    """Tables of a checkpoint beside its layers. None stands for the target's table, or the whole
+    vocabulary."""
+
+    # int64 [V'], the target token of each draft id
+    target_ids: torch.Tensor | None = None
+    # [V', H]
+    lm_head: torch.Tensor | None = None
+    # [V, H]
+    embed_tokens: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor], vocab_size: int, **more: Any) -> Self:
+        """Returns the tables among the tensors of a checkpoint; `more` are fields of subclasses.
+
+        Raises:
+            ValueError: see `draft_token_ids`.
+        """
+        d2t = tensors.get("d2t")
+        return cls(
+            None if d2t is None else draft_token_ids(d2t, vocab_size),
+            tensors.get("lm_head.weight"),
+            tensors.get("embed_tokens.weight"),
+            **more,
+        )
 
 
 def target_ids_or_all(target_ids: torch.Tensor | None, vocab_size: int) -> torch.Tensor:

@@ -23,9 +23,6 @@ from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import FRONTIER_WIDTH
 from vllm_specplug.tree.draft_tree import ROOT
 
-# Maximum number of draft logits computed at once: 128 MiB in float32.
-MAX_LOGITS = 1 << 25
-
 
 def max_frontier_width(tree_depth: int) -> int:
     """Returns the maximum entries of a frontier.
@@ -45,54 +42,15 @@ class DeviceFrontier:
     parents: torch.Tensor
     # levels drafted so far: 0 when the frontier holds the anchors
     depth: int
+    # entries per request of that frontier; 1 for anchors
+    parents_width: int = 1
 
-    def rows_in(self, width: int) -> torch.Tensor:
-        """Returns int64 [R * F]: each parent's row in the previous frontier, which has `width`
-        entries per request, request by request."""
-        count = len(self.parents)
+    @property
+    def parent_rows(self) -> torch.Tensor:
+        """int64 [R * F] index of each parent among all entries of the frontier before this one."""
+        count, width = len(self.parents), self.parents_width
         first = torch.arange(0, count * width, width, device=self.parents.device)
         return (first[:, None] + self.parents).flatten()
-
-
-class LevelRows:
-    """Rows of all levels of a draft, in the order that attention needs.
-
-    The rows of a request are contiguous: its root, then the entries of every frontier. Every level
-    queries all rows again.
-    """
-
-    def __init__(self) -> None:
-        # Width and first row of the last frontier.
-        self.width, self._first = 1, 0
-        # Per level [R, width, ...]: parents of the rows; query, key and value
-        self._parents: list[torch.Tensor] = []
-        self._rows: list[tuple[torch.Tensor, ...]] = []
-
-    def add(self, frontier: DeviceFrontier) -> None:
-        """Appends a level."""
-        if frontier.depth:
-            self._parents.append(frontier.parents.to(torch.int32) + self._first)
-            self._first += self.width
-        else:
-            self._parents.append(torch.full_like(frontier.parents, -1, dtype=torch.int32))
-        self.width = frontier.parents.shape[1]
-
-    def attend(
-        self,
-        # parent rows int32 [R, rows] -> attention of these rows
-        attention: Callable[[torch.Tensor], Callable[..., torch.Tensor]],
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attends the level's rows: query [R * width, Hq, Dh], key and value [R * width, Hkv, Dh]
-        -> [R * width, Hq, Dh]."""
-        shape = (len(self._parents[-1]), self.width)
-        self._rows.append(tuple(x.reshape(*shape, *x.shape[1:]) for x in (query, key, value)))
-        joined = [torch.cat(parts, dim=1).flatten(0, 1) for parts in zip(*self._rows, strict=True)]
-        mixed = attention(torch.cat(self._parents, dim=1))(*joined)
-        mixed = mixed.reshape(shape[0], -1, *mixed.shape[1:])
-        return mixed[:, -self.width :].flatten(0, 1)
 
 
 # frontier -> candidate token ids int64 [R, F, K], best first, and their log-probabilities given
@@ -150,7 +108,10 @@ def draft_levels_on_device(
         first_parent, first_node = first_node, first_node + scores.shape[1]
         frontier_scores = scores[:, :frontier_width]
         frontier = DeviceFrontier(
-            tokens[:, :frontier_width], parents[:, :frontier_width], level + 1
+            tokens[:, :frontier_width],
+            parents[:, :frontier_width],
+            level + 1,
+            frontier.token_ids.shape[1],
         )
     return _best_nodes(levels, budgets, depths, num_nodes)
 

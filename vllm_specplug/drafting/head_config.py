@@ -105,6 +105,8 @@ def check_target_layers(layer_ids: Sequence[int], target: Any, remedy: str = OTH
         )
 
 
-def config_field(config: Any, name: str) -> Any:
-    """Returns a field of a config, which is an object or a mapping."""
-    return config[name] if isinstance(config, Mapping) else getattr(config, name)
+def config_field(config: Any, name: str, *default: Any) -> Any:
+    """Returns a field of a config, which is an object or a mapping; `default` if it has none."""
+    if isinstance(config, Mapping):
+        return config.get(name, *default) if default else config[name]
+    return getattr(config, name, *default)

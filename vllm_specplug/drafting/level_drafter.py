@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.branch_drafter import BranchDrafter
+from vllm_specplug.drafting.caches import DraftCache, DraftWindow, TargetCache
 from vllm_specplug.drafting.device_levels import (
-    MAX_LOGITS,
     DeviceExpand,
     DeviceFrontier,
     draft_levels_on_device,
@@ -20,76 +19,59 @@ from vllm_specplug.drafting.device_levels import (
     read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.head_drafter import HeadDrafter
+from vllm_specplug.drafting.level_rows import DeviceRows, HostRows, LevelRows
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import top_candidates
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import FRONTIER_WIDTH, Expand, Frontier, draft_level_by_level
 
 
-class LevelDrafter(BranchDrafter):
-    """A drafter that expands the frontiers of all trees with one forward per level.
-
-    Subclasses set the attributes below in `load`.
-    """
+class LevelDrafter(HeadDrafter):
+    """A drafter that expands the frontiers of all trees with one forward per level."""
 
     drafts_by_level: ClassVar[bool] = True
     frontier_width: ClassVar[int] = FRONTIER_WIDTH
     """Maximum number of nodes per tree that a level expands. With the default, trees are best-first
     for node budgets up to 16 and close to best-first above."""
-    # [V, H]
-    embed_tokens: torch.Tensor
-    # [V'] target id of each draft id; None if the head drafts the whole vocabulary
-    target_ids: torch.Tensor | None
-    draft_vocab_size: int
-    # [T, H] -> [T, V']
-    lm_head: Callable[[torch.Tensor], torch.Tensor]
     drafts_on_device = False
     """Whether the bound cache is on a device, so that drafting does not involve the host."""
     levels_run: int | None = 0
     """Number of levels of the last draft, which may end before the requested depth."""
+
+    def bind_cache(self, cache: DraftCache) -> None:
+        super().bind_cache(cache)
+        self.drafts_on_device = cache.on_device
+
+    def bind_window(self, window: DraftWindow) -> None:
+        super().bind_window(window)
+        self.drafts_on_device = window.on_device
+
+    def bind_target_caches(self, caches: Sequence[TargetCache]) -> None:
+        super().bind_target_caches(caches)
+        self.drafts_on_device = caches[0].on_device
 
     @abstractmethod
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
         """Computes the context that a draft for these requests reads."""
 
     @abstractmethod
-    def host_expand(self, requests: DraftRequests) -> Expand:
-        """Returns the function that expands the levels of a draft on the host."""
+    def level_forward(self, rows: LevelRows) -> Callable[[], torch.Tensor]:
+        """Returns the forward of a draft, which is called for each of its levels in turn.
 
-    @abstractmethod
-    def device_expand(
-        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
-    ) -> DeviceExpand:
-        """Returns the function that expands the levels of a draft on the device.
-
-        Args:
-            context_lens: [R] number of tokens before each anchor.
-            width: maximum number of children of a node.
+        It runs the head on the current `rows`, and returns what the LM head reads, [n, H].
         """
 
-    @property
-    def forward_depth(self) -> int:
-        return self.options.tree_depth
-
-    def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        trees = [DraftTree.empty()] * len(requests)
-        chosen, drafted = requests.for_forward()
-        if chosen:
-            for r, tree in zip(chosen, self.draft(drafted), strict=True):
-                trees[r] = tree
-        return trees if self.ngrams is None else self.ngrams.add_to(trees, requests)
-
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
-        """Returns the trees of the head only, for at least one request."""
         self.prepare_context(requests)
-        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
+        depths = self.depths_of(requests)
         if not self.drafts_on_device:
+            self.levels_run = 0
             return draft_level_by_level(
                 requests.anchors,
                 requests.budgets,
                 depths,
                 requests.widths,
-                self._counted(self.host_expand(requests)),
+                self.host_expand(requests),
                 min_node_prob=requests.min_node_prob,
                 min_level_prob=requests.min_level_prob,
                 frontier_width=self.frontier_width,
@@ -110,30 +92,15 @@ class LevelDrafter(BranchDrafter):
         )
         return read_trees(trees)
 
-    def _counted(self, expand: Expand) -> Expand:
-        """Returns `expand`, which also counts `levels_run` from 0."""
-        levels = self.levels_run = 0
-
-        def count(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-            nonlocal levels
-            levels += 1
-            self.levels_run = levels
-            return expand(frontier)
-
-        return count
-
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         self.prepare_context(requests)
-        levels = self.options.tree_depth
-        if requests.max_depth is not None:
-            levels = min(levels, requests.max_depth)
         return self._draft_on_device(
             requests,
             requests.anchors,
             requests.context_lens,
             requests.budgets,
             requests.depths,
-            num_levels=levels,
+            num_levels=self.max_depth_of(requests),
             width=requests.width,
         )
 
@@ -164,50 +131,35 @@ class LevelDrafter(BranchDrafter):
             frontier_width=min(self.frontier_width, max_frontier_width(options.tree_depth)),
         )
 
-    def level_positions(self, starts: torch.Tensor, frontier: DeviceFrontier) -> torch.Tensor:
-        """Returns the positions int64 [R * F] of a frontier, given those of the roots [R]."""
-        last = self.options.max_model_len - 1
-        positions = (starts + frontier.depth).clamp_max(last).long()
-        return positions.repeat_interleave(frontier.token_ids.shape[1])
+    def host_expand(self, requests: DraftRequests) -> Expand:
+        """Returns the function that expands the levels of a draft on the host."""
+        rows = HostRows(requests, self.options.max_model_len - 1, self.embed_tokens.device)
+        forward, width = self.level_forward(rows), max(requests.widths)
 
-    def level_candidates(
-        self,
-        # [R * F, H]
-        hidden: torch.Tensor,
-        # R, F
-        shape: torch.Size,
-        width: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `width` likeliest children of a frontier's nodes, see `DeviceExpand`."""
-        ids, log_probs = self.candidates(hidden, width)
-        return ids.view(*shape, -1), log_probs.view(*shape, -1)
+        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
+            self.levels_run = frontier.depth + 1
+            rows.add(frontier)
+            ids, log_probs = self.likeliest(forward(), width)
+            return ids.cpu().numpy(), log_probs.cpu().numpy()
 
-    def candidates(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `width` likeliest tokens after states [T, H], best first: target token ids
-        int64 [T, width] and log-probabilities float32 [T, width]."""
-        width = min(width, self.draft_vocab_size)
-        # In pieces: the logits of all requests would be the largest tensor of a step.
-        pieces = torch.split(hidden, max(1, MAX_LOGITS // self.score_size))
-        found = [self.score(piece, width) for piece in pieces]
-        ids, log_probs = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return ids, log_probs
+        return expand
 
-    @property
-    def score_size(self) -> int:
-        """Numbers that `score` computes or gathers for one state."""
-        return self.draft_vocab_size
+    def device_expand(
+        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
+    ) -> DeviceExpand:
+        """Returns the function that expands the levels of a draft on the device.
 
-    def score(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `candidates` of a few states."""
-        ids, log_probs = top_candidates(self.lm_head(hidden), width)
-        return self.to_target_ids(ids), log_probs
+        Args:
+            context_lens: [R] number of tokens before each anchor.
+            width: maximum number of children of a node.
+        """
+        rows = DeviceRows(requests, context_lens, self.options.max_model_len - 1)
+        forward = self.level_forward(rows)
 
-    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the embeddings [T, H] of token ids [T], which may exceed the vocabulary."""
-        # A prompt may hold token ids past the target's vocabulary. vLLM's padded table has rows for
-        # them, this one does not; for a draft any row will do.
-        return self.embed_tokens[token_ids.clamp(0, len(self.embed_tokens) - 1)]
+        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
+            rows.add(frontier)
+            ids, log_probs = self.likeliest(forward(), width)
+            shape = frontier.token_ids.shape
+            return ids.view(*shape, -1), log_probs.view(*shape, -1)
 
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the target token ids of draft token ids, of any shape."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
+        return expand

@@ -50,7 +50,7 @@ class Capability(StrEnum):
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
     HOST_BRANCHES = "host_branches"
     """Trees that are built on the host level by level, reading the scores of each level. A device
-    provides `DeviceCache.tree_attention`, `DeviceWindow` or `DeviceTargetCache` instead."""
+    provides caches with `on_device` instead."""
 
 
 class SharedOptions(Protocol):
@@ -90,6 +90,8 @@ class DraftPlan:
     """What this head needs in addition to its method's needs."""
     settings: Any = None
     """The method's own resolved options (`DrafterOptions.settings`). They are pickled."""
+    drafter: str | None = None
+    """Path of the drafter for heads of this kind; None for `Method.drafter`."""
 
 
 class MethodOptions(BaseModel):
@@ -123,8 +125,7 @@ class Method:
     options: str
     """Path of its subclass of `MethodOptions`."""
     drafter: str
-    """Path of its subclass of `Drafter`, or of a function that chooses one by the head; imported in
-    workers only."""
+    """Path of its subclass of `Drafter`; imported in workers only."""
     needs: frozenset[Capability] = frozenset()
     needs_head: bool = True
     """Whether `model` must name a draft checkpoint."""
@@ -146,9 +147,9 @@ class Method:
         """Imports the class of the method's own options."""
         return _load(self.options)
 
-    def load_drafter(self) -> Callable[[DrafterOptions], Drafter]:
-        """Imports what makes the drafter."""
-        return _load(self.drafter)
+    def load_drafter(self, plan: DraftPlan | None = None) -> Callable[[DrafterOptions], Drafter]:
+        """Imports the class of the drafter, which `plan` may choose."""
+        return _load(plan.drafter if plan and plan.drafter else self.drafter)
 
     def recognises_head(self, head: HeadFiles) -> bool:
         """Whether a checkpoint is a head of this method, according to its files."""

@@ -167,16 +167,16 @@ class NgramBranches:
         self._latest[req_id] = (arguments, chains)
         return chains
 
-    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
-        """Returns one tree of branches per request; empty for requests that want a chain."""
+    def lookup(self, requests: DraftRequests, *, chains: bool = False) -> list[DraftTree]:
+        """Returns one tree of branches per request. For a request that wants a chain it is the best
+        branch if `chains`, else empty."""
         trees = []
         for r, req_id in enumerate(requests.req_ids):
+            count = self.count if requests.widths[r] > 1 else int(chains)
             branches = []
-            if requests.widths[r] > 1:
+            if count:
                 branches = self.branches(req_id, requests.token_ids[r], requests.depths[r])
-            trees.append(
-                merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
-            )
+            trees.append(merge_trees(branches[:count], requests.budgets[r]))
         return trees
 
     def add_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:

@@ -20,6 +20,8 @@ def merge_trees(trees: Sequence[DraftTree], budget: int) -> DraftTree:
 
     A tree that violates these rules is returned unmerged, so that `DraftTree.fault` reports it.
     """
+    if not trees:
+        return DraftTree.empty()
     if len(trees) == 1 and trees[0].num_nodes <= budget:
         return trees[0]
     index: dict[tuple[int, int], int] = {}

@@ -15,8 +15,6 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.caches import (
-    DeviceTargetCache,
-    DeviceWindow,
     DraftCache,
     DraftWindow,
     PartialCacheSpec,
@@ -115,13 +113,13 @@ class TreeBackend(ABC):
         """Returns the drafter's view of its layers' pages."""
 
     @abstractmethod
-    def draft_window(self, spec: WindowSpec, state: RunnerView) -> DraftWindow | DeviceWindow:
+    def draft_window(self, spec: WindowSpec, state: RunnerView) -> DraftWindow:
         """Returns the memory for the drafter's own keys and values of recent tokens."""
 
     @abstractmethod
     def target_cache(
         self, kv_cache: torch.Tensor, block_table: BlockTable, spec: TargetCacheSpec
-    ) -> TargetCache | DeviceTargetCache:
+    ) -> TargetCache:
         """Returns the cache of one target layer as drafts attend it."""
 
     @abstractmethod

@@ -49,7 +49,8 @@ class DrafterHost:
             settings=spec.plan.settings,
             vocab_size=vllm_config.model_config.get_vocab_size(),
         )
-        self.drafter: Drafter = get_method(str(spec.plugin_method)).load_drafter()(self.options)
+        method = get_method(str(spec.plugin_method))
+        self.drafter: Drafter = method.load_drafter(spec.plan)(self.options)
         # The target's embedding and LM head, where the drafter reads them.
         self.tables: tuple[torch.nn.Module, torch.nn.Module] | None = None
         self.heads: list[TargetHead] = []

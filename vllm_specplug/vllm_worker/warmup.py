@@ -78,7 +78,7 @@ def warm_up_draft(state: RunnerView) -> None:
 
 
 def _draft_every_depth(state: RunnerView) -> None:
-    if state.drafter.attends_context and hasattr(state.drafter.cache, "tree_attention"):
+    if state.drafter.attends_context and state.drafter.cache.on_device:
         for tokens in (1, state.max_rows):
             _observe(state, *_dummy_states(state, tokens), has_slots=False)
     deepest = state.drafter.warmup_depth
@@ -113,6 +113,8 @@ def _observe(
 class _NoCache:
     """A `DraftCache` before there are pages. It allocates a real cache's temporary memory."""
 
+    on_device = True
+
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
     ) -> None:
@@ -126,17 +128,19 @@ class _NoCache:
             query, memory_format=torch.contiguous_format
         )
 
-    def tree_attention(self, requests: Any, context_lens: Any, parent_rows: Any) -> Any:
+    def tree_attention(self, requests: Any, context_lens: Any, parents: Any) -> Any:
         return self.block_attention(requests, 0, causal=True)
 
 
 class _NoTargetCache:
-    """A `DeviceTargetCache` before there are pages. It allocates a real one's temporary memory."""
+    """A `TargetCache` before there are pages. It allocates a real one's temporary memory."""
+
+    on_device = True
 
     def __init__(self, spec: TargetCacheSpec) -> None:
         self.spec = spec
 
-    def level_attention(self, requests: Any, context_lens: Any) -> Any:
+    def level_attention(self, requests: Any, context_lens: Any, owners: Any) -> Any:
         # A key and a value of each row, kept for the other layers.
         own: dict[int, torch.Tensor] = {}
 
@@ -151,7 +155,7 @@ class _NoTargetCache:
 
 
 class _NoWindow(_NoCache):
-    """`_NoCache` as a `DeviceWindow` for new requests."""
+    """`_NoCache` as a `DraftWindow` for new requests."""
 
     def __init__(self, state: RunnerView, spec: WindowSpec) -> None:
         count = state.max_requests * min(spec.size, state.max_model_len)
@@ -160,8 +164,8 @@ class _NoWindow(_NoCache):
     def missing(self, requests: Any) -> WindowTokens:
         return WindowTokens(self.slots, self.slots, self.slots)
 
-    def tree_attention(self, requests: Any, context_lens: Any, parent_rows: Any) -> Any:
-        return partial(super().tree_attention(requests, context_lens, parent_rows), 0)
+    def tree_attention(self, requests: Any, context_lens: Any, parents: Any) -> Any:
+        return partial(super().tree_attention(requests, context_lens, parents), 0)
 
     def forget(self, req_ids: Any) -> None:
         pass

@@ -24,7 +24,7 @@ from vllm_specplug.kernels import TreeAttnMetadata, to_device
 from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
-from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
+from vllm_specplug.methods.eagle3_tree.drafter import StateContext, StateDrafter
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import draft_level_by_level
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
@@ -147,7 +147,7 @@ def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> lis
 def knowing_contexts() -> Iterator[list[int]]:
     """Keys and values of a head of several layers in the pages are those that its plain module
     computes from whole sequences; yields the tokens of each comparison."""
-    write, checked = StateDrafter._write_context, []
+    write, checked = StateContext._write_context, []
     # by slot: outputs of the target, the token after, the position
     tokens: dict[int, tuple[torch.Tensor, int, int]] = {}
 
@@ -184,7 +184,7 @@ def knowing_contexts() -> Iterator[list[int]]:
         for row, length in ends.items():
             compare(self, row, length)
 
-    with patch.object(StateDrafter, "_write_context", written):
+    with patch.object(StateContext, "_write_context", written):
         yield checked
 
 
@@ -192,14 +192,18 @@ def knowing_contexts() -> Iterator[list[int]]:
 def knowing_levels() -> Iterator[LevelDrafts]:
     """`knowing` for heads of draft layers with pages."""
 
+    tree_attention = CudaDraftCache.tree_attention
+
     def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
+        if isinstance(parents, torch.Tensor):
+            return tree_attention(self, requests, contexts, parents)
         rows = [np.concatenate(([-1], p + 1)).astype(np.int32) for p in parents]
         counts = [len(parent_rows) for parent_rows in rows]
         starts = np.cumsum([0, *counts])[:-1].tolist()
-        plan = plan_columns(requests.req_indices, starts, counts, contexts)
+        plan = plan_columns(requests.req_indices, starts, counts, contexts.tolist())
         device = self.backend.device
         metadata = TreeAttnMetadata(
-            to_device(plan, device), self.block_table(), max(counts), max(contexts),
+            to_device(plan, device), self.block_table(), max(counts), int(contexts.max()),
             torch.empty(sum(counts), -(-max(counts) // 64), dtype=torch.int64, device=device),
             to_device(np.concatenate(rows), device),
         )  # fmt: skip
@@ -207,6 +211,6 @@ def knowing_levels() -> Iterator[LevelDrafts]:
 
     with (
         knowing(StateDrafter, _layer_trees) as seen,
-        patch.object(CudaDraftCache, "branch_attention", branches, create=True),
+        patch.object(CudaDraftCache, "tree_attention", branches),
     ):
         yield seen

@@ -102,7 +102,7 @@ def test_several_layers_on_the_device(mask: int | None, tmp_path: Path) -> None:
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
     head = make_eagle3_head(tmp_path, vocab, windows=(8, None, None), mask_token_id=mask)
     is_parallel = mask is not None
-    knowing = partial(knowing_candidates, ParallelDrafter, "_candidates")
+    knowing = partial(knowing_candidates, ParallelDrafter, "candidates")
     with (knowing if is_parallel else knowing_levels)() as drafts, knowing_contexts() as contexts:
         made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
         assert compare(made, True).skipping > 1

@@ -8,7 +8,7 @@ import torch
 
 from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.kernels.fp8_linear import Fp8Linear
-from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.fused_parts import plain_linear
 
 
 class OnDevice(TargetHead):

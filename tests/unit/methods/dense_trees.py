@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of drafted trees over contexts in plain tensors."""
+"""Attention of drafted trees over contexts in plain tensors, and caches of the target."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
 
@@ -39,3 +42,38 @@ def tree_attention(
         )  # fmt: skip
     assert start == len(query)
     return out
+
+
+class DenseTarget:
+    """A layer's keys and values of each request, by row of the block table; on a device rows of
+    levels of any size."""
+
+    def __init__(
+        self,
+        caches: list[tuple[torch.Tensor, torch.Tensor]],
+        spec: TargetCacheSpec,
+        on_device: bool,
+    ) -> None:
+        self.caches, self.spec, self.on_device = caches, spec, on_device
+
+    def level_attention(
+        self, requests: Any, context_lens: torch.Tensor, owners: torch.Tensor
+    ) -> Any:
+        indices = requests.req_indices
+
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            of = owners
+            if self.on_device:
+                of = torch.arange(len(indices)).repeat_interleave(len(query) // len(indices))
+            out = torch.empty_like(query)
+            for r in of.unique().tolist():
+                length = int(context_lens[r])
+                first = max(0, length - self.spec.window) if self.spec.window else 0
+                key, value = (x[first:length] for x in self.caches[indices[r]])
+                group = query.shape[1] // key.shape[1]
+                out[of == r], _ = dense_attention(
+                    query[of == r], key, value, self.spec.scale, group, None
+                )
+            return out
+
+        return attend

@@ -31,7 +31,7 @@ from tests.unit.budget.calibrations import calibration
 from tests.unit.drafters import load_drafter
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
 from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
-from vllm_specplug.drafting import level_drafter
+from vllm_specplug.drafting import head_drafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -39,7 +39,6 @@ from vllm_specplug.kernels import ngram_lookup_triton, tree_builder_triton, tree
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.assistant_tree import head as assistant_head
 from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
-from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.drafter import DelsDrafter
 from vllm_specplug.methods.dels.resolve import DelsSettings
@@ -134,7 +133,7 @@ def on_the_device(
         assert all(t.is_meta for t in given)
         return [built(None, None, budgets, None, 4, nodes) for _ in range(1 + lookup_only)]
 
-    monkeypatch.setattr(block_head, "top_candidates", top)
+    monkeypatch.setattr(head_drafter, "top_candidates", top)
     monkeypatch.setattr(tree_builder_triton, "build_best_first_triton", built)
     monkeypatch.setattr(tree_merge_triton, "merge_branches", merged)
     monkeypatch.setattr(ngram_lookup_triton, "NgramLookup", Lookup)
@@ -305,13 +304,11 @@ def with_local_head(folder: Path, monkeypatch: pytest.MonkeyPatch) -> DelsDrafte
 
 def with_draft_layer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Eagle3Drafter:
     head = make_eagle3_head(folder / "head", VOCAB, draft_vocab_size=40)
-    monkeypatch.setattr(level_drafter, "top_candidates", top)
     return on_the_device(Eagle3Drafter, head, None, monkeypatch)
 
 
 def with_window(folder: Path, monkeypatch: pytest.MonkeyPatch) -> LongSpecDrafter:
     head = make_longspec_head(folder / "head", VOCAB, window=24)
-    monkeypatch.setattr(level_drafter, "top_candidates", top)
     shape = {
         "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
         "intermediate_size": 128, "rms_norm_eps": 1e-6,

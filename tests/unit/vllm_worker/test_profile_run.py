@@ -23,11 +23,11 @@ from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.tiny import HIDDEN, make_head
 from tests.unit.drafters import load_drafter
+from vllm_specplug.drafting import depth_drafter, head_drafter
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
-from vllm_specplug.methods.block import drafter as block_head
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -94,7 +94,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm_specplug.vllm_v2.worker_gpu import GPUModelRunner, TreeGPUModelRunner
 
     # As on CUDA: in torch.
-    monkeypatch.setattr(block_head, "can_build_best_first", lambda device: False)
+    monkeypatch.setattr(depth_drafter, "can_build_best_first", lambda device: False)
     monkeypatch.setattr("vllm_specplug.kernels.local_tree.can_build_local_trees", lambda _: False)
     monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
     weights = torch.zeros(VOCAB, HIDDEN)
@@ -199,7 +199,7 @@ def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.Monkey
     peaks, found = [], []
     with torch.inference_mode():
         for most in (1 << 25, 6 * VOCAB):
-            monkeypatch.setattr(block_head, "MAX_LOGITS", most)
+            monkeypatch.setattr(head_drafter, "MAX_LOGITS", most)
             with LiveBytes() as live:
                 found.append(drafter.candidates(requests, DEPTH, 4))
             peaks.append(live.most)
@@ -227,10 +227,11 @@ def test_the_profile_run_takes_what_attention_over_the_target_takes(
         req_indices=list(range(REQUESTS)),
     )  # fmt: skip
     query = torch.zeros(REQUESTS * rows, heads, dim)
+    owners = torch.arange(REQUESTS).repeat_interleave(rows)
     peaks = []
     for caches in (backend.target_cache(cache, lambda: table, spec), _NoTargetCache(spec)):
         with LiveBytes() as live:
-            attend = caches.level_attention(requests, torch.full((REQUESTS,), 8))
+            attend = caches.level_attention(requests, torch.full((REQUESTS,), 8), owners)
             for _ in range(2):
                 attend(query)
         peaks.append(live.most)

@@ -13,6 +13,7 @@ from vllm_specplug.drafting.checkpoint_files import is_positive, open_config
 from vllm_specplug.drafting.head_config import (
     OTHER_TARGET,
     check_target,
+    config_field,
     require,
     require_only,
     required_size,
@@ -114,8 +115,7 @@ class AssistantConfig:
         """Raises ValueError unless the target has the assistant's state size, vocabulary and
         windows. The shapes of its caches are checked once they exist."""
         check_target(self, target)
-        is_mapping, name = isinstance(target, Mapping), "sliding_window"
-        legal = target.get(name) if is_mapping else getattr(target, name, None)
+        legal = config_field(target, "sliding_window", None)
         for layer in self.layers:
             if layer.cache.window not in (None, legal):
                 raise ValueError(

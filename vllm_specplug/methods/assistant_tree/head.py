@@ -23,7 +23,7 @@ from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels import rms_norm, top_candidates
 from vllm_specplug.kernels.row_ops import norm_rotate_heads
 from vllm_specplug.methods.assistant_tree.config import AssistantConfig, AssistantLayer
-from vllm_specplug.methods.block.fused_head import (
+from vllm_specplug.methods.block.fused_parts import (
     RotaryTables,
     joined_weights,
     plain_linear,
@@ -202,9 +202,9 @@ class GroupedVocabulary:
         """Numbers that are read for one row."""
         return self.chosen * self.embeddings[0].numel()
 
-    def candidates(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def likeliest(self, hidden: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the likeliest tokens after states [T, H] and their log-probabilities, see
-        `LevelDrafter.candidates`. Tokens of other groups have probability 0."""
+        `HeadDrafter.likeliest`. Tokens of other groups have probability 0."""
         groups = self.centroids(hidden).topk(self.chosen).indices
         scores = torch.einsum("th,tgsh->tgs", hidden, self.embeddings[groups]).flatten(1)
         found, log_probs = top_candidates(scores, width)

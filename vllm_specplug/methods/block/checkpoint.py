@@ -14,8 +14,8 @@ import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
     WEIGHTS_NAME,
+    HeadTables,
     check_tensors,
-    draft_token_ids,
     load_module,
     module_shapes,
     read_safetensors,
@@ -38,19 +38,14 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 @dataclass(frozen=True)
-class BlockHeadExtras:
+class BlockHeadExtras(HeadTables):
     """Tensors of a checkpoint other than those of the layers.
 
-    `target_ids` int64 [V'] is the target token of each draft id; None for the full vocabulary.
-    `lm_head` [V', H] and `embed_tokens` [V, H] are None if the head uses the target's.
     `extra` holds `config.extra_tensors`.
     `mask_from_embedding` says that the caller must copy the embedding row of
     `config.mask_token_id` into `head.mask_embedding`.
     """
 
-    target_ids: torch.Tensor | None = None
-    lm_head: torch.Tensor | None = None
-    embed_tokens: torch.Tensor | None = None
     mask_from_embedding: bool = False
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -59,8 +54,6 @@ def load_block_head(
     directory: str | Path,
     target_config: Any,
     kind: type[BlockHeadConfig] = BlockHeadConfig,
-    *,
-    dtype: torch.dtype | None = None,
 ) -> tuple[BlockHead, BlockHeadExtras]:
     """Reads a z-lab/JetSpec or speculators head and checks it against its target.
 
@@ -69,7 +62,6 @@ def load_block_head(
         target_config: the target's text config; a mapping or an object with `hidden_size`,
             `vocab_size`, `num_hidden_layers`.
         kind: class of the method's configs.
-        dtype: of the returned parameters; the checkpoint's own if None.
 
     Raises:
         ValueError: for another target's head, missing, unexpected or misshapen tensors (all of
@@ -79,10 +71,7 @@ def load_block_head(
     # Headers first: weights of a checkpoint that does not fit are not read.
     config = inspect_block_head(directory, target_config, kind)
     tensors = read_tensors(directory, renamed=config.renamed_tensors)
-    target_ids = None
-    if "d2t" in tensors:
-        target_ids = draft_token_ids(tensors["d2t"], config.vocab_size)
-    elif config.draft_vocab_size < config.vocab_size:
+    if "d2t" not in tensors and config.draft_vocab_size < config.vocab_size:
         raise ValueError(
             f"draft head {str(directory)!r}: draft_vocab_size = {config.draft_vocab_size} is "
             f"smaller than vocab_size = {config.vocab_size} but the tensor 'd2t' is missing; use a "
@@ -96,11 +85,10 @@ def load_block_head(
         if embed_tokens is not None:
             row = embed_tokens[config.mask_token_id].to(row.dtype)
         tensors["mask_embedding"], mask_from_embedding = row, embed_tokens is None
-    head = load_module(lambda: BlockHead(config), tensors, dtype)
-    return head, BlockHeadExtras(
-        target_ids=target_ids,
-        lm_head=_cast(tensors.get("lm_head.weight"), dtype),
-        embed_tokens=_cast(embed_tokens, dtype),
+    head = load_module(lambda: BlockHead(config), tensors)
+    return head, BlockHeadExtras.of(
+        tensors,
+        config.vocab_size,
         mask_from_embedding=mask_from_embedding,
         extra={name: tensors[name] for name in config.extra_tensors},
     )
@@ -149,10 +137,6 @@ def save_block_head(
         target_ids=target_ids,
         dtype=dtype,
     )
-
-
-def _cast(tensor: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
-    return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
 def read_tensors(

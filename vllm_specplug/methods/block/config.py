@@ -13,6 +13,7 @@ from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_conf
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
     require,
+    require_only,
     require_size,
     required_size,
 )
@@ -20,6 +21,7 @@ from vllm_specplug.methods.block.layer_config import (
     read_rotary,
     read_windows,
     rotary_of,
+    written_windows,
 )
 from vllm_specplug.methods.block.rotary import Rotary
 from vllm_specplug.options import is_integer
@@ -77,6 +79,13 @@ SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
 # Head sizes of model types that set one, for configs without a head size.
 _HEAD_DIMS = {"qwen3": 128}
 _AUX_LAYERS_NAME = "eagle_aux_hidden_state_layer_ids"
+# Fields that have their own names in a `config.json`.
+_WRITTEN = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "draft_vocab_size", "rms_norm_eps",
+    "rope_theta", "partial_rotary_factor", "max_position_embeddings", "attention_bias",
+    "block_size",
+)  # fmt: skip
 _LAYER_NAMES = ("target_layer_ids", "dspark_target_layer_ids", _AUX_LAYERS_NAME)
 _MASK_ID_NAMES = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
 
@@ -230,39 +239,23 @@ class BlockHeadConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a z-lab/JetSpec `config.json` object, which `from_dict` reads back unchanged."""
+        own = {
+            "mask_token_id": self.mask_token_id,
+            "target_layer_ids": list(self.target_layer_ids),
+            "target_hidden_size": self.target_hidden_size,
+            "causal_head": self.causal,
+            **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
+        }
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "draft_vocab_size": self.draft_vocab_size,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_theta": self.rope_theta,
+            **{name: getattr(self, name) for name in _WRITTEN},
             "rope_scaling": None if self.rope_scaling is None else dict(self.rope_scaling),
-            "partial_rotary_factor": self.partial_rotary_factor,
-            "max_position_embeddings": self.max_position_embeddings,
-            "attention_bias": self.attention_bias,
             "hidden_act": "silu",
-            "layer_types": [
-                "full_attention" if window is None else "sliding_attention"
-                for window in self.layer_windows
-            ],
-            "sliding_window": next((w for w in self.windows if w is not None), None),
+            **written_windows(self.layer_windows),
             "tie_word_embeddings": False,
-            "block_size": self.block_size,
             "dtype": "bfloat16",
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-                "target_hidden_size": self.target_hidden_size,
-                "causal_head": self.causal,
-                **({"sample_from_anchor": True} if self.sample_from_anchor else {}),
-            },
+            "dflash_config": own,
         }
 
 
@@ -292,16 +285,7 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
         require(not name, name, raw.get(name), f"absent ({_OTHER_KINDS[kind]})")
     for name, reason in _UNSUPPORTED_FLAGS.items():
         require(not raw.get(name), name, raw.get(name), f"absent or false ({reason})")
-    require(
-        raw.get("is_neox_style") in (None, True),
-        "is_neox_style",
-        raw.get("is_neox_style"),
-        "absent or true (rotary embedding over halves)",
-    )
-    mode = raw.get("attention_mode")
-    require(mode in (None, "gqa"), "attention_mode", mode, "absent or 'gqa'")
-    require(raw.get("logit_scale") in (None, 1, 1.0), "logit_scale", raw.get("logit_scale"), "1.0")
-    require(raw.get("hidden_act") in (None, "silu"), "hidden_act", raw.get("hidden_act"), "'silu'")
+    require_only(raw, is_neox_style=True, attention_mode="gqa", logit_scale=1, hidden_act="silu")
 
 
 def default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:

@@ -10,81 +10,21 @@ is the readable version and the oracle.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from vllm_specplug.drafting.drafter import LinearFactory
 from vllm_specplug.kernels.draft_rows import (
-    RotaryTables,
     can_join_rows,
     context_heads,
     finish_layer,
     project_heads,
 )
-from vllm_specplug.kernels.row_ops import add_rms_norm, gated_silu, norm_rotate_heads, rms_norm
-from vllm_specplug.methods.block.head import (
-    Attend,
-    BlockHead,
-    BlockLayer,
-    conv_sides,
-    rotary_cos_sin,
-    scaled_inputs,
-)
-from vllm_specplug.methods.block.rotary import Rotary
-
-
-def plain_linear(
-    weight: torch.Tensor, bias: torch.Tensor | None
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns torch's own linear layer."""
-    return lambda x: F.linear(x, weight, bias)
-
-
-def joined_weights(*linears: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns weight and bias of one linear layer that computes the outputs of all `linears`."""
-    weight = torch.cat([linear.weight for linear in linears])
-    if linears[0].bias is None:
-        return weight, None
-    return weight, torch.cat([linear.bias for linear in linears])
-
-
-def rotary_tables(rotary: Rotary, max_positions: int, like: torch.Tensor) -> RotaryTables:
-    """Returns the tables for positions below `max_positions`, with device and dtype of `like`."""
-    return _tables(*rotary_cos_sin(torch.arange(max_positions), rotary), like)
-
-
-def tables_of_angles(angles: torch.Tensor, like: torch.Tensor) -> RotaryTables:
-    """Returns the tables for angles [P, Dh/2], with device and dtype of `like`."""
-    return _tables(angles.cos(), angles.sin(), like)
-
-
-def _tables(cos: torch.Tensor, sin: torch.Tensor, like: torch.Tensor) -> RotaryTables:
-    # Both halves: a rotation is two products and a sum.
-    return RotaryTables(torch.cat((cos, cos), -1).to(like), torch.cat((-sin, sin), -1).to(like))
-
-
-class _FusedLayer:
-    """One draft layer's packed weights."""
-
-    def __init__(self, layer: BlockLayer, make_linear: LinearFactory) -> None:
-        attn, mlp = layer.self_attn, layer.mlp
-        self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj))
-        self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
-        self.gate_up = make_linear(*joined_weights(mlp.gate_proj, mlp.up_proj))
-        self.down = make_linear(mlp.down_proj.weight, None)
-        self.products = (self.qkv, self.output, self.gate_up, self.down)
-        # [Hq + Hkv, Dh]: one call norms and rotates queries and keys
-        self.qk_norm = torch.cat(
-            (
-                attn.q_norm.weight.expand(attn.num_heads, -1),
-                attn.k_norm.weight.expand(attn.num_kv_heads, -1),
-            )
-        ).contiguous()
-        self.input_norm = layer.input_layernorm.weight
-        self.post_norm = layer.post_attention_layernorm.weight
-        self.attention_conv, self.mlp_conv = layer.attention_conv, layer.mlp_conv
+from vllm_specplug.kernels.row_ops import norm_rotate_heads, rms_norm
+from vllm_specplug.methods.block.fused_layer import FusedLayer
+from vllm_specplug.methods.block.fused_parts import joined_weights, plain_linear, rotary_tables
+from vllm_specplug.methods.block.head import Attend, BlockHead, scaled_inputs
 
 
 class FusedBlockHead:
@@ -115,11 +55,13 @@ class FusedBlockHead:
         # [num_layers, Dh], and [num_layers * Hkv, Dh]
         self.key_norms = torch.stack([a.k_norm.weight for a in attentions])
         self.context_key_norm = self.key_norms.repeat_interleave(self.num_kv_heads, 0)
-        self.layers = [_FusedLayer(layer, make_linear) for layer in head.layers]
-        # The norm after each layer
-        self.next_norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]
         self.rotary = rotary_tables(config.rotary, max_positions, self.norm)
-        products = [self.fc, self.context, *(p for layer in self.layers for p in layer.products)]
+        self.layers = [FusedLayer(config, x, self.rotary, make_linear) for x in head.layers]
+        # The norms before the layers, and the last one
+        self.norms = [*(layer.input_layernorm.weight for layer in head.layers), self.norm]
+        products = [self.fc, self.context]
+        for layer in self.layers:
+            products += (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)
         self.joins_rows = not config.conv_kernel_size and can_join_rows(
             products, self.head_dim, config.rotary.rotated, self.norm.dtype
         )
@@ -158,22 +100,9 @@ class FusedBlockHead:
         x = scaled_inputs(input_embeds, self.config)
         if self.joins_rows:
             return self._forward_joined(x, positions, attend)
-        normed = rms_norm(x, self.layers[0].input_norm, self.eps)
-        num_qk = self.num_heads + self.num_kv_heads
-        for index, (layer, next_norm) in enumerate(zip(self.layers, self.next_norms, strict=True)):
-            before, after = conv_sides(layer.attention_conv, normed)
-            qkv = layer.qkv(before(normed)).unflatten(
-                -1, (num_qk + self.num_kv_heads, self.head_dim)
-            )
-            qk = norm_rotate_heads(
-                qkv[:, :num_qk], layer.qk_norm, *self.rotary, positions, self.eps
-            )
-            mixed = attend(index, qk[:, : self.num_heads], qk[:, self.num_heads :], qkv[:, num_qk:])
-            delta = after(layer.output(mixed.flatten(-2)))
-            x, normed = add_rms_norm(x, delta, layer.post_norm, self.eps)
-            before, after = conv_sides(layer.mlp_conv, normed)
-            delta = after(layer.down(gated_silu(layer.gate_up(before(normed)))))
-            x, normed = add_rms_norm(x, delta, next_norm, self.eps)
+        normed = rms_norm(x, self.norms[0], self.eps)
+        for i, (layer, next_norm) in enumerate(zip(self.layers, self.norms[1:], strict=True)):
+            normed, x = layer.run(normed, x, positions, partial(attend, i), next_norm)
         return normed
 
     __call__ = forward
@@ -188,11 +117,12 @@ class FusedBlockHead:
         query, key, value = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         for index, layer in enumerate(self.layers):
             project_heads(
-                x, layer.input_norm, layer.qkv, layer.qk_norm, self.rotary, positions, self.eps, qkv
-            )
+                x, self.norms[index], layer.qkv, layer.qk_norm, self.rotary, positions, self.eps,
+                qkv,
+            )  # fmt: skip
             mixed = attend(index, query, key, value).flatten(-2)
             finish_layer(
-                x, mixed, layer.output, layer.post_norm, layer.gate_up, layer.down,
+                x, mixed, layer.output, layer.mlp_norm, layer.mlp.gate_up, layer.mlp.down,
                 self.config.intermediate_size, self.eps,
             )  # fmt: skip
         return rms_norm(x, self.norm, self.eps)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_positive, is_size
 from vllm_specplug.drafting.head_config import require
 from vllm_specplug.methods.block.rotary import KINDS, Rotary
 
+_KINDS = ("full_attention", "sliding_attention")
 # M-RoPE gives a token three positions, which are equal for text. A draft is text.
 _MROPE = ("mrope_section", "mrope_interleaved")
 _NOT_SCALING = ("rope_theta", "type", "rope_type", "partial_rotary_factor", *_MROPE)
@@ -21,15 +22,14 @@ def read_windows(
     """Returns each layer's sliding window and the default mask inside the block of such layers; no
     entries without a window."""
     types = raw.get("layer_types") or []
-    kinds = ("full_attention", "sliding_attention")
     require(
         isinstance(types, list) and (not types or len(types) >= num_layers),
         "layer_types",
         types,
         f"one kind for each of the {num_layers} draft layers",
     )
-    other = {i: kind for i, kind in enumerate(types[:num_layers]) if kind not in kinds}
-    require(not other, "layer_types", other, f"{' or '.join(kinds)} for every draft layer")
+    other = {i: kind for i, kind in enumerate(types[:num_layers]) if kind not in _KINDS}
+    require(not other, "layer_types", other, f"{' or '.join(_KINDS)} for every draft layer")
     sliding = [kind == "sliding_attention" for kind in types[:num_layers]]
     everywhere = bool(container.get("use_swa")) and not any(sliding)
     if not everywhere and not any(sliding):
@@ -50,6 +50,14 @@ def read_windows(
         "windows": tuple(window if everywhere or slides else None for slides in sliding)
         or (window,) * num_layers,
         "sliding_causal": not everywhere,
+    }
+
+
+def written_windows(windows: Sequence[int | None]) -> dict[str, Any]:
+    """Returns the fields of a config that `read_windows` reads."""
+    return {
+        "layer_types": [_KINDS[window is not None] for window in windows],
+        "sliding_window": next((window for window in windows if window is not None), None),
     }
 
 

@@ -18,7 +18,7 @@ from vllm_specplug.drafting.checkpoint_files import is_positive
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
 from vllm_specplug.drafting.head_config import require, require_only, required_size
 from vllm_specplug.kernels import gated_silu, multiply_experts
-from vllm_specplug.methods.block.fused_head import joined_weights
+from vllm_specplug.methods.block.fused_parts import joined_weights
 from vllm_specplug.methods.block.head import GatedMLP
 
 

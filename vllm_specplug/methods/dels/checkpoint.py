@@ -20,9 +20,9 @@ import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
     WEIGHTS_NAME,
+    HeadTables,
     check_finite,
     check_tensors,
-    draft_token_ids,
     load_module,
     module_shapes,
     read_json_object,
@@ -58,9 +58,7 @@ _RENAMED = {
 }
 
 
-def load_local_head(
-    path: str | Path, target_config: Any, *, dtype: torch.dtype | None = None
-) -> tuple[LocalHead, torch.Tensor | None]:
+def load_local_head(path: str | Path, target_config: Any) -> tuple[LocalHead, torch.Tensor | None]:
     """Reads a local head and checks it against its target.
 
     Args:
@@ -68,7 +66,6 @@ def load_local_head(
             file, or a folder with one.
         target_config: the target's text config; a mapping or an object with `hidden_size` and
             `vocab_size`.
-        dtype: of the returned parameters; the checkpoint's own if None.
 
     Returns:
         The head, and the target id of each row of its output table int64 [V']; None for the whole
@@ -79,10 +76,8 @@ def load_local_head(
             files that cannot be read safely.
     """
     config, tensors = _read(path, target_config, headers_only=False)
-    target_ids = None
-    if "d2t" in tensors:
-        target_ids = draft_token_ids(tensors["d2t"], config.vocab_size)
-    return load_module(lambda: LocalHead(config), tensors, dtype), target_ids
+    head = load_module(lambda: LocalHead(config), tensors)
+    return head, HeadTables.of(tensors, config.vocab_size).target_ids
 
 
 def inspect_local_head(path: str | Path, target_config: Any) -> LocalHeadConfig:

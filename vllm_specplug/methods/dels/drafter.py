@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dels.unigram import load_unigram, log_prior
@@ -24,9 +25,7 @@ class DelsDrafter(LocalHeadDrafter):
         super().load(target)
         options = self.options.settings
         local, local_ids = load_local_head(options.path, target.text_config)
-        draft_ids = self.target_ids
-        if draft_ids is None:
-            draft_ids = torch.arange(self.config.vocab_size)
+        draft_ids = target_ids_or_all(self.target_ids, self.config.vocab_size)
         prior = None
         if options.unigram_path is not None:
             prior = log_prior(load_unigram(options.unigram_path), self.config.vocab_size)

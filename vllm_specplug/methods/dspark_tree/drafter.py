@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.requests import DraftRequests
@@ -52,9 +53,7 @@ class DSparkDrafter(LocalHeadDrafter):
         super().load(target)
         if self.markov is None:
             return
-        draft_ids = self.target_ids
-        if draft_ids is None:
-            draft_ids = torch.arange(self.config.vocab_size)
+        draft_ids = target_ids_or_all(self.target_ids, self.config.vocab_size)
         confidence = None
         if self.confidence is not None:
             confidence = BranchConfidence(self.confidence.of_token, CONFIDENCE_WEIGHT)
@@ -81,4 +80,4 @@ class DSparkDrafter(LocalHeadDrafter):
         if self.confidence is not None:
             confidence = F.logsigmoid(self.confidence.of_slots(hidden))
             log_probs = log_probs + CONFIDENCE_WEIGHT * confidence[..., None]
-        return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
+        return self.to_target_ids(ids), log_probs

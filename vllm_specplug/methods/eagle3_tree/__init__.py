@@ -21,7 +21,7 @@ METHOD = Method(
     name="eagle3_tree",
     summary="EAGLE-3 head over target features and its own states, level by level",
     options="vllm_specplug.methods.eagle3_tree.options:Eagle3Options",
-    drafter="vllm_specplug.methods.eagle3_tree.drafter:make_drafter",
+    drafter="vllm_specplug.methods.eagle3_tree.drafter:Eagle3Drafter",
     needs=frozenset(
         {
             Capability.HIDDEN_STATES,

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
+    HeadTables,
     check_tensors,
-    draft_token_ids,
     load_module,
     module_shapes,
     save_head,
@@ -38,29 +38,13 @@ from vllm_specplug.methods.eagle3_tree.released import IGNORED, is_pickled, read
 _OUTPUT_BIAS = "layers.0.self_attn.o_proj.bias"
 
 
-@dataclass(frozen=True)
-class Eagle3Extras:
-    """Tensors of a checkpoint other than those of the layer: `target_ids` int64 [V'] of a reduced
-    vocabulary, `lm_head` [V', H], `embed_tokens` [V, H]. None stands for the target's."""
-
-    target_ids: torch.Tensor | None = None
-    lm_head: torch.Tensor | None = None
-    embed_tokens: torch.Tensor | None = None
-
-
-def load_eagle3_head(
-    directory: str | Path,
-    target_config: Any,
-    *,
-    dtype: torch.dtype | None = None,
-) -> tuple[Eagle3Head, Eagle3Extras]:
+def load_eagle3_head(directory: str | Path, target_config: Any) -> tuple[Eagle3Head, HeadTables]:
     """Reads a head and checks it against its target.
 
     Args:
         directory: folder with config.json and safetensors, or pytorch_model.bin, which is read in
             weights-only mode.
         target_config: the target's text config.
-        dtype: of the returned tensors; the checkpoint's own if None.
 
     Raises:
         ValueError: for another target's head or another kind of head, missing, unexpected or
@@ -70,19 +54,10 @@ def load_eagle3_head(
     # Headers first: weights of a checkpoint that does not fit are not read.
     config = inspect_eagle3_head(directory, target_config)
     tensors = _read(directory, headers_only=False)
-    if dtype is not None:
-        tensors = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
-            for name, tensor in tensors.items()
-        }
     if config.attention_bias and _OUTPUT_BIAS not in tensors:
         tensors[_OUTPUT_BIAS] = torch.zeros_like(tensors["norm.weight"])
-    d2t = tensors.get("d2t")
-    return load_module(lambda: Eagle3Head(config), tensors), Eagle3Extras(
-        target_ids=None if d2t is None else draft_token_ids(d2t, config.vocab_size),
-        lm_head=tensors.get("lm_head.weight"),
-        embed_tokens=tensors.get("embed_tokens.weight"),
-    )
+    head = load_module(lambda: Eagle3Head(config), tensors)
+    return head, HeadTables.of(tensors, config.vocab_size)
 
 
 def inspect_eagle3_head(directory: str | Path, target_config: Any) -> Eagle3Config:

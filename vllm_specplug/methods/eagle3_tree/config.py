@@ -13,11 +13,17 @@ from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
     require,
+    require_only,
     require_size,
     required_size,
 )
 from vllm_specplug.methods.block.config import default_head_dim
-from vllm_specplug.methods.block.layer_config import read_rotary, read_windows, rotary_of
+from vllm_specplug.methods.block.layer_config import (
+    read_rotary,
+    read_windows,
+    rotary_of,
+    written_windows,
+)
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
 from vllm_specplug.options import is_integer
 
@@ -228,11 +234,7 @@ class Eagle3Config:
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
             "num_hidden_layers": self.num_hidden_layers,
-            "layer_types": [
-                "full_attention" if window is None else "sliding_attention"
-                for window in self.windows
-            ],
-            "sliding_window": next((w for w in self.windows if w is not None), None),
+            **written_windows(self.windows),
             "hidden_act": "silu",
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
@@ -275,11 +277,6 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
         NAME_LAYERS,
     )
     return layers
-
-
-def is_parallel(raw: Mapping[str, Any]) -> bool:
-    """Returns whether a parsed `config.json` names the mask token of a P-EAGLE head."""
-    return any(raw.get(name) is not None for name in _MASK_KEYS)
 
 
 def _mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
@@ -364,10 +361,4 @@ def _refuse_other_heads(
     for name, (legal, why) in _EAGLE_FLAGS.items():
         for source in (eagle, raw):
             require(source.get(name) in legal, name, source.get(name), why)
-    for name, legal in {
-        "hidden_act": (None, "silu"),
-        "mlp_bias": (None, False),
-        "logit_scale": (None, 1, 1.0),
-        "is_neox_style": (None, True),
-    }.items():
-        require(layer.get(name) in legal, name, layer.get(name), f"absent or {legal[1]!r}")
+    require_only(layer, hidden_act="silu", mlp_bias=False, logit_scale=1, is_neox_style=True)

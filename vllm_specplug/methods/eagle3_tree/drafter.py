@@ -14,34 +14,28 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import ClassVar, cast
 
-import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import DeviceCache, DraftCache, DraftCacheSpec, HostCache
-from vllm_specplug.drafting.checkpoint_files import open_config
+from vllm_specplug.drafting.caches import DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
-from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.drafter import DrafterOptions, TargetWeights
-from vllm_specplug.drafting.host_levels import HostLevelRows
+from vllm_specplug.drafting.depth_drafter import DepthDrafter
+from vllm_specplug.drafting.device_requests import DeviceRequests
+from vllm_specplug.drafting.drafter import TargetWeights
+from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.level_drafter import LevelDrafter
-from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.level_rows import LevelRows
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.methods.block.drafter import best_first_on_device, best_first_trees
+from vllm_specplug.drafting.root_states import RootStates
 from vllm_specplug.methods.block.head import Attend
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
-from vllm_specplug.methods.eagle3_tree.config import is_parallel
 from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayers, FusedEagle3Head
-from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.beam import Expand, Frontier
 
 
-class StateDrafter(LateContextDrafter, LevelDrafter):
-    """Drafter whose layers read a token's embedding and the state of the previous position.
+class StateContext(RootStates, LateContextDrafter, HeadDrafter):
+    """The context of a drafter whose layers read a token's embedding and the state of the previous
+    position.
 
     Subclasses set the attributes below in `load` and call `begin_context` at its end.
     """
@@ -49,9 +43,8 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
     head: FusedDraftLayers
     windows: tuple[int | None, ...] = (None,)
     """The sliding window of each layer; None for full attention."""
-    # [B, H] states of each request's last committed position, in batch order
-    _roots: torch.Tensor
-    # [B] rows of those positions in the backlog, counted from its end; None if `_roots` is current
+    # [B] rows of the roots' positions in the backlog, counted from its end; None if `_roots` is
+    # current
     _root_rows: torch.Tensor | None
     # [B, C] target outputs of those positions if the backlog defers them, else None
     _root_outputs: torch.Tensor | None
@@ -137,17 +130,10 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         if self._root_rows is not None:
             self._roots, self._root_rows = states[self._root_rows], None
 
-    def bind_cache(self, cache: DraftCache) -> None:
-        super().bind_cache(cache)
-        self.drafts_on_device = hasattr(cache, "tree_attention")
-
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
+        """Writes the context that a draft for these requests reads."""
         if not isinstance(requests, DeviceRequests):
             self.backlog.write(requests.req_ids)
-
-    @property
-    def drafts_from_graphs(self) -> bool:
-        return True
 
     @property
     def request_states(self) -> torch.Tensor:
@@ -155,78 +141,9 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
             self._roots, self._root_outputs = self.target_states(self._root_outputs), None
         return self._roots
 
-    def device_expand(
-        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
-    ) -> DeviceExpand:
-        cache = cast(DeviceCache, self.cache)
-        # The root has the position before the anchor, because its state belongs to that position.
-        starts = (context_lens - 1).clamp_min(0)
-        states = self.root_states(requests)
-        levels = [LevelRows() for _ in self.windows]
-
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            def attention(parents: torch.Tensor) -> Callable[..., torch.Tensor]:
-                return partial(cache.tree_attention(requests, starts, parents), layer)
-
-            return levels[layer].attend(attention, query, key, value)
-
-        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal states
-            if frontier.depth:
-                # Below the roots, the states are outputs of the previous level.
-                states = states[frontier.rows_in(levels[0].width)]
-            for rows in levels:
-                rows.add(frontier)
-            hidden, states = self._run(
-                frontier.token_ids.flatten(),
-                states,
-                self.level_positions(starts, frontier),
-                attend,
-            )
-            return self.level_candidates(hidden, frontier.token_ids.shape, width)
-
-        return expand
-
     def _embed(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Returns the embeddings [T, H] of the tokens after `positions`."""
         return self.embed(token_ids)
-
-    def host_expand(self, requests: DraftRequests) -> Expand:
-        device = self.embed_tokens.device
-        levels = [HostLevelRows(len(requests)) for _ in self.windows]
-        # The root has the position before the anchor, because its state belongs to that position.
-        starts = [length - 1 for length in requests.context_lens]
-        first = np.array(starts)
-        width = max(requests.widths)
-        states = self.root_states(requests)
-
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            attention = cast(HostCache, self.cache).branch_attention(
-                requests, starts, levels[layer].branches.parent_arrays()
-            )
-            return levels[layer].attend(partial(attention, layer), query, key, value)
-
-        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-            nonlocal states
-            for rows in levels:
-                rows.add(frontier)
-            # Below the roots, the states are outputs of the previous level.
-            parents = frontier.parent_rows if frontier.depth else frontier.requests
-            positions = first[frontier.requests] + frontier.depth
-            positions = np.minimum(positions, self.options.max_model_len - 1)
-            # One copy to the device for all three.
-            ids, above, at = device_tensor(
-                np.stack((frontier.token_ids, parents, positions)), device
-            )
-            hidden, states = self._run(ids, states[above], at, attend)
-            ids, log_probs = self.candidates(hidden, width)
-            return ids.cpu().numpy(), log_probs.cpu().numpy()
-
-        return expand
 
     def _run(
         self,
@@ -238,8 +155,30 @@ class StateDrafter(LateContextDrafter, LevelDrafter):
         return self.head(self._embed(token_ids, positions), states, positions, attend)
 
 
-class Eagle3Drafter(StateDrafter):
-    """Drafter for EAGLE-3 heads."""
+class StateDrafter(StateContext, LevelDrafter):
+    """Drafter whose layers are run once per level."""
+
+    def level_forward(self, rows: LevelRows) -> Callable[[], torch.Tensor]:
+        # The root has the position before the anchor, because its state belongs to that position.
+        starts = (rows.context_lens - 1).clamp_min(0)
+        states = self.root_states(rows.requests)
+
+        def forward() -> torch.Tensor:
+            nonlocal states
+            # Below the roots, the states are outputs of the previous level.
+            hidden, states = self._run(
+                rows.token_ids,
+                rows.of_parents(states),
+                rows.positions(starts),
+                rows.cache_attention(self.cache, starts),
+            )
+            return hidden
+
+        return forward
+
+
+class Eagle3Context(StateContext):
+    """The context of an EAGLE-3 head."""
 
     head: FusedEagle3Head
 
@@ -249,16 +188,9 @@ class Eagle3Drafter(StateDrafter):
         head, extras = load_eagle3_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
         self.config, self.windows = head.config, head.config.windows
-        embed = target.embed_tokens if extras.embed_tokens is None else extras.embed_tokens
-        # [V, H]
-        self.embed_tokens = embed.to(device=target.device, dtype=target.dtype)
-        self.target_ids = extras.target_ids
-        if self.target_ids is not None:
-            self.target_ids = self.target_ids.to(target.device)
+        self.take_tables(target, extras.target_ids, extras.embed_tokens)
         self.lm_head = target.make_lm_head(self.target_ids, extras.lm_head)
         self.head = FusedEagle3Head(head, self.options.max_model_len, target.make_linear)
-        self.ngrams = ngram_branches(self.options)
-        self.draft_vocab_size = self.config.draft_vocab_size
         self.begin_context(self.config.hidden_size)
 
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:
@@ -268,33 +200,17 @@ class Eagle3Drafter(StateDrafter):
         return self.head.features(outputs)
 
 
-class ParallelDrafter(Eagle3Drafter):
+class Eagle3Drafter(Eagle3Context, StateDrafter):
+    """Drafter for EAGLE-3 heads."""
+
+
+class ParallelDrafter(Eagle3Context, DepthDrafter):
     """Drafter for P-EAGLE heads: one forward drafts all levels, and all nodes of a level have the
     same candidates."""
 
-    drafts_by_level: ClassVar[bool] = False
-    levels_run: int | None = None
-
-    def draft(self, requests: DraftRequests) -> list[DraftTree]:
-        depths = [min(depth, self.options.tree_depth) for depth in requests.depths]
-        candidates = self._candidates(requests, max(depths), max(requests.widths))
-        return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
-
-    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
-        depth = self.options.tree_depth
-        if requests.max_depth is not None:
-            depth = min(depth, requests.max_depth)
-        return best_first_on_device(*self._candidates(requests, depth, requests.width), requests)
-
-    def _candidates(
+    def candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `width` likeliest tokens of each depth.
-
-        Returns:
-            Target token ids int64 [R, depth, width], best first, and their natural
-            log-probabilities float32 [R, depth, width].
-        """
         assert self.head.mask_state is not None and self.config.mask_token_id is not None
         self.prepare_context(requests)
         # The anchor's row has the position before the anchor, because its state belongs to that
@@ -313,13 +229,7 @@ class ParallelDrafter(Eagle3Drafter):
         tokens[:, 0], states[:, 0] = anchors, self.root_states(requests)
         positions = starts[:, None] + torch.arange(depth, device=starts.device)
         positions = positions.clamp_max(self.options.max_model_len - 1).long()
-        attend = cast(DeviceCache, self.cache).block_attention(shifted, depth, causal=True)
+        attend = self.cache.block_attention(shifted, depth, causal=True)
         hidden, _ = self._run(tokens.flatten(), states.flatten(0, 1), positions.flatten(), attend)
-        return self.level_candidates(hidden, tokens.shape, width)
-
-
-def make_drafter(options: DrafterOptions) -> Eagle3Drafter:
-    """Returns the drafter for the head in `options.head_path`."""
-    assert options.head_path is not None
-    with open_config(options.head_path, weights="the weights") as raw:
-        return ParallelDrafter(options) if is_parallel(raw) else Eagle3Drafter(options)
+        ids, log_probs = self.likeliest(hidden, width)
+        return ids.unflatten(0, tokens.shape), log_probs.unflatten(0, tokens.shape)

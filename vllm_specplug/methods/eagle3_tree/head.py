@@ -23,9 +23,9 @@ from torch import nn
 
 from vllm_specplug.drafting.caches import RowAttention
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
-from vllm_specplug.kernels import add_rms_norm, multiply_experts, rms_norm, rotate_heads
-from vllm_specplug.kernels.draft_rows import RotaryTables
-from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
+from vllm_specplug.kernels import multiply_experts, rms_norm
+from vllm_specplug.methods.block.fused_layer import FusedLayer
+from vllm_specplug.methods.block.fused_parts import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.head import (
     Attend,
     AttentionProjections,
@@ -34,7 +34,6 @@ from vllm_specplug.methods.block.head import (
     apply_rotary,
     rotary_cos_sin,
 )
-from vllm_specplug.methods.block.mlp import fuse_mlp
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 
@@ -180,96 +179,15 @@ class Eagle3Head(nn.Module):
         return x, x if self.config.norm_output else residual
 
 
-class _FusedLayer:
-    """Serving form of one decoder layer; see `FusedDraftLayers` for its arguments."""
-
-    def __init__(
-        self,
-        config: Any,
-        layer: Any,
-        rotary: RotaryTables,
-        make_linear: LinearFactory,
-        multiply: ExpertProducts,
-    ) -> None:
-        attn = layer.self_attn
-        self.shape, self.eps, self.rotary = config, config.rms_norm_eps, rotary
-        self.key_value = make_linear(*joined_weights(attn.k_proj, attn.v_proj))
-        gates = (attn.gate_proj,) if hasattr(attn, "gate_proj") else ()
-        self.is_gated = bool(gates)
-        self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
-        self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
-        self.mlp = fuse_mlp(layer.mlp, make_linear, multiply)
-        self.mlp_norm = layer.post_attention_layernorm.weight
-        # [(Hq + Hkv) * Dh], or None
-        self.qk_norm = None
-        if config.qk_norm:
-            self.qk_norm = torch.cat(
-                (
-                    attn.q_norm.weight.expand(config.num_attention_heads, -1),
-                    attn.k_norm.weight.expand(config.num_key_value_heads, -1),
-                )
-            ).flatten()
-
-    def context_kv(
-        self, x: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Projections' input x, positions [T] -> keys (rotated) and values [T, Hkv, Dh]."""
-        shape = (2, self.shape.num_key_value_heads, self.shape.head_dim)
-        key, value = self.key_value(x).unflatten(-1, shape).unbind(1)
-        if self.qk_norm is not None:
-            key = self._head_norm(key, self.qk_norm[-key[0].numel() :])
-        return self._rotate(key, positions), value.contiguous()
-
-    def run(
-        self,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        positions: torch.Tensor,
-        attend: RowAttention,
-        next_norm: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Projections' input, residual [T, H] and positions [T] -> the layer's output [T, H] after
-        the norm behind it, and before."""
-        heads, kv_heads = self.shape.num_attention_heads, self.shape.num_key_value_heads
-        qkv = self.qkv(x).unflatten(-1, (-1, self.shape.head_dim))
-        qk = qkv[:, : heads + kv_heads]
-        if self.qk_norm is not None:
-            qk = self._head_norm(qk, self.qk_norm)
-        qk = self._rotate(qk, positions)
-        value, gate = qkv[:, heads + kv_heads :].split((kv_heads, heads * self.is_gated), dim=1)
-        mixed = attend(qk[:, :heads], qk[:, heads:], value)
-        if self.is_gated:
-            mixed = mixed * gate.sigmoid()
-        x, normed = add_rms_norm(residual, self.output(mixed.flatten(-2)), self.mlp_norm, self.eps)
-        x, normed = add_rms_norm(x, self.mlp(normed), next_norm, self.eps)
-        return normed, x
-
-    def _head_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x [T, heads, Dh], weight [heads * Dh]."""
-        return rms_norm(x.flatten(-2), weight, self.eps, x.shape[-1]).view(x.shape)
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the leading dimensions of x [T, heads, Dh] by the angles of positions [T]."""
-        rotated = self.rotary.cos.shape[-1]
-        if rotated == x.shape[-1]:
-            return rotate_heads(x, *self.rotary, positions)
-        turned = rotate_heads(x[..., :rotated].contiguous(), *self.rotary, positions)
-        return torch.cat((turned, x[..., rotated:]), dim=-1)
-
-
 class FusedDraftLayers(ABC):
     """Decoder layers over a token's embedding and the previous state, for serving: the same sums in
     fewer, larger matrix products. See `Eagle3Head` for shapes and meaning.
 
     Args:
-        config: sizes of a layer, `rotary`, and whether it has `qk_norm` and `norm_output`.
-        layers: `self_attn`, `mlp` and `post_attention_layernorm` of each, on their device and in
-            their dtype, and `input_layernorm` of those after the first one. If `self_attn` has a
-            `gate_proj`, its sigmoid scales the attention's output.
+        config: sizes of a layer, `rotary` and `norm_output`.
+        layers: see `FusedLayer`; those after the first one also have an `input_layernorm`.
         norm: the norm before the LM head.
         max_positions: positions that the rotary tables cover.
-        make_linear: makes a linear layer from a weight and a bias.
-        multiply: products of experts, for an MLP that has them.
     """
 
     def __init__(
@@ -283,7 +201,9 @@ class FusedDraftLayers(ABC):
     ) -> None:
         self.shape, self.eps = config, config.rms_norm_eps
         rotary = rotary_tables(config.rotary, max_positions, norm.weight)
-        self.layers = [_FusedLayer(config, x, rotary, make_linear, multiply) for x in layers]
+        self.layers = [FusedLayer(config, x, rotary, make_linear, multiply) for x in layers]
+        last = layers[-1].self_attn
+        self.key_value = make_linear(*joined_weights(last.k_proj, last.v_proj))
         # Weight of the norm applied to each layer's output
         self.next_norms = [*(layer.input_layernorm.weight for layer in layers[1:]), norm.weight]
 
@@ -314,7 +234,9 @@ class FusedDraftLayers(ABC):
         """[T, H] twice, [T] -> keys (rotated) and values [T, Hkv, Dh] of the last layer. Attends in
         the layers before it."""
         x, _ = self._run(len(self.layers) - 1, embeds, states, positions, attend)
-        return self.layers[-1].context_kv(x, positions)
+        shape = (2, self.shape.num_key_value_heads, self.shape.head_dim)
+        key, value = self.key_value(x).unflatten(-1, shape).unbind(1)
+        return self.layers[-1].rotate(key, positions), value.contiguous()
 
     def forward(
         self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend

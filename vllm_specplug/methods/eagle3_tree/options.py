@@ -14,6 +14,7 @@ from vllm_specplug.drafting.method import (
 from vllm_specplug.options import check_tree_depth
 
 DEFAULT_LEVELS = 5
+_PARALLEL = "vllm_specplug.methods.eagle3_tree.drafter:ParallelDrafter"
 
 
 class Eagle3Options(MethodOptions):
@@ -36,4 +37,5 @@ class Eagle3Options(MethodOptions):
             head_path=str(path),
             hidden_layers=head.target_layer_ids,
             needs=frozenset({Capability.CONTEXT_WINDOW} if any(head.windows) else ()),
+            drafter=None if head.mask_token_id is None else _PARALLEL,
         )

@@ -33,10 +33,11 @@ class LocalHeadDrafter(BlockHeadDrafter):
         builder = self.local_tree
         return None if builder is None or builder.is_idle else builder
 
-    def _build(self, requests: DraftRequests, depths: list[int]) -> list[DraftTree]:
+    def draft(self, requests: DraftRequests) -> list[DraftTree]:
         local = self._local_builder
         if local is None:
-            return super()._build(requests, depths)
+            return super().draft(requests)
+        depths = self.depths_of(requests)
         ids, log_probs, slots, terms = self._scored(requests, local, max(depths))
         return local.build(
             ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths, slots,
@@ -47,7 +48,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
         local = self._local_builder
         if local is None:
             return super().propose_on_device(requests)
-        depth = self.depth_on_device(requests)
+        depth = self.max_depth_of(requests)
         ids, log_probs, slots, terms = self._scored(requests, local, depth)
         return local.build_on_device(
             ids,
@@ -72,6 +73,6 @@ class LocalHeadDrafter(BlockHeadDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns the candidates that the local head scores, as draft ids and log-probabilities
         [R, depth, M], `slot_confidence`, and the local head's `slot_terms`."""
-        count = min(local.options.num_candidates, self.vocab_size)
+        count = min(local.options.num_candidates, self.draft_vocab_size)
         ids, log_probs, hidden = self.draft_candidates(requests, depth, count)
         return ids, log_probs, self.slot_confidence(hidden), local.head.slot_terms(hidden)

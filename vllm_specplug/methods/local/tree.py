@@ -142,6 +142,7 @@ class LocalTreeBuilder:
         """Whether all weights are 0, so that nothing is corrected."""
         return not any(self.options.alpha) and not any(self.options.beta)
 
+    @torch.inference_mode()
     def build(
         self,
         # [R, D, M] draft ids, best first, and their log-probabilities under the block head
@@ -164,11 +165,19 @@ class LocalTreeBuilder:
         trees are read in one copy; tests compare the kernels with that.
         """
         if self.weights is None or not compiled:
-            return read_trees(
-                self._build_for_host(
-                    ids, log_probs, anchors, budgets, depths, widths, slots=slots, terms=terms
-                )
+            columns = np.array((anchors, budgets, depths, widths))
+            *limits, tree_widths = device_tensor(columns, ids.device)
+            trees = self.build_on_device(
+                ids[:, : max(depths)],
+                log_probs,
+                *limits,
+                width=max(widths),
+                num_nodes=max(budgets),
+                widths=tree_widths,
+                slots=slots,
+                terms=terms,
             )
+            return read_trees(trees)
         roots = None
         if self.options.anchor_input:
             # [R, 3 S] or [R, r]
@@ -199,30 +208,6 @@ class LocalTreeBuilder:
         token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
         return DraftTree.split(token_ids, *(array.numpy() for array in arrays))
-
-    @torch.inference_mode()
-    def _build_for_host(
-        self,
-        ids: torch.Tensor,
-        log_probs: torch.Tensor,
-        *requests: Sequence[int],
-        slots: torch.Tensor | None = None,
-        terms: torch.Tensor | None = None,
-    ) -> DeviceTrees:
-        """`build_on_device` with the arguments of `build`."""
-        anchors, budgets, depths, widths = device_tensor(np.asarray(requests), ids.device)
-        return self.build_on_device(
-            ids[:, : max(requests[2])],
-            log_probs,
-            anchors,
-            budgets,
-            depths,
-            width=max(requests[3]),
-            num_nodes=max(requests[1]),
-            widths=widths,
-            slots=slots,
-            terms=terms,
-        )
 
     def build_on_device(
         self,
@@ -273,21 +258,18 @@ class LocalTreeBuilder:
         """Returns the function that expands frontiers by the fused distributions."""
         head, options, confidence = self.head, self.options, self.confidence
         states = ranks = torch.empty(0)
-        # Width of the previous frontier.
-        last_width = 1
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal states, ranks, last_width
+            nonlocal states, ranks
             depth, shape = frontier.depth, frontier.token_ids.shape
             read = frontier.token_ids.flatten()
             if depth == 0:
                 states = head.initial_state(len(read))
             of_slot = None if terms is None else terms[:, depth]
             if depth:
-                ranks, states = self._step(read, frontier.rows_in(last_width), states, of_slot)
+                ranks, states = self._step(read, frontier.parent_rows, states, of_slot)
             elif options.anchor_input:
                 ranks, states = head.step(read, states, self.embed_tokens, of_slot)
-            last_width = shape[1]
             # [R, M], [R, 1, M]
             candidates, own = ids[:, depth], log_probs[:, depth, None].float()
             fused = own.expand(*shape, -1)

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import (
+    HeadTables,
     check_tensors,
-    draft_token_ids,
     load_module,
     module_shapes,
     save_head,
@@ -31,7 +31,7 @@ _UNUSED = (
 
 
 def load_longspec_head(
-    directory: str | Path, target_config: Any, *, dtype: torch.dtype | None = None
+    directory: str | Path, target_config: Any
 ) -> tuple[LongSpecHead, torch.Tensor | None]:
     """Reads a draft layer and checks it against its target.
 
@@ -46,9 +46,8 @@ def load_longspec_head(
             message), pickled weights, missing files.
     """
     config, tensors = _inspect(Path(directory), target_config, headers_only=False)
-    head = load_module(lambda: LongSpecHead(config), tensors, dtype)
-    d2t = tensors.get("d2t")
-    return head, None if d2t is None else draft_token_ids(d2t, config.vocab_size)
+    head = load_module(lambda: LongSpecHead(config), tensors)
+    return head, HeadTables.of(tensors, config.vocab_size).target_ids
 
 
 def inspect_longspec_head(directory: str | Path, target_config: Any) -> LongSpecConfig:

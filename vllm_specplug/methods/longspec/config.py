@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.drafting.checkpoint_files import open_config
-from vllm_specplug.drafting.head_config import OTHER_TARGET, check_layer_shape, require
+from vllm_specplug.drafting.head_config import (
+    OTHER_TARGET,
+    check_layer_shape,
+    config_field,
+    require,
+)
 from vllm_specplug.methods.block.rotary import Rotary
 from vllm_specplug.options import is_integer
 
 DEFAULT_WINDOW = 512
 MAX_WINDOW = 65536
+# Fields that must be the target's.
+_OF_TARGET = (
+    "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "rope_theta", "rope_scaling",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,19 +74,20 @@ class LongSpecConfig:
         final_norm: bool = True,
     ) -> LongSpecConfig:
         """Returns the shape of a layer for a target's config (an object or a mapping)."""
-        hidden, heads = _get(target, "hidden_size"), _get(target, "num_attention_heads")
+        hidden = config_field(target, "hidden_size")
+        heads = config_field(target, "num_attention_heads")
         theta, scaling = rotary_of(target)
-        vocab = _get(target, "vocab_size")
+        vocab = config_field(target, "vocab_size")
         return cls(
             hidden_size=hidden,
-            intermediate_size=intermediate_size or _get(target, "intermediate_size"),
+            intermediate_size=intermediate_size or config_field(target, "intermediate_size"),
             num_attention_heads=heads,
-            num_key_value_heads=_get(target, "num_key_value_heads", None) or heads,
-            head_dim=_get(target, "head_dim", None) or hidden // heads,
+            num_key_value_heads=config_field(target, "num_key_value_heads", None) or heads,
+            head_dim=config_field(target, "head_dim", None) or hidden // heads,
             vocab_size=vocab,
             draft_vocab_size=draft_vocab_size or vocab,
             window_size=window_size,
-            rms_norm_eps=_get(target, "rms_norm_eps", 1e-5),
+            rms_norm_eps=config_field(target, "rms_norm_eps", 1e-5),
             rope_theta=theta,
             rope_scaling=scaling,
             final_norm=final_norm,
@@ -115,20 +126,9 @@ class LongSpecConfig:
 
     def check_target(self, target: Any) -> None:
         """Raises ValueError unless the layer can read this target's last layer."""
-        hidden, heads = int(_get(target, "hidden_size")), int(_get(target, "num_attention_heads"))
-        kv_heads = int(_get(target, "num_key_value_heads", None) or heads)
-        theta, scaling = rotary_of(target)
-        expected = {
-            "hidden_size": hidden,
-            "vocab_size": int(_get(target, "vocab_size")),
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": int(_get(target, "head_dim", None) or hidden // heads),
-            "rope_theta": theta,
-            "rope_scaling": scaling,
-        }
-        for name, legal in expected.items():
-            value = getattr(self, name)
+        theirs = self.for_target(target, intermediate_size=self.intermediate_size)
+        for name in _OF_TARGET:
+            value, legal = getattr(self, name), getattr(theirs, name)
             if value != legal:
                 raise ValueError(
                     f"draft head config: {name} = {value!r}, legal: {legal!r} (the target's, whose "
@@ -148,7 +148,7 @@ def check_window(field: str, window: object) -> None:
 
 def check_last_layer(target: Any) -> None:
     """Raises ValueError for a target whose last layer only keeps a window of its keys."""
-    kinds = _get(target, "layer_types", None)
+    kinds = config_field(target, "layer_types", None)
     if kinds and kinds[-1] != "full_attention":
         raise ValueError(
             f"target config: layer_types[-1] = {kinds[-1]!r}, legal: 'full_attention' (LongSpec "
@@ -159,10 +159,10 @@ def check_last_layer(target: Any) -> None:
 
 def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
     """Returns base and scaling (None for the default) of a model's rotary embedding."""
-    theta = _get(config, "rope_theta", None)
+    theta = config_field(config, "rope_theta", None)
     scaling: Mapping[str, Any] | None = None
     for name in ("rope_parameters", "rope_scaling"):
-        rope = _get(config, name, None)
+        rope = config_field(config, name, None)
         if not rope:
             continue
         if rope.get("rope_theta") is not None:
@@ -177,19 +177,6 @@ def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
             )
             scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
             scaling = {**scaling, "rope_type": kind}
-    partial = _get(config, "partial_rotary_factor", None)
+    partial = config_field(config, "partial_rotary_factor", None)
     require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1.0")
     return float(theta if theta is not None else 10000.0), scaling
-
-
-_MISSING = object()
-
-
-def _get(config: Any, name: str, default: Any = _MISSING) -> Any:
-    if isinstance(config, Mapping):
-        value = config.get(name, default)
-    else:
-        value = getattr(config, name, default)
-    if value is _MISSING:
-        raise ValueError(f"model config has no {name}; LongSpec needs a Llama-like target")
-    return value

@@ -9,35 +9,23 @@ prefix-cache hits need no special case.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import ClassVar, cast
+from collections.abc import Callable, Iterable
+from typing import ClassVar
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
-from vllm_specplug.drafting.caches import (
-    DeviceTargetCache,
-    DeviceWindow,
-    DraftWindow,
-    TargetCache,
-    TargetCacheSpec,
-    WindowSpec,
-)
+from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import DeviceExpand, DeviceFrontier, LevelRows
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import LinearFactory, TargetWeights
-from vllm_specplug.drafting.host_levels import HostLevelRows, context_attention
 from vllm_specplug.drafting.level_drafter import LevelDrafter
-from vllm_specplug.drafting.ngram import ngram_branches
+from vllm_specplug.drafting.level_rows import LevelRows
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.methods.block.fused_head import joined_weights, plain_linear, rotary_tables
+from vllm_specplug.kernels.row_ops import add_rms_norm, rms_norm, rotate_heads
+from vllm_specplug.methods.block.fused_parts import joined_weights, plain_linear, rotary_tables
 from vllm_specplug.methods.block.mlp import FusedMLP
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.head import CrossAttend, LongSpecHead, SelfAttend
-from vllm_specplug.tree.beam import Expand, Frontier
 
 # Window tokens whose keys and values are computed at once.
 MAX_WINDOW_TOKENS = 4096
@@ -76,10 +64,9 @@ class FusedLongSpecHead:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H], [T] -> keys (rotated) and values [T, Hkv, Dh]."""
         shape = (2, self.config.num_key_value_heads, self.config.head_dim)
-        key, value = (
-            self.key_value(self._rms_norm(embeds, self.input_norm)).unflatten(-1, shape).unbind(1)
-        )
-        return self._rotate(key, positions), value.contiguous()
+        normed = rms_norm(embeds, self.input_norm, self.eps)
+        key, value = self.key_value(normed).unflatten(-1, shape).unbind(1)
+        return rotate_heads(key, *self.rotary, positions), value.contiguous()
 
     def forward(
         self,
@@ -91,24 +78,19 @@ class FusedLongSpecHead:
         """[T, H], [T] -> states [T, H] for the LM head."""
         heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
         dim = self.config.head_dim
-        qkv = self.qkv(self._rms_norm(embeds, self.input_norm)).unflatten(-1, (-1, dim))
-        qk = self._rotate(qkv[:, : heads + kv_heads], positions)
+        qkv = self.qkv(rms_norm(embeds, self.input_norm, self.eps)).unflatten(-1, (-1, dim))
+        qk = rotate_heads(qkv[:, : heads + kv_heads], *self.rotary, positions)
         mixed = self_attend(qk[:, :heads], qk[:, heads:], qkv[:, heads + kv_heads :])
-        x = embeds + self.self_output(mixed.flatten(-2))
-        query = self.cross_query(self._rms_norm(x, self.cross_norm)).unflatten(-1, (heads, dim))
-        x = x + self.cross_output(cross_attend(self._rotate(query, positions)).flatten(-2))
-        x = x + self.mlp(self._rms_norm(x, self.mlp_norm))
-        return x if self.norm is None else self._rms_norm(x, self.norm)
+        x, normed = add_rms_norm(
+            embeds, self.self_output(mixed.flatten(-2)), self.cross_norm, self.eps
+        )
+        query = self.cross_query(normed).unflatten(-1, (heads, dim))
+        mixed = cross_attend(rotate_heads(query, *self.rotary, positions))
+        x, normed = add_rms_norm(x, self.cross_output(mixed.flatten(-2)), self.mlp_norm, self.eps)
+        x = x + self.mlp(normed)
+        return x if self.norm is None else rms_norm(x, self.norm, self.eps)
 
     __call__ = forward
-
-    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.eps)
-
-    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Rotates the two halves of x [T, heads, Dh] by the angles of positions [T]."""
-        cos, sin = (table[positions, None] for table in self.rotary)
-        return x * cos + x.roll(self.config.head_dim // 2, dims=-1) * sin
 
 
 class LongSpecDrafter(LevelDrafter):
@@ -119,24 +101,16 @@ class LongSpecDrafter(LevelDrafter):
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
-        head, self.target_ids = load_longspec_head(self.options.head_path, target.text_config)
+        head, target_ids = load_longspec_head(self.options.head_path, target.text_config)
         head = head.to(device=target.device, dtype=target.dtype)
         self.config = head.config
-        self.draft_vocab_size = head.config.draft_vocab_size
-        self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
-        if self.target_ids is not None:
-            self.target_ids = self.target_ids.to(target.device)
+        self.take_tables(target, target_ids)
         self.lm_head = target.make_lm_head(self.target_ids)
         self.head = FusedLongSpecHead(head, self.options.max_model_len, target.make_linear)
-        self.ngrams = ngram_branches(self.options)
 
     def window_spec(self) -> WindowSpec:
         size = min(self.config.window_size, self.options.max_model_len)
         return WindowSpec(size, self.config.num_key_value_heads, self.config.head_dim)
-
-    def bind_window(self, window: DraftWindow | DeviceWindow) -> None:
-        super().bind_window(window)
-        self.drafts_on_device = hasattr(window, "tree_attention")
 
     def target_cache_specs(self) -> list[TargetCacheSpec]:
         kv_heads, dim = self.config.num_key_value_heads, self.config.head_dim
@@ -150,31 +124,8 @@ class LongSpecDrafter(LevelDrafter):
         self.window.forget(req_ids)
         super().forget(req_ids)
 
-    def device_expand(
-        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
-    ) -> DeviceExpand:
-        window = cast(DeviceWindow, self.window)
-        # Positions of the anchors.
-        starts = context_lens.clamp_min(0)
-        (target_cache,) = cast(Sequence[DeviceTargetCache], self.target_caches)
-        cross = target_cache.level_attention(requests, starts)
-        rows = LevelRows()
-        attention = partial(window.tree_attention, requests, starts)
-
-        def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
-            rows.add(frontier)
-            hidden = self.head(
-                self.embed(frontier.token_ids.flatten()),
-                self.level_positions(starts, frontier),
-                partial(rows.attend, attention),
-                cross,
-            )
-            return self.level_candidates(hidden, frontier.token_ids.shape, width)
-
-        return expand
-
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
-        missing = self.window.missing(requests)  # type: ignore[arg-type]  # of the window's kind
+        missing = self.window.missing(requests)
         parts = (missing.token_ids, missing.positions, missing.slots)
         # In pieces: new requests need whole windows.
         for token_ids, positions, slots in zip(
@@ -184,30 +135,15 @@ class LongSpecDrafter(LevelDrafter):
                 keys, values = self.head.window_kv(self.embed(token_ids), positions)
                 self.window.write(keys, values, slots)
 
-    def host_expand(self, requests: DraftRequests) -> Expand:
-        (target_cache,) = cast(Sequence[TargetCache], self.target_caches)
-        rows = HostLevelRows(len(requests))
-        starts = np.asarray(requests.context_lens)
-        width = max(requests.widths)
+    def level_forward(self, rows: LevelRows) -> Callable[[], torch.Tensor]:
+        (target_cache,) = self.target_caches
 
-        def self_attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            window = cast(DraftWindow, self.window)
-            attention = window.attention(requests, rows.branches.parent_arrays())
-            return rows.attend(attention, query, key, value)
-
-        def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-            rows.add(frontier)
-            positions = starts[frontier.requests] + frontier.depth
-            positions = np.minimum(positions, self.options.max_model_len - 1)
-            hidden = self.head(
-                self.embed_tokens[torch.from_numpy(frontier.token_ids)],
-                torch.from_numpy(positions),
-                self_attend,
-                context_attention(target_cache, requests, frontier),
+        def forward() -> torch.Tensor:
+            return self.head(
+                self.embed(rows.token_ids),
+                rows.positions(rows.context_lens),
+                rows.window_attention(self.window),
+                rows.context_attention(target_cache),
             )
-            ids, log_probs = self.candidates(hidden, width)
-            return ids.numpy(), log_probs.numpy()
 
-        return expand
+        return forward

@@ -7,7 +7,6 @@ import torch
 
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.drafter import TargetWeights
-from vllm_specplug.drafting.ngram import ngram_branches
 from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.methods.mtp_tree.checkpoint import load_mtp_module
 from vllm_specplug.methods.mtp_tree.head import FusedMtpModule
@@ -29,14 +28,11 @@ class MtpDrafter(StateDrafter):
         # The biases of two experts may differ by less than bfloat16 can tell.
         module.load_state_dict(biases, strict=False, assign=True)
         self.reads_first = module.config.family == "qwen"
-        self.embed_tokens = target.embed_tokens.to(device=target.device, dtype=target.dtype)
-        self.target_ids = None
-        self.draft_vocab_size = module.config.vocab_size
+        self.take_tables(target)
         self.lm_head = target.make_lm_head(None)
         self.head = FusedMtpModule(
             module, self.options.max_model_len, target.make_linear, target.multiply_experts
         )
-        self.ngrams = ngram_branches(self.options)
         self.begin_context(module.config.hidden_size)
 
     def target_outputs(self, committed: CommittedTokens) -> torch.Tensor:

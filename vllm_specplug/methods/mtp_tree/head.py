@@ -15,7 +15,7 @@ from torch import nn
 
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
 from vllm_specplug.kernels import multiply_experts
-from vllm_specplug.methods.block.fused_head import plain_linear
+from vllm_specplug.methods.block.fused_parts import plain_linear
 from vllm_specplug.methods.block.head import AttentionProjections, GatedMLP, RMSNorm
 from vllm_specplug.methods.block.mlp import ExpertMLP
 from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayers

@@ -10,7 +10,7 @@ from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter, TargetWeights
 from vllm_specplug.drafting.ngram import NgramBranches
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.tree import DraftTree, merge_trees
+from vllm_specplug.tree import DraftTree
 
 
 class NgramTreeDrafter(Drafter):
@@ -31,17 +31,7 @@ class NgramTreeDrafter(Drafter):
         self.ngrams.forget(req_ids)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        trees = []
-        for r in range(len(requests)):
-            branches = self.ngrams.branches(
-                requests.req_ids[r], requests.token_ids[r], requests.depths[r]
-            )
-            if requests.widths[r] == 1:
-                branches = branches[:1]
-            trees.append(
-                merge_trees(branches, requests.budgets[r]) if branches else DraftTree.empty()
-            )
-        return trees
+        return self.ngrams.lookup(requests, chains=True)
 
     @property
     def drafts_on_device(self) -> bool:

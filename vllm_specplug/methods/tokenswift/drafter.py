@@ -26,13 +26,13 @@ import torch
 
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.device_levels import MAX_LOGITS
+from vllm_specplug.drafting.depth_drafter import best_first_on_device, best_first_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter, TargetWeights
+from vllm_specplug.drafting.head_drafter import MAX_LOGITS
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.methods.block.drafter import best_first_trees
 from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.head import load_heads
 from vllm_specplug.tree import DraftTree, merge_trees
@@ -121,8 +121,7 @@ class TokenSwiftDrafter(Drafter):
                 if requests.widths[r] == 1:
                     branches = branches[:1]
             parts = [part for part in (tree, *branches) if part.num_nodes]
-            merged = merge_trees(parts, requests.budgets[r]) if parts else DraftTree.empty()
-            trees.append(merged)
+            trees.append(merge_trees(parts, requests.budgets[r]))
             self._committed[req_id] = len(requests.token_ids[r])
         return trees
 
@@ -163,19 +162,12 @@ class TokenSwiftDrafter(Drafter):
         if depth < 1:
             return None
         states = self._states(source, requests)
-        token_ids, log_probs = self._candidates(states[:depth], requests)
-        from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-
-        built = build_best_first_triton(
-            token_ids, log_probs, requests.budgets, requests.depths, requests.width,
-            requests.num_nodes,
-        )  # fmt: skip
-        return DeviceTrees(*built)
+        return best_first_on_device(*self._likeliest(states[:depth], requests), requests)
 
     @property
     def drafts_from_graphs(self) -> bool:
         # Only the self-draft: heads read the step's own rows and need few launches.
-        return self.drafts_on_device and SELF in self.chooser.sources
+        return SELF in self.chooser.sources
 
     @property
     def can_be_captured(self) -> bool:
@@ -241,7 +233,7 @@ class TokenSwiftDrafter(Drafter):
         states = self._states(source, requests)
         first = 0 if source == SELF else 1
         depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
-        candidates = self._candidates(states[:depth], requests)
+        candidates = self._likeliest(states[:depth], requests)
         depths = [min(depth, deepest) for deepest in requests.depths]
         return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
 
@@ -264,7 +256,7 @@ class TokenSwiftDrafter(Drafter):
         return self.heads(self._hidden[rows])
 
     @torch.inference_mode()
-    def _candidates(
+    def _likeliest(
         self,
         # [D, R, H]
         states: torch.Tensor,

@@ -21,8 +21,8 @@ import torch
 from torch import nn
 
 from vllm_specplug.drafting.checkpoint_files import (
+    HeadTables,
     check_tensors,
-    draft_token_ids,
     is_positive,
     load_module,
     module_shapes,
@@ -134,10 +134,8 @@ def load_heads(
         ValueError: see `inspect_heads`.
     """
     config, tensors = _read(Path(directory), target_config, headers_only=False)
-    target_ids = None
-    if _MAP in tensors:
-        target_ids = draft_token_ids(tensors[_MAP], config.vocab_size)
-    return load_module(lambda: TokenSwiftHeads(config), tensors), target_ids
+    heads = load_module(lambda: TokenSwiftHeads(config), tensors)
+    return heads, HeadTables.of(tensors, config.vocab_size).target_ids
 
 
 def save_heads(

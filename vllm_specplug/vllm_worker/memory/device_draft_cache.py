@@ -39,6 +39,8 @@ class CudaDraftRows:
         kv_caches: [num_blocks, Hkv, block_size, 2 * Dh] of each layer.
     """
 
+    on_device = True
+
     def __init__(
         self,
         backend: CudaKernels,
@@ -124,7 +126,7 @@ class CudaDraftRows:
 
 
 class CudaDraftCache(CudaDraftRows):
-    """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on the device."""
+    """`drafting.caches.DraftCache` over the pages of `DraftKVLayer`s, on the device."""
 
     def __init__(
         self,
@@ -190,7 +192,7 @@ class CudaDraftCache(CudaDraftRows):
         # [R]
         context_lens: torch.Tensor,
         # [R, rows] int32
-        parent_rows: torch.Tensor,
+        parents: torch.Tensor,
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Returns the attention of tree rows over their context and branch; see the protocol."""
-        return self.attention_of(self.metadata_of(requests, context_lens, parent_rows))
+        return self.attention_of(self.metadata_of(requests, context_lens, parents))

@@ -30,7 +30,7 @@ from vllm_specplug.vllm_worker.memory.window_cache import WINDOW_PAGE, Rings
 
 
 class DeviceWindowCache(CudaDraftRows, Rings):
-    """`drafting.drafter.DeviceWindow` in its own memory: one ring per running request."""
+    """`drafting.caches.DraftWindow` in its own memory: one ring per running request."""
 
     def __init__(
         self, backend: CudaKernels, spec: WindowSpec, num_requests: int, dtype: torch.dtype
@@ -107,17 +107,17 @@ class DeviceWindowCache(CudaDraftRows, Rings):
         # [R]
         context_lens: torch.Tensor,
         # [R, rows] int32
-        parent_rows: torch.Tensor,
+        parents: torch.Tensor,
     ) -> RowAttention:
         """Returns the attention over the window and a branch; see the protocol."""
         held = context_lens.clamp_max(self.spec.size)
-        metadata = self.metadata_of(requests, held, parent_rows, self._tables)
+        metadata = self.metadata_of(requests, held, parents, self._tables)
         metadata.max_context = min(metadata.max_context, self.spec.size)
         return partial(self.attention_of(metadata), 0)
 
 
 class PagedDeviceTargetCache(CudaDraftRows):
-    """`drafting.drafter.DeviceTargetCache` over one attention layer of the target.
+    """`drafting.caches.TargetCache` over one attention layer of the target.
 
     Tree kernels let every row attend itself. Here they read the context except its last token, and
     each row gets the keys and values of that token as its own. So a row attends only the context.
@@ -138,6 +138,7 @@ class PagedDeviceTargetCache(CudaDraftRows):
         requests: DraftRequests | DeviceRequests,
         # [R]
         context_lens: torch.Tensor,
+        owners: torch.Tensor,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the attention over the first `context_lens` positions of requests; see the
         protocol."""

@@ -89,7 +89,9 @@ class DraftKVLayer(AttentionLayerBase):
 
 
 class PagedDraftCache:
-    """`drafting.drafter.DraftCache` over the pages of `DraftKVLayer`s, on CPU."""
+    """`drafting.caches.HostCache` over the pages of `DraftKVLayer`s, on CPU."""
+
+    on_device = False
 
     def __init__(self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float) -> None:
         self.block_table = block_table
@@ -158,13 +160,17 @@ class PagedDraftCache:
 
         return attend
 
-    def branch_attention(
-        self, requests: DraftRequests, context_lens: Sequence[int], parents: list[np.ndarray]
+    def tree_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
     ) -> BlockAttention:
         """Returns the attention of tree rows over their context and branch; see the protocol."""
         starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
         metadata = tree_metadata(
-            requests.req_indices, starts.tolist(), context_lens, parents, self.block_table()
+            requests.req_indices,
+            starts.tolist(),
+            context_lens.tolist(),
+            parents,
+            self.block_table(),
         )
         return self._attention(metadata, self.features)
 

@@ -79,12 +79,14 @@ class Rings(RegionPool[Ring]):
 
 
 class WindowCache(Rings):
-    """`drafting.drafter.DraftWindow` on CPU: one ring per running request.
+    """`drafting.caches.DraftWindow` on CPU: one ring per running request.
 
     Args:
         spec: size of a window and shape of its keys.
         num_requests: number of windows.
     """
+
+    on_device = False
 
     def __init__(self, spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> None:
         super().__init__(spec, num_requests)
@@ -109,13 +111,15 @@ class WindowCache(Rings):
         key_cache, value_cache = self.views
         ops.cpu_attn_reshape_and_cache(keys, values, key_cache, value_cache, slots, self.layout.isa)
 
-    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> RowAttention:
-        """Returns the attention over the window and the rows of a tree; see the protocol."""
+    def tree_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
+    ) -> RowAttention:
+        """Returns the attention over the window and a branch; see the protocol."""
         starts = np.cumsum([0, *(len(p) + 1 for p in parents)])[:-1]
         metadata = tree_metadata(
             [self.regions[req_id].index for req_id in requests.req_ids],
             starts.tolist(),
-            [min(length, self.spec.size) for length in requests.context_lens],
+            context_lens.clamp_max(self.spec.size).tolist(),
             parents,
             self.block_table,
         )
@@ -125,12 +129,14 @@ class WindowCache(Rings):
 
 
 class PagedTargetCache:
-    """`drafting.drafter.TargetCache` over one attention layer of the target, on CPU.
+    """`drafting.caches.TargetCache` over one attention layer of the target, on CPU.
 
     Args:
         kv_cache: that layer's cache.
         block_table: returns [B, max_blocks] of the current batch.
     """
+
+    on_device = False
 
     def __init__(
         self,
@@ -143,18 +149,21 @@ class PagedTargetCache:
         self.block_table = block_table
         self.spec = spec
 
-    def attention(
-        self, req_indices: list[int], context_lens: list[int], rows: list[int]
+    def level_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, owners: torch.Tensor
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the attention over the first `context_lens` positions of requests, or the window
         at their end; see the protocol."""
+        present, counts = owners.unique_consecutive(return_counts=True)
+        req_indices = [requests.req_indices[r] for r in present.tolist()]
+        lengths, rows = context_lens[present].tolist(), counts.tolist()
         if self.spec.window:
-            return self._window_attention(req_indices, context_lens, rows)
+            return self._window_attention(req_indices, lengths, rows)
         metadata = TreeAttnMetadata.build(
             req_indices,
             np.cumsum([0, *rows])[:-1].tolist(),
             rows,
-            context_lens,
+            lengths,
             torch.zeros(sum(rows), 1, dtype=torch.int64),
             self.block_table(),
         )

@@ -23,10 +23,10 @@ from tests.e2e.assistants import (
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.engine_config import engine_config
 from tests.unit.methods.assistant_tree import published
+from tests.unit.methods.dense_trees import DenseTarget
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.assistant_tree.checkpoint import load_assistant
 from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
 from vllm_specplug.registry import recognise_head
@@ -37,42 +37,6 @@ TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, sliding_window=WI
 # Tokens before the anchor: fewer than the window, as many, more.
 LENGTHS = [1, 5, WINDOW, WINDOW + 1, 60]
 KINDS = ("sliding_attention", "full_attention")
-
-
-class DenseTarget:
-    """A layer's keys and values of each request, by row of the block table."""
-
-    def __init__(
-        self, caches: list[tuple[torch.Tensor, torch.Tensor]], spec: TargetCacheSpec
-    ) -> None:
-        self.caches, self.spec = caches, spec
-
-    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            parts, start = [], 0
-            for index, length, count in zip(req_indices, context_lens, rows, strict=True):
-                first = max(0, length - self.spec.window) if self.spec.window else 0
-                key, value = (x[first:length] for x in self.caches[index])
-                part = query[start : start + count]
-                group = query.shape[1] // key.shape[1]
-                parts.append(dense_attention(part, key, value, self.spec.scale, group, None)[0])
-                start += count
-            return torch.cat(parts)
-
-        return attend
-
-
-class DenseDeviceTarget(DenseTarget):
-    """The same as a device has it."""
-
-    def level_attention(self, requests: Any, context_lens: torch.Tensor) -> Any:
-        lengths = context_lens.tolist()
-
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            rows = [len(query) // len(lengths)] * len(lengths)
-            return self.attention(list(range(len(lengths))), lengths, rows)(query)
-
-        return attend
 
 
 class World:
@@ -95,8 +59,8 @@ class World:
         )  # fmt: skip
         specs = self.drafter.target_cache_specs()
         made = {
-            spec: (DenseDeviceTarget if on_device else DenseTarget)(
-                [caches[KINDS[spec.window is None]] for caches in self.caches], spec
+            spec: DenseTarget(
+                [caches[KINDS[spec.window is None]] for caches in self.caches], spec, on_device
             )
             for spec in specs
         }

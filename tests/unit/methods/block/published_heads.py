@@ -169,7 +169,7 @@ class PublishedHead:
         )
         assert len(plan.hidden_layers) == self.layers
         drafter = load_drafter(
-            method.load_drafter(), plan.head_path, plan.settings, self.lm_head, self.embed,
+            method.load_drafter(plan), plan.head_path, plan.settings, self.lm_head, self.embed,
             TINY_TARGET, num_nodes=24, tree_depth=plan.depth, max_depth=24,
         )  # fmt: skip
         drafter.bind_cache(DenseCache([spec.window for spec in drafter.cache_specs()]))

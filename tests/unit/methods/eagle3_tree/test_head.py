@@ -121,7 +121,7 @@ def test_three_positions_of_text_turn_as_one(interleaved: bool, tmp_path: Path) 
     expected, _ = rope.forward_native(
         positions.expand(3, -1), query.flatten(1).clone(), key.flatten(1).clone()
     )
-    ours = head.layers[0]._rotate(query, positions)
+    ours = head.layers[0].rotate(query, positions)
     torch.testing.assert_close(ours.flatten(1), expected, atol=1e-5, rtol=1e-5)
 
 

@@ -13,15 +13,17 @@ import pytest
 import torch
 
 from tests.unit.drafters import load_drafter, requests_of
+from tests.unit.methods.block.published_heads import Shared
 from tests.unit.methods.dense_trees import tree_attention
 from tests.unit.methods.eagle3_tree.heads import write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.reference import ReferenceHead
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.method import TargetInfo
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.methods.block.fused_head import plain_linear
-from vllm_specplug.methods.eagle3_tree.drafter import make_drafter
+from vllm_specplug.methods.block.fused_parts import plain_linear
+from vllm_specplug.methods.eagle3_tree import METHOD
 from vllm_specplug.tree import DraftTree
 
 VOCAB, HIDDEN, KV_HEADS, DIM = 40, 16, 2, 8
@@ -31,6 +33,8 @@ LENGTHS = [2, 7, 20, 33]
 
 class DenseCache:
     """Pages as one table of slots; request r owns the slots from 100 * r on."""
+
+    on_device = False
 
     def __init__(self) -> None:
         self.bind((None,))
@@ -52,20 +56,25 @@ class DenseCache:
     ) -> Any:
         requests: Any = SimpleNamespace(req_indices=table_rows.tolist())
         alone = [np.zeros(0, np.int32)] * len(slots)
-        return self.branch_attention(requests, positions.tolist(), alone)
+        return self.attention(requests, positions, alone)
 
     def block_attention(self, requests: Any, rows: int, causal: bool) -> Any:
         assert causal
         chains = [np.arange(-1, rows - 2, dtype=np.int32)] * len(requests)
-        return self.branch_attention(requests, [int(n) for n in requests.context_lens], chains)
+        return self.attention(requests, torch.as_tensor(requests.context_lens), chains)
 
-    def branch_attention(
-        self, requests: DraftRequests, context_lens: Any, parents: list[np.ndarray]
+    def tree_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: Any
+    ) -> Any:
+        return self.attention(requests, context_lens, parents)
+
+    def attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
     ) -> Any:
         indices = getattr(requests, "req_indices", range(len(parents)))
         slots = [
             slice(100 * index, 100 * index + length)
-            for index, length in zip(indices, context_lens, strict=True)
+            for index, length in zip(indices, context_lens.tolist(), strict=True)
         ]
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -78,12 +87,14 @@ class DenseCache:
 class DenseDeviceCache(DenseCache):
     """The same as a device has it: rows of a level's places, some of which hold no node."""
 
+    on_device = True
+
     def tree_attention(
-        self, requests: DraftRequests, context_lens: torch.Tensor, parent_rows: torch.Tensor
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: Any
     ) -> Any:
-        parents = [np.asarray(line[1:]) - 1 for line in parent_rows.tolist()]
-        assert (parent_rows[:, 0] == -1).all()
-        return self.branch_attention(requests, context_lens.tolist(), parents)
+        assert (parents[:, 0] == -1).all()
+        arrays = [np.asarray(line[1:]) - 1 for line in parents.tolist()]
+        return self.attention(requests, context_lens, arrays)
 
 
 class World:
@@ -107,9 +118,13 @@ class World:
         torch.manual_seed(3)
         self.embed = tensors.get("embed_tokens.weight", torch.randn(VOCAB, HIDDEN))
         tree = {"num_nodes": 16, "max_depth": 16, "tree_width": 8, **options}
+        target = SimpleNamespace(**SMALL)
+        plan = METHOD.parse_options({}).resolve(
+            METHOD.name, Shared(folder, 16, 8), TargetInfo(target, 64, None)
+        )
         self.drafter = load_drafter(
-            make_drafter, folder, None, torch.zeros(VOCAB, HIDDEN),
-            self.embed, SimpleNamespace(**SMALL), **tree,
+            METHOD.load_drafter(plan), folder, None, torch.zeros(VOCAB, HIDDEN), self.embed,
+            target, **tree,
         )  # fmt: skip
         self.drafter.frontier_width = expand  # type: ignore[misc]
         self.drafter.lm_head = plain_linear(self.lm_head, None)

@@ -14,9 +14,9 @@ import torch
 from tests.e2e.longspec_module import module_tree
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
 from tests.unit.drafters import load_drafter, requests_of
-from tests.unit.methods.dense_trees import tree_attention
+from tests.unit.methods.dense_trees import DenseTarget, tree_attention
+from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
 from vllm_specplug.methods.longspec.train.features import KVSequence
@@ -31,6 +31,8 @@ TARGET = SimpleNamespace(
 
 class DenseWindow:
     """A window that keeps everything and reads the last tokens of it."""
+
+    on_device = False
 
     def __init__(self) -> None:
         self.store: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -57,10 +59,12 @@ class DenseWindow:
         for name, key, value in zip(self.pending, keys, values, strict=True):
             self.store[name] = (key, value)
 
-    def attention(self, requests: DraftRequests, parents: list[np.ndarray]) -> Any:
+    def tree_attention(
+        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
+    ) -> Any:
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             contexts = []
-            for req_id, end in zip(requests.req_ids, requests.context_lens, strict=True):
+            for req_id, end in zip(requests.req_ids, context_lens.tolist(), strict=True):
                 kept = [self.store[req_id, p] for p in range(max(0, end - WINDOW), end)]
                 empty = torch.empty(0, KV_HEADS, HEAD_DIM)
                 k = torch.stack([k for k, _ in kept]) if kept else empty
@@ -74,25 +78,10 @@ class DenseWindow:
         self.store = {k: v for k, v in self.store.items() if k[0] not in set(req_ids)}
 
 
-class DenseTarget:
-    """The last layer's keys and values of each request, by row of the block table."""
-
-    def __init__(self, caches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.caches = caches
-
-    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            out, start = torch.empty_like(query), 0
-            for index, length, count in zip(req_indices, context_lens, rows, strict=True):
-                key, value = self.caches[index]
-                out[start : start + count], _ = dense_attention(
-                    query[start : start + count], key[:length], value[:length],
-                    HEAD_DIM**-0.5, HEADS // KV_HEADS, None,
-                )  # fmt: skip
-                start += count
-            return out
-
-        return attend
+def dense_target(texts: list[KVSequence]) -> DenseTarget:
+    """The last layer's keys and values of each request."""
+    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
+    return DenseTarget([(text.key, text.value) for text in texts], spec, on_device=False)
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +131,7 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
     drafter = make_drafter(head)
     texts = sequences()
     drafter.bind_window(DenseWindow())
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
     trees = drafter.propose(requests_for(texts, budgets, widths))
     module, _ = load_longspec_head(head, TARGET)
@@ -163,7 +152,7 @@ def test_windows_are_filled_once(head: Path) -> None:
     texts = sequences()
     window = DenseWindow()
     drafter.bind_window(window)
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     asked = requests_for(texts, [4] * 5, [8] * 5)
     first = drafter.propose(asked)
     assert len(window.store) == sum(min(n, WINDOW) for n in LENGTHS)
@@ -181,7 +170,7 @@ def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
     for text in texts:
         text.tokens[:-9:3] = VOCAB + 1
     drafter.bind_window(DenseWindow())
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
 
@@ -216,6 +205,6 @@ def test_positions_past_the_models_end_are_not_looked_up(head: Path) -> None:
     drafter = make_drafter(head, max_model_len=102)
     texts = sequences()
     drafter.bind_window(DenseWindow())
-    drafter.bind_target_caches([DenseTarget([(t.key, t.value) for t in texts])])
+    drafter.bind_target_caches([dense_target(texts)])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert trees[-1].num_nodes == 8

@@ -57,7 +57,8 @@ def test_branches_attend_their_pages_and_their_ancestors() -> None:
     chosen = [3, 0, 2, 1]
     requests = DraftRequests(req_indices=chosen, token_ids=[np.zeros(1)] * 4)
     parents = [np.array(PARENTS[r], np.int32) for r in chosen]
-    attention = cache.branch_attention(requests, [CONTEXTS[r] for r in chosen], parents)
+    contexts = torch.tensor([CONTEXTS[r] for r in chosen])
+    attention = cache.tree_attention(requests, contexts, parents)
     counts = [len(p) + 1 for p in parents]
     for layer, window in enumerate(WINDOWS):
         query = torch.randn(sum(counts), 2 * HEADS, DIM)

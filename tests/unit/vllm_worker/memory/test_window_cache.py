@@ -61,7 +61,8 @@ def check(cache: WindowCache, asked: DraftRequests, parents: list[np.ndarray]) -
     counts = [len(p) + 1 for p in parents]
     query = torch.randn(sum(counts), 2 * HEADS, DIM)
     key, value = torch.randn(2, sum(counts), HEADS, DIM)
-    output = cache.attention(asked, parents)(query, key, value)
+    contexts = torch.tensor(asked.context_lens)
+    output = cache.tree_attention(asked, contexts, parents)(query, key, value)
     start = 0
     for tokens, end, count, up in zip(
         asked.token_ids, asked.context_lens, counts, parents, strict=True
@@ -167,8 +168,11 @@ def test_rows_attend_the_end_of_a_context_of_the_target(
         line[: max(0, length - (window or length)) // page] = 0
     asked = [7, 0, 3, 2, 6, 4, 5, 1]
     spec = TargetCacheSpec(HEADS, DIM, 0.3, window)
-    attend = PagedTargetCache(cache, lambda: table, spec).attention(
-        asked, [lengths[i] for i in asked], [rows[i] for i in asked]
+    contexts, counts = (torch.tensor([column[i] for i in asked]) for column in (lengths, rows))
+    attend = PagedTargetCache(cache, lambda: table, spec).level_attention(
+        DraftRequests(req_indices=asked),
+        contexts,
+        torch.arange(len(asked)).repeat_interleave(counts),
     )
     query = torch.randn(sum(rows), 2 * HEADS, DIM).to(dtype)
     output = attend(query)

@@ -24,6 +24,12 @@ from vllm_specplug.train.run import (
     open_features,
 )
 
+# Fields of a layer that a new head has like its target.
+_OF_TARGET = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "rms_norm_eps", "rope_theta", "max_position_embeddings",
+)  # fmt: skip
+
 
 def eagle3_config(
     target: dict[str, Any],
@@ -34,19 +40,10 @@ def eagle3_config(
     norm_output: bool = False,
 ) -> Eagle3Config:
     """Returns the shape of a head with the width, heads and rotary embedding of a target."""
-    hidden, heads = target["hidden_size"], target["num_attention_heads"]
-    rope = target.get("rope_parameters") or target.get("rope_scaling") or {}
     layer = {
-        "hidden_size": hidden,
+        **{name: target.get(name) for name in _OF_TARGET},
+        "rope_parameters": target.get("rope_parameters") or target.get("rope_scaling"),
         "intermediate_size": intermediate_size or target["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": target.get("num_key_value_heads") or heads,
-        "head_dim": target.get("head_dim") or hidden // heads,
-        "vocab_size": target["vocab_size"],
-        "rms_norm_eps": target["rms_norm_eps"],
-        "rope_theta": target.get("rope_theta"),
-        "rope_parameters": rope,
-        "max_position_embeddings": target.get("max_position_embeddings"),
         "draft_vocab_size": draft_vocab_size,
         "norm_output": norm_output,
         "target_layer_ids": list(layers),
@@ -78,7 +75,8 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
     layers = store.target_layer_ids
     lm_head: torch.Tensor | None = None
     if run.init_from:
-        head, extras = load_eagle3_head(run.init_from, weights.config, dtype=torch.float32)
+        head, extras = load_eagle3_head(run.init_from, weights.config)
+        head = head.float()
         _check_kind(head.config, run.init_from)
         if head.config.target_layer_ids != layers:
             raise ValueError(

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head, save_longspec_head
 from vllm_specplug.methods.longspec.config import LongSpecConfig, check_window
@@ -34,7 +32,8 @@ def start(run: LongSpecRun, recipe: LongSpecRecipe) -> HeadInTraining:
     training = open_features(run, recipe, KVFeatureStore, OnlineKV)
     config, vocab_size = training.weights.config, training.vocab_size
     if run.init_from:
-        head, target_ids = load_longspec_head(run.init_from, config, dtype=torch.float32)
+        head, target_ids = load_longspec_head(run.init_from, config)
+        head = head.float()
         ids = continued_ids(training, target_ids_or_all(target_ids, vocab_size))
     else:
         width = training.new_width(run.intermediate_size)
