@@ -20,13 +20,13 @@ from tests.e2e.assistants import (
     make_assistant,
     make_followed_target,
 )
+from tests.unit.dense_trees import DenseTarget
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.engine_config import engine_config
 from tests.unit.methods.assistant_tree import published
-from tests.unit.tree.candidates import paths_of
+from tests.unit.methods.eagle3_tree.world import check_branches
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.methods.assistant_tree.checkpoint import load_assistant
 from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
 from vllm_specplug.registry import recognise_head
@@ -37,29 +37,6 @@ TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, sliding_window=WI
 # Tokens before the anchor: fewer than the window, as many, more.
 LENGTHS = [1, 5, WINDOW, WINDOW + 1, 60]
 KINDS = ("sliding_attention", "full_attention")
-
-
-class DenseTarget:
-    """A layer's keys and values of each request, by row of the block table."""
-
-    def __init__(
-        self, caches: list[tuple[torch.Tensor, torch.Tensor]], spec: TargetCacheSpec
-    ) -> None:
-        self.caches, self.spec = caches, spec
-
-    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            parts, start = [], 0
-            for index, length, count in zip(req_indices, context_lens, rows, strict=True):
-                first = max(0, length - self.spec.window) if self.spec.window else 0
-                key, value = (x[first:length] for x in self.caches[index])
-                part = query[start : start + count]
-                group = query.shape[1] // key.shape[1]
-                parts.append(dense_attention(part, key, value, self.spec.scale, group, None)[0])
-                start += count
-            return torch.cat(parts)
-
-        return attend
 
 
 class DenseDeviceTarget(DenseTarget):
@@ -96,7 +73,9 @@ class World:
         specs = self.drafter.target_cache_specs()
         made = {
             spec: (DenseDeviceTarget if on_device else DenseTarget)(
-                [caches[KINDS[spec.window is None]] for caches in self.caches], spec
+                [caches[KINDS[spec.window is None]] for caches in self.caches],
+                spec.scale,
+                spec.window,
             )
             for spec in specs
         }
@@ -113,21 +92,19 @@ class World:
     def draft(self) -> list[DraftTree]:
         return self.drafter.propose(requests_of(self.tokens, [16, 9, 16, 12, 16], [8, 8, 1, 3, 8]))
 
-    def worst_score(self, trees: list[DraftTree], **changes: Any) -> float:
-        """The largest difference between a node's log-probability and the module's."""
-        worst = 0.0
+    def check(self, trees: list[DraftTree], **changes: Any) -> None:
+        """Every node has the score that the module gives it after its branch."""
         for r, tree in enumerate(trees):
             tree.validate(VOCAB)
-            for i, (*before, token) in enumerate(paths_of(tree)):
-                parent = int(tree.parent_indices[i])
-                above = 0.0 if parent < 0 else float(tree.scores[parent])
+
+            def scores_along(before: list[int], r: int = r) -> torch.Tensor:
                 branch = [int(self.tokens[r][-1]), *before]
-                scores = logits_along(
+                logits = logits_along(
                     self.module, self.embed, self.states[r], self.caches[r], branch, **changes
                 )
-                expected = float(scores.log_softmax(-1)[token])
-                worst = max(worst, abs(float(tree.scores[i]) - above - expected))
-        return worst
+                return logits.log_softmax(-1)
+
+            check_branches(tree, scores_along, list(range(VOCAB)), 5e-4)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -140,15 +117,17 @@ def test_each_branch_equals_the_chain_along_it(
     trees = world.draft()
     assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12, 16]
     assert max(tree.max_depth for tree in trees) > 2
-    assert world.worst_score(trees) < 5e-4
+    world.check(trees)
     # The control: a window of one token more shows.
-    assert world.worst_score(trees, window=WINDOW + 1) > 5e-3
+    with pytest.raises(AssertionError):
+        world.check(trees, window=WINDOW + 1)
 
 
 def test_states_of_another_request_show(tmp_path: Path) -> None:
     world = World(tmp_path, grouped=False)
     world.states = world.states.roll(1, 0)
-    assert world.worst_score(world.draft()) > 5e-2
+    with pytest.raises(AssertionError):
+        world.check(world.draft())
 
 
 def written(folder: Path, **changes: Any) -> Path:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -39,3 +41,24 @@ def tree_attention(
         )  # fmt: skip
     assert start == len(query)
     return out
+
+
+class DenseTarget:
+    """A `TargetCache` of one layer: the context of each request by row of the block table."""
+
+    def __init__(self, contexts: list[Context], scale: float, window: int | None = None) -> None:
+        self.contexts, self.scale, self.window = contexts, scale, window
+
+    def attention(self, req_indices: list[int], context_lens: list[int], rows: list[int]) -> Any:
+        def attend(query: torch.Tensor) -> torch.Tensor:
+            parts = []
+            for index, length, part in zip(
+                req_indices, context_lens, query.split(rows), strict=True
+            ):
+                first = max(0, length - self.window) if self.window else 0
+                key, value = (x[first:length] for x in self.contexts[index])
+                group = query.shape[1] // key.shape[1]
+                parts.append(dense_attention(part, key, value, self.scale, group, None)[0])
+            return torch.cat(parts)
+
+        return attend
