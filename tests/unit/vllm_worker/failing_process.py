@@ -39,6 +39,8 @@ def main(rank: int, port: int, folder: str, where: str) -> None:
     with set_current_vllm_config(VllmConfig(parallel_config=ParallelConfig())):
         init_distributed_environment(2, rank, "env://", rank, "gloo", TIMEOUT)
         initialize_model_parallel(2)
+        # By these times, ranks choose kernels.
+        assert ranks.slowest_rank_values([float(rank), -float(rank)]) == [1.0, 0.0]
         worker: Any = ClockedRunner()
         stock = worker._dummy_run
         if rank == 1 and where == "draft":

@@ -35,16 +35,6 @@ def _run_all(module: str, arguments: list[list[Any]], folder: Path) -> None:
     assert status == 0, log.read_text()[-8000:]
 
 
-def test_ranks_choose_one_kernel(tmp_path: Path) -> None:
-    """The one whose slowest rank is fastest, for the target's trees and for drafts."""
-    _run_all("kernel_choice_process", [[rank, 2, str(tmp_path)] for rank in range(2)], tmp_path)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    # What there is to agree on.
-    assert (first["alone"], second["alone"]) == ("cute", "triton")
-    for use in ("target", "drafts"):
-        assert first[use] == second[use] == "triton"
-
-
 def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     """A slower clock does not change how many forwards run: a forward that the other replica does
     not join never ends."""
