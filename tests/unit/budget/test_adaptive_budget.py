@@ -11,7 +11,14 @@ import numpy as np
 import pytest
 
 from tests.unit.budget.calibrations import ROWS, TIMES, calibration
-from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, RowBudget, StepCostModel
+from vllm_specplug.budget import (
+    AdaptiveBudget,
+    Batch,
+    Calibration,
+    NextStep,
+    RowBudget,
+    StepCostModel,
+)
 from vllm_specplug.tree import DraftTree, merge_trees
 
 DEEPEST = 5
@@ -40,8 +47,7 @@ def next_step(num_reqs: int, **changes: object) -> NextStep:
         "caps": [16] * num_reqs,
         "forward_limits": [DEEPEST] * num_reqs,
         "fixed": [False] * num_reqs,
-        "num_roots": num_reqs,
-        "root_context": 200 * num_reqs,
+        "batch": Batch(num_reqs, 200 * num_reqs),
     }
     return NextStep(**{**fields, **changes})
 
@@ -54,9 +60,9 @@ def run(
     sizes = []
     for _ in range(steps):
         step = next_step(num_reqs, **changes)
-        depths = controller.plan(step, [DraftTree.empty()] * num_reqs)
-        drafted = [tree(probability, d) if d else DraftTree.empty() for d in depths]
-        trees = controller.trim(drafted)
+        plan = controller.plan(step, [DraftTree.empty()] * num_reqs)
+        drafted = [tree(probability, d) if d else DraftTree.empty() for d in plan.depths]
+        trees = controller.trim(plan, drafted)
         paths = []
         for one in trees:
             one.validate()
@@ -98,16 +104,16 @@ def test_hard_limit_on_rows_holds() -> None:
 
 def test_prompt_rows_that_share_the_step_are_counted() -> None:
     alone = np.mean(run(budget(), 2, 40, 0.6)[20:])
-    shared = np.mean(run(budget(), 2, 40, 0.6, other_rows=8, other_context=100)[20:])
+    shared = np.mean(run(budget(), 2, 40, 0.6, batch=Batch(2, 400, 8, 100))[20:])
     # The flat part of the curve is used up by the prompt.
     assert shared < alone
 
 
 def test_long_contexts_get_fewer_nodes() -> None:
     controller = budget(attention_ms=2e-3)
-    step = next_step(2, context_lens=[100, 4000], root_context=4100)
-    controller.plan(step, [DraftTree.empty()] * 2)
-    short, long = controller.trim([tree(0.7), tree(0.7)])
+    step = next_step(2, context_lens=[100, 4000], batch=Batch(2, 4100))
+    plan = controller.plan(step, [DraftTree.empty()] * 2)
+    short, long = controller.trim(plan, [tree(0.7), tree(0.7)])
     assert short.num_nodes > long.num_nodes
 
 
@@ -117,8 +123,8 @@ def serve(controller: AdaptiveBudget, times: Sequence[float], steps: int) -> lis
     sizes = []
     trees_of = [DraftTree.empty(), *(tree(0.8, depth) for depth in range(1, DEEPEST + 1))]
     for _ in range(steps):
-        depths = controller.plan(next_step(2), [DraftTree.empty()] * 2)
-        trees = controller.trim([trees_of[d] for d in depths])
+        plan = controller.plan(next_step(2), [DraftTree.empty()] * 2)
+        trees = controller.trim(plan, [trees_of[d] for d in plan.depths])
         rows = 2 + sum(t.num_nodes for t in trees)
         sizes.append(rows - 2)
         ms = float(np.interp(rows, ROWS, times)) * float(rng.normal(1.0, 0.02))
@@ -145,9 +151,9 @@ def test_fixed_requests_get_what_they_asked_for_and_others_adapt() -> None:
     controller = budget()
     for _ in range(30):
         step = next_step(40, caps=[3] + [16] * 39, fixed=[True] + [False] * 39)
-        depths = controller.plan(step, [DraftTree.empty()] * 40)
-        assert depths[0] == DEEPEST
-        trees = controller.trim([tree(0.1)] * 40)
+        plan = controller.plan(step, [DraftTree.empty()] * 40)
+        assert plan.depths[0] == DEEPEST
+        trees = controller.trim(plan, [tree(0.1)] * 40)
         assert trees[0].num_nodes == 3
         trees[0].validate()
     assert sum(t.num_nodes for t in trees[1:]) < 39
@@ -156,8 +162,8 @@ def test_fixed_requests_get_what_they_asked_for_and_others_adapt() -> None:
 def test_caps_hold_and_leave_trees() -> None:
     controller = budget(times=[30.0 + 0.001 * r for r in ROWS])
     step = next_step(3, caps=[1, 4, 16])
-    controller.plan(step, [DraftTree.empty()] * 3)
-    trees = controller.trim([tree(0.7)] * 3)
+    plan = controller.plan(step, [DraftTree.empty()] * 3)
+    trees = controller.trim(plan, [tree(0.7)] * 3)
     assert [t.num_nodes for t in trees] == [1, 4, 10]
     for one in trees:
         one.validate()
@@ -166,9 +172,9 @@ def test_caps_hold_and_leave_trees() -> None:
 def test_lookups_are_verified_without_a_forward() -> None:
     controller = budget(draft=50.0)
     found = [DraftTree.chain([1, 2, 3], [-0.05, -0.1, -0.2]), DraftTree.empty()]
-    depths = controller.plan(next_step(2), found)
-    assert depths == [0, 0]
-    assert controller.trim(found)[0].num_nodes == 3
+    plan = controller.plan(next_step(2), found)
+    assert not plan.depths.any()
+    assert controller.trim(plan, found)[0].num_nodes == 3
 
 
 def test_a_decision_against_drafts_holds_for_some_steps_of_the_same_batch() -> None:
@@ -181,8 +187,8 @@ def test_a_decision_against_drafts_holds_for_some_steps_of_the_same_batch() -> N
 
     def go(step: NextStep, found: list[DraftTree]) -> int:
         before = len(decided)
-        controller.plan(step, found)
-        controller.trim(found)
+        plan = controller.plan(step, found)
+        controller.trim(plan, found)
         return len(decided) - before
 
     assert sum(go(next_step(3), nothing) for _ in range(80)) == 10
@@ -207,26 +213,25 @@ def test_drafts_by_level_cost_by_their_levels() -> None:
     assert float(costs.draft_ms(4, 2)) > 1.5 * before
     controller = AdaptiveBudget(costs, RowBudget(64, 4096), DEEPEST)
     for _ in range(30):
-        depths = controller.plan(next_step(1), [DraftTree.empty()])
-        if any(depths):
-            thresholds = controller.thresholds
-        trees = controller.trim([tree(0.8) if any(depths) else DraftTree.empty()])
+        plan = controller.plan(next_step(1), [DraftTree.empty()])
+        if plan.depths.any():
+            thresholds = plan.thresholds
+        trees = controller.trim(plan, [tree(0.8) if plan.depths.any() else DraftTree.empty()])
         controller.observe(["r0"], trees, [[0, 1] if trees[0].num_nodes > 1 else []])
     assert thresholds is not None and 0 < thresholds.node < 0.2
     assert thresholds.node < thresholds.level < 1
     # Whoever fixed its budget gets all of it.
-    controller.plan(next_step(1, fixed=[True]), [DraftTree.empty()])
-    assert controller.thresholds is None
-    block = budget()
-    assert any(block.plan(next_step(1), [DraftTree.empty()])) and block.thresholds is None
+    assert controller.plan(next_step(1, fixed=[True]), [DraftTree.empty()]).thresholds is None
+    block = budget().plan(next_step(1), [DraftTree.empty()])
+    assert block.depths.any() and block.thresholds is None
 
 
 def test_requests_that_end_leave_nothing_behind() -> None:
     controller = budget()
     for start in range(0, 4000, 8):
         ids = [f"r{i}" for i in range(start, start + 8)]
-        controller.plan(next_step(8, req_ids=ids), [DraftTree.empty()] * 8)
-        controller.trim([tree(0.5)] * 8)
+        plan = controller.plan(next_step(8, req_ids=ids), [DraftTree.empty()] * 8)
+        controller.trim(plan, [tree(0.5)] * 8)
         controller.forget(ids)
     assert len(controller.acceptance._offsets) <= 64
 
@@ -257,10 +262,9 @@ def test_a_decision_takes_few_calls_for_each_request() -> None:
         step = next_step(num_reqs)
 
         def decide() -> None:
-            controller.plan(step, [DraftTree.empty()] * num_reqs)
-            assert controller.planned is not None
-            controller.planned.depths[:] = 0  # learning from a forward is no decision
-            controller.trim(trees)
+            plan = controller.plan(step, [DraftTree.empty()] * num_reqs)
+            plan.depths[:] = 0  # learning from a forward is no decision
+            controller.trim(plan, trees)
 
         decide()
         return count_calls(decide)
@@ -283,9 +287,9 @@ def test_plain_steps_that_are_counted_at_once_are_counted_alike() -> None:
                 told_steps += 1
                 decisions.append([0] * 8)
                 continue
-            depths = controller.plan(step, none)
-            controller.trim([tree(0.01, d) if d else DraftTree.empty() for d in depths])
-            decisions.append(depths)
+            plan = controller.plan(step, none)
+            controller.trim(plan, [tree(0.01, d) if d else DraftTree.empty() for d in plan.depths])
+            decisions.append(plan.depths.tolist())
         assert decisions[0] == decisions[1]
         probes.append(any(decisions[0]))
     assert told_steps > 300 and 0 < sum(probes[300:]) < 30
@@ -297,8 +301,8 @@ def test_plain_steps_that_are_counted_at_once_are_counted_alike() -> None:
 def test_nobody_rests_for_a_request_that_ended() -> None:
     controller = budget(draft=60.0)
     for _ in range(40):
-        controller.plan(next_step(2), [DraftTree.empty()] * 2)
-        controller.trim([DraftTree.empty()] * 2)
+        plan = controller.plan(next_step(2), [DraftTree.empty()] * 2)
+        controller.trim(plan, [DraftTree.empty()] * 2)
         if controller.holds_plain:
             break
     assert controller.hold_plain()

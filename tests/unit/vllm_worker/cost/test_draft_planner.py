@@ -16,6 +16,7 @@ from tests.unit.vllm_worker.planning import (
     planner_of,
     requests_of,
 )
+from vllm_specplug.budget import Batch
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.options import (
     check_request_limit,
@@ -23,7 +24,7 @@ from vllm_specplug.options import (
     request_budget_limit,
 )
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner, best_nodes
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, best_nodes
 from vllm_specplug.vllm_worker.step import StepRequest
 
 
