@@ -47,8 +47,11 @@ from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.device_self_draft import Contexts, DeviceSelfDraft
-from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
+from vllm_specplug.vllm_worker.device_self_draft import (
+    Contexts,
+    DeviceSelfDraft,
+    GraphSelfDraft,
+)
 
 pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 

@@ -96,9 +96,7 @@ class AcceptanceModel:
 
         Except for rounding, a child is never more probable than its parent.
         """
-        base = self._population(*_position(scores, depths))
-        odds = np.exp(self._offsets)[slots]
-        return base * odds / (1.0 - base + base * odds)
+        return self._predict(*_position(scores, depths), slots)
 
     def observe(
         self,
@@ -110,9 +108,7 @@ class AcceptanceModel:
     ) -> Floats:
         """Learns from the nodes of a verified step. Returns the predicted probabilities [N]."""
         row, left, weight = _position(scores, depths)
-        odds = np.exp(self._offsets)[slots]
-        base = self._population(row, left, weight)
-        expected = base * odds / (1.0 - base + base * odds)
+        expected = self._predict(row, left, weight, slots)
         hit = accepted.astype(np.float64)
 
         flat = row * _COLUMNS + left
@@ -142,9 +138,13 @@ class AcceptanceModel:
         self._precisions[seen] = precision
         self._offsets[seen] = np.clip(offset, -_OFFSET_LIMIT, _OFFSET_LIMIT)
 
-    def _population(self, row: Ints, left: Ints, weight: Floats) -> Floats:
+    def _predict(
+        self, row: Ints, left: Ints, weight: Floats, slots: npt.NDArray[np.integer]
+    ) -> Floats:
         low, high = self._table[row, left], self._table[row, left + 1]
-        return low + (high - low) * weight
+        base = low + (high - low) * weight
+        odds = np.exp(self._offsets)[slots]
+        return base * odds / (1.0 - base + base * odds)
 
     def _refresh(self) -> None:
         table = (self._hits + _PRIOR_WEIGHT * _PRIOR) / (self._trials + _PRIOR_WEIGHT)

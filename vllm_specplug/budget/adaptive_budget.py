@@ -28,6 +28,27 @@ _AVERAGED_NODES = 4
 """Nodes per request over which the cost of a row is averaged when a draft begins."""
 
 
+@dataclass
+class Batch:
+    """The rows of the next step other than drafts."""
+
+    num_roots: int = 0
+    """Requests that yield a token in it."""
+    root_context: int = 0
+    """Tokens that these rows attend."""
+    other_rows: int = 0
+    """Prompt rows, which yield no token."""
+    other_context: int = 0
+    req_ids: Sequence[str] = ()
+    """All requests of the batch if later drafts of the same batch may be skipped; else empty."""
+
+    def add_prompt(self, num_computed: int, num_left: int, max_num_tokens: int) -> None:
+        """Adds the prompt rows of a request, as many as fit a step of `max_num_tokens`."""
+        rows = max(0, min(num_left, max_num_tokens - self.num_roots))
+        self.other_rows += rows
+        self.other_context += rows * (num_computed + rows // 2)
+
+
 @dataclass(frozen=True)
 class NextStep:
     """What is known about the step that will verify the drafts, before they are made."""
@@ -42,13 +63,7 @@ class NextStep:
     forward_limits: Sequence[int]
     # [R] whether a request set its own budget: `caps` nodes are drafted and verified at any cost
     fixed: Sequence[bool]
-    num_roots: int
-    """Rows that yield a token without drafts, of these R requests and of all others."""
-    root_context: int
-    """Tokens attended by those rows."""
-    other_rows: int = 0
-    """Prompt rows of the step that yield no token."""
-    other_context: int = 0
+    batch: Batch
     # [R] ms of deferred work before the first draft forward for each; empty for none
     pending_ms: Sequence[float] = ()
 
@@ -83,6 +98,8 @@ class Plan:
     lookup_nodes: Nodes
     is_trial: bool = False
     """Whether the step only measures another size, or the nodes of a forward."""
+    thresholds: LevelThresholds | None = None
+    """None if all levels of the draft are drafted."""
     ratio: float = 1.0
     """Milliseconds of the step with its chosen trees relative to a plain one."""
 
@@ -109,10 +126,6 @@ class AdaptiveBudget:
         self.lookups = LookupGate()
         self.fairness = FairnessWeights()
         self.trials = CostTrials(costs.forward)
-        self.planned: Plan | None = None
-        """The last result of `plan`, until its trees are trimmed."""
-        self.thresholds: LevelThresholds | None = None
-        """Thresholds of the last planned draft; None if all of its levels are drafted."""
         # Number of steps for which the decision against all drafts still holds, and their requests.
         self._plain_steps = 0
         self._plain_ids: list[str] = []
@@ -127,8 +140,8 @@ class AdaptiveBudget:
 
     # -- before drafting -------------------------------------------------------------------
 
-    def plan(self, step: NextStep, lookups: Sequence[DraftTree]) -> list[int]:
-        """Returns [R] the depth of the draft forward for each request; 0 for none.
+    def plan(self, step: NextStep, lookups: Sequence[DraftTree]) -> Plan:
+        """Returns the plan with the depth of the draft forward for each request, `Plan.depths`.
 
         Args:
             lookups: trees from lookups, whose cost is negligible.
@@ -136,12 +149,11 @@ class AdaptiveBudget:
         self._count_plain_steps()
         slots = self._slots_of(step.req_ids)
         nodes = self._nodes(lookups, slots)
-        plan = self.planned = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
-        self.thresholds = None
+        plan = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
         holds = self._still_holds_plain(step, nodes)
         if self.gate is not None and len(step.req_ids) and not holds:
             self._plan_forwards(self.gate, plan)
-        return plan.depths.tolist()
+        return plan
 
     def _plan_forwards(self, gate: DraftGate, plan: Plan) -> None:
         step = plan.step
@@ -157,7 +169,7 @@ class AdaptiveBudget:
             self._plain_plan = plan
         # A probe measures all levels.
         if self.costs.by_level and not decision.is_probe and not fixed.any():
-            self.thresholds = self._level_thresholds(plan, step_ms)
+            plan.thresholds = self._level_thresholds(plan, step_ms)
 
     def _decide(self, gate: DraftGate, plan: Plan, fixed: Bools, step_ms: Floats) -> GateDecision:
         step, lookups = plan.step, plan.lookup_nodes
@@ -167,10 +179,10 @@ class AdaptiveBudget:
             np.where(fixed, 0, np.asarray(step.forward_limits, np.int64)),
             lookups.probabilities[free],
             lookups.owners[free],
-            step.num_roots,
+            step.batch.num_roots,
             self.costs.draft_ms,
             step_ms,
-            self.fairness.weights(plan.slots, step.num_roots),
+            self.fairness.weights(plan.slots, step.batch.num_roots),
             np.asarray(step.pending_ms, np.float64) if len(step.pending_ms) else None,
         )
 
@@ -185,7 +197,7 @@ class AdaptiveBudget:
         nodes = min(_AVERAGED_NODES * drafted, possible)
         if nodes < 1:
             return None
-        rate = self._gain * plan.step.num_roots / float(step_ms[0])
+        rate = self._gain * plan.step.batch.num_roots / float(step_ms[0])
         row_ms = (float(step_ms[nodes]) - float(step_ms[0])) / nodes
         first, second = self.costs.draft_ms(drafted, np.array([1, 2]))
         return LevelThresholds(rate * row_ms, rate * float(second - first) / _CHILD_PROB)
@@ -228,7 +240,7 @@ class AdaptiveBudget:
         self._uncounted_steps = 0
         self.gate.skip(steps)
         self.lookups.advance(steps)
-        self.fairness.step(plan.slots, plan.step.num_roots, 1.0, steps)
+        self.fairness.step(plan.slots, plan.step.batch.num_roots, 1.0, steps)
 
     @property
     def expects_drafts(self) -> bool:
@@ -237,14 +249,12 @@ class AdaptiveBudget:
 
     # -- after drafting --------------------------------------------------------------------
 
-    def trim(self, trees: Sequence[DraftTree]) -> list[DraftTree]:
+    def trim(self, plan: Plan, trees: Sequence[DraftTree]) -> list[DraftTree]:
         """Returns the parts of the trees that pay for their rows.
 
         Args:
-            trees: one tree per request of the step planned last.
+            trees: one tree per request of the plan.
         """
-        plan, self.planned = self.planned, None
-        assert plan is not None
         nodes = self._nodes(trees, plan.slots)
         return nodes.subtrees(trees, self._paying(plan, nodes))
 
@@ -264,7 +274,7 @@ class AdaptiveBudget:
 
     def repeat(self, plan: Plan) -> None:
         """Counts a step that follows an earlier plan without a new decision."""
-        self.fairness.step(plan.slots, plan.step.num_roots, plan.ratio)
+        self.fairness.step(plan.slots, plan.step.batch.num_roots, plan.ratio)
 
     def _paying(self, plan: Plan, nodes: Nodes) -> Bools:
         """Returns [N] whether each node pays for its row."""
@@ -284,20 +294,20 @@ class AdaptiveBudget:
             plain_ms = float(self._step_ms(step, 0, 0)[0])
             kept, allocation = self._allocate(plan, nodes, plain_ms)
             plan.ratio = allocation.milliseconds / plain_ms
-        self.fairness.step(plan.slots, step.num_roots, plan.ratio)
+        self.fairness.step(plan.slots, step.batch.num_roots, plan.ratio)
         return kept
 
     def _allocate(self, plan: Plan, nodes: Nodes, plain_ms: float) -> tuple[Bools, Allocation]:
         """Returns [N] the nodes to verify, and the allocation of the nodes of requests without a
         budget of their own."""
         step = plan.step
-        weights = self.fairness.weights(plan.slots, step.num_roots)
+        weights = self.fairness.weights(plan.slots, step.batch.num_roots)
         probabilities = nodes.capped(np.asarray(step.caps)) * weights[nodes.owners]
         is_possible = probabilities > 0
         kept = np.asarray(step.fixed, np.bool_)[nodes.owners] & is_possible
         free = np.flatnonzero(~kept & is_possible)
         step_ms = self._step_ms(step, int(kept.sum()), len(free)) + self._draft_ms(plan)
-        base_tokens = step.num_roots + float(probabilities[kept].sum())
+        base_tokens = step.batch.num_roots + float(probabilities[kept].sum())
         context_lens = np.asarray(step.context_lens, np.float64)
         node_ms = (self.costs.attention_ms * context_lens)[nodes.owners[free]]
 
@@ -305,10 +315,10 @@ class AdaptiveBudget:
             return allocate(probabilities[free], milliseconds, base_tokens, node_ms)
 
         best = allocation = allocate_at(step_ms)
-        self._gain = max(1.0, best.rate * plain_ms / step.num_roots)
+        self._gain = max(1.0, best.rate * plain_ms / step.batch.num_roots)
         self.saved_ms = plain_ms * (self._gain - 1.0)
         if not any(step.fixed):
-            rows = step.num_roots + step.other_rows
+            rows = step.batch.num_roots + step.batch.other_rows
             allocation = self.trials.choose(rows, best, allocate_at, step_ms)
             plan.is_trial |= allocation is not best
         kept[free] = allocation.kept
@@ -377,13 +387,13 @@ class AdaptiveBudget:
     def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
         """Returns [num_nodes + 1] ms of the step with `forced` nodes and 0, 1, ... more, without
         the attention of these nodes."""
-        rows = step.num_roots + forced
+        rows = step.batch.num_roots + forced
         ms = self.costs.decode_ms(
-            step.num_roots, forced, step.other_rows, num_nodes, step.root_context,
-            step.other_context,
+            step.batch.num_roots, forced, step.batch.other_rows, num_nodes, step.batch.root_context,
+            step.batch.other_context,
         )  # fmt: skip
-        max_rows = self.row_budget.rows(step.num_roots)
-        ms[1 + max(0, max_rows - rows - step.other_rows) :] = IMPOSSIBLE_MS
+        max_rows = self.row_budget.rows(step.batch.num_roots)
+        ms[1 + max(0, max_rows - rows - step.batch.other_rows) :] = IMPOSSIBLE_MS
         return ms
 
     def _mean_node_ms(self, step: NextStep) -> Floats:

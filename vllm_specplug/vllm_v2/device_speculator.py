@@ -25,6 +25,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 
+from vllm_specplug.budget import Batch
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory
@@ -47,7 +48,6 @@ from vllm_specplug.vllm_v2.penalty_processor import device_penalties
 from vllm_specplug.vllm_v2.pending_steps import HELD_STEPS, PendingDraft, PendingStep
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import HostRequest
-from vllm_specplug.vllm_worker.cost.draft_planner import Batch
 from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
 from vllm_specplug.vllm_worker.ranks import first_rank_tensor
 

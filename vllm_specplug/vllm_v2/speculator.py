@@ -17,6 +17,7 @@ import torch
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
+from vllm_specplug.budget import Batch
 from vllm_specplug.drafting.committed_tokens import CommitBuffer, CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -30,7 +31,7 @@ from vllm_specplug.vllm_v2.step_input import (
     host_requests,
     verified_step,
 )
-from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.penalty import request_penalty
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.ranks import (

@@ -13,10 +13,9 @@ from vllm.logger import init_logger
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import TreeAttnMetadata
+from vllm_specplug.kernels import TreeAttnMetadata, pinned
 from vllm_specplug.vllm_attention.tree_rows import DraftAttention
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
-from vllm_specplug.vllm_worker.graph_self_draft import GraphSelfDraft
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows
 from vllm_specplug.vllm_worker.memory.device_partial_cache import (
     Contexts,
@@ -30,47 +29,46 @@ from vllm_specplug.vllm_worker.self_draft import regions_of
 logger = init_logger("vllm.specplug.self_draft")
 
 
-class DevicePartialAttention(DraftAttention):
-    """Attention of one draft forward, layer by layer; see `self_draft.PartialAttention`."""
+class PartialReads(DraftAttention):
+    """Attention of one draft forward, layer by layer; see `self_draft.PartialAttention`.
+
+    The device holds each request's region, so that a graph can hold the forward.
+
+    Args:
+        max_context: limit on the contexts of requests that read all of theirs; None if there are no
+            such requests.
+        has_partial: whether requests may read a partial cache.
+    """
 
     def __init__(
         self,
-        rows: CudaDraftRows,
-        pool: DevicePartialCache,
-        pool_views: Sequence[Any],
-        layer_index: dict[str, int],
-        contexts: Contexts,
+        draft: DeviceSelfDraft,
+        # [R] int32 row of each request in the block table
+        tables: torch.Tensor,
+        # [R] tokens of each context
+        lens: torch.Tensor,
+        # [R] bool; a request without a draft attends only itself
+        is_drafted: torch.Tensor,
+        # [R] int32 region of each, -1 for requests that read all of their context
+        regions: torch.Tensor,
+        max_context: int | None,
+        has_partial: bool,
     ) -> None:
-        self.rows, self.pool, self.pool_views = rows, pool, pool_views
-        self.layer_index, self.contexts = layer_index, contexts
-        self.block_table = rows.block_table()
-        self.partial = partial_of(contexts, pool.budget)
-        self.moves = pool.advance(contexts, self.partial, self.block_table)
-        self.regions, self.due = self.moves.regions, self.moves.due
-        count, device = len(contexts.req_ids), contexts.lens.device
-        plan = np.zeros((5, count), np.int64)
-        # A request without a draft attends only itself.
-        plan[0] = list(contexts.rows)
-        plan[1] = 1
-        plan[1, self.partial] = 0
-        plan[2] = list(contexts.is_drafted)
-        plan[3, self.partial] = [region.index for region in self.regions]
-        plan[4, self.partial] = 1
-        tables, is_full, drafted, regions, is_partial = device_tensor(plan, device).to(torch.int32)
-        every = torch.arange(count, dtype=torch.int32, device=device)
-        lens = contexts.lens.to(torch.int32) * drafted
-        most = [m for m, d in zip(contexts.max_context_lens, contexts.is_drafted, strict=True) if d]
-        # Metadata over the paged caches; None if all requests read their partial caches.
-        self.full: TreeAttnMetadata | None = None
-        if len(self.partial) < count:
-            columns = (tables, every, is_full, lens, every)
-            self.full = single_rows(columns, self.block_table, max(most, default=0))
-        # Metadata over the partial caches; None if no request reads one.
-        self.part: TreeAttnMetadata | None = None
-        if self.partial:
-            budget = torch.full_like(lens, pool.budget)
-            columns = (regions, every, is_partial, budget, every)
-            self.part = single_rows(columns, pool.block_table, pool.budget)
+        self.draft = draft
+        is_partial = ((regions >= 0) & is_drafted).to(torch.int32)
+        every = torch.arange(len(tables), dtype=torch.int32, device=tables.device)
+        lens = torch.where(is_drafted, lens, 0).to(torch.int32)
+        # Metadata, and the caches that it is of, by layer.
+        self.reads: list[tuple[TreeAttnMetadata, Sequence[Any]]] = []
+        if max_context is not None:
+            columns = (tables, every, 1 - is_partial, lens, every)
+            full = single_rows(columns, draft.rows.block_table(), max_context)
+            self.reads.append((full, draft.rows.views))
+        if has_partial:
+            budget = torch.full_like(lens, draft.pool.budget)
+            columns = (regions.clamp_min(0), every, is_partial, budget, every)
+            part = single_rows(columns, draft.pool.block_table, draft.pool.budget)
+            self.reads.append((part, draft.pool_views))
 
     def attend(
         self,
@@ -80,16 +78,49 @@ class DevicePartialAttention(DraftAttention):
         value: torch.Tensor,
         output: torch.Tensor,
     ) -> None:
-        index, contexts = self.layer_index[layer.layer_name], self.contexts
+        index = self.draft.layer_index[layer.layer_name]
+        kernel = self.draft.rows.kernel_for(query, key)
+        for metadata, views in self.reads:
+            kernel.run(query, *views[index], output, metadata, layer.impl.scale, key, value)
+
+
+class DevicePartialAttention(PartialReads):
+    """`PartialReads` of a forward that is launched: layers choose positions where that is due."""
+
+    def __init__(self, draft: DeviceSelfDraft, contexts: Contexts) -> None:
+        self.contexts, pool = contexts, draft.pool
+        self.block_table = draft.rows.block_table()
+        self.partial = partial_of(contexts, pool.budget)
+        self.moves = pool.advance(contexts, self.partial, self.block_table)
+        sent = np.full((3, len(contexts.req_ids)), -1, np.int64)
+        sent[0], sent[1] = list(contexts.rows), list(contexts.is_drafted)
+        sent[2, self.partial] = [region.index for region in self.moves.regions]
+        tables, drafted, regions = device_tensor(sent, contexts.lens.device).to(torch.int32)
+        most = [m for m, d in zip(contexts.max_context_lens, contexts.is_drafted, strict=True) if d]
+        # With a partial cache for each request, a kernel less runs in every layer.
+        reads_all = len(self.partial) < len(contexts.req_ids)
+        super().__init__(
+            draft,
+            tables,
+            contexts.lens,
+            drafted > 0,
+            regions,
+            max_context=max(most, default=0) if reads_all else None,
+            has_partial=bool(self.partial),
+        )
+
+    def attend(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+    ) -> None:
         if self.moves.chosen:
-            self.pool.choose(index, self.moves, query, contexts.lens, self.block_table)
-        kernel = self.rows.kernel_for(query, key)
-        for metadata, views in (
-            (self.full, self.rows.views[index]),
-            (self.part, self.pool_views[index]),
-        ):
-            if metadata is not None:
-                kernel.run(query, *views, output, metadata, layer.impl.scale, key, value)
+            index, lens = self.draft.layer_index[layer.layer_name], self.contexts.lens
+            self.draft.pool.choose(index, self.moves, query, lens, self.block_table)
+        super().attend(layer, query, key, value, output)
 
 
 class DeviceSelfDraft:
@@ -160,9 +191,7 @@ class DeviceSelfDraft:
         if isinstance(requests, DeviceRequests) and requests.history is None:
             return self.graphs(requests)
         contexts = Contexts.of(requests, self.state.device)
-        attention = DevicePartialAttention(
-            self.rows, self.pool, self.pool_views, self.layer_index, contexts
-        )
+        attention = DevicePartialAttention(self, contexts)
         return self.run(attention, contexts.anchors, contexts.lens, contexts.rows)
 
     def run(
@@ -180,3 +209,69 @@ class DeviceSelfDraft:
         layers = dict.fromkeys(self.layer_index, attention)
         hidden, aux = self.state.forward(ids, positions, layers, list(rows))
         return hidden[: len(ids)], aux[0][: len(ids)]
+
+
+class GraphSelfDraft:
+    """Draft forwards in CUDA graphs: those of requests whose partial caches, if they have one, are
+    already chosen.
+
+    Before a replay the host stores new tokens and writes each request's region to the graph's
+    memory. A forward that chooses positions runs without a graph: in a graph, every replay would
+    compute scores and their top-k in every layer, for the maximum number of requests and the
+    longest context.
+    """
+
+    def __init__(self, draft: DeviceSelfDraft) -> None:
+        self.draft = draft
+        state = draft.state
+        # [B] region of each request of the batch, on the device and on the host
+        self.regions = torch.full((state.max_requests,), -1, dtype=torch.int32, device=state.device)
+        self._regions = np.full(state.max_requests, -1, np.int32)
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether graphs may hold the forward: on one rank, without LoRA adapters.
+
+        The host sets adapters. Ranks read steps at different times, so that one would replay a
+        forward while another launches it, and their all-reduces would not match.
+        """
+        state = self.draft.state
+        parallel = state.vllm_config.parallel_config
+        is_only_rank = parallel.world_size == 1 and parallel.data_parallel_size == 1
+        return is_only_rank and state.runner.lora_config is None
+
+    def prepare(self, requests: DeviceRequests) -> bool:
+        """See `drafting.drafter.TargetForward.prepare`."""
+        draft = self.draft
+        contexts = Contexts.of(requests, draft.state.device)
+        partial = partial_of(contexts, draft.pool.budget)
+        if any(draft.pool.is_due(contexts, r) for r in partial):
+            return False
+        moves = draft.pool.advance(contexts, partial, draft.rows.block_table())
+        self._send(len(requests), partial, [region.index for region in moves.regions])
+        return True
+
+    def _send(self, count: int, partial: Sequence[int], regions: Sequence[int]) -> None:
+        sent = np.full(count, -1, np.int32)
+        sent[list(partial)] = regions
+        # Regions stay the same while no request starts, ends or outgrows the budget.
+        if not np.array_equal(sent, self._regions[:count]):
+            self._regions[:count] = sent
+            self.regions[:count].copy_(pinned(sent, self.regions.device), non_blocking=True)
+
+    def __call__(self, requests: DeviceRequests) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the forward; the host reads nothing."""
+        draft = self.draft
+        assert requests.rows is not None
+        attention = PartialReads(
+            draft,
+            requests.rows.to(torch.int32),
+            requests.context_lens,
+            requests.budgets > 0,
+            self.regions[requests.rows.long()],
+            max_context=draft.state.max_model_len,
+            has_partial=draft.pool.max_requests > 0,
+        )
+        return draft.run(
+            attention, requests.anchors, requests.context_lens.long(), range(len(requests))
+        )

@@ -126,28 +126,29 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
     """Refuses a target whose forward reads neighbouring rows outside of attention, or whose rows
     depend on more than their token and position."""
     depth = getattr(model, "token_lookback_depth", 0)
-    if depth:
-        raise ValueError(
-            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: it "
-            f"reads the {depth} tokens before each row (token_lookback_depth={depth}), and in a "
-            "tree those are not a node's ancestors. Use another target, or a chain method of "
-            "vLLM's own."
-        )
     # V2 reads this attribute before it takes its own model state.
     own_state = getattr(model, "get_model_state_cls", None)
-    if own_state is not None:
-        raise ValueError(
-            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: its "
-            f"inputs are made by a class of its own, {own_state().__name__}, which may take the "
-            "rows of a request for consecutive tokens, and in a tree they are not. Use another "
-            "target, or a chain method of vLLM's own."
+    if depth:
+        reason = (
+            f"it reads the {depth} tokens before each row (token_lookback_depth={depth}), and in a "
+            "tree those are not a node's ancestors"
         )
-    if getattr(model, "supports_realtime", False):
-        raise ValueError(
-            f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: vLLM "
-            "may add embeddings to the tokens that it decodes, row by row (supports_realtime), and "
-            "a node's depth is not its row. Use another target, or a chain method of vLLM's own."
+    elif own_state is not None:
+        reason = (
+            f"its inputs are made by a class of its own, {own_state().__name__}, which may take "
+            "the rows of a request for consecutive tokens, and in a tree they are not"
         )
+    elif getattr(model, "supports_realtime", False):
+        reason = (
+            "vLLM may add embeddings to the tokens that it decodes, row by row "
+            "(supports_realtime), and a node's depth is not its row"
+        )
+    else:
+        return
+    raise ValueError(
+        f"Speculative method {method!r} cannot verify trees in {type(model).__name__}: {reason}. "
+        "Use another target, or a chain method of vLLM's own."
+    )
 
 
 def vocabulary_tables(

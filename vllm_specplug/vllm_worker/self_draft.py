@@ -127,13 +127,8 @@ class SelfDraft:
             "Partial caches: %d requests with %d tokens each, %.1f MiB",
             self.pool.max_requests,
             spec.budget,
-            self.num_bytes / 2**20,
+            self.pool.num_bytes / 2**20,
         )
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of the partial caches."""
-        return self.pool.num_bytes
 
     def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
         """Whether the pool has room for all of these requests at once."""
@@ -171,11 +166,8 @@ class SelfDraft:
         return hidden[:count], aux[0][:count]
 
 
-def partial_cache_bytes(state: RunnerView) -> int:
+def partial_cache_bytes(state: RunnerView, spec: PartialCacheSpec) -> int:
     """Returns the bytes that the runner's partial caches will take."""
-    spec = state.drafter.partial_cache_spec()
-    if spec is None:
-        return 0
     requests = regions_of(state, spec)
     # A device needs one more page, for writes that go nowhere; a CPU only if it has no region.
     return sum(

@@ -46,7 +46,7 @@ def watching() -> Iterator[Watched]:
 
     def watched(self: Any, layer: Any, query: Any, key: Any, value: Any, output: Any) -> None:
         attend(self, layer, query, key, value, output)
-        index, pool = self.layer_index[layer.layer_name], self.pool
+        index, pool = self.draft.layer_index[layer.layer_name], self.draft.pool
         pages, dim, device = pool.target_pages[index], query.shape[-1], query.device
         for r, drafted in enumerate(self.contexts.is_drafted):
             if not drafted:
@@ -60,8 +60,8 @@ def watching() -> Iterator[Watched]:
             positions = at.expand(len(heads), -1)
             if r in self.partial:
                 place = self.partial.index(r)
-                region = self.regions[place].index
-                if self.due[place]:
+                region = self.moves.regions[place].index
+                if self.moves.due[place]:
                     positions = _chosen(query[r], context, pool)
                     tail = pool.budget - 1
                     seen.chosen += 1

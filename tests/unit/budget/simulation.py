@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep
+from vllm_specplug.budget import AdaptiveBudget, Batch, Calibration, NextStep
 from vllm_specplug.tree import DraftTree, build_tree
 
 DEPTH, WIDTH, NODES = 7, 6, 32
@@ -175,15 +175,16 @@ class Server:
                 caps=[NODES] * len(running),
                 forward_limits=reach,
                 fixed=[False] * len(running),
-                num_roots=len(running),
-                root_context=200 * len(running),
+                batch=Batch(len(running), 200 * len(running)),
             )
-            depths = budget.plan(step, [DraftTree.empty()] * len(running))
+            plan = budget.plan(step, [DraftTree.empty()] * len(running))
+            depths = plan.depths.tolist()
             trees = budget.trim(
+                plan,
                 [
                     tree.subset(np.flatnonzero(tree.depths <= depth).tolist())
                     for (tree, _), depth in zip(full, depths, strict=True)
-                ]
+                ],
             )
         else:
             trees = [tree.prefix(min(budget, tree.num_nodes)) for tree, _ in full]

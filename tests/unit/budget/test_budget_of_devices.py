@@ -8,7 +8,14 @@ import pytest
 
 from tests.unit.budget.simulation import accepted_path
 from tests.unit.scripts import load_script
-from vllm_specplug.budget import AdaptiveBudget, Calibration, NextStep, RowBudget, StepCostModel
+from vllm_specplug.budget import (
+    AdaptiveBudget,
+    Batch,
+    Calibration,
+    NextStep,
+    RowBudget,
+    StepCostModel,
+)
 from vllm_specplug.tree import DraftTree, build_tree
 
 model = load_script("../bench/gpu/acceptance_model")
@@ -60,13 +67,14 @@ def served(a: float, batch: int, steps: int = 250) -> float:
     budget = AdaptiveBudget(StepCostModel(costs), RowBudget(NODES, 4096, 4096, batch), DEPTH)
     names, rng = [str(r) for r in range(batch)], np.random.default_rng(0)
     step = NextStep(
-        names, [CONTEXT] * batch, [NODES] * batch, [DEPTH] * batch, [False] * batch, batch,
-        batch * CONTEXT,
+        names, [CONTEXT] * batch, [NODES] * batch, [DEPTH] * batch, [False] * batch,
+        Batch(batch, batch * CONTEXT),
     )  # fmt: skip
     tokens = ms = 0.0
     for number in range(steps):
-        depths = budget.plan(step, [DraftTree.empty()] * batch)
-        kept = budget.trim([trees[d] for d in depths])
+        plan = budget.plan(step, [DraftTree.empty()] * batch)
+        depths = plan.depths.tolist()
+        kept = budget.trim(plan, [trees[d] for d in depths])
         drawn = np.searchsorted(np.cumsum(ranks), rng.random((batch, DEPTH)))
         truths = (drawn + np.arange(DEPTH) * WIDTH).tolist()
         paths = [accepted_path(tree, truth) for tree, truth in zip(kept, truths, strict=True)]

@@ -18,15 +18,6 @@ def slots(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 
 
-def test_equal_requests_count_alike() -> None:
-    """Negative control of all others: without a difference nothing is weighed."""
-    all_pace = FairnessWeights()
-    for _ in range(20):
-        all_pace.step(slots(0, 1), 2, 1.3)
-        all_pace.accepted(slots(0, 1), slots(1, 1))
-    assert all_pace.weights(slots(0, 1), 2).tolist() == [1.0, 1.0]
-
-
 def test_who_is_behind_counts_more_until_it_caught_up() -> None:
     both = FairnessWeights()
     for _ in range(20):

@@ -87,24 +87,6 @@ def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
     assert not backlog.is_incomplete("c")
 
 
-def test_a_slot_belongs_to_its_last_token() -> None:
-    """Pages go from request to request; what waited for an earlier token is never written."""
-    cache = _Cache()
-    backlog = _idle(cache)
-    _step(backlog, ["a"], [(0, 8)])
-    backlog.forget(["a"])
-    _step(backlog, ["b"], [(0, 4)], base=100)
-    backlog.begin("c", _slots(0, 8))
-    assert cache.values == {0: 100, 1: 101, 2: 102, 3: 103, 4: 4, 5: 5, 6: 6, 7: 7}
-    # Written first and put off later.
-    backlog.forget(["b", "c"])
-    _step(backlog, ["d"], [(4, 8)], base=200)
-    backlog.forget(["d"])
-    backlog.begin("e", _slots(0, 8))
-    assert [cache.values[slot] for slot in range(4, 8)] == [204, 205, 206, 207]
-    assert not backlog.is_incomplete("e")
-
-
 def test_a_full_room_takes_nothing_from_running_requests() -> None:
     cache = _Cache()
     backlog = _idle(cache, rows=10)

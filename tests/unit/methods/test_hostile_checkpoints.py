@@ -329,9 +329,12 @@ def places(config: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     return [(part, name) for part in parts for name in sorted(part)]
 
 
-@pytest.mark.parametrize(
+READERS = pytest.mark.parametrize(
     "make", [_longspec, _tokenswift, _local, _dspark, _dflash2, _scaled, _eagle3, _assistant]
 )
+
+
+@READERS
 @pytest.mark.parametrize("examples", [50, pytest.param(250, marks=pytest.mark.full)])
 def test_any_value_in_any_field_is_taken_or_refused(
     make: Any, examples: int, tmp_path: Path
@@ -353,6 +356,31 @@ def test_any_value_in_any_field_is_taken_or_refused(
         taken_or_refused(lambda: read(tmp_path, target))
 
     check()
+
+
+@READERS
+def test_tensors_that_do_not_fit_the_config_are_named(make: Any, tmp_path: Path) -> None:
+    target, read = make(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    floats = [name for name, tensor in sorted(tensors.items()) if tensor.is_floating_point()]
+    gone, other = floats[-1], floats[-2]
+    del tensors[gone]
+    tensors[other] = torch.zeros(3, 5, 7)
+    save_file(tensors, file)
+    # Names may have another prefix inside.
+    missing, misshapen = gone.removeprefix("model."), other.partition(".")[2] or other
+    with pytest.raises(ValueError, match=rf"missing {missing} .*misshapen \S*{misshapen}: config"):
+        read(tmp_path, target)
+
+
+@READERS
+@pytest.mark.parametrize("field", ["hidden_size", "vocab_size"])
+def test_a_head_of_another_target_is_refused(make: Any, field: str, tmp_path: Path) -> None:
+    target, read = make(tmp_path)
+    other = target[field] + 8
+    with pytest.raises(ValueError, match=rf"{field} = {target[field]}, legal: {other}"):
+        read(tmp_path, {**target, field: other})
 
 
 @pytest.mark.parametrize("make", [_longspec, _tokenswift])

@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy import stats
 
 from tests.unit.tree.candidates import tree_of
 from tests.unit.tree.walk_oracle import walk_on_host
-from tests.unit.vllm_v2.steps import VOCAB, attached, input_batch, stored, trees
+from tests.unit.vllm_v2.steps import VOCAB, attached, input_batch, trees
 from vllm_specplug.kernels import ancestor_words as words_on_host
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import (
@@ -110,42 +109,6 @@ def _slots(context: int, rng: np.random.Generator, first_block: int) -> np.ndarr
     """Cache slots of a root at position `context` and of the 12 rows behind it."""
     blocks, positions = first_block + rng.permutation(40), context + np.arange(13)
     return blocks[positions // BLOCK] * BLOCK + positions % BLOCK
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_two_tokens_have_the_targets_joint_distribution(biased: bool) -> None:
-    """Though drafts hold some of them. The control draws again where no child has the sample."""
-    trials, draws = 20_000, np.random.default_rng(0)
-    target = np.random.default_rng(1)
-    first, second = target.dirichlet(np.ones(4)), target.dirichlet(np.ones(4), size=4)
-    tree = tree_of([2, 0, 2, 1], [-1, -1, 0, 0])
-    # Requests that are walked together.
-    together = 100
-    slots, contexts = list(range(together)), [5] * together
-    store = TreeStore(together, 4, VOCAB, CPU)
-    tokens = torch.nn.functional.pad(stored(store, [tree] * together, slots, contexts), (1, 0))
-    step = attach_trees(store, step_rows(input_batch(slots, contexts, [4] * together), 4))
-    pairs = np.zeros((4, 4))
-    accepted = 0
-    for _ in range(trials // together):
-        drawn = np.empty((together, 5), np.int64)
-        for row, p in enumerate([first, *second[tree.token_ids]]):
-            drawn[:, row] = draws.choice(4, together, p=p)
-            if biased:
-                held = tree.token_ids[tree.parent_indices == row - 1]
-                drawn[:, row] = np.where(
-                    np.isin(drawn[:, row], held), drawn[:, row], draws.choice(4, together, p=p)
-                )
-        walk = walk_trees(step, torch.from_numpy(drawn).flatten(), tokens.flatten())
-        accepted += int(walk.lengths.sum())
-        for emitted, length in zip(walk.emitted.tolist(), walk.lengths.tolist(), strict=True):
-            # Without an accepted draft the next step samples the second token plainly.
-            last = emitted[1] if length else draws.choice(4, p=second[emitted[0]])
-            pairs[emitted[0], last] += 1
-    assert trials / 4 < accepted < trials * 2
-    expected = trials * first[:, None] * second
-    p_value = stats.chisquare(pairs.flatten(), expected.flatten()).pvalue
-    assert p_value < 1e-6 if biased else p_value > 1e-3
 
 
 @given(st.lists(trees(), min_size=1, max_size=3), st.data())

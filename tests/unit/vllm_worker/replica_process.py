@@ -17,13 +17,13 @@ import torch
 from vllm.config import ParallelConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
+from tests.unit.vllm_worker.clocked_runner import ClockedRunner
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
 
 TIMEOUT = timedelta(seconds=30)
 
 
-class Replica(SleepingRunner):
+class Replica(ClockedRunner):
     def _dummy_run(self, rows: int, context_len: int, **kwargs: Any) -> Any:
         torch.distributed.monitored_barrier(timeout=TIMEOUT)
         return super()._dummy_run(rows, context_len, **kwargs)
@@ -35,7 +35,8 @@ def main(rank: int, port: int, folder: str) -> None:
         init_distributed_environment(1, 0, "env://", 0, "gloo")
         initialize_model_parallel(1)
         replica = Replica(row_ms=0.02 + 3.0 * rank)
-        start_budget(replica.planner, replica.state)
+        with replica.clock():
+            start_budget(replica.planner, replica.state)
     torch.distributed.monitored_barrier(timeout=TIMEOUT)
     adaptive = replica.planner.adaptive
     (Path(folder) / f"{rank}.json").write_text(

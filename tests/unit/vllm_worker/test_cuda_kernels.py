@@ -14,16 +14,15 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import AttnFeatures, FeatureKind
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
-from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_worker import cuda_kernels
 from vllm_specplug.vllm_worker.cuda_kernels import (
     CudaKernels,
-    LayerSample,
     StepLimits,
 )
 from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
+from vllm_specplug.vllm_worker.ranks import slowest_rank_values
 
 CPU = torch.device("cpu")
 LIMITS = StepLimits(num_requests=4, num_rows=64, tree_rows=5, context=512)
@@ -36,65 +35,6 @@ def backend() -> CudaKernels:
     backend.kernel = ChosenKernel("cute", lambda *args: None, "")
     backend.views = gpu_cache_views
     return backend
-
-
-@pytest.mark.parametrize("tree_rows", [1, 9, 65, 257])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (8, 2), (7, 1)])
-def test_warm_up_runs_every_variant_a_step_can_take(monkeypatch, tree_rows, heads, kv_heads):
-    """Steps have trees of any size up to the largest; none may compile while serving."""
-    pytest.importorskip("triton")
-    from vllm_specplug.kernels import (
-        finite_values_triton,
-        kv_compact_triton,
-        tree_builder_triton,
-        tree_words_triton,
-    )
-    from vllm_specplug.kernels.tree_attn_triton import config_for, tail_config
-
-    ran, words, built, moved, stored = set(), set(), [], [], []
-    heap_size = tree_builder_triton._heap_size
-
-    def configs(trees, rows):
-        packed_rows = rows * heads // kv_heads
-        config = config_for(CPU, packed_rows, 64, 2)
-        return config, tail_config(config, CPU, trees, kv_heads, packed_rows)
-
-    def attend(query, key_cache, value_cache, output, meta, scale):
-        for config in configs(meta.num_trees, meta.max_rows):
-            ran.add((config, meta.max_context > 0))
-
-    def fill(plan, parent_rows, out, max_rows):
-        words.add(out.shape[1])
-
-    limits = StepLimits(4, 4 * tree_rows, tree_rows, 4096)
-    backend = CudaKernels("auto", heads, limits, CPU)
-    backend.kernel = ChosenKernel("triton", attend, "")
-    backend.block_size = 16
-    cache = torch.zeros(2, 16, kv_heads, 64, dtype=torch.bfloat16)
-    backend.groups = [(0, kv_compact_triton.LayerCaches.of([(cache, cache)]))]
-    backend.samples = [LayerSample(heads, PLAIN, cache, cache)]
-    backend.dtype = cache.dtype
-    monkeypatch.setattr(tree_words_triton, "fill_tree_words", fill)
-    monkeypatch.setattr(
-        kv_compact_triton, "compact_paths_triton", lambda *args: moved.append(args[2].tolist())
-    )
-    monkeypatch.setattr(
-        tree_builder_triton,
-        "build_best_first_triton",
-        lambda *args: built.append(heap_size(args[-1])),
-    )
-    monkeypatch.setattr(
-        finite_values_triton, "store_isolated_triton", lambda *kv: stored.append(kv[0].shape[1:])
-    )
-    waits = []
-    backend.run_every_variant(lambda: waits.append(0))
-    sizes = range(1, tree_rows + 1)
-    wanted = {config for r in sizes for trees in range(1, 5) for config in configs(trees, r)}
-    assert ran == {(config, long) for config in wanted for long in (False, True)}
-    assert words == {-(-r // 64) for r in sizes}
-    assert built == sorted({heap_size(r - 1) for r in sizes if r > 1})
-    assert moved == [[0]] and len(waits) >= len(ran)
-    assert stored == [(kv_heads, 64)]
 
 
 def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
@@ -166,6 +106,8 @@ def test_a_quantised_cache_takes_a_kernel_for_the_models_dtype(monkeypatch):
     chosen = []
 
     def choose(requested, shape, *rest, **use):
+        # The slowest rank decides.
+        assert slowest_rank_values in rest
         chosen.append((shape.dtype, shape.kinds))
         return ChosenKernel("triton", print, "")
 

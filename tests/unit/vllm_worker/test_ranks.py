@@ -35,16 +35,6 @@ def _run_all(module: str, arguments: list[list[Any]], folder: Path) -> None:
     assert status == 0, log.read_text()[-8000:]
 
 
-def test_ranks_choose_one_kernel(tmp_path: Path) -> None:
-    """The one whose slowest rank is fastest, for the target's trees and for drafts."""
-    _run_all("kernel_choice_process", [[rank, 2, str(tmp_path)] for rank in range(2)], tmp_path)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    # What there is to agree on.
-    assert (first["alone"], second["alone"]) == ("cute", "triton")
-    for use in ("target", "drafts"):
-        assert first[use] == second[use] == "triton"
-
-
 def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     """A slower clock does not change how many forwards run: a forward that the other replica does
     not join never ends."""
@@ -56,34 +46,23 @@ def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     assert first["rows"] and first == second
 
 
-@pytest.mark.parametrize("where", ["draft", "adapters", "forward", "collective"])
+@pytest.mark.parametrize("where", ["draft", "forward", "collective"])
 def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, where: str) -> None:
-    """Drafts are refused on both, or the budget is fixed on both, or both end as the target cannot
-    run; where the other one waits in a forward that only both can end, the worker that failed says
-    what failed, and ends."""
+    """Both end; where the other one waits in a forward that only both can end, the worker that
+    failed says what failed, and ends."""
     from vllm.utils.network_utils import get_open_port
 
     port = get_open_port()
     _run_all("failing_process", [[rank, port, str(tmp_path), where] for rank in range(2)], tmp_path)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first["fixed"] and second["fixed"]
     if where == "collective":
-        assert first["ended"] is not None
-        assert "MemoryError in what all workers do together: no room" in second["ended"]
+        assert first
         # What `WorkerProc` does not take for an answer to its executor.
-        assert second["kind"] == "SystemExit"
+        assert second[0] == "SystemExit"
+        assert "MemoryError in what all workers do together: no room" in second[1]
         return
-    if where == "forward":
-        assert "another worker failed" in first["ended"]
-        assert "MemoryError: no room on this device" in second["ended"]
-        assert first["kind"] == second["kind"] == "TargetForwardError"
-        return
-    assert first["ended"] is None and second["ended"] is None
-    if where == "adapters":
-        assert first["refused"] is None and second["refused"] is None
-        return
-    assert "another worker could not" in first["refused"]
-    assert "MemoryError: no room on this device" in second["refused"]
+    assert first[0] == second[0] == "RuntimeError"
+    assert "another worker" in first[1] and "MemoryError: no room on this device" in second[1]
 
 
 def _tree(*token_ids: int) -> DraftTree:

@@ -9,73 +9,45 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.vllm_worker.clocked_runner import ClockedRunner
 from vllm_specplug.vllm_worker import warmup as module
-from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.warmup import dummy_requests, warm_up_draft
 
 
-class _Drafter:
-    attends_context = False
-    warmup_depth = 3
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[list[int], list[int]]] = []
-        self.forgotten: list[str] = []
-
-    def propose(self, requests: Any) -> None:
-        (tokens,) = requests.token_ids
-        assert len(tokens) == requests.context_lens[0] + 1 and tokens.min() > 0
-        self.seen.append((requests.context_lens, requests.forward_depths))
-
-    def warmup(self, requests: Any) -> None:
-        self.propose(requests)
-
-    def forget(self, req_ids: list[str]) -> None:
-        self.forgotten += req_ids
-
-
 @pytest.fixture
-def state(monkeypatch: pytest.MonkeyPatch) -> Any:
+def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a device; it counts how often it was waited for."""
     monkeypatch.setattr(module, "any_failed", bool)
-    options = SimpleNamespace(num_nodes=8, tree_width=4, vocab_size=20)
-    runner = SimpleNamespace(
-        drafter=SimpleNamespace(drafter=_Drafter(), options=options),
-        device=torch.device("meta"),
-        max_model_len=1000,
-        waits=0,
-    )
-
-    def wait() -> None:
-        runner.waits += 1
-
-    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
-    return RunnerView(runner)
+    made: Any = ClockedRunner()
+    made.device, made.waits = torch.device("meta"), []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: made.waits.append(1))
+    return made
 
 
-def test_warm_up_drafts_every_depth(state: Any) -> None:
-    warm_up_draft(state)
-    depths = (1, 2, 3)
-    assert state.drafter.seen == [([context], [d]) for context in (7, 996) for d in depths]
-    assert set(state.drafter.forgotten) == {"specplug-warmup-0"}
-    assert state.runner.waits == 1
+def test_warm_up_drafts_every_depth(runner: Any) -> None:
+    warm_up_draft(runner.state)
+    drafter = runner.drafter.drafter
+    seen = [(requests.context_lens, requests.forward_depths) for requests in drafter.seen]
+    assert seen == [([context], [depth]) for context in (7, 1020) for depth in (1, 2, 3)]
+    for requests in drafter.seen:
+        (tokens,) = requests.token_ids
+        assert len(tokens) == requests.context_lens[0] + 1 and tokens.min() > 0
+    assert drafter.forgotten == {"specplug-warmup-0"} and len(runner.waits) == 1
+    # A method without a forward has nothing to warm up.
+    drafter.warmup_depth = 0
+    warm_up_draft(runner.state)
+    assert len(drafter.seen) == 6
 
 
-def test_a_method_without_a_forward_has_nothing_to_warm_up(state: Any) -> None:
-    state.drafter.warmup_depth = 0
-    warm_up_draft(state)
-    assert not state.drafter.seen
-
-
-def test_a_draft_that_fails_is_forgotten_too(state: Any) -> None:
-    state.drafter.propose = lambda requests: 1 // 0
-    with pytest.raises(ZeroDivisionError), dummy_requests(state, 2, 3) as requests:
-        state.drafter.propose(requests)
+def test_a_draft_that_fails_is_forgotten_too(runner: Any) -> None:
+    runner.drafter.options.vocab_size = 20
+    with pytest.raises(ZeroDivisionError), dummy_requests(runner.state, 2, 3) as requests:
+        raise ZeroDivisionError
     assert [len(tokens) for tokens in requests.token_ids] == [8, 8]
     # Requests differ, so that their rows take different experts.
     first, second = (set(tokens.tolist()) for tokens in requests.token_ids)
     assert first.isdisjoint(second) and max(first | second) < 20
-    assert state.drafter.forgotten == ["specplug-warmup-0", "specplug-warmup-1"]
+    assert runner.drafter.drafter.forgotten == {"specplug-warmup-0", "specplug-warmup-1"}
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -23,8 +23,7 @@ from vllm.logger import init_logger
 
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
-from vllm_specplug.vllm_worker.ranks import any_failed as any_failed_worker
-from vllm_specplug.vllm_worker.ranks import first_worker_values
+from vllm_specplug.vllm_worker.ranks import any_failed, first_worker_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.warmup import dummy_requests
 
@@ -47,14 +46,6 @@ _SHORT_CONTEXT = 64
 _CONTEXT_ROWS = 8
 _LONG_CONTEXT = 2048
 _MIN_CONTEXT_SPAN = 256
-
-
-class CalibrationError(RuntimeError):
-    """Step costs could not be measured on some worker. Every worker raises it."""
-
-
-class TargetForwardError(RuntimeError):
-    """A forward of the target failed on some worker. Every worker raises it."""
 
 
 @dataclass(frozen=True)
@@ -105,9 +96,8 @@ class Calibrator:
         """Returns times by rows, by context, and of the draft forward, equal on all workers.
 
         Raises:
-            CalibrationError: on every worker, if a draft failed on any, or the creation of dummy
-                adapters.
-            TargetForwardError: on every worker, if a forward of the target failed on any.
+            RuntimeError: on every worker, if a forward, a draft or the creation of dummy adapters
+                failed on any.
         """
         with ExitStack() as stack:
             # Adapters take memory, which one worker may lack.
@@ -117,7 +107,7 @@ class Calibrator:
     def _measure(self) -> Calibration:
         context = max(1, min(_SHORT_CONTEXT, self.state.max_model_len - 1))
         # The first forward of a process allocates memory, so its time does not count.
-        self._run_target(lambda: self.state.dummy_forward(1, context))
+        self.run(lambda: self.state.dummy_forward(1, context), self._calls)
         sizes: list[int] = []
         for rows in filter(self._fits, self._sizes()):
             # Stop early enough for at least two more passes.
@@ -227,7 +217,7 @@ class Calibrator:
             calls: number of calls to time in a row; more than one follow an untimed call.
 
         Raises:
-            CalibrationError: on every worker, if it failed on any.
+            RuntimeError: on every worker, if it failed on any.
         """
         elapsed_ms = 0.0
         failure: Exception | None = None
@@ -236,10 +226,13 @@ class Calibrator:
         except Exception as error:
             failure = error
         if self.any_failed(failure):
-            reason = "another worker failed"
+            reason = "another worker failed; its log says why"
             if failure is not None:
                 reason = f"{type(failure).__name__}: {failure}"
-            raise CalibrationError(reason) from failure
+            raise RuntimeError(
+                f"Step costs cannot be measured: {reason}. It would fail while serving. Where "
+                'serving needs less, set tree_budget to a number: only "auto" measures costs.'
+            ) from failure
         return elapsed_ms
 
     def _timed(self, call: Callable[[], object], calls: int) -> float:
@@ -254,22 +247,12 @@ class Calibrator:
         self.state.wait_for_device()
         return clock.between(start, end) / calls
 
-    def _run_target(self, call: Callable[[], object]) -> float:
-        """`run` for a forward of the target, without which the engine cannot serve."""
-        try:
-            return self.run(call, self._calls)
-        except CalibrationError as error:
-            raise TargetForwardError(
-                f"A forward of the target failed while step costs were measured ({error}); it "
-                "would fail while serving"
-            ) from error.__cause__
-
     def _time_rows(self, rows: int, context: int) -> None:
         """Times a forward of `rows` and the logits of all of them."""
         context = min(max(context, rows), self.state.max_model_len)
         hidden = self._time_forward("rows", rows, context)
         logits = partial(self.state.logits, hidden[:rows])
-        self._note("rows logits", float(rows), self._run_target(logits))
+        self._note("rows logits", float(rows), self.run(logits, self._calls))
 
     def _time_forward(self, part: str, rows: int, context: int) -> torch.Tensor:
         """Times a forward of the target and returns its hidden states."""
@@ -278,12 +261,12 @@ class Calibrator:
         def forward() -> None:
             hidden[:] = [self.state.tree_forward(rows, context)]
 
-        self._note(part, float(rows), self._run_target(forward))
+        self._note(part, float(rows), self.run(forward, self._calls))
         return hidden[0]
 
     def _time_trees(self, part: str, trees: int, context: int) -> None:
         forward = partial(self.state.trees_forward, trees, context)
-        self._note(part, float(trees), self._run_target(forward))
+        self._note(part, float(trees), self.run(forward, self._calls))
 
     def _draft_sizes(self) -> list[tuple[int, int]]:
         """Returns number of requests and depth of each draft forward to time; none if the method
@@ -314,23 +297,13 @@ class Calibrator:
 def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
     """Measures step costs for an adaptive budget. Call it once the model is ready to serve.
 
-    If any worker cannot measure them, the budget is fixed on all.
-
     Raises:
-        TargetForwardError: on every worker, if a forward of the target failed on any.
+        RuntimeError: on every worker, if a forward or a draft failed on any.
     """
     if not planner.is_adaptive:
         return
     start = time.perf_counter()
-    try:
-        calibration = Calibrator(state, first_worker_values, any_failed_worker).measure()
-    except CalibrationError as error:
-        logger.warning(
-            "Tree budget: step costs could not be measured (%s); trees take a fixed budget of "
-            "num_speculative_tokens nodes",
-            error,
-        )
-        return
+    calibration = Calibrator(state, first_worker_values, any_failed).measure()
     if get_world_group().is_first_rank:
         _log(calibration, time.perf_counter() - start)
     planner.adaptive = AdaptiveBudget(

@@ -16,7 +16,7 @@ from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from vllm_specplug.budget import AdaptiveBudget, NextStep, RowBudget
+from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, RowBudget
 from vllm_specplug.metrics import SpecPlugMetrics
 from vllm_specplug.options import RequestBudget, max_scheduled_rows, parse_request_budget
 from vllm_specplug.tree import DraftTree
@@ -35,27 +35,6 @@ logger = init_logger("vllm.specplug.planner")
 
 # An engine's first steps touch memory for the first time, so their times do not count.
 _WARM_UP_STEPS = 3
-
-
-@dataclass
-class Batch:
-    """The rows of the next step other than drafts."""
-
-    num_roots: int = 0
-    """Requests that yield a token in it."""
-    root_context: int = 0
-    """Tokens that these rows attend."""
-    other_rows: int = 0
-    """Prompt rows, which yield no token."""
-    other_context: int = 0
-    req_ids: Sequence[str] = ()
-    """All requests of the batch if later drafts of the same batch may be skipped; else empty."""
-
-    def add_prompt(self, num_computed: int, num_left: int, max_num_tokens: int) -> None:
-        """Adds the prompt rows of a request, as many as fit a step of `max_num_tokens`."""
-        rows = max(0, min(num_left, max_num_tokens - self.num_roots))
-        self.other_rows += rows
-        self.other_context += rows * (num_computed + rows // 2)
 
 
 @dataclass
@@ -335,18 +314,19 @@ class DraftPlanner:
         if not skips_lookup:
             looked_up = self._valid(drafter.lookup(requests))
         pending_ms = drafter.pending_context_ms(requests.req_ids)
-        depths = budget.plan(_next_step(drafter, requests, batch, fixed, pending_ms), looked_up)
+        plan = budget.plan(_next_step(drafter, requests, batch, fixed, pending_ms), looked_up)
+        depths = plan.depths.tolist()
         drafter.set_deferred(not budget.expects_drafts)
         has_forward = any(depths)
         if has_forward:
             requests.forward_depths[:] = depths
-            if budget.thresholds is not None:
+            if plan.thresholds is not None:
                 # Reserved rows cost the same without a node: they are filled.
-                min_node_prob = budget.thresholds.node if room is None else 0.0
+                min_node_prob = plan.thresholds.node if room is None else 0.0
                 requests = replace(
                     requests,
                     min_node_prob=min_node_prob,
-                    min_level_prob=budget.thresholds.level,
+                    min_level_prob=plan.thresholds.level,
                 )
             show_committed()
             is_pending = any(ms and depth for ms, depth in zip(pending_ms, depths, strict=True))
@@ -361,7 +341,7 @@ class DraftPlanner:
         drafted = looked_up
         if has_forward or not (can_forward or skips_lookup):
             drafted = self._valid(drafter.propose(requests))
-        trees = budget.trim(drafted)
+        trees = budget.trim(plan, drafted)
         if is_optional and not (skips_lookup or has_forward):
             budget.lookups.observe(budget.saved_ms, (time.perf_counter() - began) * 1e3)
         self.wanted = [
@@ -530,10 +510,7 @@ def _next_step(
             min(depth, deepest) if ms < math.inf else 0
             for depth, ms in zip(requests.depths, pending_ms, strict=True)
         ],
-        num_roots=batch.num_roots,
-        root_context=batch.root_context,
-        other_rows=batch.other_rows,
-        other_context=batch.other_context,
+        batch=batch,
         pending_ms=[0.0 if ms == math.inf else ms for ms in pending_ms],
     )
 

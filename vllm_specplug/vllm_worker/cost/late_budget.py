@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_specplug.budget import AdaptiveBudget, NextStep, Plan
+from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan
 from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:
-    from vllm_specplug.vllm_worker.cost.draft_planner import Batch, DraftPlanner
+    from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
 
 _EMPTY = DraftTree.empty()
 
@@ -57,16 +57,9 @@ class LateBudget:
             caps=caps,
             forward_limits=[max(0, min(depth, self.deepest)) for depth in depths],
             fixed=[self.planner.has_own_budget(req_id) for req_id in req_ids],
-            num_roots=batch.num_roots,
-            root_context=batch.root_context,
-            other_rows=batch.other_rows,
-            other_context=batch.other_context,
+            batch=batch,
         )
-        budget = self.budget
-        budget.plan(step, [self._lookups.get(req_id, _EMPTY) for req_id in req_ids])
-        plan, budget.planned = budget.planned, None
-        assert plan is not None
-        return plan
+        return self.budget.plan(step, [self._lookups.get(req_id, _EMPTY) for req_id in req_ids])
 
     def wanted(
         self,

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from vllm_specplug.drafting.method import Capability
-from vllm_specplug.options import option_error
 from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, target_layer
 from vllm_specplug.vllm_worker.memory.window_cache import window_bytes
 from vllm_specplug.vllm_worker.ranks import first_rank_values
@@ -17,26 +16,24 @@ from vllm_specplug.vllm_worker.self_draft import partial_cache_bytes
 
 
 def memory_for_caches(state: RunnerView, available: int) -> int:
-    """Returns the bytes of `available` that remain for vLLM's caches.
+    """Returns the bytes of `available` that remain for vLLM's caches on a CPU.
 
     Raises:
         ValueError: if none remain.
     """
-    drafter = state.drafter
-    available = _without_tree_states(state, available)
-    partial_bytes = partial_cache_bytes(state)
-    if partial_bytes >= available:
-        kept = drafter.partial_cache_spec()
-        assert kept is not None
-        requests, budget = kept.options
-        raise option_error(
-            requests,
-            kept.max_requests,
-            f"partial caches of {budget}={kept.budget} tokens each take "
-            f"{partial_bytes / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches",
-            f"Lower {requests} or {budget}, or raise VLLM_CPU_KVCACHE_SPACE",
-        )
-    return _without_windows(state, available) - partial_bytes
+    rows = max_tree_rows(state)
+    # What tree rows keep until the walk.
+    states = (
+        rows * state.state_layers.row_bytes,
+        f"the states of {rows} rows of trees (lower max_step_rows, num_speculative_tokens or "
+        "max_num_seqs)",
+    )
+    parts = [states, *_drafter_parts(state)]
+    needed = sum(size for size, _ in parts)
+    if needed >= available:
+        limit = f"all of the {available / 2**20:.0f} MiB for caches (raise VLLM_CPU_KVCACHE_SPACE)"
+        raise _no_room(parts, limit)
+    return available - needed
 
 
 def drafter_memory(state: RunnerView) -> torch.Tensor:
@@ -45,26 +42,12 @@ def drafter_memory(state: RunnerView) -> torch.Tensor:
     Raises:
         ValueError: if the device has less free memory.
     """
-    window, kept = state.drafter.window_spec(), state.drafter.partial_cache_spec()
-    size = partial_cache_bytes(state)
-    if window is not None:
-        size += window_bytes(window, state.max_requests, state.dtype)
+    parts = _drafter_parts(state)
+    needed = sum(size for size, _ in parts)
     try:
-        return torch.empty(size, dtype=torch.uint8, device=state.device)
+        return torch.empty(needed, dtype=torch.uint8, device=state.device)
     except torch.OutOfMemoryError:
-        problem = f"take {size / 2**20:.0f} MiB, more than the device has free"
-        if kept is None:
-            assert window is not None
-            raise ValueError(
-                f"The draft head's windows of {window.size} tokens for {state.max_requests} "
-                f"requests {problem}. Lower --max-num-seqs."
-            ) from None
-        raise option_error(
-            kept.options[0],
-            kept.max_requests,
-            f"partial caches of {kept.options[1]}={kept.budget} tokens each {problem}",
-            f"Lower {kept.options[0]} or {kept.options[1]}",
-        ) from None
+        raise _no_room(parts, "more than the device has free") from None
 
 
 def max_tree_rows(state: RunnerView) -> int:
@@ -73,33 +56,28 @@ def max_tree_rows(state: RunnerView) -> int:
     return min(most, state.max_rows, state.max_requests * (state.drafter_options.num_nodes + 1))
 
 
-def _without_tree_states(state: RunnerView, available: int) -> int:
-    """Returns `available` without what tree rows keep in layers with a recurrent state until the
-    walk."""
-    rows = max_tree_rows(state)
-    kept = rows * state.state_layers.row_bytes
-    if kept >= available:
-        raise ValueError(
-            f"{rows} rows of trees keep {kept / 2**20:.0f} MiB in the target's layers with a "
-            f"state, all of the {available / 2**20:.0f} MiB for caches. Lower max_step_rows, "
-            "num_speculative_tokens or max_num_seqs, or raise VLLM_CPU_KVCACHE_SPACE."
-        )
-    return available - kept
+def _drafter_parts(state: RunnerView) -> list[tuple[int, str]]:
+    """Returns the parts of the drafter's memory outside of vLLM's pages: bytes, and what they are
+    for and depend on."""
+    parts = []
+    window, kept = state.drafter.window_spec(), state.drafter.partial_cache_spec()
+    if window is not None:
+        size = window_bytes(window, state.max_requests, state.dtype)
+        what = f"windows of {window.size} tokens for {state.max_requests} requests"
+        parts.append((size, f"{what} (lower max_num_seqs)"))
+    if kept is not None:
+        requests, budget = kept.options
+        what = f"{requests}={kept.max_requests} partial caches of {budget}={kept.budget} tokens"
+        parts.append((partial_cache_bytes(state, kept), f"{what} (lower {requests} or {budget})"))
+    return parts
 
 
-def _without_windows(state: RunnerView, available: int) -> int:
-    """Returns `available` without the drafter's windows."""
-    spec = state.drafter.window_spec()
-    if spec is None:
-        return available
-    windows = window_bytes(spec, state.max_requests, state.dtype)
-    if windows >= available:
-        raise ValueError(
-            f"The draft head's windows of {spec.size} tokens for {state.max_requests} requests "
-            f"take {windows / 2**20:.0f} MiB, all of the {available / 2**20:.0f} MiB for caches. "
-            "Lower --max-num-seqs, or raise VLLM_CPU_KVCACHE_SPACE."
-        )
-    return available - windows
+def _no_room(parts: list[tuple[int, str]], limit: str) -> ValueError:
+    needed = sum(size for size, _ in parts)
+    listed = "; ".join(f"{size / 2**20:.0f} MiB for {what}" for size, what in parts if size)
+    return ValueError(
+        f"Besides vLLM's caches, drafts need {needed / 2**20:.0f} MiB, {limit}: {listed}."
+    )
 
 
 def bind_drafter_memory(state: RunnerView, method: str) -> None:

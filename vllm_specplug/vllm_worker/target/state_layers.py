@@ -50,14 +50,14 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
         QwenGatedDeltaNetAttention,
     )
 
-    others = {n: x for n, x in found.items() if type(x) is not QwenGatedDeltaNetAttention}
-    if others:
-        _refuse(
-            others,
-            method,
-            "which is not the Gated DeltaNet of Qwen3-Next",
-            "Use a target with such layers or only attention, or a chain method of vLLM's own",
-        )
+    for name, layer in found.items():
+        if type(layer) is not QwenGatedDeltaNetAttention:
+            raise ValueError(
+                f"Speculative method {method!r} cannot verify trees in this target: layer {name!r} "
+                f"has a recurrent state ({type(layer).__name__}), which is not the Gated DeltaNet "
+                "of Qwen3-Next. Use a target with such layers or only attention, or a chain method "
+                "of vLLM's own."
+            )
     seams = (STATE_SEAMS, CPU_STATE_SEAMS if current_platform.is_cpu() else DEVICE_STATE_SEAMS)
     missing = [problem for each in seams for problem in each.verify()]
     if missing:
@@ -97,14 +97,6 @@ def check_state_blocks(kv_cache_config: Any, num_nodes: int, method: str) -> Non
                     f"{spec.block_size} tokens. Lower num_speculative_tokens, raise block_size or "
                     "set enable_prefix_caching=False (--no-enable-prefix-caching)."
                 )
-
-
-def _refuse(layers: Mapping[str, Any], method: str, why: str, remedy: str) -> None:
-    name, layer = next(iter(layers.items()))
-    raise ValueError(
-        f"Speculative method {method!r} cannot verify trees in this target: layer {name!r} has a "
-        f"recurrent state ({type(layer).__name__}), {why}. {remedy}."
-    )
 
 
 def _without_draft_states(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:

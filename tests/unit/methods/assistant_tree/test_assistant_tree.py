@@ -20,11 +20,11 @@ from tests.e2e.assistants import (
     make_assistant,
     make_followed_target,
 )
+from tests.unit.dense_trees import DenseTarget
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.engine_config import engine_config
 from tests.unit.methods.assistant_tree import published
-from tests.unit.methods.dense_trees import DenseTarget
-from tests.unit.tree.candidates import paths_of
+from tests.unit.methods.eagle3_tree.world import check_branches
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.methods.assistant_tree.checkpoint import load_assistant
@@ -77,21 +77,19 @@ class World:
     def draft(self) -> list[DraftTree]:
         return self.drafter.propose(requests_of(self.tokens, [16, 9, 16, 12, 16], [8, 8, 1, 3, 8]))
 
-    def worst_score(self, trees: list[DraftTree], **changes: Any) -> float:
-        """The largest difference between a node's log-probability and the module's."""
-        worst = 0.0
+    def check(self, trees: list[DraftTree], **changes: Any) -> None:
+        """Every node has the score that the module gives it after its branch."""
         for r, tree in enumerate(trees):
             tree.validate(VOCAB)
-            for i, (*before, token) in enumerate(paths_of(tree)):
-                parent = int(tree.parent_indices[i])
-                above = 0.0 if parent < 0 else float(tree.scores[parent])
+
+            def scores_along(before: list[int], r: int = r) -> torch.Tensor:
                 branch = [int(self.tokens[r][-1]), *before]
-                scores = logits_along(
+                logits = logits_along(
                     self.module, self.embed, self.states[r], self.caches[r], branch, **changes
                 )
-                expected = float(scores.log_softmax(-1)[token])
-                worst = max(worst, abs(float(tree.scores[i]) - above - expected))
-        return worst
+                return logits.log_softmax(-1)
+
+            check_branches(tree, scores_along, list(range(VOCAB)), 5e-4)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -104,15 +102,17 @@ def test_each_branch_equals_the_chain_along_it(
     trees = world.draft()
     assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12, 16]
     assert max(tree.max_depth for tree in trees) > 2
-    assert world.worst_score(trees) < 5e-4
+    world.check(trees)
     # The control: a window of one token more shows.
-    assert world.worst_score(trees, window=WINDOW + 1) > 5e-3
+    with pytest.raises(AssertionError):
+        world.check(trees, window=WINDOW + 1)
 
 
 def test_states_of_another_request_show(tmp_path: Path) -> None:
     world = World(tmp_path, grouped=False)
     world.states = world.states.roll(1, 0)
-    assert world.worst_score(world.draft()) > 5e-2
+    with pytest.raises(AssertionError):
+        world.check(world.draft())
 
 
 def written(folder: Path, **changes: Any) -> Path:

@@ -156,8 +156,6 @@ def test_saved_head_reads_back_unchanged(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "target", "words"),
     [
-        ({}, {"hidden_size": 64}, ["target_hidden_size = 16", "64"]),
-        ({}, {"vocab_size": 60}, ["vocab_size = 30", "60"]),
         ({}, {"num_hidden_layers": 3}, ["target_layer_ids = [1, 3]", "[3]", "0..2"]),
         ({"dflash_config": {"target_layer_ids": [1, 3]}}, {}, ["mask_token_id = None", "0..29"]),
         (

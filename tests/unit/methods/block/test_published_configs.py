@@ -37,19 +37,16 @@ def test_full_attention_of_speculators_heads_is_bidirectional(flag, why):
     assert config.draft_vocab_size == 32000 and config.rope_theta == 1e6
 
 
-@pytest.mark.parametrize(("flag", "causal"), [(None, True), (False, True), (True, False)])
-def test_sliding_layers_of_speculators_heads_are_causal_unless_they_say_otherwise(flag, causal):
+def test_sliding_layers_of_older_speculators_heads_are_causal():
     """The flag came with the layers, and has been false by default since."""
     layer = {
         "layer_types": ["sliding_attention"] * 16, "sliding_window": 2048,
         "use_sliding_window": True,
     }  # fmt: skip
     raw = changed(SPECULATORS_QWEN3_8B, transformer_layer_config=layer)
-    raw["sliding_window_non_causal"] = flag
-    if flag is None:
-        del raw["sliding_window_non_causal"]
+    del raw["sliding_window_non_causal"]
     config = BlockHeadConfig.from_dict(raw)
-    assert set(config.windows) == {2048} and set(config.layer_causal) == {causal}
+    assert set(config.windows) == {2048} and set(config.layer_causal) == {True}
 
 
 @pytest.mark.parametrize("stated", [True, False])

@@ -6,11 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tests.e2e.tiny import HIDDEN
-from tests.unit import drafters
-from tests.unit.methods.block.block_requests import VOCAB, NoContext
+from tests.unit.methods.block.tiny_drafters import VOCAB, tiny_drafter
 from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.methods.dels.resolve import DelsSettings
 
@@ -26,8 +22,4 @@ def load_drafter(
             "num_candidates": VOCAB, "gate_table_bytes": 1 << 20, **options,
         }
     )  # fmt: skip
-    torch.manual_seed(0)
-    embed, lm_head = torch.randn(2, VOCAB, HIDDEN)
-    drafter = drafters.load_drafter(cls, folder / "head", local, lm_head, embed)
-    drafter.bind_cache(NoContext())
-    return drafter
+    return tiny_drafter(cls, folder / "head", local)

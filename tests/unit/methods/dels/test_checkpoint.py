@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from tests.unit.methods.dels.local_heads import KINDS, TARGET, H, R, S, V, make, released
+from tests.unit.methods.dels.local_heads import KINDS, TARGET, H, V, make, released
 from vllm_specplug.methods.dels.checkpoint import (
     inspect_local_head,
     load_local_head,
@@ -114,17 +114,6 @@ def test_pickles_with_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFix
     with pytest.raises(ValueError, match="cannot be read in weights-only mode"):
         inspect_local_head(file, TARGET)
     assert "code ran" not in capsys.readouterr().out
-
-
-def test_wrong_tensors_are_named(tmp_path: Path) -> None:
-    save_local_head(tmp_path, make("gru_factorized"))
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    tensors["rank_proj.weight"] = torch.zeros(R, S + 1)
-    tensors["surprise"] = tensors.pop("prefix_gru.weight_ih_l0").clone()
-    save_file(tensors, file)
-    with pytest.raises(ValueError, match="missing prefix_gru.*unexpected surprise.*misshapen rank"):
-        inspect_local_head(tmp_path, TARGET)
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:

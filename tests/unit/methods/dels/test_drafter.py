@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_head, make_local_head
-from tests.unit.methods.block.block_requests import VOCAB, draft_requests
+from tests.unit.methods.block.tiny_drafters import VOCAB, draft_requests
 from tests.unit.methods.dels.dels_drafters import load_drafter
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.checkpoint import save_local_head

@@ -14,7 +14,6 @@ from tests.unit.tree.candidates import paths_of
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
-from vllm_specplug.tree import build_tree
 
 DEPTH = 4
 ALPHA, BETA = (0.2, 0.4, 0.3, 0.5), (0.1, 0.2, 0.3, 0.4)
@@ -123,18 +122,6 @@ def test_the_chain_is_the_papers() -> None:
         mixed = case.marginals[0] if i == 0 else case.fused(5, path)
         path.append(int(mixed.argmax()))
     assert tree.token_ids.tolist() == path
-
-
-def test_weights_of_zero_are_the_block_head_exactly() -> None:
-    zero = (0.0,) * DEPTH
-    case = Case(alpha=zero, beta=zero)
-    assert case.builder.is_idle and not Case().builder.is_idle
-    ids, log_probs = case.candidates(8)
-    (tree,) = case.builder.build(ids, log_probs, [5], [20], [DEPTH], [5])
-    oracle = build_tree(ids[0].numpy(), log_probs[0].numpy(), 20, tree_width=5, tree_depth=DEPTH)
-    assert tree.token_ids.tolist() == oracle.token_ids.tolist()
-    assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
-    assert tree.scores.tolist() == oracle.scores.tolist()
 
 
 def test_few_candidates_share_the_block_heads_mass() -> None:

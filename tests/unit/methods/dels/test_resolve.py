@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from tests.e2e.tiny import make_head, make_local_head
 from tests.unit.engine_config import engine_config
@@ -128,19 +127,3 @@ def test_counts_of_a_larger_vocabulary_are_refused(target: Path, spec: dict[str,
     # fewer are padded
     save_unigram(path, torch.ones(VOCAB - 3).long())
     assert _resolve(target, spec).plan.settings.unigram_path == str(path)
-
-
-def test_a_local_head_of_another_target_is_refused(target: Path, spec: dict[str, Any]) -> None:
-    folder = Path(spec["local_head"])
-    make_local_head(folder, VOCAB + 1)
-    with pytest.raises(ValueError, match=f"vocab_size = {VOCAB + 1}, legal: {VOCAB}"):
-        _resolve(target, spec)
-    make_local_head(folder, VOCAB)
-    config = json.loads((folder / "config.json").read_text())
-    tensors = load_file(folder / "model.safetensors")
-    tensors["prefix_gru.weight_ih_l0"] = torch.zeros(96, 80)
-    save_file(tensors, folder / "model.safetensors")
-    config.update(target_hidden_size=80, input_size=80)
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="target_hidden_size = 80, legal: 64"):
-        _resolve(target, spec)

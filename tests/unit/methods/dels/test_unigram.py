@@ -62,13 +62,11 @@ def test_a_write_that_fails_leaves_the_old_file(
 def test_bad_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no such file"):
         load_unigram(tmp_path / "u.safetensors")
-    for name in ("u.safetensors", "u.pt", "u.txt"):
-        (tmp_path / name).write_bytes(b"nothing")
+    (tmp_path / "u.txt").write_bytes(b"nothing")
+    torch.save({"other": COUNTS}, tmp_path / "u.pt")
+    for name in ("u.txt", "u.pt"):
         with pytest.raises(ValueError, match="cannot be read"):
             load_unigram(tmp_path / name)
-    torch.save({"other": COUNTS}, tmp_path / "u.pt")
-    with pytest.raises(ValueError, match="cannot be read"):
-        load_unigram(tmp_path / "u.pt")
     for counts in (torch.tensor([1.5]), torch.zeros(2, 2).long(), torch.tensor([3, -1])):
         with pytest.raises(ValueError, match="legal"):
             save_unigram(tmp_path / "w.safetensors", counts)

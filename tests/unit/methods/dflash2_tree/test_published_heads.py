@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
@@ -91,20 +90,6 @@ def test_each_branch_is_a_walk_of_the_selector(
             assert is_child or score + log_prob <= min(paths.values()) + 1e-4
 
 
-def test_a_chain_takes_the_likeliest_candidate_of_each_step(tmp_path: Path) -> None:
-    head = PublishedHead(tmp_path / "head", ZLAB)
-    drafter, requests = head.drafter(get_method("dflash2_tree"))
-    requests.widths[0] = 1
-    (tree,) = drafter.propose(requests)
-    windows = list(drafter.config.layer_windows)
-    hidden = head.hidden(first=1, causal=False, windows=windows)
-    logits, chain = logits_of(head, windows), [ANCHOR]
-    while len(chain) <= 4:
-        scores = selector_scores(logits, hidden, head.tensors, TOP_K, chain)
-        chain.append(max(scores, key=lambda token: scores[token]))
-    assert tree.token_ids.tolist() == chain[1:]
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_node_has_at_most_the_selectors_candidates(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -176,30 +161,6 @@ def test_illegal_values_are_named(changes: dict[str, Any], words: list[str]) -> 
     with pytest.raises(ValueError, match="draft head config") as error:
         DFlash2Config.from_dict(changed(ZLAB, dflash_config=changes), num_target_layers=4)
     assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "expected"),
-    [
-        ("layers.0.attention_conv.base_kernel", (2, 3, 16), r"\[2, 2, 16\]"),
-        ("layers.1.mlp_conv.kernel_projection.weight", (8, 16), r"\[16, 16\]"),
-        ("candidate_selector.predecessor_codebook", (30, 5), r"\[30, 6\]"),
-        ("candidate_selector.successor_codebook", (29, 6), r"\[30, 6\]"),
-        ("candidate_selector.hidden_projection.weight", (6, 17), r"\[6, 16\]"),
-    ],
-)
-def test_missing_and_misshapen_tensors_are_named(
-    name: str, shape: tuple[int, ...], expected: str, tmp_path: Path
-) -> None:
-    head = PublishedHead(tmp_path / "head", ZLAB)
-    method, file = get_method("dflash2_tree"), head.folder / "model.safetensors"
-    save_file({**head.written, name: torch.zeros(shape)}, file)
-    found = ", ".join(map(str, shape))
-    with pytest.raises(ValueError, match=rf"{name}.*\[{found}\].*{expected}|{expected}.*{found}"):
-        head.drafter(method)
-    save_file({key: value for key, value in head.written.items() if key != name}, file)
-    with pytest.raises(ValueError, match=rf"missing.*{name}"):
-        head.drafter(method)
 
 
 def test_other_methods_name_this_one(tmp_path: Path) -> None:

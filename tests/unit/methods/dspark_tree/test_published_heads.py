@@ -160,20 +160,6 @@ def test_the_weight_of_its_loss_tells_of_a_confidence_head(
     assert DSparkConfig.from_dict(raw, num_target_layers=4).confidence_size == size
 
 
-@pytest.mark.parametrize("kind", ["vanilla", "gated", "rnn"])
-def test_a_chain_takes_the_likeliest_token_of_each_step(kind: str, tmp_path: Path) -> None:
-    raw = tiny(published.DEEPSPEC_DSPARK_QWEN3_4B, markov_head_type=kind)
-    head = PublishedHead(tmp_path / "head", raw)
-    drafter, requests = head.drafter(get_method("dspark_tree"))
-    requests.widths[0] = 1
-    (tree,) = drafter.propose(requests)
-    hidden, logits = (f(first=0, causal=False) for f in (head.hidden, head.logits))
-    chain = [ANCHOR]
-    while len(chain) <= 5:
-        chain.append(int(markov_log_probs(logits, head.tensors, chain, hidden).argmax()))
-    assert tree.token_ids.tolist() == chain[1:]
-
-
 def test_a_confidence_head_without_a_markov_head_lowers_whole_depths(tmp_path: Path) -> None:
     raw = tiny(
         published.DEEPSPEC_DFLASH_QWEN3_4B,
@@ -286,30 +272,6 @@ def test_other_heads_are_refused_by_name(
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize(
-    ("name", "missing", "misshapen"),
-    [
-        ("DEEPSPEC_DSPARK_GATED", "markov_head.gate_proj.bias [6]",
-         ("markov_head.gate_proj.weight", "[6, 22]")),
-        ("DEEPSPEC_DSPARK_RNN", "markov_head.joint_proj.bias [18]",
-         ("markov_head.joint_proj.weight", "[18, 28]")),
-        ("SPECFORGE_DOMINO_QWEN3_8B", "prefix_gru.weight_hh_l0 [30, 10]",
-         ("embed_proj.0.weight", "[6, 26]")),
-    ],
-)  # fmt: skip
-def test_tensors_of_each_kind_are_checked(
-    name: str, missing: str, misshapen: tuple[str, str], tmp_path: Path
-) -> None:
-    head = PublishedHead(tmp_path / "head", tiny(getattr(published, name)))
-    tensors = {k: v for k, v in head.written.items() if k != missing.partition(" ")[0]}
-    tensors[misshapen[0]] = torch.zeros(6, 5)
-    save_file(tensors, head.folder / "model.safetensors")
-    with pytest.raises(ValueError, match="does not fit its config") as error:
-        head.drafter(get_method("dspark_tree"))
-    words = f"misshapen {misshapen[0]}: config says {misshapen[1]}, checkpoint has [6, 5]"
-    assert f"missing {missing}" in str(error.value) and words in str(error.value)
-
-
 @pytest.mark.parametrize("name", ["DEEPSPEC_DSPARK_RNN", "SPECFORGE_DOMINO_QWEN3_8B"])
 def test_names_of_early_specforge_heads(name: str, tmp_path: Path) -> None:
     head = PublishedHead(tmp_path / "head", tiny(getattr(published, name)))
@@ -321,10 +283,3 @@ def test_names_of_early_specforge_heads(name: str, tmp_path: Path) -> None:
     save_file(early, head.folder / "model.safetensors")
     (same,) = head.drafter(get_method("dspark_tree"))[0].propose(requests)
     assert same.token_ids.tolist() == tree.token_ids.tolist()
-
-
-def test_missing_and_misshapen_tensors_are_named(tmp_path: Path) -> None:
-    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
-    (head.folder / "config.json").write_text(json.dumps(changed(head.raw, markov_rank=7)))
-    with pytest.raises(ValueError, match=r"misshapen markov_head.markov_w1.*\[30, 7\]"):
-        head.drafter(get_method("dspark_tree"))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +13,21 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.methods.eagle3_tree.heads import LAYOUTS, write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
-from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
+from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.drafting.method import TargetInfo
 from vllm_specplug.methods.eagle3_tree.checkpoint import (
     inspect_eagle3_head,
     load_eagle3_head,
     save_eagle3_head,
 )
-from vllm_specplug.registry import get_method, methods
+from vllm_specplug.registry import get_method, recognise_head
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_loads(layout: str, tmp_path: Path) -> None:
     raw, tensors = write_head(tmp_path, layout)
+    # By no other method.
+    assert recognise_head(tmp_path).name == "eagle3_tree"
     head, extras = load_eagle3_head(tmp_path, SMALL)
     assert head.config == inspect_eagle3_head(tmp_path, SMALL)
     assert head.config.target_layer_ids == ((1, 3, 4))
@@ -121,9 +121,7 @@ def _refused(folder: Path, target: Any = SMALL) -> str:
         ({}, {"layers.0.hidden_norm.weight": torch.zeros(16)}, ["twice"]),
         ({}, {"midlayer.mlp.experts.0.up.weight": torch.zeros(2, 2)}, ["unexpected", "experts"]),
         ({}, {"fc.weight": torch.zeros(16, 80)}, ["5 layers", "states 3"]),
-        ({}, {"norm.weight": torch.zeros(17)}, ["misshapen norm.weight"]),
         ({}, {"fc.weight": torch.zeros(())}, ["misshapen fc.weight"]),
-        ({}, {"d2t": torch.zeros(12, dtype=torch.int64) + 39}, ["d2t"]),
         ({"fc_norm": True}, {f"fc_norm.{i}.weight": torch.ones(5) for i in range(3)},
          ["misshapen fc_norm.0.weight"]),
     ],
@@ -132,22 +130,8 @@ def test_what_is_no_head_of_its_config_is_refused(
     changes: Any, extra: Any, words: list[str], tmp_path: Path
 ) -> None:
     write_head(tmp_path, "specforge", extra=extra, **changes)
-    if "d2t" in extra:
-        with pytest.raises(ValueError, match="d2t"):
-            load_eagle3_head(tmp_path, SMALL)
-        return
     message = _refused(tmp_path)
     assert all(word in message for word in words), message
-
-
-@pytest.mark.parametrize(
-    ("target", "word"),
-    [({"hidden_size": 32}, "target_hidden_size"), ({"vocab_size": 41}, "vocab_size"),
-     ({"num_hidden_layers": 4}, "layers")],
-)  # fmt: skip
-def test_heads_of_other_targets_are_refused(target: Any, word: str, tmp_path: Path) -> None:
-    write_head(tmp_path, "speculators")
-    assert word in _refused(tmp_path, {**SMALL, **target})
 
 
 def test_a_head_of_another_width_needs_its_own_tables(tmp_path: Path) -> None:
@@ -156,25 +140,10 @@ def test_a_head_of_another_width_needs_its_own_tables(tmp_path: Path) -> None:
     assert "missing embed_tokens.weight [40, 16]" in _refused(tmp_path, target)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("layout", ["yuhuili", "specforge"])
-def test_values_that_are_not_finite(layout: str, value: float, tmp_path: Path) -> None:
-    write_head(tmp_path, layout, extra={"norm.weight": torch.full((16,), value)})
+def test_values_of_a_pickle_that_are_not_finite(tmp_path: Path) -> None:
+    write_head(tmp_path, "yuhuili", extra={"norm.weight": torch.full((16,), torch.inf)})
     with pytest.raises(ValueError, match="norm.weight.*not finite"):
         load_eagle3_head(tmp_path, SMALL)
-
-
-def test_a_pickle_can_run_nothing(tmp_path: Path) -> None:
-    class Bomb:
-        def __reduce__(self) -> Any:
-            return os.mkdir, (str(tmp_path / "owned"),)
-
-    write_head(tmp_path, "yuhuili")
-    torch.save({"fc.weight": Bomb()}, tmp_path / "pytorch_model.bin")
-    assert "weights-only" in _refused(tmp_path)
-    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
-    assert "weights-only" in _refused(tmp_path)
-    assert not (tmp_path / "owned").exists()
 
 
 def test_safetensors_beside_a_pickle_are_the_head(tmp_path: Path) -> None:
@@ -202,13 +171,6 @@ def test_weights_of_a_pickle_are_floats(dtype: torch.dtype, tmp_path: Path) -> N
 def test_a_pickle_holds_each_tensor_once(tmp_path: Path) -> None:
     write_head(tmp_path, "yuhuili", extra={"model.norm.weight": torch.ones(16)})
     assert "'norm.weight' is given twice" in _refused(tmp_path)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_head_is_recognised_and_by_no_other_method(layout: str, tmp_path: Path) -> None:
-    write_head(tmp_path, layout)
-    files = read_head_files(tmp_path)
-    assert [name for name, m in methods().items() if m.recognises_head(files)] == ["eagle3_tree"]
 
 
 @pytest.mark.parametrize(

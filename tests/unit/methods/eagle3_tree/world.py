@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.dense_trees import tree_attention
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.block.published_heads import Shared
-from tests.unit.methods.dense_trees import tree_attention
 from tests.unit.methods.eagle3_tree.heads import write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
 from tests.unit.methods.eagle3_tree.reference import ReferenceHead

@@ -8,24 +8,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tests.e2e.tiny import HIDDEN, make_head
-from tests.unit.drafters import load_drafter
-from tests.unit.methods.block.block_requests import VOCAB, NoContext, draft_requests
-from vllm_specplug.drafting.requests import DraftRequests
+from tests.e2e.tiny import make_head
+from tests.unit.drafters import requests_of
+from tests.unit.methods.block.tiny_drafters import VOCAB, draft_requests, tiny_drafter
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.tree import build_tree
 
 
-def _drafter(head: Path, ngram_topk: int = 0) -> BlockHeadDrafter:
-    torch.manual_seed(0)
-    embed, lm_head = torch.randn(2, VOCAB, HIDDEN)
-    drafter = load_drafter(BlockHeadDrafter, head, None, lm_head, embed, ngram_topk=ngram_topk)
-    drafter.bind_cache(NoContext())
-    return drafter
-
-
 def test_trees_respect_every_limit_and_equal_the_oracle(tmp_path: Path) -> None:
-    drafter = _drafter(make_head(tmp_path, VOCAB))
+    drafter = tiny_drafter(BlockHeadDrafter, make_head(tmp_path, VOCAB))
     requests = draft_requests()
     ids, log_probs = drafter.candidates(requests, 4, 4)
     assert (log_probs <= 0).all()
@@ -41,18 +32,11 @@ def test_trees_respect_every_limit_and_equal_the_oracle(tmp_path: Path) -> None:
         assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
 
 
-def test_a_width_of_one_gives_that_request_a_chain(tmp_path: Path) -> None:
-    requests = draft_requests()
-    requests.widths[2] = 1
-    trees = _drafter(make_head(tmp_path, VOCAB), ngram_topk=2).propose(requests)
-    assert trees[2].num_nodes == trees[2].max_depth == 3
-    assert trees[0].num_nodes > trees[0].max_depth
-
-
 def test_ngram_branches_join_the_tree(tmp_path: Path) -> None:
     requests = draft_requests()
     requests.token_ids[0] = np.array([7, 8, 9, 10, 11, 12, 13, 7, 8, 9, 10])
-    tree = _drafter(make_head(tmp_path, VOCAB), ngram_topk=2).propose(requests)[0]
+    drafter = tiny_drafter(BlockHeadDrafter, make_head(tmp_path, VOCAB), ngram_topk=2)
+    tree = drafter.propose(requests)[0]
     tree.validate()
     assert tree.child_of(-1, 11) is not None
     assert tree.num_nodes <= requests.budgets[0]
@@ -60,21 +44,16 @@ def test_ngram_branches_join_the_tree(tmp_path: Path) -> None:
 
 def test_candidates_are_shared_out_by_anchor(tmp_path: Path) -> None:
     """Drafting a request alone gives what drafting it in a batch gives."""
-    drafter = _drafter(make_head(tmp_path, VOCAB))
+    drafter = tiny_drafter(BlockHeadDrafter, make_head(tmp_path, VOCAB))
     requests = draft_requests()
     together, _ = drafter.candidates(requests, 4, 4)
     for r in range(3):
-        alone = DraftRequests(
-            *([getattr(requests, name)[r]] for name in (
-                "req_ids", "token_ids", "context_lens", "req_indices", "budgets", "widths",
-                "depths",
-            ))
-        )  # fmt: skip
+        alone = requests_of([requests.token_ids[r]], 12, 4, 4)
         assert torch.equal(drafter.candidates(alone, 4, 4)[0][0], together[r])
 
 
 def test_only_requests_that_want_a_forward_get_the_heads_nodes(tmp_path: Path) -> None:
-    drafter = _drafter(make_head(tmp_path / "head", VOCAB))
+    drafter = tiny_drafter(BlockHeadDrafter, make_head(tmp_path / "head", VOCAB))
     everyone = drafter.propose(draft_requests())
     requests = draft_requests()
     requests.forward_depths.extend([2, 0, 3])
@@ -85,7 +64,7 @@ def test_only_requests_that_want_a_forward_get_the_heads_nodes(tmp_path: Path) -
 
 
 def test_without_a_forward_lookups_still_draft(tmp_path: Path) -> None:
-    drafter = _drafter(make_head(tmp_path / "head", VOCAB), ngram_topk=2)
+    drafter = tiny_drafter(BlockHeadDrafter, make_head(tmp_path / "head", VOCAB), ngram_topk=2)
     drafter.candidates = None  # a forward would fail
     requests = draft_requests()
     requests.forward_depths.extend([0, 0, 0])

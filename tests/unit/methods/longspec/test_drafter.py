@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.platforms import current_platform
 
 from tests.e2e.longspec_module import module_tree
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
+from tests.unit.dense_trees import DenseTarget
 from tests.unit.drafters import load_drafter, requests_of
-from tests.unit.methods.dense_trees import DenseTarget, tree_attention
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
 from vllm_specplug.methods.longspec.train.features import KVSequence
+from vllm_specplug.vllm_worker.memory.window_cache import WindowCache
 
 VOCAB, WINDOW, MAX_LEN = 20, 16, 128
+LENGTHS = [0, 5, 16, 40, 100]
 TARGET = SimpleNamespace(
     hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=2, num_attention_heads=HEADS,
     num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate_size=128, rms_norm_eps=1e-6,
@@ -29,59 +32,15 @@ TARGET = SimpleNamespace(
 )  # fmt: skip
 
 
-class DenseWindow:
-    """A window that keeps everything and reads the last tokens of it."""
-
-    on_device = False
-
-    def __init__(self) -> None:
-        self.store: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-        self.pending: list[tuple[str, int]] = []
-
-    def missing(self, requests: DraftRequests) -> Any:
-        tokens, positions = [], []
-        self.pending = []
-        for req_id, ids, end in zip(
-            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
-        ):
-            for p in range(max(0, end - WINDOW), end):
-                if (req_id, p) not in self.store:
-                    self.pending.append((req_id, p))
-                    tokens.append(int(ids[p]))
-                    positions.append(p)
-        return SimpleNamespace(
-            token_ids=torch.tensor(tokens, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            slots=torch.arange(len(tokens)),
-        )
-
-    def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        for name, key, value in zip(self.pending, keys, values, strict=True):
-            self.store[name] = (key, value)
-
-    def tree_attention(
-        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
-    ) -> Any:
-        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            contexts = []
-            for req_id, end in zip(requests.req_ids, context_lens.tolist(), strict=True):
-                kept = [self.store[req_id, p] for p in range(max(0, end - WINDOW), end)]
-                empty = torch.empty(0, KV_HEADS, HEAD_DIM)
-                k = torch.stack([k for k, _ in kept]) if kept else empty
-                v = torch.stack([v for _, v in kept]) if kept else empty
-                contexts.append((k, v))
-            return tree_attention(query, key, value, contexts, parents)
-
-        return attend
-
-    def forget(self, req_ids: Any) -> None:
-        self.store = {k: v for k, v in self.store.items() if k[0] not in set(req_ids)}
-
-
 def dense_target(texts: list[KVSequence]) -> DenseTarget:
     """The last layer's keys and values of each request."""
     spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
     return DenseTarget([(text.key, text.value) for text in texts], spec, on_device=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def vllm_kernels() -> None:
+    current_platform.import_kernels()
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +57,11 @@ def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
     embed, lm_head = tables()
     given = {"settings": None, "num_nodes": 16, "max_depth": 16,
              "tree_width": 8, "max_model_len": MAX_LEN, **options}  # fmt: skip
-    return load_drafter(
+    drafter: LongSpecDrafter = load_drafter(
         LongSpecDrafter, head, lm_head=lm_head, embed=embed, text_config=TARGET, **given
     )
-
-
-LENGTHS = [0, 5, 16, 40, 100]
+    drafter.bind_window(WindowCache(drafter.window_spec(), len(LENGTHS), torch.float32))
+    return drafter
 
 
 def sequences() -> list[KVSequence]:
@@ -130,7 +88,6 @@ def requests_for(texts: list[KVSequence], budgets: list[int], widths: list[int])
 def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
     drafter = make_drafter(head)
     texts = sequences()
-    drafter.bind_window(DenseWindow())
     drafter.bind_target_caches([dense_target(texts)])
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
     trees = drafter.propose(requests_for(texts, budgets, widths))
@@ -150,17 +107,15 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
 def test_windows_are_filled_once(head: Path) -> None:
     drafter = make_drafter(head)
     texts = sequences()
-    window = DenseWindow()
-    drafter.bind_window(window)
     drafter.bind_target_caches([dense_target(texts)])
     asked = requests_for(texts, [4] * 5, [8] * 5)
     first = drafter.propose(asked)
-    assert len(window.store) == sum(min(n, WINDOW) for n in LENGTHS)
+    window: Any = drafter.window
+    assert not len(window.missing(asked).token_ids)
     second = drafter.propose(asked)
-    assert window.pending == []
     assert [t.token_ids.tolist() for t in first] == [t.token_ids.tolist() for t in second]
     drafter.forget(["r4"])
-    assert not any(name == "r4" for name, _ in window.store)
+    assert list(window.regions) == ["r0", "r1", "r2", "r3"]
 
 
 def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
@@ -169,7 +124,6 @@ def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
     texts = sequences()
     for text in texts:
         text.tokens[:-9:3] = VOCAB + 1
-    drafter.bind_window(DenseWindow())
     drafter.bind_target_caches([dense_target(texts)])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
@@ -204,7 +158,6 @@ def test_a_window_is_no_longer_than_the_model(head: Path, max_model_len: int, si
 def test_positions_past_the_models_end_are_not_looked_up(head: Path) -> None:
     drafter = make_drafter(head, max_model_len=102)
     texts = sequences()
-    drafter.bind_window(DenseWindow())
     drafter.bind_target_caches([dense_target(texts)])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert trees[-1].num_nodes == 8

@@ -69,29 +69,8 @@ def test_reduced_vocabulary(tmp_path) -> None:
     assert torch.equal(load_heads(tmp_path, TARGET)[1], ids)
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": 17}, {"vocab_size": 41}])
-def test_heads_of_another_target_are_refused(tmp_path, change) -> None:
+def test_a_config_without_a_number_of_heads_is_refused(tmp_path) -> None:
     save_heads(tmp_path, _heads())
-    (name,) = change
-    with pytest.raises(ValueError, match=rf"{name} = .*legal: {change[name]}"):
-        inspect_heads(tmp_path, {**TARGET, **change})
-
-
-def test_damaged_checkpoints_are_refused(tmp_path) -> None:
-    with pytest.raises(ValueError, match=r"no config\.json"):
-        inspect_heads(tmp_path, TARGET)
-    save_heads(tmp_path, _heads())
-    path = tmp_path / "model.safetensors"
-    tensors = load_file(path)
-    tensors.pop("model.medusa_layers.1.linear.weight")
-    tensors["model.medusa_layers.2.linear.weight"] = torch.zeros(16, 8)
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match=r"missing medusa_layers\.1.*misshapen medusa_layers\.2"):
-        load_heads(tmp_path, TARGET)
-    path.unlink()
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match="pickled weights"):
-        load_heads(tmp_path, TARGET)
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 16, "vocab_size": 40}))
     with pytest.raises(ValueError, match="medusa_heads"):
         load_heads(tmp_path, TARGET)

@@ -10,32 +10,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.vllm_worker.sleeping_runner import SleepingRunner
+from tests.unit.vllm_worker.clocked_runner import ClockedRunner
 from vllm_specplug.vllm_worker.cost import calibration as module
-from vllm_specplug.vllm_worker.cost.calibration import Calibrator
 from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 
-def _alone(values: list[float]) -> list[float]:
-    return values
-
-
 def test_measures_rows_context_and_drafts() -> None:
-    runner = SleepingRunner(row_ms=0.2)
-    measured = Calibrator(runner.state, _alone).measure()
+    runner = ClockedRunner(row_ms=0.2)
+    measured = runner.measure()
     assert measured.rows[0] == 1 and measured.rows[-1] == 64
     assert measured.forward_ms[-1] > measured.forward_ms[0] + 5
-    assert all(time_ms >= 0.1 for time_ms in measured.logits_ms)
+    assert measured.logits_ms == pytest.approx([0.1] * len(measured.rows))
     assert measured.attention_ms > 0
-    assert [(n, depths) for n, depths in runner.drafter.drafter.warmed_up[:1]] == [(1, [3])]
+    drafter = runner.drafter.drafter
+    assert (len(drafter.seen[0]), drafter.seen[0].forward_depths) == (1, [3])
     assert measured.draft_rows == (2.0, 4.0, 16.0, 64.0)
-    assert len(runner.drafter.drafter.forgotten) == 16
+    assert len(drafter.forgotten) == 16
 
 
 def test_stops_in_time_with_what_it_has() -> None:
-    runner = SleepingRunner(row_ms=20.0)
-    measured = Calibrator(runner.state, _alone, time_limit_s=0.3).measure()
+    measured = ClockedRunner(row_ms=20.0).measure(time_limit_s=0.3)
     assert 2 <= len(measured.rows) < 8
     assert measured.rows[0] == 1
 
@@ -48,88 +43,47 @@ def test_ranks_run_the_same_forwards_and_agree() -> None:
         script.append(values)
         return values
 
-    first, second = SleepingRunner(), SleepingRunner(row_ms=0.4)
-    expected = Calibrator(first.state, record).measure()
+    first, second = ClockedRunner(), ClockedRunner(row_ms=0.4)
+    expected = first.measure(record)
     replay = iter(script)
-    assert Calibrator(second.state, lambda values: next(replay)).measure() == expected
+    assert second.measure(lambda values: next(replay)) == expected
     assert second.rows == first.rows
 
 
-def _start(monkeypatch: pytest.MonkeyPatch, runner: SleepingRunner) -> Any:
-    monkeypatch.setattr(
-        module, "get_world_group", lambda: SimpleNamespace(is_first_rank=True, world_size=1)
-    )
-    monkeypatch.setattr(module, "first_worker_values", _alone)
-    monkeypatch.setattr(module, "any_failed_worker", bool)
-    module.start_budget(runner.planner, runner.state)
-    return runner.planner
+@pytest.mark.parametrize("what", ["forward", "logits", "adapters", "draft"])
+def test_what_cannot_be_measured_does_not_start(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("no such product")
 
-
-def _fail(*args: Any, **kwargs: Any) -> Any:
-    raise ValueError("no such product")
-
-
-@pytest.mark.parametrize("what", ["forward", "logits"])
-def test_a_target_that_cannot_run_does_not_start(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    runner: Any = SleepingRunner()
-    if what == "forward":
-        runner._dummy_run = _fail
-    else:
-        runner.model.compute_logits = _fail
-    with pytest.raises(RuntimeError, match=r"target.*ValueError: no such product") as raised:
-        _start(monkeypatch, runner)
+    runner: Any = ClockedRunner()
+    owner, name = {
+        "forward": (runner, "_dummy_run"),
+        "logits": (runner.model, "compute_logits"),
+        "adapters": (runner.state, "dummy_adapters"),
+        "draft": (runner.drafter.drafter, "propose"),
+    }[what]
+    setattr(owner, name, fail)
+    monkeypatch.setattr(module, "first_worker_values", lambda values: values)
+    monkeypatch.setattr(module, "any_failed", bool)
+    with pytest.raises(RuntimeError, match="ValueError: no such product.*tree_budget") as raised:
+        module.start_budget(runner.planner, runner.state)
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-@pytest.mark.parametrize("what", ["adapters", "draft"])
-def test_a_budget_is_fixed_where_anything_else_cannot_be_measured(
-    monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
-    runner: Any = SleepingRunner()
-    if what == "adapters":
-        runner.state.dummy_adapters = _fail
-    else:
-        runner.drafter.drafter.propose = _fail
-    said: list[str] = []
-    monkeypatch.setattr(module.logger, "warning", lambda text, *args: said.append(text % args))
-    assert _start(monkeypatch, runner).adaptive is None
-    assert "ValueError: no such product" in said[0]
-
-
-class _ClockedRunner(SleepingRunner):
-    """Time passes only here; while the machine is busy elsewhere everything takes three times as
-    long."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, busy: tuple[float, float]) -> None:
-        super().__init__()
-        self.now, self.busy = 0.0, busy
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
-        self.model = SimpleNamespace(compute_logits=lambda hidden: self.take(0.005))
-        self.drafter.drafter.propose = lambda requests: self.take(0.006)
-
-    def take(self, seconds: float) -> None:
-        self.now += seconds * (3.0 if self.busy[0] <= self.now < self.busy[1] else 1.0)
-
-    def _dummy_run(
-        self, rows: int, context_len: int, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.take(0.040 + 0.001 * rows)
-        return torch.zeros(rows, 4), torch.zeros(1, 4)
-
-
 @pytest.mark.parametrize("start", [0.0, 0.4, 1.2, 2.5])
-def test_a_machine_busy_for_a_second_spoils_no_size(
-    start: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = _ClockedRunner(monkeypatch, (start, start + 1.0))
-    measured = Calibrator(runner.state, _alone).measure()
+def test_a_machine_busy_for_a_second_spoils_no_size(start: float) -> None:
+    """Meanwhile everything takes three times as long."""
+    idle, busy = (ClockedRunner(row_ms=1.0, base_ms=40.0) for _ in range(2))
+    expected, take = idle.measure(), busy.take
+    busy.take = lambda seconds: take(  # type: ignore[method-assign]
+        seconds * (3.0 if start <= busy.now < start + 1.0 else 1.0)
+    )
+    measured = busy.measure()
     assert len(measured.rows) >= 6
-    expected = [40.0 + rows for rows in measured.rows]
-    assert measured.forward_ms == pytest.approx(expected)
-    assert measured.draft_ms == pytest.approx([6.0] * len(measured.draft_ms))
-    assert runner.now < 1.5 * module.TIME_LIMIT_S
+    forward_ms = dict(zip(expected.rows, expected.forward_ms, strict=True))
+    assert measured.forward_ms == pytest.approx([forward_ms[rows] for rows in measured.rows])
+    assert measured.draft_ms == pytest.approx(expected.draft_ms)
+    assert busy.now < 1.5 * module.TIME_LIMIT_S
 
 
 @pytest.mark.parametrize(
@@ -140,7 +94,7 @@ def test_dummy_batches_attend_the_context_and_no_more_than_their_block_tables(
     requests: int, length: int
 ) -> None:
     """Kernels read the table of a request of the whole context, and past its end after that."""
-    runner = SleepingRunner()
+    runner = ClockedRunner()
     runner.scheduler_config.max_num_seqs, runner.max_model_len = requests, length
     forward, seen = runner._dummy_run, []
 
@@ -150,7 +104,7 @@ def test_dummy_batches_attend_the_context_and_no_more_than_their_block_tables(
         return forward(rows, context_len, **kwargs)
 
     runner._dummy_run = dummy_run  # type: ignore[method-assign]
-    assert Calibrator(runner.state, _alone).measure().rows[0] == 1
+    assert runner.measure().rows[0] == 1
     short = min(64, length - 1)
     assert {attended for rows, attended in seen if rows <= short} >= {short} - {0}
     assert all(0 < attended <= length for _, attended in seen), seen
@@ -158,11 +112,11 @@ def test_dummy_batches_attend_the_context_and_no_more_than_their_block_tables(
 
 def device_runner(
     monkeypatch: pytest.MonkeyPatch, nodes: int = 8
-) -> tuple[_ClockedRunner, list[tuple[int, bool]]]:
+) -> tuple[ClockedRunner, list[tuple[int, bool]]]:
     """A runner whose requests read their context once, and the rows of its forwards with whether
     they were of whole trees."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
-    runner, calls = _ClockedRunner(monkeypatch, (99.0, 99.0)), []
+    runner, calls = ClockedRunner(), []
     runner.device, runner.max_num_tokens, runner.max_model_len = torch.device("meta"), 2048, 2048
     runner.scheduler_config.max_num_seqs = 128
     runner.drafter.options.num_nodes = nodes
@@ -191,7 +145,7 @@ def test_on_a_device_nodes_do_not_read_the_context_again(
     """Calls are launched ahead, and a tree's rows share what they read."""
     runner, calls = device_runner(monkeypatch, nodes)
     runner.vllm_config.speculative_config.max_step_rows = limit
-    measured = Calibrator(runner.state, _alone).measure()
+    measured = runner.measure()
     # Milliseconds.
     assert measured.context_ms == pytest.approx(1e-3, rel=0.01)
     assert measured.attention_ms == pytest.approx(2e-5, rel=0.01)
@@ -230,7 +184,7 @@ def test_on_a_device_the_hosts_part_of_a_call_is_not_counted(
     runner._dummy_run, runner.take = dummy_run, take  # type: ignore[method-assign, assignment]
     runner.planner.clock = DeviceClock(Event)  # type: ignore[arg-type, assignment]
     monkeypatch.setattr(torch.accelerator, "synchronize", wait)
-    measured = Calibrator(runner.state, _alone).measure()
+    measured = runner.measure()
     expected = [5.0 + 0.01 * rows for rows in measured.rows]
     assert measured.forward_ms == pytest.approx(expected)
 
@@ -239,9 +193,8 @@ def test_layers_with_a_state_get_no_rows_of_trees_without_their_states(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     runner, calls = device_runner(monkeypatch)
-    state = RunnerView(runner)
-    monkeypatch.setattr(type(state), "state_layers", SimpleNamespace(names=("layer",)))
-    monkeypatch.setattr(type(state), "_state_forward", RunnerView.dummy_forward)
-    measured = Calibrator(state, _alone).measure()
+    monkeypatch.setattr(RunnerView, "state_layers", SimpleNamespace(names=("layer",)))
+    monkeypatch.setattr(RunnerView, "_state_forward", RunnerView.dummy_forward)
+    measured = runner.measure()
     assert not any(are_trees for _, are_trees in calls)
     assert measured.attention_ms == measured.context_ms > 0

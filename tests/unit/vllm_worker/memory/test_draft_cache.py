@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.dense_trees import tree_attention
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
 
@@ -57,29 +57,16 @@ def test_branches_attend_their_pages_and_their_ancestors() -> None:
     chosen = [3, 0, 2, 1]
     requests = DraftRequests(req_indices=chosen, token_ids=[np.zeros(1)] * 4)
     parents = [np.array(PARENTS[r], np.int32) for r in chosen]
-    contexts = torch.tensor([CONTEXTS[r] for r in chosen])
-    attention = cache.tree_attention(requests, contexts, parents)
-    counts = [len(p) + 1 for p in parents]
+    lengths = torch.tensor([CONTEXTS[r] for r in chosen])
+    attention = cache.tree_attention(requests, lengths, parents)
+    count = sum(len(p) + 1 for p in parents)
     for layer, window in enumerate(WINDOWS):
-        query = torch.randn(sum(counts), 2 * HEADS, DIM)
-        key, value = torch.randn(2, sum(counts), HEADS, DIM)
-        output, start = attention(layer, query, key, value), 0
-        for r, count, up in zip(chosen, counts, parents, strict=True):
-            rows, length = slice(start, start + count), CONTEXTS[r]
-            start += count
-            mask = torch.ones(count, length + count, dtype=torch.bool)
-            mask[:, length:] = words_to_bool(ancestor_words([up]), count)
-            if window is not None:
-                mask = mask & (mask.sum(1, keepdim=True) - mask.cumsum(1) < window)
-            expected, _ = dense_attention(
-                query[rows],
-                torch.cat([keys[layer, r, :length], key[rows]]),
-                torch.cat([values[layer, r, :length], value[rows]]),
-                DIM**-0.5,
-                2,
-                mask,
-            )
-            torch.testing.assert_close(output[rows], expected, atol=2e-5, rtol=2e-5)
+        query = torch.randn(count, 2 * HEADS, DIM)
+        key, value = torch.randn(2, count, HEADS, DIM)
+        contexts = [tuple(x[layer, r, : CONTEXTS[r]] for x in (keys, values)) for r in chosen]
+        expected = tree_attention(query, key, value, contexts, parents, window)
+        output = attention(layer, query, key, value)
+        torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_committed_tokens_attend_the_tokens_before_them() -> None:

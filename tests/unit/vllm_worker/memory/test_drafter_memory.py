@@ -15,8 +15,13 @@ from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
-from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory, drafter_memory
+from vllm_specplug.vllm_worker.memory.drafter_memory import (
+    bind_drafter_memory,
+    drafter_memory,
+    memory_for_caches,
+)
 from vllm_specplug.vllm_worker.runner_view import RunnerView
+from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 
 CPU = torch.device("cpu")
 HEADS, DIM, LAYERS, REQUESTS, CONTEXT = 2, 16, 3, 4, 512
@@ -34,9 +39,16 @@ class State(RunnerView):
         specs = {f"layers.{i}": spec for i in range(LAYERS)}
         super().__init__(
             SimpleNamespace(
-                vllm_config=SimpleNamespace(cache_config=SimpleNamespace(block_size=block_size)),
+                vllm_config=SimpleNamespace(
+                    cache_config=SimpleNamespace(block_size=block_size),
+                    speculative_config=SimpleNamespace(max_step_rows=None),
+                ),
+                drafter=SimpleNamespace(
+                    drafter=drafter, options=SimpleNamespace(num_nodes=10),
+                    state_layers=StateLayers(),
+                ),
                 max_num_reqs=REQUESTS, dtype=torch.float32, device=CPU, max_model_len=CONTEXT,
-                drafter=SimpleNamespace(drafter=drafter), get_kv_cache_spec=lambda: specs,
+                max_num_tokens=64, get_kv_cache_spec=lambda: specs,
             )
         )  # fmt: skip
         self.block_size = block_size
@@ -87,6 +99,18 @@ def test_partial_caches(budget: int, block_size: int, monkeypatch: pytest.Monkey
         counted == pool.num_bytes == sum(cache.untyped_storage().nbytes() for cache in pool.caches)
     )
     assert pool.max_requests == (0 if budget == CONTEXT else 3)
+
+
+def test_what_leaves_no_memory_for_caches_is_listed() -> None:
+    window = WindowSpec(24, HEADS, DIM)
+    kept = PartialCacheSpec(40, 4, 8, 3, ("self_draft_requests", "kv_budget"))
+    drafter = SimpleNamespace(window_spec=lambda: window, partial_cache_spec=lambda: kept)
+    state = State(drafter, 16)
+    needed = drafter_memory(state).nbytes
+    assert memory_for_caches(state, needed + 7) == 7
+    words = "MiB for windows of 24 tokens.*MiB for self_draft_requests=3 .* of kv_budget=40 tokens"
+    with pytest.raises(ValueError, match=words):
+        memory_for_caches(state, needed)
 
 
 @pytest.mark.parametrize("is_declared", [False, True])

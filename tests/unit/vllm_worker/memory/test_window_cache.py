@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.dense_trees import tree_attention
 from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels.masks import ancestor_words, words_to_bool
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
 from vllm_specplug.vllm_worker.memory.window_cache import (
@@ -58,31 +58,18 @@ def fill(cache: WindowCache, asked: DraftRequests) -> int:
 def check(cache: WindowCache, asked: DraftRequests, parents: list[np.ndarray]) -> None:
     """Attention over the rings equals dense attention over the last `SIZE` tokens."""
     torch.manual_seed(1)
-    counts = [len(p) + 1 for p in parents]
-    query = torch.randn(sum(counts), 2 * HEADS, DIM)
-    key, value = torch.randn(2, sum(counts), HEADS, DIM)
-    contexts = torch.tensor(asked.context_lens)
-    output = cache.tree_attention(asked, contexts, parents)(query, key, value)
-    start = 0
-    for tokens, end, count, up in zip(
-        asked.token_ids, asked.context_lens, counts, parents, strict=True
-    ):
-        rows = slice(start, start + count)
-        start += count
-        at = range(max(0, end - SIZE), end)
-        window = [key_of(int(tokens[p]), p) for p in at]
+    count = sum(len(p) + 1 for p in parents)
+    query = torch.randn(count, 2 * HEADS, DIM)
+    key, value = torch.randn(2, count, HEADS, DIM)
+    contexts = []
+    for tokens, end in zip(asked.token_ids, asked.context_lens, strict=True):
+        window = [key_of(int(tokens[p]), p) for p in range(max(0, end - SIZE), end)]
         stacked = torch.stack(window) if window else torch.empty(0, HEADS, DIM)
-        mask = torch.ones(count, len(window) + count, dtype=torch.bool)
-        mask[:, len(window) :] = words_to_bool(ancestor_words([up]), count)
-        expected, _ = dense_attention(
-            query[rows],
-            torch.cat([stacked, key[rows]]),
-            torch.cat([-stacked, value[rows]]),
-            DIM**-0.5,
-            2,
-            mask,
-        )
-        torch.testing.assert_close(output[rows], expected, atol=2e-5, rtol=2e-5)
+        contexts.append((stacked, -stacked))
+    expected = tree_attention(query, key, value, contexts, parents)
+    lengths = torch.tensor(asked.context_lens)
+    output = cache.tree_attention(asked, lengths, parents)(query, key, value)
+    torch.testing.assert_close(output, expected, atol=2e-5, rtol=2e-5)
 
 
 PARENTS = [np.array([-1, -1, 0, 2], np.int32), np.array([], np.int32), np.array([-1], np.int32)]

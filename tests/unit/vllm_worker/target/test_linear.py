@@ -51,7 +51,6 @@ def test_rounded_products_are_close(dtype: torch.dtype, has_bias: bool) -> None:
         x = torch.randn(rows, 64).to(dtype)
         # An outlier of a row neither.
         x[0] *= 10
-        assert _error(multiply(x), x.float() @ weight.float().T + has_bias * bias.float()) < 0.03
         exact = x.float() @ weight.float().T + (bias.float() if has_bias else 0.0)
         found = multiply(x)
         assert found.dtype == dtype and found.shape == exact.shape
