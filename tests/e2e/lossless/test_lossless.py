@@ -5,7 +5,7 @@ The real target and the heads that come with the project. One engine of each con
 everything that a server gets: prompts cut into chunks beside decoding requests, a cache too small
 for them, prefixes it has generated itself, all kinds of parameters. Plain engines run on the model
 runner that trees have; greedy tokens are also compared with those of the one that vLLM takes by
-itself. Single situations, and more requests of each, are in test_situations.py.
+itself.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _tree_engine() -> dict[str, Any]:
 
 
 CONFIGURATIONS = {
-    **{f"{name}_fixed": options for name, options in METHODS.items() if name != "jetspec_ngrams"},
+    **{f"{name}_fixed": options for name, options in METHODS.items()},
     **{f"{name}_default": options for name, options in DEFAULTS.items()},
 }
 # Defaults in every run; of ddtree, dels, dspark_tree and dflash2_tree, which draft alike with a
@@ -201,7 +201,7 @@ def test_without_compaction_outputs_diverge() -> None:
     broken = run_engine(
         engine_args(max_model_len=MAX_MODEL_LEN),
         [call],
-        speculative=METHODS["jetspec_ngrams"],
+        speculative=METHODS["jetspec"],
         sabotage=("compaction",),
     )
     plain = _plain().token_ids(2)
