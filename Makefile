@@ -43,11 +43,12 @@ setup:
 demo: setup
 	@$(BIN)/specplug demo $(ARGS)
 
-# Fast tests first, so that a plain mistake shows early.
+# Fast tests first, so that a plain mistake shows early. The last ones are small, so that both
+# workers end together.
 test: setup
 	@$(TARGET)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=25 $(PYTEST_ARGS) \
-	  tests/unit tests/kernels tests/ptx tests/e2e tests/fuzz $(ARGS)
+	  tests/unit tests/kernels tests/ptx tests/fuzz tests/e2e $(ARGS)
 
 # What `make test` has no time for as well.
 test-full:

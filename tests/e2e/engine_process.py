@@ -19,6 +19,8 @@ import psutil
 
 from tests.e2e.sabotage import sabotage
 
+_kept: list[Any] = []
+
 
 def _adapters(adapters: list[Any] | None) -> list[Any] | None:
     """(name, id, folder) of each prompt's LoRA adapter, None for none."""
@@ -91,6 +93,8 @@ def main(job_path: str, result_path: str) -> None:
     if job["own_processes"]:
         fork_workers()
     llm = LLM(disable_log_stats=False, **job["engine"])
+    # This process ends without exit handlers, so that the engine need not be taken apart.
+    _kept.append(llm)
     results = []
     for call in job["calls"]:
         params = call["params"]
@@ -111,7 +115,7 @@ def main(job_path: str, result_path: str) -> None:
         )
     Path(result_path).write_text(json.dumps({"calls": results, "counters": _counters(llm)}))
     if job["own_processes"]:
-        # This process may end without running exit handlers. vLLM looks at processes that it is
-        # about to kill, and on a busy machine they are gone by then.
+        # Its processes must end. vLLM looks at processes that it is about to kill, and on a busy
+        # machine they are gone by then.
         with suppress(psutil.NoSuchProcess):
             llm.llm_engine.engine_core.shutdown()

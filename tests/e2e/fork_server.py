@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,21 @@ FORKS_HERE = "SPECPLUG_FORKS_HERE"
 # before vLLM loads it.
 _MODULES = (
     "vllm",
-    "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.llama",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
+    "vllm.plugins.lora_resolvers.hf_hub_resolver",
+    "vllm.renderers.hf",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.worker.cpu.model_runner",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.gpu.model_states.default",
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid",
+    "transformers.models.llama.modeling_llama",
     "xgrammar",
     "pytest",
     "tests.e2e.engine_process",
@@ -171,14 +184,19 @@ def _stop(server: Any) -> None:
     server.wait()
 
 
-def inspect_models_here() -> None:
-    """Makes vLLM inspect classes of models in this process.
+def prepare_engines() -> None:
+    """Makes engines of this process and of its forks start sooner.
 
-    It starts an interpreter for each class, which imports vLLM, so that CUDA stays uninitialised.
+    vLLM inspects classes of models here. It starts an interpreter for each of them, which imports
+    vLLM, so that CUDA stays uninitialised. And it registers its kernels for CPUs once: it searches
+    all modules for every engine, and wraps what it wrapped for the last one.
     """
     from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
 
     registry._run_in_subprocess = lambda inspect: inspect()
+    register = cache(CpuPlatform.register_triton_kernel_overrides)
+    CpuPlatform.register_triton_kernel_overrides = staticmethod(register)
 
 
 # -- in the server ---------------------------------------------------------------------------
@@ -190,7 +208,12 @@ def _serve() -> None:
     os.dup2(2, 1)
     for name in _MODULES:
         importlib.import_module(name)
-    inspect_models_here()
+    prepare_engines()
+    current_platform = importlib.import_module("vllm.platforms").current_platform
+    with warnings.catch_warnings():
+        # It reads every name of every module, deprecated ones too.
+        warnings.simplefilter("ignore")
+        current_platform.register_triton_kernel_overrides()
     assert threading.active_count() == 1, threading.enumerate()
     # Building an engine collects garbage several times: not among all that was imported.
     gc.freeze()

@@ -34,14 +34,6 @@ def _head(kind: str) -> str:
 # Options of each method under test; the lossless matrix runs once per entry.
 METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": _head("jetspec"), **_HEAD},
-    "jetspec_ngrams": {
-        "method": "jetspec",
-        "model": _head("jetspec"),
-        "num_speculative_tokens": 24,
-        "tree_budget": 24,
-        "ngram_topk": 3,
-        "max_step_rows": 768,
-    },
     "ddtree": {"method": "ddtree", "model": _head("dflash"), **_HEAD},
     "dels": {
         "method": "dels",
@@ -70,7 +62,6 @@ METHODS: dict[str, dict[str, Any]] = {
 DEFAULTS: dict[str, dict[str, Any]] = {
     name: {key: options[key] for key in ("method", "model", "local_head") if key in options}
     for name, options in METHODS.items()
-    if name == options["method"]
 }
 
 

@@ -15,6 +15,7 @@ without a report fails with the end of the child's log.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -24,7 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fork_server import inspect_models_here, run_forked, run_fresh
+from tests.e2e.fork_server import prepare_engines, run_forked, run_fresh
 from vllm_specplug.vllm_v2.plain_engine import use_v2
 
 MARKER = "own_process"
@@ -120,7 +121,9 @@ class _Reporter:
         # Not earlier: some modules choose Triton's interpreter, which vLLM asks for when it is
         # imported.
         use_v2()
-        inspect_models_here()
+        prepare_engines()
+        # Building an engine collects garbage several times: not among what was imported.
+        gc.freeze()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """At once: a crash later on must not lose what is known."""

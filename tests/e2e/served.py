@@ -8,6 +8,7 @@ node its own name of shared memory, so tensor parallel collectives between nodes
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -36,6 +37,13 @@ MARK = pytest.mark.own_process(
     }
 )
 _TIME_LIMIT_S = 240.0
+# What `vllm serve` imports: here once, before the forks.
+_COMMANDS = (
+    "vllm.entrypoints.cli.benchmark.main",
+    "vllm.entrypoints.cli.run_batch",
+    "vllm.entrypoints.cli.serve",
+    "vllm.entrypoints.openai.api_server",
+)
 # Message queues of vLLM.
 _SHARED = re.compile(r"/dev/shm/psm_\w+")
 
@@ -61,6 +69,8 @@ class Server:
         ]
 
     def __enter__(self) -> Server:
+        for name in _COMMANDS:
+            importlib.import_module(name)
         for node in self._nodes:
             node.start()
         deadline = time.monotonic() + _TIME_LIMIT_S

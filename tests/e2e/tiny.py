@@ -119,17 +119,11 @@ def make_head(
     causal: bool = True,
     block_size: int = 5,
     seed: int = 1,
-    hidden: int = HIDDEN,
     kv_heads: int = KV_HEADS,
 ) -> Path:
     """A random block head for `make_target`'s model."""
     head = make_block_head(
-        vocab_size,
-        causal=causal,
-        block_size=block_size,
-        seed=seed,
-        hidden=hidden,
-        kv_heads=kv_heads,
+        vocab_size, causal=causal, block_size=block_size, seed=seed, kv_heads=kv_heads
     )
     save_block_head(folder, head, dtype=torch.float32)
     return folder
@@ -210,7 +204,6 @@ def make_dflash2_head(
     vocab_size: int,
     *,
     seed: int = 6,
-    hidden: int = HIDDEN,
     block_size: int = 5,
     windows: tuple[int | None, ...] = (24, None),
 ) -> Path:
@@ -219,7 +212,7 @@ def make_dflash2_head(
     from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
     block = make_block_head(
-        vocab_size, causal=False, seed=seed, hidden=hidden, block_size=block_size, windows=windows
+        vocab_size, causal=False, seed=seed, block_size=block_size, windows=windows
     )
     selector = {
         "conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 16,
@@ -232,7 +225,7 @@ def make_dflash2_head(
             if "_conv." in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     predecessors, successors = torch.randn(2, vocab_size, 16) * 0.5
-    projection = torch.randn(16, hidden) / hidden**0.5
+    projection = torch.randn(16, HIDDEN) / HIDDEN**0.5
     save_dflash2_head(folder, head, predecessors, successors, projection, dtype=torch.float32)
     return folder
 
@@ -243,7 +236,6 @@ def make_local_head(
     *,
     kind: str = "gru",
     seed: int = 2,
-    hidden: int = HIDDEN,
     **config: Any,
 ) -> Path:
     """A random local head for `make_target`'s model, with counts beside it.
@@ -256,7 +248,7 @@ def make_local_head(
         LocalHeadConfig(
             kind=kind,  # type: ignore[arg-type]
             vocab_size=vocab_size,
-            target_hidden_size=hidden,
+            target_hidden_size=HIDDEN,
             rank=16,
             hidden_size=32 if kind == "gru" else 0,
             **config,
@@ -334,13 +326,13 @@ def make_eagle3_head(
 
 
 def make_tokenswift_heads(
-    folder: Path, vocab_size: int, *, num_heads: int = 3, seed: int = 4, hidden: int = HIDDEN
+    folder: Path, vocab_size: int, *, num_heads: int = 3, seed: int = 4
 ) -> Path:
     """Random TokenSwift heads for `make_target`'s model."""
     from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
 
     torch.manual_seed(seed)
-    heads = TokenSwiftHeads(TokenSwiftConfig(hidden, vocab_size, vocab_size, num_heads))
+    heads = TokenSwiftHeads(TokenSwiftConfig(HIDDEN, vocab_size, vocab_size, num_heads))
     save_heads(folder, heads, dtype=torch.float32)
     return folder
 

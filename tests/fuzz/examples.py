@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the state machine of `engine_machine`.
-
-With `SPECPLUG_FUZZ_OUT=FOLDER` what each method's examples did is noted in `FOLDER/fuzz.md`.
-"""
+"""Runs the state machine of `engine_machine`."""
 
 from __future__ import annotations
 
 import os
-import shlex
-import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +12,6 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from tests.fuzz.engine_machine import EngineMachine
-from tests.fuzz.report import note
 
 # Examples of each method: a few in every run, thousands in all in the long one.
 EXAMPLES = int(os.environ.get("SPECPLUG_FUZZ_EXAMPLES", "8"))
@@ -27,18 +20,13 @@ STEPS = 30
 TIMEOUT_S = 900 + 40 * EXAMPLES
 
 
-def machine_name(method: str, ahead: bool) -> str:
-    """What the machine of a method is called: "METHOD" or "ahead-METHOD"."""
-    return f"ahead-{method}" if ahead else method
-
-
 def run_examples(
     method: str, ahead: bool = False, target: dict[str, Any] | None = None, **changes: Any
 ) -> Counter[str]:
     """Runs the machine, on another target if one is given; what its examples did."""
     totals: Counter[str] = Counter()
     machine = type(
-        f"{machine_name(method, ahead).replace('-', '_')}_machine",
+        f"{method.replace('-', '_')}_machine",
         (EngineMachine,),
         {"method": method, "ahead": ahead, "target": target, "totals": totals},
     )
@@ -64,19 +52,10 @@ def assert_eventful(totals: Counter[str], ahead: bool) -> None:
 
 
 def run_method(method: str, ahead: bool = False) -> None:
-    """The examples of one method, noted; fails where they were empty."""
-    start = time.perf_counter()
+    """Runs the examples of one method; fails where they were empty."""
     totals = run_examples(method, ahead)
-    name = machine_name(method, ahead)
-    print(f"{name}: {dict(totals)}")
+    print(dict(totals))
     assert_eventful(totals, ahead)
-    if folder := os.environ.get("SPECPLUG_FUZZ_OUT"):
-        test = shlex.quote(os.environ["PYTEST_CURRENT_TEST"].partition(" ")[0])
-        command = (
-            f"SPECPLUG_FUZZ_EXAMPLES={EXAMPLES} SPECPLUG_FUZZ_OUT={shlex.quote(folder)} "
-            f"python -m pytest {test}"
-        )
-        note(name, totals, time.perf_counter() - start, Path(folder), command)
 
 
 def assert_noticed(match: str, ahead: bool, target: dict[str, Any] | None = None) -> None:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """A long run with everything switched on, watched for what grows or fades.
 
-    python -m tests.soak.soak --steps 20000 --out bench/results/soak
-    python -m tests.soak.soak --steps 20000 --out bench/results/soak/plain --method none
+    python -m tests.soak.soak --steps 20000
+    python -m tests.soak.soak --steps 20000 --method none
 
 Conversations that share prefixes (about four of five prompt tokens are cached), sampling, seeds,
 grammars, clients that leave, preemption by a small pool: on a small random target, so that the
 steps cost little and the engine's own state is what is left to see. Every hundred steps it notes
 memory, blocks in use by nobody, acceptance and what the runner keeps; now and then clients fall
-silent, and nothing anywhere may still be kept of a request. At the end it fails when
-memory or kept state have a slope, a block is missing, or acceptance faded, and writes the
-samples, a summary and a plot. Method "none" is plain vLLM, whose own growth is the baseline.
+silent, and nothing anywhere may still be kept of a request. At the end it prints a summary, and
+fails when memory or kept state have a slope, a block is missing, or acceptance faded. Method "none"
+is plain vLLM, whose own growth is the baseline.
 """
 
 from __future__ import annotations
@@ -20,14 +20,10 @@ import gc
 import json
 import os
 import random
-import shlex
 import sys
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from vllm_specplug.provenance import one_line, provenance
 
 EVERY = 100
 # Steps after which clients fall silent.
@@ -48,14 +44,11 @@ class Sample:
     resident_kib: int
     used_blocks: int
     """Blocks that requests hold; cached blocks that none holds are free."""
-    running: int
     kept_requests: int
-    kept_trees: int
     kept_at_silence: int
     """Places that still named a request when the engine was idle last."""
     nodes: int
     accepted: int
-    steps_per_s: float
 
 
 def resident_kib() -> int:
@@ -159,7 +152,6 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
             print(f"{len(names.seen)} requests have gone and left {places[:8]}", file=sys.stderr)
 
     samples: list[Sample] = []
-    since = time.perf_counter()
     for step in range(1, steps + 1):
         client.talk()
         client.step()
@@ -170,16 +162,13 @@ def run(steps: int, method: str, seed: int) -> tuple[list[Sample], dict[str, Any
             counts = engines.take_counts()
             cached += sum(hits.values())
             hits.clear()
-            now = time.perf_counter()
             samples.append(
                 Sample(
                     step, resident_kib(), pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
-                    len(scheduler.running), len(runner.req_states.req_id_to_index),
-                    len(runner.speculator.trees) if trees else 0, len(places),
-                    counts.nodes, counts.accepted, EVERY / (now - since),
+                    len(runner.req_states.req_id_to_index), len(places),
+                    counts.nodes, counts.accepted,
                 )
             )  # fmt: skip
-            since = time.perf_counter()
     fall_silent()
     assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks are missing"
     assert not scheduler.requests
@@ -225,71 +214,19 @@ def problems(summary: dict[str, Any]) -> list[str]:
     return found
 
 
-def plot(samples: list[Sample], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    steps = [s.step for s in samples]
-    rows = (
-        ("resident memory, MiB", [s.resident_kib / 1024 for s in samples]),
-        ("blocks in use", [s.used_blocks for s in samples]),
-        ("accepted / verified nodes", [s.accepted / max(1, s.nodes) for s in samples]),
-        ("steps a second", [s.steps_per_s for s in samples]),
-    )
-    figure, axes = plt.subplots(len(rows), 1, sharex=True, figsize=(8, 8))
-    for axis, (label, values) in zip(axes, rows, strict=True):
-        axis.plot(steps, values, linewidth=0.8)
-        axis.set_ylabel(label, fontsize=8)
-        axis.set_ylim(bottom=0)
-    axes[-1].set_xlabel("step")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
-def page(summary: dict[str, Any], made_by: dict[str, Any]) -> str:
-    rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in summary.items()]
-    return "\n".join(
-        [
-            "# A long run with everything switched on",
-            "",
-            f"{one_line(made_by)}. One core; a random target of two layers and random heads.",
-            "Slopes are least squares over the second half; `soak.json` has all samples.",
-            "",
-            "![memory, blocks, acceptance, speed](soak.png)",
-            "",
-            "| | |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--method", default="jetspec")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="folder for samples, summary and plot")
     arguments = parser.parse_args()
-    from tests.e2e.pair import ENVIRONMENT
+    from tests.e2e.fork_server import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    samples, summary = run(arguments.steps, arguments.method, arguments.seed)
+    _, summary = run(arguments.steps, arguments.method, arguments.seed)
     found = problems(summary)
     print(json.dumps({**summary, "problems": found}, indent=2))
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        # Relative to the checkout and without this machine's paths.
-        made_by = {**provenance(), "command": shlex.join(["python", "-m", "tests.soak.soak",
-                                                          *sys.argv[1:]])}  # fmt: skip
-        data = {"summary": summary, "provenance": made_by, "samples": [asdict(s) for s in samples]}
-        (arguments.out / "soak.md").write_text(page(summary, made_by))
-        (arguments.out / "soak.json").write_text(json.dumps(data, indent=1) + "\n")
-        plot(samples, arguments.out / "soak.png")
     return int(bool(found))
 
 

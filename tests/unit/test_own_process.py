@@ -17,7 +17,7 @@ import pytest
 from tests.e2e import own_process
 
 # No engine is built here, and it imports vLLM.
-own_process.use_v2 = own_process.inspect_models_here = lambda: None
+own_process.use_v2 = own_process.prepare_engines = lambda: None
 pytestmark = pytest.mark.own_process(fresh=True, env={"FROM_PARENT": "x"})
 
 

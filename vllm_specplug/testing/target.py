@@ -8,20 +8,8 @@ from pathlib import Path
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 2, 1, 32
 
 
-def make_target(
-    folder: Path,
-    vocab_size: int,
-    *,
-    num_layers: int = 2,
-    seed: int = 0,
-    num_heads: int = HEADS,
-    live_tokens: int | None = None,
-) -> Path:
-    """Writes a random float32 Llama with peaked next-token distributions; returns `folder`.
-
-    Args:
-        live_tokens: number of likely tokens at the start of the vocabulary; None for all.
-    """
+def make_target(folder: Path, vocab_size: int, *, num_layers: int = 2, seed: int = 0) -> Path:
+    """Writes a random float32 Llama with peaked next-token distributions; returns `folder`."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,10 +17,10 @@ def make_target(
     model = LlamaForCausalLM(  # type: ignore[no-untyped-call]
         LlamaConfig(
             vocab_size=vocab_size,
-            hidden_size=num_heads * HEAD_DIM,
-            intermediate_size=num_heads * 64,
+            hidden_size=HIDDEN,
+            intermediate_size=128,
             num_hidden_layers=num_layers,
-            num_attention_heads=num_heads,
+            num_attention_heads=HEADS,
             num_key_value_heads=KV_HEADS,
             head_dim=HEAD_DIM,
             max_position_embeddings=512,
@@ -45,8 +33,5 @@ def make_target(
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 parameter.mul_(2.5)
-        if live_tokens is not None:
-            model.lm_head.weight[:live_tokens] *= 4.0
-            model.lm_head.weight[live_tokens:] = 0.0
     model.save_pretrained(folder)
     return folder

@@ -122,7 +122,7 @@ def test_preemption_and_prefix_hits() -> None:
 def test_heads_with_keys_and_values_of_their_own(tmp_path: Path) -> None:
     """Draft layers have another KV cache than the target's layers."""
     heads = {
-        "jetspec": make_head(tmp_path / "jetspec", VOCAB, hidden=64),
+        "jetspec": make_head(tmp_path / "jetspec", VOCAB),
         "eagle3_tree": make_eagle3_head(tmp_path / "eagle3", VOCAB),
     }
     for method, head in heads.items():

@@ -65,7 +65,7 @@ def aside(owner: Any, name: str) -> Any:
 @pytest.mark.usefixtures("state_kernels")
 def test_recurrent_states(tmp_path: Path) -> None:
     """Rows of a step go over from the host, which waits for no step."""
-    head = make_head(tmp_path, cuda_hybrids.VOCAB, hidden=64)
+    head = make_head(tmp_path, cuda_hybrids.VOCAB)
     with knowing():
         with ordered():
             made = cuda_hybrids.engines(

@@ -23,21 +23,18 @@ from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 pytestmark = pytest.mark.e2e
 
 
-TWO_RANKS = {"tensor_parallel_size": 2}
-TWO_CORES = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
-MODES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
-    # name: engine arguments, speculative options, environment
+# name: engine arguments, speculative options
+MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # As users get it: compiled, the budget by the clock, n-grams merged.
-    "compiled": ({"enforce_eager": False}, {"tree_budget": "auto"}, {}),
-    "reference_kernel": ({}, {"tree_kernel": "reference"}, {}),
-    "compiled_kernel": ({}, {"tree_kernel": "cpp"}, {}),
+    "compiled": ({"enforce_eager": False}, {"tree_budget": "auto"}),
+    "reference_kernel": ({}, {"tree_kernel": "reference"}),
+    "compiled_kernel": ({}, {"tree_kernel": "cpp"}),
     # "auto" rounds the weights of bfloat16 heads, where the CPU has VNNI.
-    "int8_head": ({}, {"draft_weights": "int8"}, {}),
-    "chain": ({}, {"tree_width": 1}, {}),
-    "one_node": ({}, {"num_speculative_tokens": 1}, {}),
-    "auto_budget": ({}, {"tree_budget": "auto"}, {}),
-    "auto_budget_tensor_parallel": (TWO_RANKS, {"tree_budget": "auto"}, TWO_CORES),
-    "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}, {}),
+    "int8_head": ({}, {"draft_weights": "int8"}),
+    "chain": ({}, {"tree_width": 1}),
+    "one_node": ({}, {"num_speculative_tokens": 1}),
+    "auto_budget": ({}, {"tree_budget": "auto"}),
+    "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}),
 }
 # What unit tests of builders and local heads hold in every run.
 _FULL_TIER = {"ddtree_chain", "dels_gru_chain", "dels_readable"}
@@ -89,7 +86,7 @@ def _plain(target: Path) -> EngineResult:
 @pytest.mark.parametrize("mode", _by_tier(MODES))
 def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str) -> None:
     target, head = models
-    engine, options, env = MODES[mode]
+    engine, options = MODES[mode]
     if options.get("draft_weights") == "int8" and not torch.cpu._is_vnni_supported():
         pytest.skip("oneDNN's int8 products overflow without VNNI: the option is refused")
     speculative = {
@@ -104,26 +101,23 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
     calls = _CALLS
     if speculative["tree_budget"] == "auto":
         calls = [with_own_budgets(call) for call in calls]
-    tree = run_engine(
-        {**tiny_engine(target), **engine}, calls, speculative=speculative, env=env,
-        own_processes=env == TWO_CORES,
-    )  # fmt: skip
+    tree = run_engine({**tiny_engine(target), **engine}, calls, speculative=speculative)
     assert tree.token_ids() == _plain(target).token_ids()
     assert len({tuple(ids) for ids in tree.token_ids()}) > 1
     assert_drafted(tree, least_acceptance=0.0)
 
 
 @pytest.mark.xdist_group("engine_modes")
-def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
-    """Every draft is a constrained request's: parents and masks reach both ranks."""
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Requests without a grammar; and constrained ones, where parents and masks of every draft
+    reach both ranks. The budget follows each rank's clock."""
     target = make_text_target(tmp_path / "target")
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
     speculative = {
         "method": "jetspec",
         "model": str(make_head(tmp_path / "head", vocab)),
-        "num_speculative_tokens": 16,
-        "tree_budget": 16,
-        "max_step_rows": 512,
+        "num_speculative_tokens": 24,
+        "max_step_rows": 4096,
     }
     kinds = [
         {"regex": "((red|blue) (cat|dog) ){3,12}"},
@@ -137,14 +131,20 @@ def test_grammars_in_tensor_parallel(tmp_path: Path) -> None:
         for chance in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4})
     ]
     engine = {**tiny_engine(target), "skip_tokenizer_init": False}
-    calls = [{"prompts": [[60, 61, 62]] * len(params), "params": params}]
+    calls = [*_CALLS, {"prompts": [[60, 61, 62]] * len(params), "params": params}]
     plain = run_engine(engine, calls)
     tree = run_engine(
-        {**engine, **TWO_RANKS}, calls, speculative=speculative, env=TWO_CORES, own_processes=True
+        {**engine, "tensor_parallel_size": 2},
+        [with_own_budgets(call) for call in calls],
+        speculative=speculative,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        own_processes=True,
     )
-    assert tree.token_ids() == plain.token_ids()
-    assert len({tuple(ids) for ids in tree.token_ids()}) > len(kinds)
-    assert_drafted(tree, least_acceptance=0.0)
+    for call in range(len(calls)):
+        assert tree.token_ids(call) == plain.token_ids(call)
+        for counter in ("draft", "accepted"):
+            assert tree.call_counter(call, f"vllm:spec_decode_num_{counter}_tokens") > 0
+    assert len({tuple(ids) for ids in tree.token_ids(1)}) > len(kinds)
 
 
 @pytest.fixture(scope="session")

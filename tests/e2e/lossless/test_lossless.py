@@ -5,7 +5,7 @@ The real target and the heads that come with the project. One engine of each con
 everything that a server gets: prompts cut into chunks beside decoding requests, a cache too small
 for them, prefixes it has generated itself, all kinds of parameters. Plain engines run on the model
 runner that trees have; greedy tokens are also compared with those of the one that vLLM takes by
-itself. Single situations, and more requests of each, are in test_situations.py.
+itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ MAX_MODEL_LEN = 448
 BLOCK = 32
 # Tokens that the calls "long" and "first" generate; "continued" goes on after the latter.
 LONG, FIRST, CONTINUED = 48, 34, 12
-CALLS = ("mixed", "options", "long", "first", "continued")
+CALLS = ("options", "long", "first", "continued")
+# Prompts of those calls. More options than run at once: prompts join requests that decode.
+NUM_LONG, NUM_FIRST = 6, 2
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -75,24 +77,23 @@ OPTIONS: list[dict[str, Any]] = [
 def _calls() -> list[dict[str, Any]]:
     """The calls of `CALLS` but the last, which continues what was generated."""
     return [
-        {"prompts": _ids(8), "params": _greedy(20)},
         {"prompts": _ids(len(OPTIONS), start=4), "params": OPTIONS},
-        {"prompts": _ids(8), "params": _greedy(LONG, ignore_eos=True)},
-        {"prompts": _ids(4), "params": _greedy(FIRST, ignore_eos=True)},
+        {"prompts": _ids(NUM_LONG), "params": _greedy(LONG, ignore_eos=True)},
+        {"prompts": _ids(NUM_FIRST), "params": _greedy(FIRST, ignore_eos=True)},
     ]
 
 
 def _plain(stock: bool = False) -> EngineResult:
     """Plain decoding, with room for everything."""
     engine = engine_args(max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=8192)
-    return run_engine(engine, _calls()[:3], stock=stock)
+    return run_engine(engine, _calls()[:2], stock=stock)
 
 
 def _expected() -> dict[str, list[dict[str, Any]]]:
     """Outputs by call; "first" and "continued" are parts of "long"."""
     plain = _plain()
-    by_call = {name: plain.outputs(i) for i, name in enumerate(CALLS[:3])}
-    long = [o["token_ids"] for o in by_call["long"][:4]]
+    by_call = {name: plain.outputs(i) for i, name in enumerate(CALLS[:2])}
+    long = [o["token_ids"] for o in by_call["long"][:NUM_FIRST]]
     by_call["first"] = [{"token_ids": ids[:FIRST]} for ids in long]
     by_call["continued"] = [{"token_ids": ids[FIRST : FIRST + CONTINUED]} for ids in long]
     return by_call
@@ -104,15 +105,15 @@ def _tree_engine() -> dict[str, Any]:
         max_num_seqs=8,
         max_num_batched_tokens=320,
         block_size=BLOCK,
-        # Eight long answers do not fit.
-        num_gpu_blocks_override=20,
+        # The long answers do not fit.
+        num_gpu_blocks_override=17,
         enable_prefix_caching=True,
         long_prefill_token_threshold=48,
     )
 
 
 CONFIGURATIONS = {
-    **{f"{name}_fixed": options for name, options in METHODS.items() if name != "jetspec_ngrams"},
+    **{f"{name}_fixed": options for name, options in METHODS.items()},
     **{f"{name}_default": options for name, options in DEFAULTS.items()},
 }
 # Defaults in every run; of ddtree, dels, dspark_tree and dflash2_tree, which draft alike with a
@@ -141,7 +142,7 @@ def test_output_equals_plain_decoding_scheduled_ahead(name: str) -> None:
 def test_greedy_output_is_that_of_the_runner_vllm_takes(name: str) -> None:
     """Plain vLLM as its users have it, on the other model runner and with its kernels."""
     stock, tree = _plain(stock=True), _tree(name)
-    for i, call in enumerate(_calls()[:3]):
+    for i, call in enumerate(_calls()[:2]):
         each = call["params"] if isinstance(call["params"], list) else [call["params"]]
         each = each * (len(call["prompts"]) // len(each))
         greedy = [k for k, params in enumerate(each) if not params["temperature"]]
@@ -157,7 +158,7 @@ def _tree(name: str, **engine: Any) -> EngineResult:
     calls = [
         *_calls(),
         {
-            "prompts": [p + o["token_ids"] for p, o in zip(_ids(4), first, strict=True)],
+            "prompts": [p + o["token_ids"] for p, o in zip(_ids(NUM_FIRST), first, strict=True)],
             "params": _greedy(CONTINUED, ignore_eos=True),
         },
     ]
@@ -183,8 +184,8 @@ def _check(name: str, tree: EngineResult) -> None:
     assert tree.call_counter(CALLS.index("long"), "vllm:num_preemptions") > 0
     # Blocks that hold generated tokens were hit: more than the prompts alone could give.
     hits = tree.call_counter(CALLS.index("continued"), "vllm:prefix_cache_hits")
-    hits += 4 * BLOCK * dropped_blocks(CONFIGURATIONS[name])
-    assert hits > sum(len(p) // BLOCK * BLOCK for p in _ids(4))
+    hits += NUM_FIRST * BLOCK * dropped_blocks(CONFIGURATIONS[name])
+    assert hits > sum(len(p) // BLOCK * BLOCK for p in _ids(NUM_FIRST))
 
 
 def _assert_close_logprobs(a: Any, b: Any) -> None:
@@ -197,13 +198,13 @@ def _assert_close_logprobs(a: Any, b: Any) -> None:
 
 def test_without_compaction_outputs_diverge() -> None:
     """The negative control: these comparisons can tell a corrupted cache."""
-    call = _calls()[2]
+    call = _calls()[CALLS.index("long")]
     broken = run_engine(
         engine_args(max_model_len=MAX_MODEL_LEN),
         [call],
-        speculative=METHODS["jetspec_ngrams"],
+        speculative=METHODS["jetspec"],
         sabotage=("compaction",),
     )
-    plain = _plain().token_ids(2)
+    plain = _plain().token_ids(CALLS.index("long"))
     equal = sum(a == b for a, b in zip(plain, broken.token_ids(), strict=True))
     assert equal <= len(plain) // 2, f"{equal} of {len(plain)} outputs survived"

@@ -60,9 +60,9 @@ METHODS: dict[str, tuple[str | None, dict[str, Any]]] = {
     # As users get it, with a head: budget by the clock, n-grams merged.
     "auto": ("head", {"method": "jetspec", "max_step_rows": 8192}),
 }  # fmt: skip
-# In every run: text only, and the defaults of a block head. Drafts decide nothing of what is
-# sampled, and tests below sample from trees of a fixed budget.
-_IN_EVERY_RUN = {"ngram_tree", "auto"}
+# In every run: the defaults of a block head, with branches from text. Drafts decide nothing of what
+# is sampled, and tests below sample from trees of a fixed budget.
+_IN_EVERY_RUN = {"auto"}
 TRUNCATIONS: dict[str, dict[str, Any]] = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.7}}
 
 

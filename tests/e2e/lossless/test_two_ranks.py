@@ -15,10 +15,13 @@ import pytest
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.own_schedulers import run_ranks
 from tests.e2e.tiny import (
+    make_dflash2_head,
+    make_dspark_head,
     make_eagle3_head,
     make_head,
     make_local_head,
     make_target,
+    make_tokenswift_heads,
 )
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
@@ -32,7 +35,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
     "ddtree": {"method": "ddtree", "model": "block"},
     "dels": {"method": "dels", "model": "block", "local_head": "gru"},
+    "dspark_tree": {"method": "dspark_tree", "model": "dspark"},
+    "dflash2_tree": {"method": "dflash2_tree", "model": "dflash2"},
     "eagle3_tree": {"method": "eagle3_tree", "model": "eagle3"},
+    "tokenswift": {"method": "tokenswift", "model": "swift", "kv_budget": 32},
     "ngram_tree": {"method": "ngram_tree"},
 }
 
@@ -44,7 +50,10 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_head(folder / "causal", VOCAB)
     make_head(folder / "block", VOCAB, causal=False)
     make_local_head(folder / "gru", VOCAB)
+    make_dspark_head(folder / "dspark", VOCAB)
+    make_dflash2_head(folder / "dflash2", VOCAB)
     make_eagle3_head(folder / "eagle3", VOCAB)
+    make_tokenswift_heads(folder / "swift", VOCAB)
     return folder
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.harness import engine_args, run_engine
 from tests.e2e.serve.doc_commands import commands_of
 from tests.e2e.served import MARK, Server
 from tests.e2e.tiny import make_head, make_text_target
@@ -81,10 +82,6 @@ def _replica_nodes(common: list[str], address: list[str]) -> list[list[str]]:
     return [[*common, "--api-server-count", "1", *address], [*common, *second]]
 
 
-def _one_node(common: list[str], address: list[str]) -> list[list[str]]:
-    return [[*common, *address]]
-
-
 def _serve(
     models: Path, folder: Path, method: str | None, *sabotage: str,
     nodes: Callable[[list[str], list[str]], list[list[str]]] = _rank_nodes,
@@ -94,17 +91,13 @@ def _serve(
     return Server(commands, port, folder, *sabotage)
 
 
-def _plain(models: Path, folder: Path, **nodes: Any) -> list[list[int]]:
-    with _serve(models, folder, None, **nodes) as server:
+@pytest.fixture(scope="module")
+def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    with _serve(models, tmp_path_factory.mktemp("plain"), None) as server:
         tokens = server.complete_all(_requests(models, own_budgets=False))
         assert not server.metric(DRAFTED)
     assert len(set(map(tuple, tokens))) > len(PROMPTS)
     return tokens
-
-
-@pytest.fixture(scope="module")
-def plain(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    return _plain(models, tmp_path_factory.mktemp("plain"))
 
 
 @pytest.mark.parametrize("method", ["ngram_tree", pytest.param("jetspec", marks=pytest.mark.full)])
@@ -136,9 +129,13 @@ def test_a_node_that_dies_ends_the_engine(models: Path, tmp_path: Path, method: 
 
 
 def test_replicas_on_two_nodes_keep_the_output(models: Path, tmp_path: Path) -> None:
-    plain = _plain(models, tmp_path, nodes=_one_node)
+    requests = _requests(models, own_budgets=False)
+    prompts = [request["prompt"] for request in requests]
+    params = [{k: v for k, v in r.items() if k not in ("model", "prompt")} for r in requests]
+    engine = engine_args(model=str(models / "target"), max_model_len=256, max_num_seqs=4)
+    plain = run_engine(engine, [{"prompts": prompts, "params": params}])
     with _serve(models, tmp_path, "ngram_tree", nodes=_replica_nodes) as server:
-        assert server.complete_all(_requests(models, own_budgets=False)) == plain
+        assert server.complete_all(requests) == plain.token_ids()
         # Both replicas draft. How much each of them accepts depends on the requests that it gets.
         drafted = server.metric(DRAFTED)
         assert set(drafted) == {"0", "1"} and all(drafted.values())

@@ -70,21 +70,21 @@ def _ask(client: openai.OpenAI, question: str, **options: object) -> str:
     return str(_answer(client, question, **options).choices[0].message.content)
 
 
-def test_requests_at_once_get_the_answers_they_get_alone(client: openai.OpenAI) -> None:
-    alone = [_ask(client, question) for question in QUESTIONS]
-    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
-        together = list(pool.map(lambda question: _ask(client, question), QUESTIONS))
-    assert together == alone and all(alone)
-
-
-def test_answers_are_those_of_plain_vllm(client: openai.OpenAI) -> None:
-    """With the default budget and with trees in every step, against plain decoding."""
+@pytest.fixture(scope="module")
+def plain_answers() -> list[str]:
+    """Answers of plain decoding to `QUESTIONS`."""
     ids = [chat_ids(question) for question in QUESTIONS]
     calls = [{"prompts": ids, "params": {"temperature": 0.0, "max_tokens": 32}}]
     plain = run_engine(engine_args(max_model_len=1024), calls)
-    expected = [output["text"] for output in plain.outputs()]
-    assert [_ask(client, question) for question in QUESTIONS] == expected
-    assert [_ask(client, question, **DRAFTED) for question in QUESTIONS] == expected
+    return [output["text"] for output in plain.outputs()]
+
+
+def test_answers_are_those_of_plain_vllm(client: openai.OpenAI, plain_answers: list[str]) -> None:
+    """Alone with the default budget, and at once with trees in every step."""
+    assert [_ask(client, question) for question in QUESTIONS] == plain_answers
+    with ThreadPoolExecutor(len(QUESTIONS)) as pool:
+        together = list(pool.map(lambda question: _ask(client, question, **DRAFTED), QUESTIONS))
+    assert together == plain_answers and all(together)
 
 
 def test_trees_are_drafted_and_counted(client: openai.OpenAI) -> None:
@@ -133,15 +133,19 @@ def test_dashboard_and_alerts_ask_for_what_the_server_has(client: openai.OpenAI)
             assert label in metrics[names[0]], rule["alert"]
 
 
-def test_options_that_other_speculation_refuses_are_honoured(client: openai.OpenAI) -> None:
+def test_options_that_other_speculation_refuses_are_honoured(
+    client: openai.OpenAI, plain_answers: list[str]
+) -> None:
     biased = _ask(client, QUESTIONS[0], logit_bias={"33": 100.0}, max_tokens=5)
     assert len(set(biased)) == 1 and len(biased) == 5, biased
     # Only the likeliest token can reach nine tenths of the likeliest token's probability.
     sampled = _ask(client, QUESTIONS[0], temperature=1.0, extra_body={"min_p": 1.0})
-    assert sampled == _ask(client, QUESTIONS[0])
+    assert sampled == plain_answers[0]
 
 
-def test_constrained_answers_beside_free_ones(client: openai.OpenAI) -> None:
+def test_constrained_answers_beside_free_ones(
+    client: openai.OpenAI, plain_answers: list[str]
+) -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -164,7 +168,7 @@ def test_constrained_answers_beside_free_ones(client: openai.OpenAI) -> None:
     with ThreadPoolExecutor(6) as pool:
         free = [pool.submit(_ask, client, question) for question in QUESTIONS[:3]]
         assert list(pool.map(constrained, questions)) == alone
-    assert [f.result() for f in free] == [_ask(client, question) for question in QUESTIONS[:3]]
+    assert [f.result() for f in free] == plain_answers[:3]
     assert all(text.lstrip().startswith("{") for text in alone)
     complete = [json.loads(text) for text in alone if text.rstrip().endswith("}")]
     assert complete and all(set(value) == {"city", "days"} for value in complete)

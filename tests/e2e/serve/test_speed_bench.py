@@ -4,15 +4,24 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.fork_server import run_code
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 BENCH = Path(__file__).resolve().parents[3] / "bench" / "gpu"
+# Runs a script whose engines are forks of its process, which has imported vLLM.
+SCRIPT = """
+import multiprocessing, runpy, sys
+
+fork = multiprocessing.get_context("fork")
+multiprocessing.get_context = lambda method: fork
+sys.argv.pop(0)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.mark.timeout(600)
@@ -23,20 +32,15 @@ BENCH = Path(__file__).resolve().parents[3] / "bench" / "gpu"
 def test_the_bench_measures_the_imposed_acceptance_and_makes_its_page(
     tmp_path: Path, head: str, imposed: float
 ) -> None:
-    pytest.importorskip("vllm")
     out = tmp_path / "run"
-    command = [
-        "speed.py", "--device", "cpu", "--out", str(out), "--head", head, "--phases",
+    arguments = [
+        "--device", "cpu", "--out", str(out), "--head", head, "--phases",
         "plain;15 nodes",
         "--batches", "1", "4", "--profiles", "GSM8K", "--rounds", "1", "--context", "24",
         "--tokens", "400", "--profile-batches",
     ]  # fmt: skip
-    pages = ["speed_page.py", str(out), "--out", str(tmp_path)]
-    for script, *arguments in (command, pages):
-        done = subprocess.run(
-            [sys.executable, str(BENCH / script), *arguments], capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run_code(SCRIPT, str(BENCH / "speed.py"), *arguments)
+    run_code(SCRIPT, str(BENCH / "speed_page.py"), str(out), "--out", str(tmp_path))
     rows = json.loads((out / "gpu_speed.json").read_text())["rows"]
     assert [(row["arm"], row["batch"]) for row in rows] == [
         ("plain", 1), ("15 nodes", 1), ("plain", 4), ("15 nodes", 4),

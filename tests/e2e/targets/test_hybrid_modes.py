@@ -27,7 +27,7 @@ TWO_RANKS = {"tensor_parallel_size": 2}
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid-modes")
     make_hybrid_target(folder / "target", "Qwen3Next", VOCAB)
-    make_head(folder / "head", VOCAB, hidden=64)
+    make_head(folder / "head", VOCAB)
     return folder
 
 

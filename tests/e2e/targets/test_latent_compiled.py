@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`test_latent` with both engines compiled."""
+"""`test_latent` with both engines compiled. Experts are scored by a softmax here."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_chains() -> None:
 
 def test_heads_that_read_hidden_states(tmp_path: Path) -> None:
     heads: dict[str, Any] = {
-        "jetspec": make_head(tmp_path / "jetspec", VOCAB, hidden=64),
+        "jetspec": make_head(tmp_path / "jetspec", VOCAB),
         "eagle3_tree": make_eagle3_head(tmp_path / "eagle3", VOCAB),
     }
     for method, head in heads.items():

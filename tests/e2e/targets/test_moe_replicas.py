@@ -29,7 +29,7 @@ SIZES: dict[str, Any] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
     make_other_target(folder / "target", "Qwen3Moe", VOCAB, sharp=3.0, **SIZES)
-    make_head(folder / "head", VOCAB, hidden=64)
+    make_head(folder / "head", VOCAB)
     return folder
 
 

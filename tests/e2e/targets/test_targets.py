@@ -220,7 +220,7 @@ def test_draft_layers_beside_windows() -> None:
     """A head's own layers keep the whole context, in a group beside the target's windows."""
     folder = Path(tempfile.mkdtemp(prefix="specplug-windows-"))
     engine = engine_of("Mistral")
-    head = make_head(folder / "head", VOCAB, hidden=64)
+    head = make_head(folder / "head", VOCAB)
     drafts: list[list[Any]] = []
     for tree in ({}, {"disable_hybrid_kv_cache_manager": True}):
         made = pair("jetspec", **engine, speculative={"model": str(head)}, tree=tree)
