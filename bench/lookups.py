@@ -10,6 +10,9 @@ concurrent requests are decoded and none is prefilled. Requests are greedy, or s
 
 from __future__ import annotations
 
+import itertools
+import random
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,9 +29,11 @@ from harness import (
 )
 from interleave import Load
 
-from vllm_specplug.bench.plan import VLLM_CONFIGS
+from vllm_specplug.bench.demo import NGRAM_CONFIG
+from vllm_specplug.bench.evaluate import data_files
 from vllm_specplug.bench.result_page import ResultPage, Section
 from vllm_specplug.bench.tables import format_number
+from vllm_specplug.rows import LeftOut, RowFile
 
 JETSPEC = {
     "method": "jetspec",
@@ -44,7 +49,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "plain again": None,
     # What the plugin's products bring without drafts.
     "no drafts": {"method": "ngram_tree", "tree_budget": 0},
-    "ngram": VLLM_CONFIGS["ngram"],
+    "ngram": NGRAM_CONFIG,
     "ngram_tree": {"method": "ngram_tree"},
     "head": {**JETSPEC, "ngram_topk": 0},
     "head + n-grams": JETSPEC,
@@ -65,9 +70,30 @@ AGAIN = (
 )
 
 
-def make_loads(args: Any, target: str) -> list[Load]:
-    from vllm_specplug.bench.prompts import chat_token_ids
+def chat_token_ids(target: str, data: Path, count: int, longest: int) -> list[list[int]]:
+    """Returns token ids of `count` prompts of all files of `data` in turn, in the target's chat
+    template. Prompts of more than `longest` tokens are skipped."""
+    from transformers import AutoTokenizer
 
+    sets, left_out = [], LeftOut()
+    for path in data_files([data]):
+        rows = RowFile(path)
+        found = [rows.conversation(index, left_out) for index in range(len(rows))]
+        sets.append([row.asked() for row in found if row is not None and row.messages])
+        random.Random(0).shuffle(sets[-1])
+    for line in left_out.lines():
+        print(f"left out: {line}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    # A set that runs out begins again.
+    turns = zip(*map(itertools.cycle, sets), strict=True)
+    prompts = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        for messages in itertools.islice(itertools.chain.from_iterable(turns), count)
+    ]
+    return [ids for ids in prompts if len(ids) <= longest]
+
+
+def make_loads(args: Any, target: str) -> list[Load]:
     prompts = chat_token_ids(target, args.data, 400, 500)
     loads = []
     for number in range(args.rounds):

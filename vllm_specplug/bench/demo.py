@@ -15,7 +15,6 @@ from rich.table import Table
 from vllm_specplug.bench.chat import LoadResult, run_chats
 from vllm_specplug.bench.counters import SpecCounters
 from vllm_specplug.bench.near_ties import Parting, partings
-from vllm_specplug.bench.plan import VLLM_CONFIGS
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 from vllm_specplug.bench.tables import format_number
 from vllm_specplug.options import REQUEST_BUDGET_ARG
@@ -35,7 +34,13 @@ WARM_UP = "Say hello."
 
 _REPORT = "Please report this with the output of `specplug doctor --json`."
 
-NGRAM_CONFIG = VLLM_CONFIGS["ngram"]
+# vLLM's own method that needs no head, with the settings of its documentation.
+NGRAM_CONFIG: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 6,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
 COLUMNS = ("chats", "server", "tokens/s", "speed-up", "length", "TTFT ms", "TPOT ms")
 
 
