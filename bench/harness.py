@@ -325,14 +325,11 @@ def ratios(cells: Cells, others: Cells, value: Callable[[dict[str, Any]], float]
 def latency_gains(cells: Cells, plain: Cells) -> dict[str, float | None]:
     """Returns how many times smaller median and 99th percentile of answers' times per output token
     are than plain decoding's ("tpot_gain", "tpot_p99_gain"), and the same over steps without
-    prefill ("pace_gain", "pace_p99_gain"). Ratios are medians over rounds, None if a cell lacks the
-    value; there is no pace if all cells lack it."""
+    prefill ("pace_gain", "pace_p99_gain"). Ratios are medians over rounds, None if a cell has no
+    value."""
     gains: dict[str, float | None] = {}
     for name in ("tpot_ms", "tpot_p99_ms", "pace_ms", "pace_p99_ms"):
-        told = [cell.get(name) is not None for cell in (*cells, *plain)]
-        if name.startswith("pace") and not any(told):
-            continue
-        known = all(told)
+        known = all(cell[name] is not None for cell in (*cells, *plain))
         gain = name.replace("_ms", "_gain")
         gains[gain] = median(ratios(plain, cells, itemgetter(name))) if known else None
     return gains

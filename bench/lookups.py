@@ -135,13 +135,10 @@ def summarise(cells: Cells) -> list[dict[str, Any]]:
 
 def page(cells: Cells) -> ResultPage:
     rows = summarise(cells)
-    temperature = cells[0].get("temperature", 0.0)
-    # Cells of earlier versions have no pace.
-    paces = ("pace_gain", "pace_p99_gain") if "pace_gain" in rows[0] else ()
+    temperature = cells[0]["temperature"]
     header = ("load", "system", "tokens/s", "over plain", "over `ngram`",
-              "median TPOT better by", "p99 TPOT better by",
-              *(("median pace better by", "p99 pace better by") if paces else ()),
-              "tokens per step", "tokens measured",
+              "median TPOT better by", "p99 TPOT better by", "median pace better by",
+              "p99 pace better by", "tokens per step", "tokens measured",
               *(() if temperature else ("answers as plain's",)))  # fmt: skip
     table = [
         [
@@ -150,9 +147,10 @@ def page(cells: Cells) -> ResultPage:
             f"{r['tokens_per_s']:.1f}",
             "{:.2f} x ({:.2f} to {:.2f})".format(r["over_plain"], *r["over_plain_range"]),
             f"{format_number(r['over_ngram'], 2)} x" if r["over_ngram"] else "-",
-            format_number(r["tpot_gain"], 2),
-            format_number(r["tpot_p99_gain"], 2),
-            *(format_number(r[name], 2) for name in paces),
+            *(
+                format_number(r[name], 2)
+                for name in ("tpot_gain", "tpot_p99_gain", "pace_gain", "pace_p99_gain")
+            ),
             f"{r['tokens_per_step']:.2f}",
             f"{r['tokens']}",
             *(() if temperature else (f"{r['same_as_plain']} of {r['prompts']}",)),
@@ -174,7 +172,7 @@ def page(cells: Cells) -> ResultPage:
         "to 4. TPOT is a whole answer's, other requests' prompts and the last answers in smaller "
         "company included; answers have half to all of the most tokens."
         + ("" if temperature else TIES)
-        + (PACE if paces else "")
+        + PACE
         + (AGAIN if any(r["system"] == "plain again" for r in rows) else ""),
         sections=[Section(header, table)],
         data=rows,
