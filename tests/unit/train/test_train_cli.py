@@ -8,6 +8,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.train.chat_targets import chat_target
 from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
 from vllm_specplug.train.cli import data_app, parse_counts, train_app
 from vllm_specplug.train.features import spread_layers
@@ -128,9 +129,10 @@ def test_held_out_answers_that_are_most_of_the_data_are_told(
     ],
 )
 def test_lengths_beyond_the_targets_context_name_the_option(
-    tmp_path, target_with_tokenizer, arguments, words
+    tmp_path, target_folder, arguments, words
 ):
-    places = ["--target", str(target_with_tokenizer), "--out", str(tmp_path / "d")]
+    target = chat_target(tmp_path / "chat", target_folder, "plain")
+    places = ["--target", str(target), "--out", str(tmp_path / "d")]
     result = runner.invoke(data_app, ["generate", *places, "--make", "topic=2", *arguments])
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())

@@ -222,19 +222,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
                  "logit_bias": {2: 1.5}, "min_tokens": 9, "stop_token_ids": [3, 4],
                  "allowed_token_ids": list(range(30)), "min_p": 0.02, "top_k": 12, "top_p": 0.9},
 }  # fmt: skip
-ROW_WISE: dict[str, dict[str, Any]] = {
-    "min_tokens": {"min_tokens": 9, "stop_token_ids": [3, 4]},
-    "allowed": {"allowed_token_ids": [0, 3, 7]},
-    "bias": {"logit_bias": {1: 5.0, 2: -5.0}},
-    "sampling": {"temperature": 0.7, "top_k": 12, "top_p": 0.9, "min_p": 0.02},
-}
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, *ROW_WISE])
+@pytest.mark.parametrize("name", OPTIONS)
 @some
 @given(seed=seeds)
 def test_a_row_is_sampled_as_in_plain_decoding(name: str, seed: int) -> None:
-    requests, logits = batch(seed, **{**OPTIONS, **ROW_WISE}[name])
+    requests, logits = batch(seed, **OPTIONS[name])
     tokens, processed = as_trees(requests, logits)
     expected_tokens, expected = plainly(requests, logits)
     assert torch.equal(processed, expected)
