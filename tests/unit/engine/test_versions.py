@@ -73,7 +73,7 @@ def test_our_methods_refuse_with_the_exact_reason_and_plain_vllm_starts(
     after = UNTOUCHED if fault == "halfway" else ""
     # The entry point would install the plugin before the fault is made.
     stdout = run_code(DRILL, script, after, str(target), env={"VLLM_PLUGINS": "none"})
-    ours, plain = json.loads(stdout.rpartition("ENDS ")[2])
+    ours, plain = json.loads(stdout.rpartition("ENDS ")[2].splitlines()[0])
     assert "'jetspec' is not available" in ours and "pip install" in ours and "0.32.x" in ours
     assert named in ours
     assert ("vLLM is as it was" in ours) == (fault == "halfway")
