@@ -31,7 +31,7 @@ def test_the_sweep_of_the_page_measures_trees_and_plain_decoding(tmp_path: Path)
     (command,) = (line for line in commands_of(PAGE) if line.startswith("vllm bench sweep serve "))
     servers = {name: servers[name] for name in ("plain", "trees")}
     servers["trees"]["speculative_config"]["model"] = str(METHODS["jetspec"]["model"])
-    loads = {name: {**loads[name], "num_prompts": 3} for name in ("one at a time", "all at once")}
+    loads = {"one at a time": {**loads["one at a time"], "num_prompts": 3}}
     (tmp_path / "servers.json").write_text(json.dumps(servers))
     (tmp_path / "loads.json").write_text(json.dumps(loads))
     rows = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
@@ -39,11 +39,12 @@ def test_the_sweep_of_the_page_measures_trees_and_plain_decoding(tmp_path: Path)
     port = f" --port {free_port()}"
     words = [
         word.replace("MODEL", target_path()) + port * (" --" in word)
-        for word in shlex.split(command)
+        for word in shlex.split(command.replace("\\\n", ""))
     ]
     serve = words.index("--serve-cmd") + 1
     words[serve] += " --enforce-eager --dtype float32 --max-model-len 1024"
     words[words.index("--num-runs") + 1] = "1"
+    words[words.index("--warmup-num-prompts") + 1] = "0"
     folder = Path(sys.executable).parent
     env = {
         **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -53,8 +54,7 @@ def test_the_sweep_of_the_page_measures_trees_and_plain_decoding(tmp_path: Path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     with (tmp_path / "results" / "first" / "summary.csv").open() as stream:
         measured = list(csv.DictReader(stream))
-    assert len(measured) == len(servers) * len(loads)
     for row in measured:
         assert int(row["completed"]) == len(PROMPTS) and float(row["median_e2el_ms"]) > 0
-    lengths = [float(row["spec_decode_acceptance_length"] or 0) for row in measured]
-    assert lengths[:2] == [0, 0] and min(lengths[2:]) > 1
+    plain, trees = (row["spec_decode_acceptance_length"] for row in measured)
+    assert plain == "" and float(trees) > 1
