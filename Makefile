@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# make setup | demo | test | test-full | lint | docs | bench | clean     (TIER=ci|fast|full)
+# make setup | demo | test | test-full | lint | docs | clean     (TIER=ci|fast|full)
 
 SHELL := /bin/sh
 PYTHON ?= python3.11
 BIN := .venv/bin
 TIER ?= ci
-DATA ?= $(SPECPLUG_DATA)
 
 ifeq ($(TIER),fast)
 PYTEST_ARGS := -m "not slow and not e2e and not full"
@@ -20,7 +19,7 @@ else
 $(error TIER=$(TIER) is not a test tier; use TIER=ci (each promise), fast (no engines) or full (all))
 endif
 
-.PHONY: help setup demo test test-full test-033 fuzz lint docs bench gpu-check gpu-bench gpu-speed clean
+.PHONY: help setup demo test test-full test-033 fuzz lint docs gpu-check gpu-bench gpu-speed clean
 
 help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
@@ -30,7 +29,6 @@ help:
 	@echo "make test-033    trees on vLLM 0.33's Python tree (docs/vllm_releases.md)"
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"
-	@echo "make bench   servers under load, beside plain vLLM (DATA=folder with prompts)"
 	@echo "make gpu-check | gpu-bench | gpu-speed    on a machine with a GPU"
 	@echo "make clean   remove .venv and build outputs"
 
@@ -87,10 +85,6 @@ docs: export NO_MKDOCS_2_WARNING := 1
 docs: setup
 	$(BIN)/mkdocs build --site-dir out/site
 	@echo "out/site/index.html"
-
-bench: setup
-	@test -d "$(DATA)" || { echo "make bench DATA=folder-with-prompts (see bench/README.md)" >&2; exit 1; }
-	$(BIN)/specplug bench --data $(DATA) --out bench/results/load --together $(ARGS)
 
 # On a machine with a GPU; results as they come in GPU_OUT. See scripts/gpu/README.md.
 GPU_OUT ?= $(or $(OUT),out/gpu)

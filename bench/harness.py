@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
 import os
 import time
@@ -17,9 +19,8 @@ from typing import Any
 
 from interleave import Load, Serving, confine_process, serve_alone, serve_side_by_side
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from vllm_specplug.bench.cells import CellStore, digest
-from vllm_specplug.bench.progress import SweepProgress
 from vllm_specplug.bench.result_page import ResultPage
 from vllm_specplug.provenance import (
     UncommittedChanges,
@@ -156,7 +157,7 @@ class Benchmark:
         # vLLM's ngram last: it imports numba, after which no other engine starts on a CPU.
         order = sorted(systems, key=lambda s: (systems[s] or {}).get("method") == "ngram")
         console = Console()
-        with SweepProgress(console, len(planned), len(planned) - len(todo)) as progress:
+        with LoadProgress(console, len(planned), len(planned) - len(todo)) as progress:
             made = {}
             for system in order:
                 progress.status(f"starting {system}")
@@ -211,6 +212,85 @@ class Benchmark:
         print(replace(page, name=self.name).write(args.out))
 
 
+class CellStore:
+    """Measured cells by key and by the digest of all settings that determine them, written at once
+    into a JSONL file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+        if path.is_file():
+            for line in path.read_text().splitlines():
+                # A cell whose line was cut off is measured again.
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    row = json.loads(line)
+                    self._rows[(row["digest"], *row["key"])] = row
+
+    def get(self, digest: str, key: Sequence[Any]) -> dict[str, Any] | None:
+        """Returns a cell; None if it was not measured."""
+        return self._rows.get((digest, *key))
+
+    def rows(self, digest: str) -> list[dict[str, Any]]:
+        """Returns the cells of a digest, in the order of their first measurement."""
+        return [row for key, row in self._rows.items() if key[0] == digest]
+
+    @property
+    def latest_digest(self) -> str | None:
+        """Digest of the last cell; None without cells."""
+        return next(reversed(self._rows), (None,))[0]
+
+    def add(self, digest: str, key: Sequence[Any], values: Mapping[str, Any]) -> None:
+        """Records and writes a cell. It replaces an earlier one with the same key."""
+        load_average = round(os.getloadavg()[0], 2)
+        row = {"digest": digest, "key": list(key), "load_average": load_average, **values}
+        self._rows[(digest, *key)] = row
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # The leading line break ends a line that was cut off.
+        with self.path.open("a") as stream:
+            stream.write("\n" + json.dumps(row))
+
+
+def digest(value: Any) -> str:
+    """Returns a short digest of plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
+
+
+class LoadProgress:
+    """A progress bar of loads on a terminal, otherwise one line per event; a context manager."""
+
+    def __init__(self, console: Console, total: int, done: int) -> None:
+        self._console = console
+        self._progress = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> LoadProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._progress.stop()
+
+    def advance(self, total: int, done: int) -> None:
+        """Sets the number of finished loads."""
+        self._progress.update(self._task, total=total, completed=done)
+
+    def status(self, text: str) -> None:
+        """Shows the current activity, on a terminal only."""
+        self._progress.update(self._task, description=text[: max(20, self._console.width - 50)])
+
+    def say(self, message: str) -> None:
+        """Prints a message above the bar."""
+        self._console.print(message, highlight=False, markup=False, soft_wrap=True)
+
+
 _NOT_IN_DIGEST = {"out", "name", "minutes", "rounds", "report_only", "allow_changes", "eager"}
 
 
@@ -245,14 +325,11 @@ def ratios(cells: Cells, others: Cells, value: Callable[[dict[str, Any]], float]
 def latency_gains(cells: Cells, plain: Cells) -> dict[str, float | None]:
     """Returns how many times smaller median and 99th percentile of answers' times per output token
     are than plain decoding's ("tpot_gain", "tpot_p99_gain"), and the same over steps without
-    prefill ("pace_gain", "pace_p99_gain"). Ratios are medians over rounds, None if a cell lacks the
-    value; there is no pace if all cells lack it."""
+    prefill ("pace_gain", "pace_p99_gain"). Ratios are medians over rounds, None if a cell has no
+    value."""
     gains: dict[str, float | None] = {}
     for name in ("tpot_ms", "tpot_p99_ms", "pace_ms", "pace_p99_ms"):
-        told = [cell.get(name) is not None for cell in (*cells, *plain)]
-        if name.startswith("pace") and not any(told):
-            continue
-        known = all(told)
+        known = all(cell[name] is not None for cell in (*cells, *plain))
         gain = name.replace("_ms", "_gain")
         gains[gain] = median(ratios(plain, cells, itemgetter(name))) if known else None
     return gains

@@ -10,6 +10,9 @@ concurrent requests are decoded and none is prefilled. Requests are greedy, or s
 
 from __future__ import annotations
 
+import itertools
+import random
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -26,9 +29,11 @@ from harness import (
 )
 from interleave import Load
 
-from vllm_specplug.bench.plan import VLLM_CONFIGS
+from vllm_specplug.bench.demo import NGRAM_CONFIG
+from vllm_specplug.bench.evaluate import data_files
 from vllm_specplug.bench.result_page import ResultPage, Section
 from vllm_specplug.bench.tables import format_number
+from vllm_specplug.rows import LeftOut, RowFile
 
 JETSPEC = {
     "method": "jetspec",
@@ -44,7 +49,7 @@ SYSTEMS: dict[str, dict[str, Any] | None] = {
     "plain again": None,
     # What the plugin's products bring without drafts.
     "no drafts": {"method": "ngram_tree", "tree_budget": 0},
-    "ngram": VLLM_CONFIGS["ngram"],
+    "ngram": NGRAM_CONFIG,
     "ngram_tree": {"method": "ngram_tree"},
     "head": {**JETSPEC, "ngram_topk": 0},
     "head + n-grams": JETSPEC,
@@ -65,9 +70,30 @@ AGAIN = (
 )
 
 
-def make_loads(args: Any, target: str) -> list[Load]:
-    from vllm_specplug.bench.prompts import chat_token_ids
+def chat_token_ids(target: str, data: Path, count: int, longest: int) -> list[list[int]]:
+    """Returns token ids of `count` prompts of all files of `data` in turn, in the target's chat
+    template. Prompts of more than `longest` tokens are skipped."""
+    from transformers import AutoTokenizer
 
+    sets, left_out = [], LeftOut()
+    for path in data_files([data]):
+        rows = RowFile(path)
+        found = [rows.conversation(index, left_out) for index in range(len(rows))]
+        sets.append([row.asked() for row in found if row is not None and row.messages])
+        random.Random(0).shuffle(sets[-1])
+    for line in left_out.lines():
+        print(f"left out: {line}")
+    tokenizer: Any = AutoTokenizer.from_pretrained(target)
+    # A set that runs out begins again.
+    turns = zip(*map(itertools.cycle, sets), strict=True)
+    prompts = [
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        for messages in itertools.islice(itertools.chain.from_iterable(turns), count)
+    ]
+    return [ids for ids in prompts if len(ids) <= longest]
+
+
+def make_loads(args: Any, target: str) -> list[Load]:
     prompts = chat_token_ids(target, args.data, 400, 500)
     loads = []
     for number in range(args.rounds):
@@ -109,13 +135,10 @@ def summarise(cells: Cells) -> list[dict[str, Any]]:
 
 def page(cells: Cells) -> ResultPage:
     rows = summarise(cells)
-    temperature = cells[0].get("temperature", 0.0)
-    # Cells of earlier versions have no pace.
-    paces = ("pace_gain", "pace_p99_gain") if "pace_gain" in rows[0] else ()
+    temperature = cells[0]["temperature"]
     header = ("load", "system", "tokens/s", "over plain", "over `ngram`",
-              "median TPOT better by", "p99 TPOT better by",
-              *(("median pace better by", "p99 pace better by") if paces else ()),
-              "tokens per step", "tokens measured",
+              "median TPOT better by", "p99 TPOT better by", "median pace better by",
+              "p99 pace better by", "tokens per step", "tokens measured",
               *(() if temperature else ("answers as plain's",)))  # fmt: skip
     table = [
         [
@@ -124,9 +147,10 @@ def page(cells: Cells) -> ResultPage:
             f"{r['tokens_per_s']:.1f}",
             "{:.2f} x ({:.2f} to {:.2f})".format(r["over_plain"], *r["over_plain_range"]),
             f"{format_number(r['over_ngram'], 2)} x" if r["over_ngram"] else "-",
-            format_number(r["tpot_gain"], 2),
-            format_number(r["tpot_p99_gain"], 2),
-            *(format_number(r[name], 2) for name in paces),
+            *(
+                format_number(r[name], 2)
+                for name in ("tpot_gain", "tpot_p99_gain", "pace_gain", "pace_p99_gain")
+            ),
             f"{r['tokens_per_step']:.2f}",
             f"{r['tokens']}",
             *(() if temperature else (f"{r['same_as_plain']} of {r['prompts']}",)),
@@ -148,7 +172,7 @@ def page(cells: Cells) -> ResultPage:
         "to 4. TPOT is a whole answer's, other requests' prompts and the last answers in smaller "
         "company included; answers have half to all of the most tokens."
         + ("" if temperature else TIES)
-        + (PACE if paces else "")
+        + PACE
         + (AGAIN if any(r["system"] == "plain again" for r in rows) else ""),
         sections=[Section(header, table)],
         data=rows,

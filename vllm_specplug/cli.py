@@ -405,13 +405,11 @@ app.command(
     help="Train a draft head (see: specplug train --help).",
     context_settings=_PASS_THROUGH,
 )(_forward("vllm_specplug.train.cli", "train_app", "train", "train"))
-for _name, _help in (
-    ("bench", "Measure servers against plain vLLM under load (see: specplug bench --help)."),
-    ("evaluate", "Measure a head's acceptance on prompts (see: specplug evaluate --help)."),
-):
-    app.command(_name, help=_help, context_settings=_PASS_THROUGH)(
-        _forward("vllm_specplug.bench.cli", f"{_name}_app", _name, "bench")
-    )
+app.command(
+    "evaluate",
+    help="Measure a head's acceptance on prompts (see: specplug evaluate --help).",
+    context_settings=_PASS_THROUGH,
+)(_forward("vllm_specplug.bench.cli", "evaluate_app", "evaluate", "bench"))
 
 
 def main() -> None:

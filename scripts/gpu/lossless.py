@@ -25,7 +25,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
-from demo_prompts import demo_prompts  # noqa: E402
 from report import Report  # noqa: E402
 
 HEADS = ROOT / "heads"
@@ -99,6 +98,23 @@ def cases() -> list[Case]:
              engine={"kv_cache_dtype": "fp8"}),
     ]  # fmt: skip
     return found
+
+
+def demo_prompts() -> tuple[str, list[list[int]]]:
+    """Returns the folder of the demo target and `TEXTS` as tokenized user turns."""
+    from transformers import AutoTokenizer
+
+    from vllm_specplug.targets import prepare_target
+
+    target = str(prepare_target("smollm2", print))
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    return target, [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True,
+            return_dict=False,
+        )
+        for text in TEXTS
+    ]  # fmt: skip
 
 
 def calls(prompts: list[list[int]], tokens: int) -> list[dict[str, Any]]:
@@ -208,7 +224,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240)
     args = parser.parse_args()
     report = Report(args.out, "gpu_lossless", args.seconds)
-    model, prompts = demo_prompts(TEXTS)
+    model, prompts = demo_prompts()
     todo = cases()
     if args.only:
         names = set(args.only.split(";"))

@@ -54,21 +54,6 @@ def target_folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def target_with_tokenizer(target_folder: Path, tmp_path: Path) -> Path:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path / "target"
-    folder.mkdir()
-    for file in target_folder.iterdir():
-        (folder / file.name).symlink_to(file)
-    vocab = {f"t{i}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="session")
 def target_model(target_folder):
     from transformers import AutoModelForCausalLM

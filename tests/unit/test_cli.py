@@ -54,7 +54,7 @@ def test_help_lists_every_command_and_imports_nothing_heavy() -> None:
         "config",
         "data",
         "train",
-        "bench",
+        "evaluate",
     ):
         assert f"\n  {command} " in result.stdout
 

@@ -6,9 +6,8 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 
@@ -71,9 +70,7 @@ class LoadResult:
         return cls(answers, sum(part.wall_s for part in parts))
 
 
-async def _stream(
-    client: Any, model: str, prompt: str, max_tokens: int, own: Mapping[str, Any]
-) -> ChatAnswer:
+async def _stream(client: Any, model: str, prompt: str, max_tokens: int) -> ChatAnswer:
     start = time.perf_counter()
     first: float | None = None
     pieces: list[str] = []
@@ -87,7 +84,7 @@ async def _stream(
         temperature=0.0,
         stream=True,
         stream_options={"include_usage": True},
-        extra_body={"return_token_ids": True, **own},
+        extra_body={"return_token_ids": True},
     )
     async for chunk in stream:
         if chunk.usage is not None:
@@ -112,7 +109,6 @@ async def _run(
     prompts: Sequence[str],
     concurrency: int,
     max_tokens: int,
-    own: Mapping[str, Any],
 ) -> LoadResult:
     from openai import AsyncOpenAI
 
@@ -123,7 +119,7 @@ async def _run(
 
         async def one(prompt: str) -> ChatAnswer:
             async with gate:
-                return await _stream(client, model, prompt, max_tokens, own)
+                return await _stream(client, model, prompt, max_tokens)
 
         start = time.perf_counter()
         answers = await asyncio.gather(*(one(prompt) for prompt in prompts))
@@ -137,15 +133,13 @@ def run_chats(
     *,
     concurrency: int,
     max_tokens: int,
-    own: Mapping[str, Any] = MappingProxyType({}),
 ) -> LoadResult:
     """Sends every prompt as a greedy chat, at most `concurrency` at once.
 
     Args:
         base_url: root of the server, without "/v1".
-        own: vLLM's own fields of every request.
 
     Raises:
         openai.OpenAIError: if a request fails.
     """
-    return asyncio.run(_run(base_url, model, prompts, concurrency, max_tokens, own))
+    return asyncio.run(_run(base_url, model, prompts, concurrency, max_tokens))

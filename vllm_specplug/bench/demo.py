@@ -15,11 +15,8 @@ from rich.table import Table
 from vllm_specplug.bench.chat import LoadResult, run_chats
 from vllm_specplug.bench.counters import SpecCounters
 from vllm_specplug.bench.near_ties import Parting, partings
-from vllm_specplug.bench.plan import VLLM_CONFIGS
 from vllm_specplug.bench.server import ServerSpec, VllmServer
 from vllm_specplug.bench.tables import format_number
-from vllm_specplug.options import REQUEST_BUDGET_ARG
-from vllm_specplug.registry import legal_method_names
 
 PROMPTS = (
     "What is the capital of France, and what is it known for?",
@@ -35,7 +32,13 @@ WARM_UP = "Say hello."
 
 _REPORT = "Please report this with the output of `specplug doctor --json`."
 
-NGRAM_CONFIG = VLLM_CONFIGS["ngram"]
+# vLLM's own method that needs no head, with the settings of its documentation.
+NGRAM_CONFIG: dict[str, Any] = {
+    "method": "ngram",
+    "num_speculative_tokens": 6,
+    "prompt_lookup_min": 2,
+    "prompt_lookup_max": 4,
+}
 COLUMNS = ("chats", "server", "tokens/s", "speed-up", "length", "TTFT ms", "TPOT ms")
 
 
@@ -109,18 +112,10 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         _wait_all(servers, console)
         single = _measure(servers, options, console, concurrency=1)
         several = _measure(servers, options, console, concurrency=options.concurrency)
-        found, undrafted = None, None
+        found = None
         if options.speculative_config is not None:
             plain, other = (single[s.spec.name].load.answers for s in servers)
             found = partings(servers[0].base_url, options.model, zip(plain, other, strict=True))
-            # Requests cannot disable drafts of vLLM's own methods.
-            if found and options.speculative_config["method"] in legal_method_names():
-                with console.status(f"{options.method}, without drafts"):
-                    undrafted = run_chats(
-                        servers[1].base_url, options.model, options.prompts, concurrency=1,
-                        max_tokens=options.max_tokens,
-                        own={"vllm_xargs": {REQUEST_BUDGET_ARG: 0}},
-                    )  # fmt: skip
     loads = {"1 at a time": single, f"{options.concurrency} at a time": several}
     rows = [row for load, measured in loads.items() for row in _rows(load, measured)]
     console.print()
@@ -141,7 +136,7 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
         soft_wrap=True,
     )
     if found is not None:
-        _print_comparison(options, single, several["plain"], undrafted, found, console)
+        _print_comparison(options, single, found, console)
     for server in servers:
         console.print(f"\n{server.spec.name}:", style="bold")
         console.print(server.spec.display(server.port), soft_wrap=True, highlight=False)
@@ -246,8 +241,6 @@ def same_answers(plain: Sequence[str], other: Sequence[str]) -> tuple[int, int |
 def _print_comparison(
     options: DemoOptions,
     single: dict[str, _Measured],
-    several_plain: _Measured,
-    undrafted: LoadResult | None,
     found: Sequence[Parting],
     console: Console,
 ) -> None:
@@ -256,25 +249,16 @@ def _print_comparison(
     def texts(load: LoadResult) -> list[str]:
         return [answer.text for answer in load.answers]
 
-    plain, count = texts(single["plain"].load), len(options.prompts)
-    drafted = texts(single[options.method].load)
-    equal, first = same_answers(plain, drafted)
-    console.print(f"identical answers, one at a time: {equal} of {count}")
+    equal, first = same_answers(texts(single["plain"].load), texts(single[options.method].load))
+    console.print(f"identical answers, one at a time: {equal} of {len(options.prompts)}")
     if first is None:
         return
-    if undrafted is not None:
-        itself, _ = same_answers(drafted, texts(undrafted))
-        console.print(f"{options.method} with drafts and without: {itself} of {count}")
     if options.dtype == "float32":
         console.print(
             f"NOT LOSSLESS: the answers to {options.prompts[first]!r} differ in float32. {_REPORT}",
             style="bold red",
         )
         return
-    itself, _ = same_answers(plain, texts(several_plain.load))
-    console.print(
-        f"plain vLLM and itself, 1 and {options.concurrency} at a time: {itself} of {count}"
-    )
     widest = max((parting.gap_nats for parting in found), default=0.0)
     if all(parting.is_near_tie for parting in found):
         console.print(

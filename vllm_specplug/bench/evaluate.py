@@ -61,6 +61,41 @@ class Cell:
         }
 
 
+def set_name(path: Path) -> str:
+    """Returns the name of a data file's set."""
+    return path.stem.removesuffix("_dev").removesuffix("_test")
+
+
+def data_files(paths: Sequence[Path]) -> list[Path]:
+    """Returns the files of all `paths`, files or folders of *.jsonl files.
+
+    Files of a folder with "train" in their name are skipped, because a head may know their prompts.
+
+    Raises:
+        ValueError: if a path does not exist, a folder has no such file, or two files have the same
+            name.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            found = sorted(file for file in path.glob("*.jsonl") if "train" not in file.name)
+            if not found:
+                raise ValueError(f"folder {path} holds no *.jsonl file to measure with.")
+            files += found
+        elif path.exists():
+            files.append(path)
+        else:
+            raise ValueError(
+                f"{path} does not exist. Point --data at a JSONL file of prompts, or a folder of "
+                "them."
+            )
+    names = [set_name(file) for file in files]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two data files are called {name!r}; rename one of them.")
+    return files
+
+
 def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Question]:
     """Returns the first `limit` prompts of a file (see `rows`), 0 for all; counts other rows."""
     rows = RowFile(path)

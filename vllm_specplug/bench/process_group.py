@@ -50,14 +50,6 @@ class ProcessGroup:
         """Returns the last `lines` lines of the log."""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-lines:])
 
-    def pause(self) -> None:
-        """Stops the group's processes until `resume`."""
-        _signal_group(self.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        """Continues a paused group."""
-        _signal_group(self.pid, signal.SIGCONT)
-
     def stop(self, grace_s: float = 8.0) -> None:
         """Ends the group: SIGTERM, up to `grace_s` seconds, then SIGKILL.
 
@@ -66,7 +58,6 @@ class ProcessGroup:
         try:
             if group_members(self.pid):
                 _signal_group(self.pid, signal.SIGTERM)
-                self.resume()  # a paused process would not notice
                 deadline = time.monotonic() + grace_s
                 while time.monotonic() < deadline:
                     self._process.poll()  # reaps the leader
@@ -102,15 +93,13 @@ def _signal_group(pgid: int, number: int) -> None:
         os.killpg(pgid, number)
 
 
-# Ends the group when its parent dies in any way, which ends the read. It is outside of the group,
-# which may be paused.
+# Ends the group when its parent dies in any way, which ends the read.
 _GUARD_SCRIPT = """
 import os, signal, sys, time
 pgid = int(sys.argv[1])
 sys.stdin.buffer.read()
 try:
     os.killpg(pgid, signal.SIGTERM)
-    os.killpg(pgid, signal.SIGCONT)
     time.sleep(2)
     os.killpg(pgid, signal.SIGKILL)
 except ProcessLookupError:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
@@ -20,7 +19,7 @@ from typing import Any
 
 from vllm_specplug.bench.process_group import ProcessGroup
 
-# Defaults for all servers of a comparison; the user's settings override them.
+# Defaults for all servers; the user's settings override them.
 DEFAULT_ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 _LOG_LINE = re.compile(r"(?:INFO|WARNING) \d\d-\d\d [\d:]+ \[[^\]]*\] (?P<message>.+)")
@@ -62,13 +61,6 @@ class ServerSpec:
         env = [f"{key}={os.environ.get(key, value)}" for key, value in DEFAULT_ENV.items()]
         return shlex.join([*env, "vllm", *self.arguments(port)])
 
-    def cannot_start(self) -> str | None:
-        """Returns why this server cannot start here; None if no reason is known."""
-        method = (self.speculative_config or {}).get("method")
-        if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
-            return "vLLM's suffix method needs the package arctic-inference, not installed here"
-        return None
-
 
 def vllm_program() -> list[str]:
     """Returns the command of vLLM's command line with this interpreter."""
@@ -96,25 +88,11 @@ class VllmServer:
         """Root of the server's HTTP interface."""
         return f"http://127.0.0.1:{self.port}"
 
-    def pause(self) -> None:
-        """Stops the processes of the server until `resume`, because an idle engine polls."""
-        assert self._group is not None
-        self._group.pause()
-
-    def resume(self) -> None:
-        """Ends a pause."""
-        assert self._group is not None
-        self._group.resume()
-
     @property
     def pid(self) -> int:
         """Process id of the running server's leader."""
         assert self._group is not None, "the server was not started"
         return self._group.pid
-
-    def is_running(self) -> bool:
-        """Whether the server's process is alive."""
-        return self._group is not None and self._group.returncode() is None
 
     def log_tail(self, lines: int = 12) -> str:
         """Returns the last lines of the server's log."""
@@ -178,72 +156,7 @@ class VllmServer:
                 return match["message"].strip()[:70]
         return "starting Python"
 
-    def complete(self, prompt: str, max_tokens: int, timeout_s: float = 600.0) -> None:
-        """Requests a completion and discards it.
-
-        Raises:
-            ServerError: if the request fails.
-        """
-        body = {"model": self.spec.model, "prompt": prompt, "max_tokens": max_tokens}
-        request = urllib.request.Request(
-            f"{self.base_url}/v1/completions",
-            json.dumps({**body, "temperature": 0}).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as response:
-                response.read()
-        except (urllib.error.URLError, OSError) as error:
-            raise ServerError(
-                f"{self.spec.name} did not complete a prompt: {error}. The end of its log:\n"
-                f"{self.log_tail()}"
-            ) from error
-
     def metrics_text(self) -> str:
         """Returns the server's Prometheus page."""
         with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=30) as response:
             return str(response.read().decode())
-
-
-class RunningServer(VllmServer):
-    """A server that runs already, with the same interface. It is not stopped."""
-
-    def __init__(self, spec: ServerSpec, url: str) -> None:
-        super().__init__(spec, Path("-"))
-        self._url = url
-
-    @property
-    def base_url(self) -> str:
-        """The given address."""
-        return self._url
-
-    def __enter__(self) -> RunningServer:
-        return self
-
-    def is_running(self) -> bool:
-        """Whether it answers."""
-        return self.is_healthy()
-
-    def pause(self) -> None:
-        """Does nothing: another process owns the server."""
-
-    def resume(self) -> None:
-        """Does nothing."""
-
-    def wait_healthy(
-        self, timeout_s: float = 10.0, progress: Callable[[str], None] = lambda message: None
-    ) -> float:
-        """Waits at most 10 seconds until the server answers; returns the seconds it took.
-
-        Raises:
-            ServerError: if nothing answers.
-        """
-        start = time.monotonic()
-        while not self.is_healthy():
-            if time.monotonic() - start > min(timeout_s, 10.0):
-                raise ServerError(
-                    f"no server answers at {self._url} ({self.spec.name}): start it, or correct "
-                    "the address."
-                )
-            time.sleep(0.25)
-        return time.monotonic() - start

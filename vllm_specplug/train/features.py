@@ -119,10 +119,6 @@ class Features(SequenceStore):
     def sources(self) -> dict[str, int]:
         """Counts sequences by the first part of their source."""
 
-    @abstractmethod
-    def length(self, index: int) -> int:
-        """Returns the number of tokens of a sequence, without computing its states."""
-
     @property
     def num_answer_tokens(self) -> int:
         """Number of tokens after the prompts."""
@@ -155,6 +151,7 @@ class FeatureStore(Features):
         return count_sources(self.shards[s].meta["sources"][i] for s, i in chosen)
 
     def length(self, index: int) -> int:
+        """Returns the number of tokens of a sequence."""
         shard, i = self.items[index]
         return int(self.shards[shard].offsets[i + 1] - self.shards[shard].offsets[i])
 

@@ -80,9 +80,6 @@ class OnlineFeatures(Features):
     def sources(self) -> dict[str, int]:
         return count_sources(stored.source for stored in self._sequences)
 
-    def length(self, index: int) -> int:
-        return len(self._sequences[index].tokens)
-
     def _run(
         self, texts: Sequence[Text], device: torch.device | str, is_training: bool
     ) -> list[Any]:

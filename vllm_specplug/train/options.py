@@ -134,7 +134,7 @@ class RunOptions:
     ] = 0.0
     resume: Annotated[bool, Option(help="Continue OUT exactly from where it was saved.")] = False
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print time, disk and memory of the run, and stop.")
+        bool, Option("--dry-run", help="Print time and steps per epoch of the run, and stop.")
     ] = False
 
     def refuse_overwriting(self) -> None:

@@ -16,7 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from vllm_specplug.train.answers import Split, finished_answers
-from vllm_specplug.train.estimate import estimate
 from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
@@ -42,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 Log = Callable[[str], None]
 OnStep = Callable[[int, dict[str, float]], None]
+# Steps of a dry run.
+_MEASURED_STEPS = 3
 
 S = TypeVar("S")
 
@@ -202,9 +203,7 @@ def _saved_ids(training: Training[Any]) -> torch.Tensor | None:
     path = training.run.out / VOCABULARY_NAME
     if not training.run.resume or not path.is_file():
         return None
-    saved = torch.load(path, weights_only=True)
-    # Earlier builds saved a block head's shape beside them.
-    ids: torch.Tensor = saved["ids"] if isinstance(saved, dict) else saved
+    ids: torch.Tensor = torch.load(path, weights_only=True)
     return ids
 
 
@@ -269,8 +268,7 @@ def train_head(
         _fixed(training),
     )  # fmt: skip
     if run.dry_run:
-        for line in estimate(trainer, run.out):
-            log(line)
+        log(estimate(trainer))
         return {}
     if run.resume:
         trainer.resume(run.out)
@@ -325,6 +323,28 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
     if isinstance(run, FeatureRunOptions) and run.answers is not None:
         fixed["heldout_answers"] = run.heldout_answers
     return fixed
+
+
+def estimate(trainer: Trainer) -> str:
+    """Returns steps per epoch, time and memory of a run as text, measured with a few steps, which
+    are not kept."""
+    seconds = []
+    for _ in range(_MEASURED_STEPS):
+        before = trainer.seconds
+        trainer.train_step()
+        seconds.append(trainer.seconds - before)
+    # The first step compiles kernels.
+    step, total = min(seconds[1:]), trainer.options.total_steps
+    drawn = trainer.order.epoch * trainer.order.size + trainer.order.cursor
+    epoch = max(1, round(len(trainer.store) * trainer.step / max(1, drawn)))
+    lines = [
+        f"an epoch is about {epoch:,} steps; --total-steps {total:,} is {total / epoch:.1f} epochs "
+        f"and takes {step * total / 60:,.0f} minutes, {step:.2f} s per step"
+    ]
+    if trainer.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(trainer.device)
+        lines.append(f"peak of device memory: {peak / 2**30:.1f} GiB")
+    return "\n".join(lines)
 
 
 def progress_facts(trainer: Trainer) -> dict[str, Any]:

@@ -260,7 +260,6 @@ class Trainer:
             "seconds": self.seconds,
             "slots_trained": self.slots_trained,
             "loss_average": self.loss_average,
-            "options": asdict(self.options),
             "fixed": self.fixed,
             "recipes": self.recipes,
         }
@@ -276,7 +275,7 @@ class Trainer:
                 "of a run that has saved"
             )
         state = torch.load(path, map_location=self.device, weights_only=True)
-        saved = {**state["options"], **state.get("fixed", {})}
+        saved = state["fixed"]
         for name, value in self.fixed.items():
             if saved.get(name, value) != value:
                 raise ValueError(
@@ -302,8 +301,8 @@ class Trainer:
         self.order.restore(state["order"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.slots_trained = state["slots_trained"]
-        self.loss_average = state.get("loss_average", math.nan)
-        self.recipes = state.get("recipes", [{"from_step": 0, **state["options"]}])
+        self.loss_average = state["loss_average"]
+        self.recipes = state["recipes"]
         if {"from_step": self.recipes[-1]["from_step"], **asdict(self.options)} != self.recipes[-1]:
             self.recipes.append({"from_step": self.step, **asdict(self.options)})
 

@@ -34,7 +34,7 @@ NOT_RUN = {
     r" \.\.\.": "abbreviated; the page names what was left out",
     r"^(make|\.venv/bin/)": "the project's own checks, which run without this test",
     r"^pip install": "test_pip_install.py runs the recipe",
-    r"^specplug bench": "an hour; test_bench.py runs shorter ones",
+    r"^vllm bench sweep": "an hour; test_bench.py runs a shorter one",
     r" --nnodes | --data-parallel-size-local ": "test_nodes.py runs such commands, on two nodes",
     r" --distributed-executor-backend ray": "test_ray.py runs Ray, where it is installed",
     r"--init-from HEAD ": "hours of training on the author's features",

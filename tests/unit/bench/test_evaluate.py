@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import vllm_specplug.bench.cli as cli
 from vllm_specplug.bench import evaluate
-from vllm_specplug.bench.evaluate import measure, read_questions
-from vllm_specplug.bench.server import RunningServer, ServerSpec
+from vllm_specplug.bench.evaluate import data_files, measure, read_questions, set_name
+from vllm_specplug.bench.server import ServerSpec, VllmServer
 from vllm_specplug.rows import LeftOut
 
 ROWS: dict[str, list[Any]] = {
@@ -80,11 +80,27 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
+class Running(VllmServer):
+    """vLLM's server is that of `Server`, which runs already."""
+
+    base_url = ""
+
+    def __enter__(self) -> VllmServer:
+        return self
+
+    def wait_healthy(self, *_: Any, **__: Any) -> float:
+        return 0.0
+
+    def log_tail(self, lines: int = 12) -> str:
+        return "out of memory"
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(evaluate, "_SETTLED_S", 0.01)
     made = Server()
     Thread(target=made.serve_forever, daemon=True).start()
+    monkeypatch.setattr(Running, "base_url", f"http://127.0.0.1:{made.server_port}")
     yield made
     made.shutdown()
 
@@ -92,7 +108,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 def test_cells_by_data_and_tree_size(server: Server, tmp_path: Path) -> None:
     left_out = LeftOut()
     sets = sets_of(tmp_path, left_out, **ROWS)
-    running = RunningServer(ServerSpec("x", "m"), f"http://127.0.0.1:{server.server_port}")
+    running = Running(ServerSpec("x", "m"), tmp_path / "log")
     done: list[int] = []
     cells = list(measure(
         running, sets, [8, 16], concurrency=1, sampling={"max_tokens": 5, "temperature": 0.0},
@@ -131,7 +147,7 @@ def sets_of(tmp_path: Path, left_out: LeftOut, **files: list[Any]) -> dict[str, 
 def test_a_refused_turn_leaves_the_answers_before_it(server: Server, tmp_path: Path) -> None:
     left_out = LeftOut()
     sets = sets_of(tmp_path, left_out, a=[{"turns": ["one", "too long", "three"]}])
-    running = RunningServer(ServerSpec("x", "m"), f"http://127.0.0.1:{server.server_port}")
+    running = Running(ServerSpec("x", "m"), tmp_path / "log")
     (cell,) = measure(running, sets, [8], concurrency=1, sampling={}, left_out=left_out)
     assert (cell.answers, cell.counters.drafts) == (1, 1.0)
     assert list(left_out.places.values()) == [[str(tmp_path / "a.jsonl:1")]]
@@ -140,19 +156,9 @@ def test_a_refused_turn_leaves_the_answers_before_it(server: Server, tmp_path: P
 def test_cells_before_a_servers_death_are_written(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Dying(RunningServer):
-        def __init__(self, spec: ServerSpec, log_path: Path) -> None:
-            super().__init__(spec, f"http://127.0.0.1:{server.server_port}")
-
-        def wait_healthy(self, *_: Any, **__: Any) -> float:
-            return 0.0
-
-        def log_tail(self, lines: int = 12) -> str:
-            return "out of memory"
-
-    monkeypatch.setattr(cli, "VllmServer", Dying)
+    monkeypatch.setattr(cli, "VllmServer", Running)
     monkeypatch.setattr(cli, "raise_on_termination", lambda: None)
-    monkeypatch.setattr(cli, "_fill_model", lambda values, console: None)
+    monkeypatch.setattr(cli, "check_target", lambda model: None)
     sets_of(tmp_path, LeftOut(), first=[{"prompt": "one"}], second=[{"prompt": "deadly"}])
     files = [part for name in ("first", "second")
              for part in ("--data", str(tmp_path / f"{name}.jsonl"))]  # fmt: skip
@@ -172,11 +178,23 @@ def test_cells_before_a_servers_death_are_written(
     assert (cell["data"], cell["answers"]) == ("first", 1)
 
 
-def test_a_config_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    command = ["--data", str(tmp_path), "--speculative-config", "[8]"]
-    result = CliRunner().invoke(cli.evaluate_app, command)
-    assert result.exit_code == 2
-    assert "--speculative-config '[8]', legal: a JSON object" in result.output
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no prompts: point --data at"),
+        (["--data", "nowhere"], "nowhere does not exist. Point --data"),
+        (["--sizes", "8,0"], "--sizes '8,0', legal: numbers of nodes from 1 on"),
+        (["--sizes", ""], "--sizes '', legal"),
+        (["--speculative-config", "[8]"], "--speculative-config '[8]', legal: a JSON object"),
+    ],
+)
+def test_bad_input_is_one_message_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
+    monkeypatch.setattr(cli, "raise_on_termination", lambda: None)
+    monkeypatch.setattr(cli, "check_target", lambda model: None)
+    result = CliRunner().invoke(cli.evaluate_app, ["--model", "m", "--head", "h", *arguments])
+    assert result.exit_code == 2 and message in result.output, result.output
 
 
 @pytest.mark.parametrize(
@@ -199,3 +217,17 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
     assert [q.conversation.messages[0]["content"] for q in questions] == ["q0", "q1"]
     assert [q.place for q in questions] == [f"{path}:2", f"{path}:3"]
     assert list(left_out.places.values()) == [[f"{path}:1"]]
+
+
+def test_a_folder_stands_for_its_files_without_training_data(tmp_path: Path) -> None:
+    for name in ("b", "a_dev", "gsm8k_train_questions"):
+        (tmp_path / f"{name}.jsonl").write_text("{}")
+    (tmp_path / "README.md").write_text("not data")
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ValueError, match=r"holds no \*\.jsonl file"):
+        data_files([other])
+    (other / "c.jsonl").write_text("{}")
+    assert [set_name(path) for path in data_files([tmp_path, other])] == ["a", "b", "c"]
+    with pytest.raises(ValueError, match="two data files are called 'b'"):
+        data_files([tmp_path, tmp_path / "b.jsonl"])

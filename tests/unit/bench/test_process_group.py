@@ -87,16 +87,6 @@ def test_stop_is_finished_by_an_interrupt(tmp_path: Path, monkeypatch: pytest.Mo
     wait_until(lambda: group_members(group.pid) == [])
 
 
-def test_a_paused_group_can_be_stopped(tmp_path: Path) -> None:
-    group = start_family(tmp_path, "meek")
-    group.pause()
-    state = Path(f"/proc/{group.pid}/stat")
-    wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
-    group.stop()
-    assert group.returncode() == -signal.SIGTERM, "it had to be killed"
-    assert group_members(group.pid) == []
-
-
 def test_group_is_apart_from_the_terminal(tmp_path: Path) -> None:
     group = start_family(tmp_path, "meek")
     try:
@@ -124,15 +114,12 @@ def test_no_server_is_left_behind(tmp_path: Path, how: signal.Signals | str, sta
     assert group_members(pgid) == []
 
 
-@pytest.mark.parametrize("paused", [False, True])
-def test_a_killed_starter_takes_its_servers_along(tmp_path: Path, paused: bool) -> None:
+def test_a_killed_starter_takes_its_servers_along(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTER, str(tmp_path / "server.log"), FAMILY, ""]
     starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert starter.stdout is not None
     pgid = int(starter.stdout.readline())
     wait_until(lambda: len(group_members(pgid)) == 2)
-    if paused:
-        os.killpg(pgid, signal.SIGSTOP)
     starter.kill()
     starter.wait()
     wait_until(lambda: group_members(pgid) == [])

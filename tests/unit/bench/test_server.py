@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import importlib.util
 import json
 import shlex
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 import vllm_specplug.bench.server as server_module
-from vllm_specplug.bench.server import RunningServer, ServerError, ServerSpec, VllmServer
+from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
 
 # Answers /health and /metrics as `vllm serve --port N` does, half a second after its start.
 FAKE_SERVER = """
@@ -23,9 +21,6 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(b"some_metric 1.0" if self.path == "/metrics" else b"")
-    def do_POST(self):
-        self.send_response(200 if self.path == "/v1/completions" else 404)
-        self.end_headers()
 port = int(sys.argv[sys.argv.index("--port") + 1])
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
@@ -82,36 +77,3 @@ def test_the_shown_command_is_the_run_command(monkeypatch: pytest.MonkeyPatch) -
     assert shown[shown.index("vllm") + 1 :] == spec.arguments(8000)
     config = shown[shown.index("--speculative-config") + 1]
     assert json.loads(config) == {"method": "jetspec", "tree_width": 4}
-
-
-def test_a_server_that_runs_already_is_used_and_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake(monkeypatch, FAKE_SERVER)
-    with VllmServer(ServerSpec("plain", "model"), tmp_path / "server.log") as owned:
-        owned.wait_healthy(timeout_s=30)
-        with RunningServer(ServerSpec("far", "model"), owned.base_url) as server:
-            server.wait_healthy()
-            server.complete("hello", 4)
-            assert server.is_running() and server.metrics_text() == "some_metric 1.0"
-        assert owned.is_healthy()
-
-
-def test_no_server_at_an_address_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    with (
-        RunningServer(ServerSpec("far", "model"), url) as server,
-        pytest.raises(ServerError, match=rf"no server answers at {url} \(far\): start it"),
-    ):
-        server.wait_healthy(timeout_s=0.1)
-    with pytest.raises(ServerError, match="far did not complete a prompt"):
-        server.complete("hello", 4)
-
-
-def test_suffix_without_its_package_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    reason = ServerSpec("suffix", "model", {"method": "suffix"}).cannot_start()
-    assert reason is not None and "arctic-inference" in reason
-    assert ServerSpec("plain", "model").cannot_start() is None

@@ -25,12 +25,6 @@ def test_console_table_shows_every_number() -> None:
     assert ["4 at a time", "plain", "160.0", "1.00 x", "-", "200", "-"] in lines
 
 
-def test_console_table_fits_a_narrow_terminal_uncut() -> None:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(console_table(ROWS, "a model"))
-    assert "…" not in console.file.getvalue()
-
-
 def test_markdown_table() -> None:
     assert markdown_table(("a", "b"), [("1", "2")]) == "| a | b |\n|---|---|\n| 1 | 2 |"
 

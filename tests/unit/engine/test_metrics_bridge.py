@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The channel from a runner's output to /metrics, with vLLM's own classes at both ends.
 
-Run in an interpreter without the plugin where the order of events matters: decoders cache their
-types.
+`tests/e2e/serve/test_metrics.py` has the whole way across vLLM's process boundary.
 """
 
 from __future__ import annotations
 
 import inspect
-import json
-import textwrap
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +15,6 @@ pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
 
-from tests.e2e.fork_server import run_code
 from vllm_specplug.engine import metrics_bridge
 from vllm_specplug.engine.spec_config import SpecPlugSpeculativeConfig
 from vllm_specplug.metrics import STATS_ATTRIBUTE, StepStats
@@ -33,48 +29,6 @@ def make_payload() -> dict:
     payload = stats.drain()
     assert payload is not None
     return payload
-
-
-ROUND_TRIP = """
-    import json
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.engine import EngineCoreOutputs
-    from vllm.v1.metrics.loggers import StatLoggerManager
-    from vllm.v1.metrics.stats import SchedulerStats
-    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
-    from vllm_specplug.engine import metrics_bridge
-    from vllm_specplug.engine import install
-
-    install()
-    wrapped = Scheduler.update_from_output, StatLoggerManager.__init__
-    install()
-    assert (Scheduler.update_from_output, StatLoggerManager.__init__) == wrapped
-    assert all(hasattr(w, "__wrapped__") for w in wrapped)
-    assert not any(hasattr(w.__wrapped__, "__wrapped__") for w in wrapped)
-    outputs = {{0: EngineCoreOutputs(), 1: EngineCoreOutputs(
-        scheduler_stats=SchedulerStats(num_running_reqs=5, kv_cache_usage=0.25))}}
-    metrics_bridge.attach_stats(outputs, {payload})
-    decoder = MsgpackDecoder(EngineCoreOutputs)
-    received = [
-        decoder.decode(MsgpackEncoder().encode(o)).scheduler_stats for o in outputs.values()
-    ]
-    assert received[0] is None
-    assert (received[1].num_running_reqs, received[1].kv_cache_usage) == (5, 0.25)
-    plain = decoder.decode(MsgpackEncoder().encode(
-        EngineCoreOutputs(scheduler_stats=SchedulerStats(num_waiting_reqs=2)))).scheduler_stats
-    assert isinstance(plain, SchedulerStats) and plain.num_waiting_reqs == 2
-    assert getattr(plain, "specplug_stats", None) is None
-    print("RECEIVED", json.dumps(received[1].specplug_stats))
-"""
-
-
-@pytest.mark.slow
-def test_statistics_survive_the_way_to_the_front_end_installed_twice():
-    payload = make_payload()
-    code = textwrap.dedent(ROUND_TRIP.format(payload=payload))
-    # Nothing but this call may load the plugin.
-    stdout = run_code(code, env={"VLLM_PLUGINS": "none"})
-    assert json.loads(stdout.rpartition("RECEIVED")[2]) == payload
 
 
 class FakeScheduler:

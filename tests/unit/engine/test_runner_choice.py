@@ -183,20 +183,6 @@ def test_trees_fill_the_row_tiles_of_the_device(
         assert config.speculative_config.num_speculative_tokens == expected
 
 
-@pytest.mark.parametrize("kinds", [("is_multimodal_model",), ("uses_mrope",), ("is_hybrid",),
-                                   ("is_multimodal_model", "uses_mrope", "is_hybrid")])  # fmt: skip
-def test_targets_of_every_kind_are_served_on_cuda(
-    target: Path, monkeypatch: pytest.MonkeyPatch, kinds: tuple[str, ...]
-) -> None:
-    on_device(monkeypatch, "cuda")
-    spec = engine_config(target, TREES).speculative_config
-    for name in kinds:
-        monkeypatch.setattr(type(spec.target_model_config), name, True)
-    spec.target_parallel_config.worker_cls = "auto"
-    spec._claim_worker()
-    assert spec.target_parallel_config.worker_cls.endswith(WORKERS["cuda"])
-
-
 @pytest.mark.parametrize("device", WORKERS)
 def test_every_method_has_what_it_needs_on(device: str) -> None:
     given = spec_config.CAPABILITIES[device]

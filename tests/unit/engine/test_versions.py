@@ -8,20 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.fork_server import run_forked
+from tests.e2e.fork_server import run_code
 
+# Breaks vLLM, loads the plugin, and prints how starting a tree engine and a plain one ends.
+DRILL = """
+import json, sys
 
-def _drill(fault: str, model: str, folder: Path, after: str = "") -> tuple[str, str]:
-    """How an engine with jetspec and a plain one start, in a process of their own."""
-    log, result = folder / "log", folder / "result.json"
-    # The entry point would install the plugin before the fault is made.
-    job = [fault, after, model, str(result)]
-    drill = "tests.unit.engine.version_drill"
-    status = run_forked(drill, job, log, env={"VLLM_PLUGINS": "none"}, timeout_s=180)
-    assert status == 0, log.read_text()[-4000:]
-    ours, plain = json.loads(result.read_text())
-    return ours, plain
+fault, after, model = sys.argv[1:]
+names = {}
+exec(fault, names)
+from vllm_specplug.plugin import register
 
+register()
+exec(after, names)
+from vllm.engine.arg_utils import EngineArgs
+
+ends = []
+for spec in ({"method": "jetspec", "model": "/nowhere"}, None):
+    try:
+        EngineArgs(model=model, speculative_config=spec).create_engine_config()
+        ends.append("STARTED")
+    except Exception as error:
+        ends.append(str(error))
+print("ENDS", json.dumps(ends))
+"""
 
 # name: what goes wrong, and what the message must name
 FAULTS = {
@@ -57,11 +67,13 @@ FAULTS["halfway"] = (
 @pytest.mark.xdist_group("version_drills")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_our_methods_refuse_with_the_exact_reason_and_plain_vllm_starts(
-    fault: str, target: Path, tmp_path: Path
+    fault: str, target: Path
 ) -> None:
     script, named = FAULTS[fault]
     after = UNTOUCHED if fault == "halfway" else ""
-    ours, plain = _drill(script, str(target), tmp_path, after)
+    # The entry point would install the plugin before the fault is made.
+    stdout = run_code(DRILL, script, after, str(target), env={"VLLM_PLUGINS": "none"})
+    ours, plain = json.loads(stdout.rpartition("ENDS ")[2].splitlines()[0])
     assert "'jetspec' is not available" in ours and "pip install" in ours and "0.32.x" in ours
     assert named in ours
     assert ("vLLM is as it was" in ours) == (fault == "halfway")

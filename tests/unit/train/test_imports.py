@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from tests.unit.train.chat_targets import WORDS, chat_target, word_tokenizer
 from vllm_specplug.train.answers import Answer, answer_shards, missing_shards, read_answers
 from vllm_specplug.train.chat import ChatTokenizer
-from vllm_specplug.train.cli import data_app, train_app
-from vllm_specplug.train.features import FeatureStore
+from vllm_specplug.train.cli import data_app
 from vllm_specplug.train.imports import import_answers
 
 runner = CliRunner()
@@ -119,26 +118,15 @@ def test_an_interrupted_import_starts_again_and_a_finished_one_is_kept(tmp_path:
         import_answers([path], out, chat, max_length=100)
 
 
-def test_features_and_training_follow_an_import(tmp_path: Path, target_folder: Path) -> None:
+def test_the_command_counts_what_it_imports(tmp_path: Path, target_folder: Path) -> None:
     target = chat_target(tmp_path / "chat", target_folder, "plain")
     rows = [pair(f"w{10 + i}", text(12, 10 + i)) for i in range(12)]
     path = written(tmp_path / "a.jsonl", [*rows, {"other": 1}])
-    places = ["--target", str(target)]
-    data = str(tmp_path / "data")
-    result = runner.invoke(data_app, ["import", str(path), *places, "--out", data])
+    command = ["import", str(path), "--target", str(target), "--out", str(tmp_path / "data")]
+    result = runner.invoke(data_app, command)
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[-1].startswith("12 answers of 13 rows")
     assert "1 x none of the fields" in result.stderr and f"{path}:13" in result.stderr
-    command = ["features", *places, "--data", data, "--heldout-answers", "2"]
-    made = ["--out", str(tmp_path / "f"), "--heldout", str(tmp_path / "h")]
-    result = runner.invoke(data_app, [*command, *made])
-    assert result.exit_code == 0, result.output
-    assert len(FeatureStore(tmp_path / "f")) == 10
-    small = ["--total-steps", "1", "--no-compile", "--anchors-per-step", "8", "--block-size", "4"]
-    run = ["jetspec", *places, "--out", str(tmp_path / "run"), *small, "--draft-vocab-size", "32"]
-    given = ["--features", str(tmp_path / "f"), "--heldout", str(tmp_path / "h")]
-    result = runner.invoke(train_app, [*run, *given])
-    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ from torch import nn
 from tests.unit.conftest import LAYERS, greedy_sequences
 from tests.unit.train.heads import Job, write_answers
 from vllm_specplug.methods.longspec.train import features as longspec
-from vllm_specplug.train import estimate
 from vllm_specplug.train.answers import Answer, AnswerWriter, Split, answer_shards
-from vllm_specplug.train.features import FeatureStore, TokenSequence, write_shard
+from vllm_specplug.train.features import TokenSequence, write_shard
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.target import TargetWeights
 
@@ -114,7 +113,7 @@ def test_only_chosen_sequences_are_run_and_batched(target_float32: nn.Module, tm
         lambda _m, _a, kw: ran.append(len(kw["input_ids"])), with_kwargs=True
     )
     texts = [store.text(index) for index in (4, 0, 2)]
-    assert ran == [] and store.length(0) == len(sequences[0].tokens)
+    assert ran == []
     made = store.with_states(texts)
     hook.remove()
     assert ran == [3]
@@ -155,23 +154,14 @@ def test_answers_that_cannot_be_split_are_named_before_the_target_is_read(
         online.changed(answers=tmp_path / "sampled").train()
 
 
-def test_a_dry_run_tells_what_is_needed_and_writes_nothing(jobs: Any) -> None:
+@pytest.mark.parametrize("kind", ["stored", "online"])
+def test_a_dry_run_tells_what_is_needed_and_writes_nothing(kind: str, jobs: Any) -> None:
     stored, online = jobs("jetspec")
-    online = online.changed(dry_run=True)
-    assert online.train() == ([], {})
-    told = "\n".join(online.lines)
-    assert re.search(r"an epoch is about \d+ steps", told)
-    assert re.search(r"--answers .* s per step; no disk; .* more memory", told)
-    store = FeatureStore(stored.run.features)
-    tokens = sum(store.length(i) for i in range(len(store)))
-    assert f"{len(store)} sequences, {tokens:,} tokens" in told
-    # Two layers and the final states of 32 values of two bytes.
-    assert estimate._size(tokens * 3 * 32 * 2) + " of disk" in told
-    assert "take --answers" in told or "take stored features" in told
-    assert not online.run.out.exists()
-    stored = stored.changed(dry_run=True)
-    stored.train()
-    assert any(line.startswith("training: ") for line in stored.lines)
+    job = (stored if kind == "stored" else online).changed(dry_run=True)
+    assert job.train() == ([], {})
+    (told,) = job.lines
+    assert re.search(r"an epoch is about \d+ steps; --total-steps 12 is .* s per step", told)
+    assert not job.run.out.exists()
 
 
 def test_a_run_beside_a_target_without_weights_is_refused(
@@ -183,11 +173,3 @@ def test_a_run_beside_a_target_without_weights_is_refused(
     _, online = jobs("jetspec")
     with pytest.raises(ValueError, match=r"has no \*\.safetensors"):
         online.changed(target=target, dry_run=True).train()
-
-
-def test_advice_follows_disk_and_time() -> None:
-    assert estimate.advice(95, 100, 1.0, 0.1).startswith("take --answers: 100 B of disk are free")
-    assert estimate.advice(10, 100, 1.0, 0.5).startswith("take stored features")
-    assert estimate.advice(10, 100, 1.0, 1.1).startswith("take --answers: as fast")
-    assert estimate._duration(45) == "45 s" and estimate._duration(7200) == "2.0 hours"
-    assert estimate._size(49_152) == "49.2 KB"

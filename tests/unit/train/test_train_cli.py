@@ -8,10 +8,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_specplug.train import answers
+from tests.unit.train.chat_targets import chat_target
 from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
 from vllm_specplug.train.cli import data_app, parse_counts, train_app
-from vllm_specplug.train.features import FeatureStore, spread_layers
+from vllm_specplug.train.features import spread_layers
 
 runner = CliRunner()
 
@@ -104,7 +104,6 @@ def test_bad_feature_requests_exit_2_with_the_remedy(
         ("features", "3", 0, ""),
         ("features", "7", 0, "--heldout-answers 7 holds 7 of 10 answers out and leaves 3 to train"),
         ("features", "64", 2, "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),
-        ("longspec-features", "7", 0, "--heldout-answers 7 holds 7 of 10 answers out and leaves"),
         ("longspec-features", "64", 2, "--heldout-answers 64 holds 10 of 10 answers out"),
     ],
 )
@@ -119,24 +118,6 @@ def test_held_out_answers_that_are_most_of_the_data_are_told(
     assert bool(words) == ("--heldout-answers" in result.stderr)
 
 
-def test_both_kinds_of_features_keep_the_same_looping_answers(tmp_path, target_folder):
-    with answers.AnswerWriter(tmp_path / "data") as writer:
-        for number in range(20):
-            prompt, loop = (3 + number,), (5, 6, 7, 8) * 30
-            writer.add(answers.Answer("x", prompt, loop, 0.0, True))
-    kept = []
-    for command in ("features", "longspec-features"):
-        out, held = str(tmp_path / command), str(tmp_path / f"{command}-held")
-        places = ["--target", str(target_folder), "--data", str(tmp_path / "data"), "--out", out]
-        result = runner.invoke(
-            data_app, [command, *places, "--heldout", held, "--heldout-answers", "1"]
-        )
-        assert result.exit_code == 0, result.output
-        assert "a share of 0.7 of those stays" in " ".join(result.stderr.split())
-        kept.append([row.tokens.tolist() for row in FeatureStore(out)])
-    assert kept[0] == kept[1] and 8 < len(kept[0]) < 19
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -148,9 +129,10 @@ def test_both_kinds_of_features_keep_the_same_looping_answers(tmp_path, target_f
     ],
 )
 def test_lengths_beyond_the_targets_context_name_the_option(
-    tmp_path, target_with_tokenizer, arguments, words
+    tmp_path, target_folder, arguments, words
 ):
-    places = ["--target", str(target_with_tokenizer), "--out", str(tmp_path / "d")]
+    target = chat_target(tmp_path / "chat", target_folder, "plain")
+    places = ["--target", str(target), "--out", str(tmp_path / "d")]
     result = runner.invoke(data_app, ["generate", *places, "--make", "topic=2", *arguments])
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.stderr.split())
