@@ -31,7 +31,7 @@ def test_the_sweep_of_the_page_measures_trees_and_plain_decoding(tmp_path: Path)
     (command,) = (line for line in commands_of(PAGE) if line.startswith("vllm bench sweep serve "))
     servers = {name: servers[name] for name in ("plain", "trees")}
     servers["trees"]["speculative_config"]["model"] = str(METHODS["jetspec"]["model"])
-    loads = {"one at a time": {**loads["one at a time"], "num_prompts": 3}}
+    loads = [{**loads[0], "num_prompts": 3}]
     (tmp_path / "servers.json").write_text(json.dumps(servers))
     (tmp_path / "loads.json").write_text(json.dumps(loads))
     rows = [json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS]
@@ -54,6 +54,7 @@ def test_the_sweep_of_the_page_measures_trees_and_plain_decoding(tmp_path: Path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     with (tmp_path / "results" / "first" / "summary.csv").open() as stream:
         measured = list(csv.DictReader(stream))
+    assert [row["_benchmark_name"] for row in measured] == list(servers)
     for row in measured:
         assert int(row["completed"]) == len(PROMPTS) and float(row["median_e2el_ms"]) > 0
     plain, trees = (row["spec_decode_acceptance_length"] for row in measured)
