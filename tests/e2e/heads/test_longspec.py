@@ -78,12 +78,20 @@ def test_output_equals_plain_decoding(models: tuple[Path, Path], mode: str) -> N
 
 
 def test_contexts_of_thousands_of_tokens(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """The published window, contexts far beyond it up to the end of the model's own."""
+    """The published window, and contexts far beyond it, up to the end of a target with YaRN."""
     target, _ = models
     head = make_longspec_head(tmp_path / "head", VOCAB, window=512)
     engine = {
         **tiny_engine(target),
-        "hf_overrides": {"max_position_embeddings": 8192},
+        "hf_overrides": {
+            "max_position_embeddings": 8192,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 2048,
+            },
+        },
         "max_model_len": 8192,
         "max_num_batched_tokens": 2048,
         "enable_prefix_caching": True,

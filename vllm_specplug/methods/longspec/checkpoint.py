@@ -81,8 +81,7 @@ def _inspect(
         config,
         final_norm="norm.weight" in tensors,
         attention_bias="self_attn.q_proj.bias" in tensors,
-    )
-    config.check_target(target_config)
+    ).on_target(target_config)
     _check_tensors(directory, config, tensors)
     return config, tensors
 

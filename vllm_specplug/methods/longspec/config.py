@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from vllm_specplug.drafting.head_config import (
     config_field,
     require,
 )
-from vllm_specplug.methods.block.rotary import Rotary
+from vllm_specplug.methods.block.rotary import KINDS, Rotary
 from vllm_specplug.options import is_integer
 
 DEFAULT_WINDOW = 512
@@ -55,6 +55,7 @@ class LongSpecConfig:
     def __post_init__(self) -> None:
         check_layer_shape(self)
         check_window("draft head config: window_size", self.window_size)
+        self.rotary.check()
 
     @property
     def rotary(self) -> Rotary:
@@ -124,17 +125,26 @@ class LongSpecConfig:
             **raw,
         }
 
-    def check_target(self, target: Any) -> None:
-        """Raises ValueError unless the layer can read this target's last layer."""
+    def on_target(self, target: Any) -> LongSpecConfig:
+        """Returns the layer's shape on a target. A target may be served with YaRN although the head
+        was trained without: then the head's angles are the target's.
+
+        Raises:
+            ValueError: unless the layer can read this target's last layer.
+        """
         theirs = self.for_target(target, intermediate_size=self.intermediate_size)
+        config = self
+        if self.rope_scaling is None and theirs.rotary.kind == "yarn":
+            config = replace(self, rope_scaling=theirs.rope_scaling)
         for name in _OF_TARGET:
-            value, legal = getattr(self, name), getattr(theirs, name)
+            value, legal = getattr(config, name), getattr(theirs, name)
             if value != legal:
                 raise ValueError(
                     f"draft head config: {name} = {value!r}, legal: {legal!r} (the target's, whose "
                     f"last layer's keys the head reads); {OTHER_TARGET}"
                 )
         check_last_layer(target)
+        return config
 
 
 def check_window(field: str, window: object) -> None:
@@ -170,10 +180,10 @@ def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in (None, "default"):
             require(
-                kind in ("linear", "llama3"),
+                kind in KINDS,
                 f"{name}.rope_type",
                 kind,
-                "'default', 'linear' or 'llama3' (angles that do not change with the length)",
+                f"one of {', '.join(KINDS)} (angles that do not change with the length)",
             )
             scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
             scaling = {**scaling, "rope_type": kind}

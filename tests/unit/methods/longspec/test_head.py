@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
 
+from vllm_specplug.methods.block.head import rotary_cos_sin
 from vllm_specplug.methods.longspec.checkpoint import (
     inspect_longspec_head,
     load_longspec_head,
@@ -79,7 +82,7 @@ def _spoiled(folder: Path, change: dict[str, Any]) -> None:
         ({"num_key_value_heads": 4}, "num_key_value_heads = 4, legal: 2"),
         ({"rope_theta": 500000.0}, "rope_theta = 500000.0, legal: 10000.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn', legal"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic', legal"),
         ({"window_size": 0}, "window_size = 0, legal: an integer within 1..65536"),
         ({"window_size": 65537}, "window_size = 65537, legal"),
         ({"window_size": True}, "window_size = True, legal"),
@@ -115,19 +118,35 @@ def test_window_keys_are_those_of_the_forward() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_head_for_a_target_with_scaled_angles_has_them(tmp_path: Path) -> None:
-    from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 
-    rope = {
-        "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
-    }  # fmt: skip
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
+def test_a_head_has_the_angles_that_vllm_gives_its_target(
+    tmp_path: Path, rope: dict[str, Any]
+) -> None:
     target = {**TARGET, "rope_parameters": rope}
     config = LongSpecConfig.for_target(target, window_size=16)
     save_longspec_head(tmp_path, LongSpecHead(config), dtype=torch.float32)
     head, _ = load_longspec_head(tmp_path, target)
     assert head.config == config
-    sizes = {name: TARGET[name] for name in ("hidden_size", "num_attention_heads", "head_dim")}
-    expected = LlamaRotaryEmbedding(LlamaConfig(**sizes, rope_parameters=rope)).inv_freq
-    torch.testing.assert_close(head.config.rotary.frequencies()[0], expected)
+    with set_current_vllm_config(VllmConfig()):
+        served = get_rope(8, 256, rope_parameters=rope, dtype=torch.float32)
+    cos, sin = (part[:, :4] for part in rotary_cos_sin(torch.arange(256), config.rotary))
+    torch.testing.assert_close(torch.cat((cos, sin), -1), served.cos_sin_cache)
+
+
+def test_a_target_with_yarn_gives_its_angles_to_a_head_trained_without(tmp_path: Path) -> None:
+    save_longspec_head(tmp_path, make_head())
+    target = {**TARGET, "rope_parameters": YARN}
+    head, _ = load_longspec_head(tmp_path, target)
+    assert head.config.rotary == LongSpecConfig.for_target(target).rotary
+    with pytest.raises(ValueError, match="rope_theta = 10000.0, legal: 5"):
+        load_longspec_head(tmp_path, {**TARGET, "rope_parameters": {**YARN, "rope_theta": 5.0}})
