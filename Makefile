@@ -25,7 +25,7 @@ help:
 	@echo "make setup   .venv with everything, for a CPU-only machine"
 	@echo "make demo    serve a real model with draft trees and plainly, and compare"
 	@echo "make test    set up, then run the tests (TIER=fast: without real engines)"
-	@echo "make test-full   every row: all block sizes, long fuzz, the demo's real servers"
+	@echo "make test-full   every row: long fuzz, the demo's real servers, the long tail"
 	@echo "make test-033    trees on vLLM 0.33's Python tree (docs/vllm_releases.md)"
 	@echo "make lint    style, types and the import table"
 	@echo "make docs    the documentation as a site in out/site, links checked"

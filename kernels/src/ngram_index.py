@@ -111,7 +111,7 @@ class NgramIndexReference(NgramIndex):
 
     def __init__(self, longest: int) -> None:
         super().__init__(longest)
-        # [num_tokens]
+        # The tokens of a call.
         self._tokens = np.empty(0, np.int32)
 
     def lookup(
@@ -146,6 +146,7 @@ class NgramIndexReference(NgramIndex):
         if not _is_typed(tree):
             return None
         assert len(tokens) == self.num_tokens
+        self._tokens, history = tokens, tokens.tolist()
         ids, parents, _, scores = (array.tolist() for array in tree)
         children: dict[int, list[int]] = {}
         for node, (parent, score) in enumerate(zip(parents, scores, strict=True)):
@@ -168,7 +169,9 @@ class NgramIndexReference(NgramIndex):
 
         def expand(at: int, path: list[int], total: float, node: int | None) -> None:
             size, times = (
-                self._after(path, vocab_size) if len(path) < depth else (0, Counter[int]())
+                self._after([*history, *path], vocab_size)
+                if len(path) < depth
+                else (0, Counter[int]())
             )
             weight, seen = float(shares[size]) if size else 0.0, times.total()
             proposed = {token: weight * count / seen for token, count in times.most_common(width)}
@@ -194,9 +197,9 @@ class NgramIndexReference(NgramIndex):
         )
         return token_ids, at_nodes, depths, totals
 
-    def _after(self, path: list[int], vocab_size: int) -> tuple[int, Counter[int]]:
-        """Returns the length of the matched suffix of text and `path`, and next tokens' counts."""
-        text = [*self._tokens.tolist(), *path]
+    def _after(self, text: list[int], vocab_size: int) -> tuple[int, Counter[int]]:
+        """Returns the length of the matched suffix of `text`, the tokens and then a path of a tree,
+        and the counts of next tokens."""
         for size in range(min(self.longest, len(text)), MIN_SUFFIX - 1, -1):
             positions = self._ends_of(text[len(text) - size :])
             # Only `path` follows the end of the text.

@@ -40,7 +40,6 @@ class ServerSpec:
     max_num_seqs: int = 16
     dtype: str = "bfloat16"
     enforce_eager: bool = False
-    extra_args: tuple[str, ...] = ()
 
     def arguments(self, port: int) -> list[str]:
         """Returns the `vllm` command line without its program name."""
@@ -51,7 +50,6 @@ class ServerSpec:
         args += ["--max-num-seqs", str(self.max_num_seqs)]
         if self.enforce_eager:
             args.append("--enforce-eager")
-        args += self.extra_args
         if self.speculative_config is not None:
             args += ["--speculative-config", json.dumps(self.speculative_config)]
         return args

@@ -106,7 +106,12 @@ def check_target_layers(layer_ids: Sequence[int], target: Any, remedy: str = OTH
 
 
 def config_field(config: Any, name: str, *default: Any) -> Any:
-    """Returns a field of a config, which is an object or a mapping; `default` if it has none."""
-    if isinstance(config, Mapping):
-        return config.get(name, *default) if default else config[name]
-    return getattr(config, name, *default)
+    """Returns a field of a config, which is an object or a mapping; `default` if it has none.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    is_mapping = isinstance(config, Mapping)
+    if default or (name in config if is_mapping else hasattr(config, name)):
+        return config.get(name, *default) if is_mapping else getattr(config, name, *default)
+    raise ValueError(f"model config: {name} is missing; {OTHER_TARGET}, or another method")

@@ -42,7 +42,8 @@ class HeadDrafter(Drafter):
         target_ids: torch.Tensor | None = None,
         embed_tokens: torch.Tensor | None = None,
     ) -> None:
-        """Sets the embedding, which is the target's if the head has none, and the vocabulary.
+        """Sets the embedding, which is the target's if the head has none, the vocabulary, and the
+        n-gram branches.
 
         Args:
             target_ids: int64 [V'] of a reduced vocabulary; None for the whole vocabulary.
@@ -105,7 +106,7 @@ class HeadDrafter(Drafter):
         return draft_ids, log_probs
 
     def max_scores(self, width: int) -> int:
-        """Returns the maximum numbers that are computed at once for the `width` likeliest."""
+        """Returns how many scores may be computed at once for the `width` likeliest."""
         return MAX_LOGITS
 
     @property

@@ -164,7 +164,7 @@ class CombineConfig:
 
 
 def all_configs() -> list[ForwardConfig | CombineConfig]:
-    """Every variant."""
+    """Returns every variant."""
     forward = [
         ForwardConfig(head_dim, dtype, warpgroups, box, window=window)
         for window in (False, True)

@@ -131,7 +131,7 @@ def test_output_equals_plain_decoding(name: str) -> None:
     _check(name, _tree(name))
 
 
-# In every run test_v2.py compares both schedulers on a small target.
+# `make test` compares both schedulers on a small target (test_steps.py).
 @pytest.mark.full
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_output_equals_plain_decoding_scheduled_ahead(name: str) -> None:

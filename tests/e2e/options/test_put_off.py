@@ -75,8 +75,7 @@ class Watched:
         self.backlog = self.drafter.backlog
         self.seen: dict[tuple[int, ...], DraftTree] = {}
         self.most_waiting = 0
-        name = "_build" if hasattr(self.drafter, "_build") else "draft"
-        draft = getattr(self.drafter, name)
+        draft = self.drafter.draft
 
         def noted(requests: Any, *args: Any) -> Any:
             waiting = self.backlog._deferred.num_tokens
@@ -86,7 +85,7 @@ class Watched:
                 self.seen[tuple(tokens.tolist())] = tree
             return trees
 
-        setattr(self.drafter, name, noted)
+        self.drafter.draft = noted
 
     def generate(self, prompts: list[list[int]], params: Any = MANY) -> list[list[int]]:
         return sequences_of(generate(self.llm, prompts, params))

@@ -73,7 +73,7 @@ class FusedLayer:
         next_norm: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Projections' input, residual [T, H] and positions [T] -> the layer's output [T, H] after
-        the norm behind it, and before."""
+        and before the next norm."""
         before, after = conv_sides(self.attention_conv, normed)
         heads = self.qkv(before(normed)).unflatten(-1, (-1, self.head_dim))
         qk, value, gate = heads.split(self.sizes, dim=1)

@@ -230,8 +230,8 @@ class Calibrator:
             if failure is not None:
                 reason = f"{type(failure).__name__}: {failure}"
             raise RuntimeError(
-                f"Step costs cannot be measured: {reason}. It would fail while serving. Where "
-                'serving needs less, set tree_budget to a number: only "auto" measures costs.'
+                f"Step costs cannot be measured: {reason}. The same call would fail while serving. "
+                'Where serving needs less, set tree_budget to a number: only "auto" measures costs.'
             ) from failure
         return elapsed_ms
 

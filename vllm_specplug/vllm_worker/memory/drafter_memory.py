@@ -31,7 +31,7 @@ def memory_for_caches(state: RunnerView, available: int) -> int:
     parts = [states, *_drafter_parts(state)]
     needed = sum(size for size, _ in parts)
     if needed >= available:
-        limit = f"all of the {available / 2**20:.0f} MiB for caches (raise VLLM_CPU_KVCACHE_SPACE)"
+        limit = f"and {available / 2**20:.0f} MiB are there for both (raise VLLM_CPU_KVCACHE_SPACE)"
         raise _no_room(parts, limit)
     return available - needed
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -144,6 +145,17 @@ def test_values_of_a_pickle_that_are_not_finite(tmp_path: Path) -> None:
     write_head(tmp_path, "yuhuili", extra={"norm.weight": torch.full((16,), torch.inf)})
     with pytest.raises(ValueError, match="norm.weight.*not finite"):
         load_eagle3_head(tmp_path, SMALL)
+
+
+def test_a_pickle_runs_nothing(tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "owned"),)
+
+    write_head(tmp_path, "yuhuili")
+    torch.save({"fc.weight": Bomb()}, tmp_path / "pytorch_model.bin")
+    assert "weights-only" in _refused(tmp_path)
+    assert not (tmp_path / "owned").exists()
 
 
 def test_safetensors_beside_a_pickle_are_the_head(tmp_path: Path) -> None:
