@@ -115,7 +115,7 @@ def oracle_drafts() -> Iterator[None]:
     import vllm_specplug.vllm_worker.proposer as proposer
 
     original = proposer.get_method
-    proposer.get_method = lambda name: SimpleNamespace(load_drafter=lambda: OracleDrafter)  # type: ignore[assignment,return-value]
+    proposer.get_method = lambda name: SimpleNamespace(load_drafter=lambda plan: OracleDrafter)  # type: ignore[assignment,return-value]
     try:
         yield
     finally:

@@ -20,6 +20,9 @@ class Streamer(BaseHTTPRequestHandler):
 
     inside = 0
     most_inside = 0
+    # Streams begin once this many are inside.
+    expected = 1
+    all_inside = threading.Event()
     lock = threading.Lock()
 
     def do_POST(self) -> None:
@@ -36,6 +39,9 @@ class Streamer(BaseHTTPRequestHandler):
         with self.lock:
             Streamer.inside += 1
             Streamer.most_inside = max(Streamer.most_inside, Streamer.inside)
+            if Streamer.inside == Streamer.expected:
+                Streamer.all_inside.set()
+        Streamer.all_inside.wait(timeout=20)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
@@ -79,6 +85,7 @@ class Streamer(BaseHTTPRequestHandler):
 @pytest.fixture
 def base_url() -> Iterator[str]:
     Streamer.inside = Streamer.most_inside = 0
+    Streamer.expected, Streamer.all_inside = 1, threading.Event()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Streamer)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -87,6 +94,7 @@ def base_url() -> Iterator[str]:
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_streams_times_and_keeps_the_order(base_url: str, concurrency: int) -> None:
+    Streamer.expected = concurrency
     prompts = ["one two three four", "five six", "seven eight nine", "ten"]
     result = run_chats(base_url, "m", prompts, concurrency=concurrency, max_tokens=9)
     assert [answer.text.strip() for answer in result.answers] == prompts
