@@ -19,7 +19,7 @@ FP32, FP16, FP8 = torch.float32, torch.float16, torch.float8_e4m3fn
 
 
 class DeviceTrees:
-    """Trees over a cache in vLLM's GPU layout; slots that nobody owns are NaN.
+    """Trees over a cache in vLLM's GPU layout; unowned slots are NaN.
 
     With `key_scales` among the features the cache holds 8-bit numbers, with `query_scales` the
     query does as well; the oracle then reads what these stand for. With `token_scales` each token
@@ -137,14 +137,14 @@ class DeviceTrees:
             self.cache[blocks] = float("nan")
 
     def share_pages(self, count: int) -> None:
-        """The second tree's first pages are those of the first one."""
+        """Lets the second tree begin with the first one's pages."""
         self.block_table[2, :count] = self.block_table[1, :count]
         shared = count * self.key_cache.shape[1]
         for numbers in (self.keys, self.values):
             numbers[1][:shared] = numbers[0][:shared]
 
     def take_pages(self, other: DeviceTrees) -> None:
-        """Those of the same trees with other features."""
+        """Takes the pages of the same trees with other features."""
         self.block_table, self.cache = other.block_table, other.cache
         self.key_cache, self.value_cache = other.key_cache, other.value_cache
 

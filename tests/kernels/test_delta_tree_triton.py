@@ -245,7 +245,7 @@ def _check_spoilt(part: str, number: float) -> None:
             kept[last] = after[trees.slots[0]]
         committed.append(kept)
     if part == "query":
-        # Its own row's alone.
+        # Only its own row changes.
         rows_of_others = [row for row in range(20) if row != SPOILT]
         assert torch.equal(outputs[0][rows_of_others], outputs[1][rows_of_others])
         assert outputs[1][SPOILT].isnan().all() and torch.equal(*committed)

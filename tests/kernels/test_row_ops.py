@@ -32,7 +32,7 @@ def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def on_device(interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of a CPU go where those of a device do."""
+    """Sends a CPU's tensors to the device's kernels, in the interpreter."""
     monkeypatch.setattr(row_ops, "_has_kernel", lambda x: True)
 
 

@@ -87,7 +87,7 @@ def test_the_check_notices_scales_left_out(change: dict[str, Any]) -> None:
 
 
 def _of_the_token_before(scales: torch.Tensor) -> torch.Tensor:
-    # NaN, in slots that nobody owns, would tell by itself.
+    # Unowned slots hold NaN, which would fail for another reason.
     return scales.nan_to_num(0.01).roll(1, 1)
 
 

@@ -100,7 +100,7 @@ def small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("small_device")
 def test_short_contexts_beside_a_long_one(longest: int, others: int) -> None:
-    """Slots that nobody owns are NaN."""
+    """Unowned slots are NaN."""
     specs = [(longest, 8), *[(longest // 100 + n, 8) for n in range(others)]]
     DeviceTrees(specs, group=10, page=64).check()
 

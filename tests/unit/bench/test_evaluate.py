@@ -81,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Running(VllmServer):
-    """vLLM's server is that of `Server`, which runs already."""
+    """The running `Server` in place of a vLLM server."""
 
     base_url = ""
 
