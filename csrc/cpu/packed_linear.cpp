@@ -18,6 +18,7 @@
 #include <optional>
 
 #include "compressed_panels.h"
+#include "int4_panels.h"
 #include "isa.h"
 #include "packed_blocks.h"
 #include "packed_linear.h"
@@ -163,6 +164,10 @@ bool is_rows_of(const Tensor& t, ScalarType dtype) {
   return t.dim() == 2 && t.scalar_type() == dtype && t.is_contiguous();
 }
 
+bool is_1d_of(const Tensor& t, ScalarType dtype, int64_t size) {
+  return t.dim() == 1 && t.scalar_type() == dtype && t.is_contiguous() && t.size(0) == size;
+}
+
 // The rows of a weight of `depth` bytes in panels; zeros beyond its columns and its depth.
 void pack(const char* from, int64_t columns, int64_t depth, char* to) {
   const int64_t panels = panels_of(columns), groups = (depth + kGroupBytes - 1) / kGroupBytes;
@@ -242,9 +247,7 @@ Tensor pack_int8(const Tensor& weight, Tensor& column_sums) {
   STD_TORCH_CHECK(is_rows_of(weight, ScalarType::Char),
                   "pack_int8: weight must be contiguous int8 [N, K]");
   const int64_t columns = weight.size(0), depth = weight.size(1);
-  STD_TORCH_CHECK(column_sums.dim() == 1 && column_sums.is_contiguous() &&
-                      column_sums.scalar_type() == ScalarType::Int &&
-                      column_sums.size(0) == columns,
+  STD_TORCH_CHECK(is_1d_of(column_sums, ScalarType::Int, columns),
                   "pack_int8: column_sums must be contiguous int32 [N]");
   const int64_t groups = (depth + kGroupBytes - 1) / kGroupBytes;
   Tensor packed =
@@ -280,8 +283,7 @@ void check_compressed(const Tensor& packed, const Pieces& pieces) {
 }
 
 void check_bias(const std::optional<Tensor>& bias, int64_t columns) {
-  STD_TORCH_CHECK(!bias.has_value() || (bias->dim() == 1 && is_bf16(*bias) &&
-                                        bias->is_contiguous() && bias->size(0) == columns),
+  STD_TORCH_CHECK(!bias.has_value() || is_1d_of(*bias, ScalarType::BFloat16, columns),
                   "packed products: bias must be contiguous bfloat16 [N]");
 }
 
@@ -329,6 +331,99 @@ void packed_int8_linear(const Tensor& x, const Tensor& packed, const Tensor& col
                 static_cast<uint16_t*>(out.data_ptr()));
 }
 
+Int4Shape int4_shape(int64_t columns, int64_t depth, int64_t group_depth, bool has_zeros) {
+  STD_TORCH_CHECK(group_depth > 0 && group_depth % kInt4UnitDepth == 0 && depth % group_depth == 0,
+                  "packed 4-bit products: groups must have a multiple of ", kInt4UnitDepth,
+                  " numbers and divide K; they have ", group_depth, ", K is ", depth);
+  return {columns, depth, group_depth, has_zeros};
+}
+
+// One column of a panel: its scales, its zero points and its codes.
+void pack_int4_column(const uint8_t* codes, const uint16_t* scales, const uint16_t* zeros,
+                      const Int4Shape& shape, int64_t column, char* panel) {
+  const int64_t half = column / 16, place = column % 16;
+  for (int64_t group = 0; group < shape.groups(); ++group) {
+    std::memcpy(panel + column * 2, scales + group, 2);
+    panel += kLine;
+    if (shape.has_zeros) {
+      std::memcpy(panel + column * 2, zeros + group, 2);
+      panel += kLine;
+    }
+    for (int64_t unit = 0; unit < shape.group_depth / kInt4UnitDepth; ++unit, panel += 2 * kLine) {
+      uint16_t words[2] = {0, 0};
+      for (int k = 0; k < kInt4UnitDepth; ++k, ++codes)
+        words[k % 2] = static_cast<uint16_t>(words[k % 2] | (*codes & 15) << (k / 2 * 4));
+      std::memcpy(panel + half * kLine + place * 4, words, sizeof(words));
+    }
+  }
+}
+
+Tensor pack_int4(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros) {
+  STD_TORCH_CHECK(is_rows_of(codes, ScalarType::Byte) && is_rows_of(scales, ScalarType::BFloat16) &&
+                      scales.size(0) == codes.size(0) && scales.size(1) > 0,
+                  "pack_int4: codes must be contiguous uint8 [N, K], scales contiguous bfloat16 "
+                  "[N, groups]");
+  STD_TORCH_CHECK(
+      !zeros.has_value() || (is_rows_of(*zeros, ScalarType::BFloat16) &&
+                             zeros->size(0) == scales.size(0) && zeros->size(1) == scales.size(1)),
+      "pack_int4: zeros must be contiguous bfloat16 [N, groups]");
+  const int64_t columns = codes.size(0), depth = codes.size(1);
+  const Int4Shape shape = int4_shape(columns, depth, depth / scales.size(1), zeros.has_value());
+  STD_TORCH_CHECK(shape.groups() == scales.size(1), "pack_int4: groups must divide K");
+  const int64_t bytes = panels_of(columns) * shape.panel_bytes();
+  Tensor packed = torch::stable::new_empty(codes, {bytes}, ScalarType::Byte);
+  const auto* const from = static_cast<const uint8_t*>(codes.data_ptr());
+  const auto* const scale = static_cast<const uint16_t*>(scales.data_ptr());
+  const uint16_t* const zero = data_of(zeros);
+  char* const to = static_cast<char*>(packed.data_ptr());
+  std::memset(to, 0, static_cast<size_t>(bytes));
+  torch::stable::parallel_for(0, panels_of(columns), 8, [&](int64_t first, int64_t last) {
+    for (int64_t c = first * kPanelColumns; c < std::min(columns, last * kPanelColumns); ++c)
+      pack_int4_column(from + c * depth, scale + c * shape.groups(),
+                       zero == nullptr ? nullptr : zero + c * shape.groups(), shape,
+                       c % kPanelColumns, to + c / kPanelColumns * shape.panel_bytes());
+  });
+  return packed;
+}
+
+void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_depth, bool has_zeros,
+                        const std::optional<Tensor>& bias, Tensor& out) {
+  STD_TORCH_CHECK(has_avx512_products(), "packed 4-bit products need AVX-512 BF16");
+  STD_TORCH_CHECK(x.dim() == 2 && is_bf16(x) && x.stride(1) == 1 &&
+                      is_rows_of(out, ScalarType::BFloat16) && out.size(0) == x.size(0),
+                  "packed_int4_linear: x must be bfloat16 [M, K] with contiguous rows, out "
+                  "contiguous bfloat16 [M, N]");
+  const Int4Shape shape = int4_shape(out.size(1), x.size(1), group_depth, has_zeros);
+  check_bias(bias, shape.columns);
+  STD_TORCH_CHECK(
+      is_1d_of(packed, ScalarType::Byte, panels_of(shape.columns) * shape.panel_bytes()),
+      "packed 4-bit products: packed must be what was made of a weight [", shape.columns, ", ",
+      shape.depth, "]");
+  const int64_t groups = shape.groups();
+  Int4Product p{shape,
+                static_cast<const char*>(x.data_ptr()),
+                static_cast<const char*>(packed.data_ptr()),
+                nullptr,
+                data_of(bias),
+                static_cast<uint16_t*>(out.data_ptr()),
+                x.size(0),
+                x.stride(0) * 2};
+  std::unique_ptr<float[]> sums;
+  if (has_zeros) {
+    sums.reset(new float[static_cast<size_t>(p.rows * groups)]);
+    torch::stable::parallel_for(0, p.rows, kFewestRows, [&](int64_t first, int64_t last) {
+      for (int64_t r = first; r < last; ++r)
+        sum_groups(reinterpret_cast<const uint16_t*>(p.x + r * p.x_stride), groups, group_depth,
+                   sums.get() + r * groups);
+    });
+    p.sums = sums.get();
+  }
+  const std::unique_ptr<char[]> held =
+      spread_rows(p.x, p.x_stride, p.rows, shape.depth * 2, shape.depth * 2);
+  torch::stable::parallel_for(0, panels_of(shape.columns), 2,
+                              [&](int64_t first, int64_t last) { multiply_int4(p, first, last); });
+}
+
 }  // namespace
 
 Int8Product int8_product(const Tensor& packed, const Tensor& column_sums,
@@ -338,11 +433,8 @@ Int8Product int8_product(const Tensor& packed, const Tensor& column_sums,
                   "packed int8 products need AVX-512 with bfloat16 and VNNI");
   check_packed(packed, ScalarType::Char, kGroupBytes, columns, depth);
   check_bias(bias, columns);
-  const auto is_of_columns = [&](const Tensor& t, ScalarType dtype) {
-    return t.dim() == 1 && t.is_contiguous() && t.scalar_type() == dtype && t.size(0) == columns;
-  };
-  STD_TORCH_CHECK(is_of_columns(column_sums, ScalarType::Int) &&
-                      is_of_columns(column_scales, ScalarType::Float),
+  STD_TORCH_CHECK(is_1d_of(column_sums, ScalarType::Int, columns) &&
+                      is_1d_of(column_scales, ScalarType::Float, columns),
                   "packed int8 products: column_sums must be int32 and column_scales float32 [N]");
   return {static_cast<const char*>(packed.data_ptr()),
           static_cast<const int32_t*>(column_sums.data_ptr()),
@@ -384,6 +476,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
   m.def(
       "packed_int8_linear(Tensor x, Tensor packed, Tensor column_sums, Tensor column_scales, "
       "Tensor? bias, Tensor(a!) out) -> ()");
+  m.def("pack_int4(Tensor codes, Tensor scales, Tensor? zeros) -> Tensor");
+  m.def(
+      "packed_int4_linear(Tensor x, Tensor packed, int group_depth, bool has_zeros, Tensor? bias, "
+      "Tensor(a!) out) -> ()");
   m.def("packed_isa() -> int");
 }
 
@@ -392,6 +488,8 @@ STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("packed_linear", TORCH_BOX(&packed_linear));
   m.impl("pack_int8", TORCH_BOX(&pack_int8));
   m.impl("packed_int8_linear", TORCH_BOX(&packed_int8_linear));
+  m.impl("pack_int4", TORCH_BOX(&pack_int4));
+  m.impl("packed_int4_linear", TORCH_BOX(&packed_int4_linear));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {

@@ -115,8 +115,7 @@ def pack_int8(rounded: torch.Tensor, scales: torch.Tensor) -> PackedInt8:
     Raises:
         RuntimeError: without the compiled kernels, or for another shape or dtype.
     """
-    if not has_cpu_extension():
-        raise RuntimeError("pack_int8 needs the compiled CPU kernels")
+    _register_shapes()
     sums = torch.empty(len(rounded), dtype=torch.int32)
     packed = torch.ops.specplug.pack_int8.default(rounded.contiguous(), sums)
     return PackedInt8(in_huge_pages(packed), scales, sums)
@@ -137,6 +136,62 @@ def packed_int8_linear(
         rows, packed.weight, packed.sums, packed.scales, bias, out
     )
     return out.reshape(*x.shape[:-1], columns)
+
+
+class PackedInt4(NamedTuple):
+    """A weight [N, K] of 4-bit codes, in the layout of `packed_int4_linear`."""
+
+    weight: torch.Tensor
+    """uint8, as `csrc/cpu/int4_panels.h` describes."""
+    columns: int
+    """N."""
+    group_size: int
+    """Inputs that share a scale."""
+    has_zeros: bool
+
+
+def has_packed_int4_products() -> bool:
+    """Whether this CPU supports packed 4-bit products: with AVX-512 BF16."""
+    return packed_isa() == _INT8_ISA
+
+
+def pack_int4(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
+) -> PackedInt4:
+    """Packs the weight (codes - 8 - zeros) * scales.
+
+    Args:
+        codes: uint8 [N, K], from 0 to 15.
+        scales: bfloat16 [N, groups], each for K / groups neighbouring inputs, a multiple of 8.
+        zeros: bfloat16 [N, groups]; None is 0.
+
+    Raises:
+        RuntimeError: without the compiled kernels, or for another shape or dtype.
+    """
+    _register_shapes()
+    packed = torch.ops.specplug.pack_int4.default(codes, scales, zeros)
+    group_size = codes.shape[1] // scales.shape[1]
+    return PackedInt4(in_huge_pages(packed), len(codes), group_size, zeros is not None)
+
+
+def packed_int4_linear(
+    x: torch.Tensor, packed: PackedInt4, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns x [..., K], bfloat16, times a 4-bit weight [N, K], plus bias [N]: [..., N].
+
+    A group's products with the codes are summed in float32 and then multiplied with its scale, so
+    no weight is rounded. The order of sums depends only on K, so a row's result does not depend on
+    other rows.
+
+    Raises:
+        RuntimeError: on a CPU without AVX-512 BF16, or if shapes or dtypes do not fit.
+    """
+    rows = _as_rows(x)
+    out = torch.empty((rows.shape[0], packed.columns), dtype=x.dtype)
+    torch.ops.specplug.packed_int4_linear.default(
+        rows, packed.weight, packed.group_size, packed.has_zeros, bias, out
+    )
+    return out.reshape(*x.shape[:-1], packed.columns)
 
 
 class PackedInt8Linear:
@@ -161,6 +216,7 @@ def _as_rows(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _register_shapes() -> None:
     if not has_cpu_extension():
-        raise RuntimeError("pack_linear needs the compiled CPU kernels")
-    # torch.compile uses it for the operator, which writes `out` and returns nothing.
-    torch.library.register_fake("specplug::packed_linear", lambda x, packed, bias, out: None)
+        raise RuntimeError("packed products need the compiled CPU kernels")
+    # torch.compile uses it for operators, which write `out` and return nothing.
+    for operator in ("packed_linear", "packed_int8_linear", "packed_int4_linear"):
+        torch.library.register_fake(f"specplug::{operator}", lambda *args: None)

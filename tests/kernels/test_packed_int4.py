@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Products with packed 4-bit weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.conftest import use_isa
+from vllm_specplug.kernels.extension import allowed_isas
+from vllm_specplug.kernels.packed_linear import pack_int4, packed_int4_linear
+
+pytestmark = pytest.mark.skipif(
+    "avx512_bf16" not in allowed_isas(), reason="this CPU has no avx512_bf16"
+)
+
+# Blocks of rows change at 3, 8 and 15, and rows are split evenly from there on.
+ROWS = (1, 2, 3, 7, 8, 13, 14, 15, 29, 40, 130)
+# (columns, depth, group size)
+SHAPES = ((32, 32, 32), (33, 64, 8), (100, 576, 32), (64, 1024, 128), (130, 96, 96), (16, 48, 24))
+
+
+def _case(
+    columns: int, depth: int, group_size: int, has_zeros: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Codes, scales, zero points, and the weight in float64."""
+    torch.manual_seed(columns * depth)
+    shape = (columns, depth // group_size)
+    codes = torch.randint(0, 16, (columns, depth), dtype=torch.uint8)
+    scales = (torch.rand(shape) / depth**0.5).bfloat16()
+    zeros = torch.randint(-8, 8, shape).bfloat16() if has_zeros else None
+    shift = 8.0 if zeros is None else 8.0 + zeros.double().repeat_interleave(group_size, 1)
+    return codes, scales, zeros, (codes - shift) * scales.double().repeat_interleave(group_size, 1)
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(("columns", "depth", "group_size"), SHAPES)
+def test_equals_exact_products_rounded_once(
+    columns: int, depth: int, group_size: int, has_zeros: bool
+) -> None:
+    codes, scales, zeros, weight = _case(columns, depth, group_size, has_zeros)
+    packed, bias = pack_int4(codes, scales, zeros), torch.randn(columns).bfloat16()
+    for rows in ROWS:
+        x = torch.randn(rows, depth).bfloat16()
+        exact = x.double() @ weight.T
+        for added in (None, bias):
+            found = packed_int4_linear(x, packed, added)
+            expected = exact if added is None else exact + added.double()
+            error = (found.double() - expected).abs()
+            assert bool((error <= expected.abs() * 2.0**-8 * 1.01 + 3e-5).all()), error.max()
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_unit_vectors_read_the_weight(has_zeros: bool) -> None:
+    codes, scales, zeros, weight = _case(100, 576, 32, has_zeros)
+    packed = pack_int4(codes, scales, zeros)
+    found = packed_int4_linear(torch.eye(576, dtype=torch.bfloat16), packed)
+    assert torch.equal(found, weight.T.float().bfloat16())
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_a_row_does_not_depend_on_others_or_on_threads(has_zeros: bool) -> None:
+    codes, scales, zeros, _ = _case(300, 192, 64, has_zeros)
+    packed, x = pack_int4(codes, scales, zeros), torch.randn(60, 192).bfloat16()
+    together = packed_int4_linear(x, packed)
+    for first, last in ((0, 1), (3, 5), (10, 17), (20, 34), (31, 60)):
+        assert torch.equal(packed_int4_linear(x[first:last], packed), together[first:last])
+    assert torch.equal(packed_int4_linear(x.view(4, 15, 192), packed).flatten(0, 1), together)
+    assert torch.equal(packed_int4_linear(x.T.contiguous().T, packed), together)
+    # Rows that are not a line apart from each other, and rows a page apart.
+    for stride in (200, 2048):
+        apart = torch.zeros(60, stride, dtype=torch.bfloat16)
+        apart[:, :192] = x
+        assert torch.equal(packed_int4_linear(apart[:, :192], packed), together)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(packed_int4_linear(x, packed), together)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_infinities_and_nan_stay_in_their_row() -> None:
+    codes, scales, zeros, _ = _case(64, 64, 32, True)
+    packed, x = pack_int4(codes, scales, zeros), torch.randn(20, 64).bfloat16()
+    clean = packed_int4_linear(x, packed)
+    x[3, 5], x[17, 0] = float("nan"), float("inf")
+    found = packed_int4_linear(x, packed)
+    others = [row for row in range(20) if row not in (3, 17)]
+    assert torch.equal(found[others], clean[others])
+    assert found[3].isnan().all() and not found[17].isfinite().any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    codes, scales, zeros, _ = _case(64, 64, 32, True)
+    packed, x = pack_int4(codes, scales, zeros), torch.randn(2, 64).bfloat16()
+    for wrong, message in (
+        ((codes.int(), scales, zeros), "codes must be"),
+        ((codes, scales.float(), zeros), "scales contiguous bfloat16"),
+        ((codes, scales, zeros[:, :1].contiguous()), "zeros must be"),  # type: ignore[index]
+        ((codes[:, :24].contiguous(), scales, zeros), "multiple of 8"),
+        ((codes, scales.repeat(1, 2)[:, :3].contiguous(), None), "divide K"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            pack_int4(*wrong)
+    with pytest.raises(RuntimeError, match="x must be bfloat16"):
+        packed_int4_linear(x.float(), packed)
+    with pytest.raises(RuntimeError, match=r"made of a weight \[64, 32\]"):
+        packed_int4_linear(x[:, :32], packed)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        packed_int4_linear(x, packed, torch.zeros(60).bfloat16())
+    use_isa("avx2")
+    try:
+        with pytest.raises(RuntimeError, match="AVX-512 BF16"):
+            packed_int4_linear(x, packed)
+    finally:
+        use_isa(None)
