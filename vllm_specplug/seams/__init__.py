@@ -63,7 +63,7 @@ WORKER_SEAMS = {
             CPU_RUNNER,
             SPECULATOR,
             *CPU_KERNELS.seams,
-            CPU_PRODUCTS,
+            *CPU_PRODUCTS.seams,
             *CPU_BACKENDS.seams,
             *CPU_MEMBERS,
             *CPU_WORKER_MEMBERS,

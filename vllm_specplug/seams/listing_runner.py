@@ -88,15 +88,33 @@ CPU_WORKER_ADMISSION = Add(
     "vllm.v1.worker.gpu_worker:HAS_TRITON",
     make=f"{_OWN_KERNELS}.launch:triton_stands_in",
 )
-CPU_PRODUCTS = Wrap(
-    Topic(
-        "cpu_products",
-        "vLLM multiplies a dozen bfloat16 rows in 1.5 times the time of one row on a CPU with "
-        "AVX-512 BF16, and in 9 times without AVX-512; applied while a worker loads its weights",
-        "vLLM multiplies the rows of a tree as fast as one row",
-    ),
-    "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
-    make="vllm_specplug.vllm_worker.target.linear:packing_dispatch",
+_TARGET_PRODUCTS = "vllm_specplug.vllm_worker.target"
+_LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
+_CPU_PRODUCTS_TOPIC = Topic(
+    "cpu_products",
+    "vLLM multiplies a dozen bfloat16 rows in 1.5 times the time of one row on a CPU with "
+    "AVX-512 BF16, in 9 times without AVX-512, and in 2.4 times with 4-bit weights; applied while "
+    "a worker loads its weights",
+    "vLLM multiplies the rows of a tree as fast as one row",
+)
+CPU_PRODUCTS = SeamSet(
+    Wrap(_CPU_PRODUCTS_TOPIC, target, make=f"{_TARGET_PRODUCTS}.{make}")
+    for target, make in (
+        (
+            "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm",
+            "linear:packing_dispatch",
+        ),
+        (
+            f"{_LINEAR_KERNELS}.mixed_precision.cpu:"
+            "CPUWNA16LinearKernel.process_weights_after_loading",
+            "quantised:packing_int4",
+        ),
+        (
+            f"{_LINEAR_KERNELS}.scaled_mm.cpu:"
+            "CPUInt8ScaledMMLinearKernel.process_weights_after_loading",
+            "quantised:packing_int8",
+        ),
+    )
 )
 
 # Module of `cpu_kernels`, module of vLLM's runner, and the names of its kernels.

@@ -61,8 +61,27 @@ class Topic:
     remove_when: str
 
 
+class _Applicable:
+    """What can be applied to vLLM and undone."""
+
+    def apply(self) -> None:
+        raise NotImplementedError
+
+    def undo(self) -> None:
+        raise NotImplementedError
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Applies it for the duration of a `with` block."""
+        self.apply()
+        try:
+            yield
+        finally:
+            self.undo()
+
+
 @dataclass(eq=False)
-class Seam:
+class Seam(_Applicable):
     """A place in vLLM that the package changes; subclasses override `_apply` and `_undo`."""
 
     topic: Topic
@@ -112,15 +131,6 @@ class Seam:
         if self._is_applied:
             self._undo()
             self._is_applied = False
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Applies the seam for the duration of a `with` block."""
-        self.apply()
-        try:
-            yield
-        finally:
-            self.undo()
 
     def _apply(self) -> None:
         pass
@@ -331,7 +341,7 @@ class Register(Seam):
         resolve("vllm.v1.attention.selector:_cached_get_mamba_attn_backend").cache_clear()
 
 
-class SeamSet:
+class SeamSet(_Applicable):
     """Seams that are applied together or not at all."""
 
     def __init__(self, seams: Iterable[Seam]) -> None:

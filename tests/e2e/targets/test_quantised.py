@@ -11,7 +11,7 @@ alone.
 from __future__ import annotations
 
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,10 +20,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.pair import Pair, make_engine, pair
+from tests.e2e.pair import Pair, core_of, generate, make_engine, pair, sequences_of
 from tests.e2e.quantised import dequantised, make_quantised_target
 from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_head
+from vllm_specplug.kernels.packed_linear import has_packed_int8_products
+from vllm_specplug.options import REQUEST_BUDGET_ARG
+from vllm_specplug.vllm_worker.target import quantised
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
@@ -34,9 +37,9 @@ MARGIN = 2.0**-5
 
 
 @cache
-def folder_of(scheme: str, head: bool, tied: bool = False) -> Path:
+def folder_of(scheme: str, head: bool, tied: bool = False, seed: int = 0) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="specplug-quantised-")) / "target"
-    return make_quantised_target(folder, VOCAB, scheme, head=head, tied=tied)
+    return make_quantised_target(folder, VOCAB, scheme, head=head, tied=tied, seed=seed)
 
 
 @cache
@@ -107,8 +110,65 @@ def _parts_at_ties_alone(scheme: str, heads: tuple[bool, ...] = (True,)) -> None
         _needs_four_bits()
     for head in heads:
         engines = engines_of(scheme, "bfloat16", head)
+        assert _uses_packed_products(engines.plain) == {False}
+        assert _uses_packed_products(engines.tree) == {has_packed_int8_products()}
         engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
         _reads_the_tables_right(engines, scheme, head)
+
+
+def _uses_packed_products(llm: Any) -> set[bool]:
+    """Whether quantised layers compute with the package's products: of all of them."""
+    model = core_of(llm).model_executor.driver_worker.worker.model_runner.model
+    kernels = [
+        vars(owner.kernel)
+        for module in model.modules()
+        for owner in (getattr(module, "scheme", None), getattr(module, "quant_method", None))
+        if hasattr(owner, "kernel")
+    ]
+    products = [kernel.get("apply_weights") or kernel.get("linear_method") for kernel in kernels]
+    return {getattr(product, "__module__", None) == quantised.__name__ for product in products}
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-zeros", "int8"])
+def test_a_text_does_not_depend_on_its_drafts(scheme: str) -> None:
+    if not has_packed_int8_products():
+        pytest.skip("vLLM's products depend on the rows of a step")
+    engines = engines_of(scheme, "bfloat16", True)
+    answers = []
+    for budget in (0, 16):
+        params = [
+            make(detokenize=False, extra_args={REQUEST_BUDGET_ARG: budget})
+            for make in (greedy, partial(seeded, 3))
+            for _ in PROMPTS
+        ]
+        engines.take_counts()
+        answers.append(sequences_of(generate(engines.tree, [*PROMPTS, *PROMPTS], params)))
+    counts = engines.take_counts()
+    assert answers[0] == answers[1]
+    assert counts.accepted > 20 and counts.branching > 0, counts
+
+
+@pytest.mark.parametrize("scheme", ["gptq", "int8"])
+def test_reloaded_weights_are_packed_again(scheme: str) -> None:
+    if not has_packed_int8_products():
+        pytest.skip("vLLM's own products, whose int8 ones it loses at a reload")
+    old, new = (folder_of(scheme, True, seed=seed) for seed in (0, 1))
+    engines = [
+        make_engine(
+            "jetspec",
+            model=str(model),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            speculative={"model": str(draft_head())},
+        )
+        for model in (old, new)
+    ]
+    params = greedy(detokenize=False)
+    before = sequences_of(generate(engines[0], PROMPTS, params))
+    engines[0].collective_rpc("reload_weights", kwargs={"weights_path": str(new)})
+    engines[0].reset_prefix_cache()
+    after, expected = (sequences_of(generate(llm, PROMPTS, params)) for llm in engines)
+    assert after == expected != before
 
 
 def test_int8_weights_and_inputs() -> None:

@@ -182,12 +182,11 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
     return CPU_PRODUCTS.applied()
 
 
-def takes_plain_rows(products: TargetProductsName, model: Any) -> bool:
+def takes_plain_rows(products: TargetProductsName, dtype: object) -> bool:
     """Returns whether the tree kernel also attends rows without drafts: if the target's products
     are the package's (option `target_products`). A row's result is then the same with and without
     drafts in the step."""
-    is_packed = model.dtype == torch.bfloat16 and model.quantization is None
-    return is_packed and packs_target(products)
+    return dtype == torch.bfloat16 and packs_target(products)
 
 
 def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:

@@ -246,22 +246,19 @@ def test_packed_products_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("products", "dtype", "quantization", "takes"),
+    ("products", "dtype", "takes"),
     [
-        ("packed", torch.bfloat16, None, True),
-        ("vllm", torch.bfloat16, None, False),
+        ("packed", torch.bfloat16, True),
+        ("vllm", torch.bfloat16, False),
         # What is exact to plain vLLM stays so.
-        ("packed", torch.float32, None, False),
-        ("packed", torch.bfloat16, "awq", False),
+        ("packed", torch.float32, False),
     ],
 )
 def test_plain_rows_are_attended_where_products_are_packed(
     monkeypatch: pytest.MonkeyPatch,
     products: Any,
     dtype: torch.dtype,
-    quantization: str | None,
     takes: bool,
 ) -> None:
     monkeypatch.setattr(linear, "packs_target", lambda products: products == "packed")
-    model: Any = SimpleNamespace(dtype=dtype, quantization=quantization)
-    assert takes_plain_rows(products, model) == takes
+    assert takes_plain_rows(products, dtype) == takes
