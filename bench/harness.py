@@ -112,6 +112,7 @@ class Benchmark:
         engine: Mapping[str, Any],
         sampling: Mapping[str, Any],
         engine_of: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        own_engine: Callable[[str, str], Any] = lambda system, target: None,
     ) -> None:
         """Lets all systems serve all loads side by side, and writes each result.
 
@@ -123,6 +124,7 @@ class Benchmark:
             engine: arguments of vLLM's `LLM` in addition to those of `make_engine`.
             sampling: arguments of `SamplingParams`; greedy without a temperature.
             engine_of: more arguments of `LLM` for some systems, by name.
+            own_engine: makes a system's engine from the target's path, or returns None for vLLM's.
         """
         confine_process()
 
@@ -161,8 +163,10 @@ class Benchmark:
             made = {}
             for system in order:
                 progress.status(f"starting {system}")
-                made[system] = make_engine(
-                    target, systems[system], eager=args.eager, **{**engine, **own.get(system, {})}
+                made[system] = own_engine(system, target) or make_engine(
+                    systems[system],
+                    eager=args.eager,
+                    **{"model": target, **engine, **own.get(system, {})},
                 )
             engines = {system: made[system] for system in systems}
             for system, llm in engines.items():
@@ -349,9 +353,7 @@ def execution(args: argparse.Namespace) -> str:
     return "eager" if args.eager else "compiled"
 
 
-def make_engine(
-    model: str, speculative: dict[str, Any] | None, *, eager: bool, **options: Any
-) -> Any:
+def make_engine(speculative: dict[str, Any] | None, *, eager: bool, **options: Any) -> Any:
     """Makes a vLLM engine; `speculative` is its speculative config, None for plain vLLM."""
     from vllm import LLM
 
@@ -359,4 +361,4 @@ def make_engine(
     defaults = {"dtype": "bfloat16", "max_model_len": 2048, "enable_prefix_caching": False}
     if speculative is not None:
         options["speculative_config"] = dict(speculative)
-    return LLM(model, enforce_eager=eager, disable_log_stats=False, **{**defaults, **options})
+    return LLM(enforce_eager=eager, disable_log_stats=False, **{**defaults, **options})
