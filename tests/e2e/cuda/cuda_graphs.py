@@ -52,15 +52,14 @@ def steps_from_graphs(made: Pair) -> Iterator[None]:
 
 
 @contextmanager
-def known_on_the_device(
-    device: torch.device | str | None = cuda_device.DEVICE,
-) -> Iterator[None]:
+def known_on_the_device() -> Iterator[None]:
     """`knowing_candidates` and `knowing` in operations that a graph can hold and that wait for
     nothing: what follows an anchor in the first of the oracle's sequences that has it at its
     position is the best and the second best in turns."""
     block, level, drafted = (
         BlockHeadDrafter.candidates, StateDrafter.device_expand, DeviceSpeculator._drafted,
     )  # fmt: skip
+    device = cuda_device.DEVICE
     # [K, L], -1 past a sequence's end
     table = torch.full((8, 128), -1, device=device)
 
