@@ -16,22 +16,16 @@ import torch
 from tests.e2e import mistral3
 from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda import cuda_device, cuda_pairs
-from tests.e2e.cuda.cuda_drafts import knowing_levels
 from tests.e2e.cuda.cuda_graphs import full_graphs, steps_from_graphs
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, LateCopy, knowing_candidates, late_copies
 from tests.e2e.cuda.cuda_vision import compare, engines, prompts
-from tests.e2e.embeds import embeddings
-from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import (
     Pair,
-    assert_same_output,
-    sequences_of,
     watch_preemptions,
     watch_prefix_hits,
 )
-from tests.e2e.requests import greedy
-from tests.e2e.tiny import make_eagle3_head, make_head
-from tests.e2e.vision import TEXTS, VOCAB
+from tests.e2e.tiny import make_head
+from tests.e2e.vision import VOCAB
 from tests.e2e.wrappers import mistral3_target
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.vllm_v2 import model_state
@@ -64,11 +58,6 @@ def test_positions_on_wrong_axes_differ(wrong: Any) -> None:
         pytest.raises(AssertionError, match="request"),
     ):
         compare(made, prompts(), True)
-
-
-def test_layers_that_see_the_image_again() -> None:
-    """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
-    compare(engines(ahead=True, family="Qwen3VL"), prompts(), True)
 
 
 def test_prefix_hits_and_preemption_with_images() -> None:
@@ -117,32 +106,6 @@ def test_images_before_recurrent_states() -> None:
         compare(made, prompts(), True)
 
 
-def test_prompts_of_embeddings_beside_trees() -> None:
-    """Whole ones, and some with tokens among the embeddings; prompts of tokens have drafts."""
-    made = cuda_pairs.engines(ahead=True, target={"enable_prompt_embeds": True})
-    tokens = [100 + i for i in range(40)]
-    own = embeddings(tokens)
-    is_token = [i % 3 == 0 for i in range(40)]
-    mixed = {
-        "prompt_embeds": torch.where(torch.tensor(is_token)[:, None], 0.0, own),
-        "prompt_token_ids": [t if kept else 0 for t, kept in zip(tokens, is_token, strict=True)],
-        "prompt_is_token_ids": is_token,
-    }
-    inputs = [{"prompt_token_ids": TEXTS[0]}, {"prompt_embeds": own}, mixed,
-              {"prompt_token_ids": tokens}]  # fmt: skip
-    params = greedy(max_tokens=14, logprobs=2)
-    expected = made.plain.generate(inputs, params, use_tqdm=False)
-    OracleDrafter.sequences = sequences_of([expected[0], expected[3]])
-    made.take_counts()
-    actual = made.tree.generate(inputs, params, use_tqdm=False)
-    counts = made.take_counts()
-    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
-        assert_same_output(a, b, f"request {i}")
-    # The same embeddings, whoever looked them up.
-    assert len({tuple(o.outputs[0].token_ids) for o in expected[1:]}) == 1
-    assert counts.accepted > 5 and counts.skipping > 1 and counts.stale > 0, counts
-
-
 # -- graphs --------------------------------------------------------------------------------
 
 
@@ -161,16 +124,6 @@ def test_positions_on_three_axes_from_graphs() -> None:
         with patch.object(rope, "prepare_positions", far), steps_from_graphs(made):
             compare(made, prompts(), True)
         assert rope.positions.data_ptr() == address
-
-
-def test_positions_where_no_graph_looks_differ() -> None:
-    """The control: a step's positions lie elsewhere than in the captures."""
-    with full_graphs():
-        made = engines(ahead=True)
-        rope = made.runner.model_state.rope_state
-        elsewhere = patch.object(rope, "positions", rope.positions.clone())
-        with elsewhere, pytest.raises(AssertionError, match="request"):
-            compare(made, prompts(), True)
 
 
 # -- drafts on the device ------------------------------------------------------------------
@@ -204,13 +157,3 @@ def test_defaults_of_a_block_head_read_nothing(tmp_path: Path) -> None:
         with linear_positions(made) as rows:
             compare(made, prompts(), True)
         assert not LateCopy.waits and sum(rows) > 100, (LateCopy.waits, rows)
-
-
-def test_draft_layer_on_the_device(tmp_path: Path) -> None:
-    """Levels of EAGLE-3, whose trees are those of the host, behind images as well."""
-    head = make_eagle3_head(tmp_path, VOCAB)
-    with knowing_levels() as drafts:
-        made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
-        with linear_positions(made) as rows:
-            compare(made, prompts(), True)
-    assert drafts.nodes > 50 and not drafts.differing and sum(rows) > 100, (drafts, rows)

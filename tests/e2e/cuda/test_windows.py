@@ -161,14 +161,3 @@ def test_defaults_read_nothing() -> None:
         _, counts = made.compare(PROMPTS, params, least_accepted=6)
         assert not LateCopy.waits, LateCopy.waits
     assert counts.stale > 0 and drafts.nodes > 50 and not drafts.differing, (counts, drafts)
-
-
-def test_a_scheduler_that_waits_reads_each_step() -> None:
-    """The trees of requests that the host knows, by the same levels."""
-    params = [greedy(max_tokens=16, logprobs=2), seeded(1, max_tokens=16), greedy(max_tokens=12)]
-    with late_copies():
-        made = engines("longspec", ahead=False, nodes=10, budget="auto")
-        freeze_costs(made, FLAT)
-        LateCopy.waits = 0
-        made.compare(PROMPTS, params)
-        assert LateCopy.waits > 3
