@@ -23,6 +23,7 @@ from tests.e2e.pair import (
     generate,
     head_options,
     make_engine,
+    pair,
     sequences_of,
     target,
     watch_preemptions,
@@ -32,6 +33,8 @@ from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_eagle3_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
+
+CROWDED = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 9}
 
 
 def _engines(**engine: Any) -> tuple[Any, Any]:
@@ -55,9 +58,7 @@ def test_chunks_and_preemption_leave_the_drafts() -> None:
     """Drafts depend on the tokens before them alone. (With vLLM's own method they also depend on
     where a prompt was cut, so this compares with prompts that were not.)"""
     # Chains: the order of a tree's nodes follows rounding where their scores are close.
-    llm = make_engine(
-        "eagle3_tree", speculative=CHAIN, max_num_batched_tokens=40, num_gpu_blocks_override=9
-    )
+    llm = make_engine("eagle3_tree", speculative=CHAIN, **CROWDED)
     alone: dict[Any, list[int]] = {}
     for prompt in PROMPTS:
         alone.update(drafts_of(llm, [prompt])[0])
@@ -115,3 +116,8 @@ def test_layers_unlike_the_targets(kind: str, tmp_path: Path) -> None:
     )
     assert compare_drafts(engines, PROMPTS) > 20
     assert compare_drafts(engines, [LONG]) > 5
+    # Trees, through chunks and preemption.
+    made = pair("eagle3_tree", tree=CROWDED, speculative={**options, "tree_depth": 4})
+    preempted = watch_preemptions(made.tree)
+    made.compare([LONG, *PROMPTS], greedy(max_tokens=40), least_accepted=0)
+    assert preempted
