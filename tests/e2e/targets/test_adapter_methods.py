@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method beside LoRA adapters of the target."""
+"""Draft context and costs beside LoRA adapters of the target."""
 
 from __future__ import annotations
 
@@ -17,13 +17,10 @@ from tests.e2e.adapters import (
     batch,
     by_adapter,
 )
-from tests.e2e.pair import METHODS, Pair, core_of, generate, pair
+from tests.e2e.pair import Pair, core_of, generate, pair
 from tests.e2e.requests import LONG, PROMPTS, greedy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.full]
-
-# assistant_tree and mtp_tree draft for targets of their own, and the adapters are for another one.
-OTHERS = sorted({*METHODS} - {"oracle", "jetspec", "tokenswift", "assistant_tree", "mtp_tree"})
 
 
 def test_a_heads_context_is_of_the_same_adapter() -> None:
@@ -96,9 +93,3 @@ def test_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
         assert made.runner.lora_manager.list_adapters() == set()
         assert_costs_are_measured_with_adapters(made)
         made.compare(**batch(PROMPTS, adapters()), least_accepted=0)
-
-
-def test_other_methods() -> None:
-    for method in OTHERS:
-        made = pair(method, **LORA)
-        made.compare(**batch([*PROMPTS, LONG[0]], adapters()), least_accepted=0)

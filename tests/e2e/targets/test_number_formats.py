@@ -23,7 +23,7 @@ from tests.e2e.number_formats import BFLOAT16_MARGIN, VOCAB, folder, head, scale
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Pair, changed, generate, pair, sequences_of
 from tests.e2e.requests import greedy
-from tests.e2e.tiny import make_other_target, make_target, make_tokenswift_heads
+from tests.e2e.tiny import make_other_target, make_target
 from tests.packed_weights import is_packed
 from vllm_specplug.kernels import TreeLayer
 from vllm_specplug.kernels.packed_linear import pack_linear, packed_linear, packs_target
@@ -51,13 +51,6 @@ def up_to_ties(made: Pair) -> None:
 
 def test_float16_parts_at_ties_alone() -> None:
     up_to_ties(engines_of(None, dtype="float16"))
-
-
-def test_float16_draft_heads() -> None:
-    """Heads are loaded in the target's dtype, and what they project is written to its pages."""
-    made = engines_of(None, "jetspec", dtype="float16", speculative={"model": str(head())})
-    counts = made.compare_up_to_ties(WINDOW_PROMPTS, 40, MARGIN)
-    assert counts.nodes > 300, counts
 
 
 def test_float16_without_branches_is_exact() -> None:
@@ -223,11 +216,6 @@ def test_fp8_caches_with_scales() -> None:
         diverges(made)
 
 
-def test_fp8_caches_of_both_kinds() -> None:
-    for kind in ("fp8", "fp8_e5m2") if have_fp8() else ():
-        around_windows(engines_of(None, kv_cache_dtype=kind))
-
-
 def test_fp8_caches_in_groups() -> None:
     """Also where vLLM leaves the layers with windows as they are."""
     if not have_fp8():
@@ -253,17 +241,6 @@ def test_fp8_caches_beside_others_in_a_group() -> None:
     dtypes = [c.dtype for c in made.runner.state.target_caches().values()]
     assert sorted(map(str, dtypes)) == ["torch.float32", "torch.uint8"], dtypes
     around_windows(made)
-
-
-def test_drafts_that_do_not_read_an_fp8_cache() -> None:
-    """TokenSwift's heads read hidden states alone, its n-grams text."""
-    heads = str(make_tokenswift_heads(folder() / "tokenswift", VOCAB))
-    for source in ("heads", "ngrams") if have_fp8() else ():
-        made = engines_of(
-            None, "tokenswift", kv_cache_dtype="fp8",
-            speculative={"model": heads, "draft_source": source},
-        )  # fmt: skip
-        made.compare(WINDOW_PROMPTS, greedy(max_tokens=40, detokenize=False), least_accepted=20)
 
 
 def test_draft_heads_beside_fp8_caches() -> None:
