@@ -14,15 +14,12 @@ from tests.e2e import number_formats
 from tests.e2e.cuda import cuda_device
 from tests.e2e.cuda.cuda_pairs import (
     INTERPRETED,
-    PROMPTS,
     compare,
     compare_windows,
     engines,
     is_equal,
 )
 from tests.e2e.families import engine_of
-from tests.e2e.pair import core_of
-from tests.e2e.requests import greedy
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 
 pytestmark = [*INTERPRETED, pytest.mark.full]
@@ -71,27 +68,6 @@ def test_windows_and_sinks_in_groups() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 def test_branching_trees(ahead: bool) -> None:
     assert compare(engines(ahead=ahead), ahead).skipping > 1
-
-
-def test_fixed_budgets_reserve_no_more_rows() -> None:
-    """vLLM reserves the most that any request may have, before it knows what each gets."""
-    made = engines(ahead=True, budget=2, nodes=6)
-    scheduler = core_of(made.tree).scheduler
-    steps: list[int] = []
-    stock = scheduler.schedule
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        output = stock(*args, **kwargs)
-        steps.extend(output.num_scheduled_tokens.values())
-        return output
-
-    with patch.object(scheduler, "schedule", schedule):
-        made.compare([PROMPTS[0]], greedy(max_tokens=16))
-        assert set(steps[4:]) == {3}, steps
-        steps.clear()
-        asking = greedy(max_tokens=16, extra_args={"specplug_tree_budget": 4})
-        made.compare([PROMPTS[0]], asking)
-    assert set(steps[4:]) == {5}, steps
 
 
 def test_fp8_caches_with_scales() -> None:

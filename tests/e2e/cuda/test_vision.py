@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and embeddings in prompts and positions on three axes, on trees as on CUDA, against plain
-vLLM."""
+"""Images in prompts and positions on three axes, on trees as on CUDA, against plain vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,20 +13,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.e2e import mistral3
+from tests.e2e import mistral3, vision
 from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda import cuda_device, cuda_pairs
 from tests.e2e.cuda.cuda_graphs import full_graphs, steps_from_graphs
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, LateCopy, knowing_candidates, late_copies
-from tests.e2e.cuda.cuda_vision import compare, engines, prompts
+from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.pair import (
+    Counts,
     Pair,
     watch_preemptions,
     watch_prefix_hits,
 )
 from tests.e2e.tiny import make_head
-from tests.e2e.vision import VOCAB
-from tests.e2e.wrappers import mistral3_target
+from tests.e2e.vision import VOCAB, compare_answers
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.vllm_v2 import model_state
 from vllm_specplug.vllm_v2 import runner as runner_module
@@ -36,6 +36,36 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.usefixtures("device_states", "device_axes"),
 ]
+
+
+def engines(
+    method: str = "oracle", *, ahead: bool, family: str = "Qwen2_5_VL", **options: Any
+) -> Pair:
+    make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision.vision_target
+    with vision.without_processors():
+        target = {
+            "model": make(family),
+            "limit_mm_per_prompt": {"image": 2, "video": 0},
+            **cuda_device.tower_arguments(),
+            **(cuda_device.state_arguments() if family == "Qwen3_5" else {}),
+        }
+        return cuda_pairs.engines(method, ahead=ahead, target=target, **options)
+
+
+def prompts() -> list[Any]:
+    """Text, an image, two of them, and the first one's text around another; prompts with images are
+    longer than a step, which may end inside one."""
+    every = vision.prompts()
+    return [every[0], every[4], vision.two_images(), every[7]]
+
+
+def compare(made: Pair, inputs: list[Any], ahead: bool) -> Counts:
+    expected, counts = compare_answers(made, inputs, max_tokens=14, logprobs=2, detokenize=False)
+    # The same text around another image.
+    assert expected[1].outputs[0].token_ids != expected[3].outputs[0].token_ids
+    assert counts.accepted > 10 and counts.skipping > 2, counts
+    assert (counts.stale > 0) == ahead, counts
+    return counts
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -76,7 +106,7 @@ def test_images_before_a_text_model_with_one_axis() -> None:
     """Mistral-Small 3, whose images are of any shape and have text tokens between their rows."""
     with mistral3.without_processors():
         target = {
-            "model": mistral3_target(),
+            "model": mistral3.mistral3_target(),
             "limit_mm_per_prompt": {"image": 2},
             **cuda_device.tower_arguments(),
         }

@@ -23,7 +23,6 @@ from tests.e2e.cuda.cuda_pairs import (
     compare,
     engines,
     late_copies,
-    profiles,
 )
 from tests.e2e.longspec_module import module_tree
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
@@ -88,16 +87,6 @@ def test_windows_on_the_device(ahead: bool) -> None:
         made = engines("longspec", ahead=ahead, ngram_topk=0, nodes=10)
         drafts.nodes = 0
         assert compare(made, ahead).skipping > 1
-    assert drafts.nodes > 50 and not drafts.differing, drafts
-
-
-def test_the_profile_counts_the_windows() -> None:
-    with knowing_windows() as drafts:
-        with profiles() as counted:
-            made = engines("longspec", ahead=True, ngram_topk=0, nodes=9)
-        compare(made, True)
-    window = made.runner.drafter.drafter.window
-    assert counted == [sum(cache.nbytes for cache in window.kv_caches)] and counted[0], counted
     assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
