@@ -14,17 +14,14 @@ from tests.e2e.eagle3_chains import (
     CHAIN,
     LONG,
     PROMPTS,
-    Drafts,
     compare_drafts,
     drafts_of,
     own_engine,
 )
 from tests.e2e.pair import (
-    generate,
     head_options,
     make_engine,
     pair,
-    sequences_of,
     target,
     watch_preemptions,
     watch_prefix_hits,
@@ -70,28 +67,6 @@ def test_chunks_and_preemption_leave_the_drafts() -> None:
     for known in common:
         count = min(len(alone[known]), len(mixed[known]))
         assert alone[known][:count] == mixed[known][:count], len(known)
-
-
-def test_drafts_after_steps_without_any() -> None:
-    """What waits while nothing is drafted, through chunks, prefix hits and preemption: drafts are
-    those of an engine that drafts in every step."""
-    params = greedy(max_tokens=40)
-    engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True}
-    llms = [
-        make_engine("eagle3_tree", speculative=CHAIN, **engine, **more)
-        for more in ({}, {"num_gpu_blocks_override": 9})
-    ]
-    preempted, hits = watch_preemptions(llms[1]), watch_prefix_hits(llms[1])
-    with Drafts(llms[0]) as always, Drafts(llms[1], every=6) as seldom:
-        # The last two alone, so that what they share is still there.
-        for prompts in ([LONG, *PROMPTS], [LONG], [[*LONG[:96], 62, 3]]):
-            expected, found = (sequences_of(generate(llm, prompts, params)) for llm in llms)
-            assert expected == found
-    assert preempted and any(hits.values()), (preempted, hits)
-    common = set(always.seen) & set(seldom.seen)
-    assert len(common) > 5, (len(common), len(seldom.seen))
-    for known in common:
-        assert always.seen[known] == seldom.seen[known], len(known)
 
 
 @pytest.mark.parametrize("kind", ["other heads", "window", "layers", "parallel"])

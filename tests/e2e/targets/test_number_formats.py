@@ -63,13 +63,9 @@ def test_float16_without_branches_is_exact() -> None:
 
 def test_float16_would_show_missing_compaction() -> None:
     made = engines_of(None, dtype="float16")
-    backend = made.runner.tree_backend
-    backend.compact = lambda *args: None
-    try:
-        with pytest.raises(AssertionError, match="behind the best"):
-            up_to_ties(made)
-    finally:
-        del backend.compact
+    lost = patch.object(made.runner.tree_backend, "compact", lambda *args: None)
+    with lost, pytest.raises(AssertionError, match="behind the best"):
+        up_to_ties(made)
 
 
 def num_packed(made: Pair) -> int:
@@ -123,18 +119,14 @@ def test_of_embeddings_those_are_packed_that_a_product_reads() -> None:
 def attending(scale: float = 1.0) -> Iterator[list[int]]:
     """Rows of each attention of the tree kernel, whose results are multiplied by `scale`."""
     rows: list[int] = []
-    stock = TreeLayer.attend
 
-    def attend(self: Any, query: Any, output: Any, meta: Any, block_table: Any) -> None:
+    def attend(stock: Any, self: Any, query: Any, output: Any, meta: Any, block_table: Any) -> None:
         rows.append(int(meta.plan[2].sum()))
         stock(self, query, output, meta, block_table)
         output.mul_(scale)
 
-    TreeLayer.attend = attend  # type: ignore[method-assign]
-    try:
+    with changed(TreeLayer, "attend", attend):
         yield rows
-    finally:
-        TreeLayer.attend = stock  # type: ignore[method-assign]
 
 
 def test_rows_without_drafts_are_attended_as_those_of_trees() -> None:
