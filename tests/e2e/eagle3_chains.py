@@ -3,45 +3,23 @@
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
-from tests.e2e.pair import core_of, generate, make_engine, sequences_of, vllms_v1
+from tests.e2e.pair import (
+    changed,
+    core_of,
+    generate,
+    make_engine,
+    sequences_of,
+    vllms_v1,
+    watch_drafts,
+)
 from tests.e2e.requests import greedy
-from vllm_specplug.tree import DraftTree
 
 DEPTH = 3
 CHAIN = {"num_speculative_tokens": DEPTH, "tree_budget": DEPTH, "tree_width": 1}
 PROMPTS = [[3 + (5 * i * i + k) % 60 for i in range(8 + 9 * k)] for k in range(4)]
 LONG = [3 + (7 * i * i + 3 * i) % 60 for i in range(101)]
-
-
-class Drafts:
-    """What an engine's drafter drafts in every `every`th step while entered, by the tokens before
-    it."""
-
-    def __init__(self, llm: Any, every: int = 1) -> None:
-        runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-        self.drafter, self.every = runner.drafter.drafter, every
-        self.seen: dict[tuple[int, ...], list[int]] = {}
-
-    def __enter__(self) -> Drafts:
-        drafter, steps = self.drafter, count()
-        self.stock = propose = drafter.propose
-
-        def draft(requests: Any) -> list[DraftTree]:
-            if next(steps) % self.every:
-                return [DraftTree.empty()] * len(requests)
-            trees: list[DraftTree] = propose(requests)
-            for tokens, tree in zip(requests.token_ids, trees, strict=True):
-                self.seen[tuple(tokens.tolist())] = tree.token_ids.tolist()
-            return trees
-
-        drafter.propose = draft
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self.drafter.propose = self.stock
 
 
 def own_engine(method: str, **engine: Any) -> Any:
@@ -56,29 +34,23 @@ def own_drafts(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]]
     """Drafts of `own_engine` by the tokens before them, as they are scheduled, and the outputs."""
     scheduler = core_of(llm).scheduler
     seen: dict[Any, list[int]] = {}
-    original = scheduler.schedule
 
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
+    def scheduled(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        output = stock(*args, **kwargs)
         for req_id, tokens in output.scheduled_spec_decode_tokens.items():
-            request = scheduler.requests[req_id]
-            known = tuple(request.all_token_ids)
-            seen[known] = list(tokens)
+            seen[tuple(scheduler.requests[req_id].all_token_ids)] = list(tokens)
         return output
 
-    scheduler.schedule = schedule
-    try:
+    with changed(scheduler, "schedule", scheduled):
         outputs = generate(llm, prompts, greedy(max_tokens=24))
-    finally:
-        scheduler.schedule = original
     return seen, outputs
 
 
 def drafts_of(llm: Any, prompts: list[list[int]]) -> tuple[dict[Any, list[int]], list[Any]]:
     """Drafts of a tree engine by the tokens before them, and the outputs."""
-    with Drafts(llm) as drafts:
+    with watch_drafts(llm) as seen:
         outputs = generate(llm, prompts, greedy(max_tokens=24))
-    return drafts.seen, outputs
+    return {known: tokens for known, (tokens, *_) in seen.items()}, outputs
 
 
 def compare_drafts(engines: tuple[Any, Any], prompts: list[list[int]]) -> int:

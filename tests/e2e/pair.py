@@ -218,9 +218,30 @@ def watch_preemptions(llm: Any) -> list[str]:
 
 
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> Any:
-    """Patches a function of a module or class with `change(stock, *args)`."""
+    """Patches a function of a module, class or object with `change(stock, ...)`."""
     stock = getattr(owner, name)
-    return patch.object(owner, name, lambda *args: change(stock, *args))
+    return patch.object(owner, name, lambda *args, **more: change(stock, *args, **more))
+
+
+# Tokens, parents and scores of a tree.
+Drafted = tuple[list[int], list[int], list[float]]
+
+
+@contextmanager
+def watch_drafts(llm: Any) -> Iterator[dict[tuple[int, ...], Drafted]]:
+    """What is drafted inside, by the tokens before it."""
+    seen: dict[tuple[int, ...], Drafted] = {}
+
+    def propose(stock: Any, requests: Any) -> Any:
+        trees = stock(requests)
+        for tokens, tree in zip(requests.token_ids, trees, strict=True):
+            parts = tree.token_ids, tree.parent_indices, tree.scores
+            seen[tuple(tokens.tolist())] = tuple(part.tolist() for part in parts)
+        return trees
+
+    drafter = core_of(llm).model_executor.driver_worker.worker.model_runner.drafter.drafter
+    with changed(drafter, "propose", propose):
+        yield seen
 
 
 def generate(

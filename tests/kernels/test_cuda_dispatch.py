@@ -14,6 +14,7 @@ from tests.kernels.device_trees import DeviceTrees
 from tests.pretended_graph import PretendedGraph, pretended_graphs
 from vllm_specplug.kernels import FeatureKind, cuda_dispatch
 from vllm_specplug.kernels.cuda_dispatch import (
+    CUDA_KERNELS,
     ChosenKernel,
     KernelFaultError,
     KernelShape,
@@ -141,6 +142,15 @@ def test_kernels_are_chosen_by_what_layers_have(name, kinds, capability, why):
     shape = replace(SHAPE, head_dim=64, dtype=torch.float16, kinds=kinds)
     problem = unsupported_by(name, shape, capability)
     assert problem is None if why is None else why in problem
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_wide_heads_and_pages_of_hybrid_models_are_served(dtype):
+    """Pages of these are large and no power of two."""
+    shape = KernelShape(head_dim=256, dtype=dtype, block_size=784, num_heads=16, num_kv_heads=2)
+    for capability in (HOPPER, (8, 0)):
+        served = {n for n in CUDA_KERNELS if unsupported_by(n, shape, capability) is None}
+        assert served == {"flash", "triton", "reference"}
 
 
 def test_a_kernel_that_is_wrong_or_does_not_load_is_named(monkeypatch):

@@ -17,12 +17,9 @@ import pytest
 import torch
 
 from tests.kernels.device_trees import DeviceTrees
-from vllm_specplug.kernels import tree_attn_cute_sm90
+from vllm_specplug.kernels import TreeAttnMetadata, tree_attn_cute_sm90
 from vllm_specplug.kernels.cute import driver, store
-from vllm_specplug.kernels.cute.config import (
-    CombineConfig,
-    ForwardConfig,
-)
+from vllm_specplug.kernels.cute.config import SHARED_LIMIT, CombineConfig, ForwardConfig
 from vllm_specplug.kernels.cute.launch import Bounds, TensorMapSpec, choose_splits, plan_launches
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from vllm_specplug.kernels.tree_attn_cute_sm90 import CuteUnavailable, unsupported_reason
@@ -96,6 +93,51 @@ def test_variants_and_grids(specs, group, page, variant, grid):
     assert launch.grid == grid
     assert named(launch)["page_shift"] == page.bit_length() - 1
     assert named(launch)["group"] == group
+
+
+def within_limits(trees: int, nodes: int, group: int, head_dim: int, page: int, context: int,
+                  *, for_drafts: bool = False) -> None:  # fmt: skip
+    """Plans launches for trees of one size, whose tensors nobody reads; `for_drafts`: their keys
+    and values are in no cache."""
+    rows, kv_heads, heads = nodes + 1, 2, 2 * group
+    # A slice of a joined projection, as vLLM hands it over.
+    joined = torch.empty(trees * rows, heads + 2 * kv_heads, head_dim, dtype=BF16)
+    query, own = joined[:, :heads], None
+    key, value = torch.empty(4, page, kv_heads, 2 * head_dim, dtype=BF16).chunk(2, dim=-1)
+    if for_drafts:
+        own = torch.empty(trees * rows, kv_heads, head_dim, dtype=BF16)
+    numbers = torch.zeros(5, trees, dtype=torch.int32)
+    meta = TreeAttnMetadata(
+        plan=numbers, parent_rows=numbers[0], block_table=torch.zeros(trees, 4, dtype=torch.int32),
+        max_rows=rows, max_context=context, mask_kind="full" if for_drafts else "tree",
+    )  # fmt: skip
+
+    def workspace(parts: int, *shape: int):
+        assert parts * shape[0] * shape[1] * shape[2] * 4 < 2**30, "a gigabyte of partial results"
+        return torch.empty(1), torch.empty(1), torch.empty(1)
+
+    output = torch.empty(query.shape, dtype=BF16)
+    forward, *merge = plan_launches(
+        query, key, value, output, meta, head_dim**-0.5, own, own, 132, workspace
+    )
+    blocks, of_heads, slots = forward.grid
+    assert blocks * forward.config.tile_m >= rows * group
+    # A driver takes as many blocks in a grid's second and third dimension.
+    assert of_heads == kv_heads and trees <= slots <= 65535
+    assert forward.config.shared_bytes <= SHARED_LIMIT and forward.config.threads <= 1024
+    assert all(launch.grid[1] == trees for launch in merge)
+    # A tree of one warpgroup has none beside it that waits.
+    assert for_drafts or forward.config.specialised == (rows * group > 64)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 96), (3, 64), (7, 64), (8, 128), (16, 128)])
+def test_launches_are_within_the_limits_of_a_device(group, head_dim):
+    """One tree of the longest context, and the largest batch."""
+    for trees, context in ((1, 131_072), (256, 4096)):
+        for page, nodes in itertools.product((16, 128), (0, 15, 63, 256)):
+            within_limits(trees, nodes, group, head_dim, page, context)
+        for nodes in (7, 15, 256):
+            within_limits(trees, nodes, group, head_dim, 16, context, for_drafts=True)
 
 
 def test_the_workspace_is_sized_by_the_trees_not_by_their_buffers():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies to a device: from pinned memory, in one place."""
+"""Asynchronous copies between host and device: what orders them, and that there are no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.kernels import pinned, to_device
+from vllm_specplug.kernels import copy_to_device, to_device
+from vllm_specplug.vllm_v2 import host_step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,10 +38,55 @@ def test_other_devices_get_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda: Any = SimpleNamespace(type="cuda")
     to_device(np.arange(3), cuda)
     assert pins == [[0, 1, 2]] and asked == [("cuda", True)]
-    assert pinned(torch.arange(2), cuda).tolist() == [0, 1] and len(pins) == 2
+    target = SimpleNamespace(device=cuda, copy_=lambda source, non_blocking: asked.append(
+        (source.tolist(), non_blocking)
+    ))  # fmt: skip
+    copy_to_device(np.arange(2), target)  # type: ignore[arg-type]
+    assert pins == [[0, 1, 2], [0, 1]] and asked[1:] == [([0, 1], True)]
 
 
-def test_memory_is_pinned_nowhere_else() -> None:
+def test_the_host_reads_a_copy_once_its_event_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+
+    class Event:
+        def record(self) -> None:
+            calls.append("record")
+
+        def query(self) -> bool:
+            return "wait" in calls
+
+        def synchronize(self) -> None:
+            calls.append("wait")
+
+    pinned = SimpleNamespace(
+        copy_=lambda source, non_blocking: calls.append((source, non_blocking)),
+        numpy=lambda: calls.append("read") or np.arange(3),
+    )
+    on_host: list[bool] = []
+
+    def empty(shape: Any, dtype: Any, pin_memory: bool) -> Any:
+        on_host.append(pin_memory)
+        return pinned
+
+    torch_of_cuda = SimpleNamespace(empty=empty, cuda=SimpleNamespace(Event=Event))
+    monkeypatch.setattr(host_step, "torch", torch_of_cuda)
+    tensor: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=(3,), dtype=None)
+    copy = host_step.HostCopy(tensor)
+    assert on_host == [True] and calls == [(tensor, True), "record"] and not copy.has_arrived
+    assert copy.read().tolist() == [0, 1, 2] and calls[2:] == ["wait", "read"]
+    assert copy.has_arrived
+
+
+def test_no_other_code_copies_asynchronously_or_uses_streams() -> None:
+    """Nothing else could race with what a device does: all else is done in the order of one stream.
+    Only the timing of kernels captures on another."""
     sources = [*(ROOT / "vllm_specplug").rglob("*.py"), *(ROOT / "kernels/src").rglob("*.py")]
-    found = [path.name for path in sources if ".pin_memory()" in path.read_text()]
-    assert found == ["device_copy.py"]
+    found = {
+        word: {path.name for path in sources if word in path.read_text()}
+        for word in ("non_blocking", "pin_memory", "cuda.Stream", "record_stream", "cuda.Event(")
+    }
+    copies = {"device_copy.py", "host_step.py"}
+    assert found == {
+        "non_blocking": copies, "pin_memory": copies, "cuda.Stream": {"cuda_dispatch.py"},
+        "record_stream": set(), "cuda.Event(": {"host_step.py", "cuda_trees.py", "step_clock.py"},
+    }  # fmt: skip

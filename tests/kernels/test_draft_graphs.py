@@ -284,13 +284,13 @@ def test_lines_are_sent_where_they_change(tmp_path: Path, monkeypatch: pytest.Mo
     drafts = Drafts(causal_head, tmp_path, monkeypatch)
     drafts.graphs.capture_drafts()
     sent: list[list[int]] = []
-    stock = draft_graphs.pinned
+    stock = draft_graphs.copy_to_device
 
-    def pinned(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    def noted(array: np.ndarray, target: torch.Tensor) -> None:
         sent.append(array.tolist())
-        return stock(array, device)
+        stock(array, target)
 
-    monkeypatch.setattr(draft_graphs, "pinned", pinned)
+    monkeypatch.setattr(draft_graphs, "copy_to_device", noted)
     rng = np.random.default_rng(0)
     for chosen in (None, None, [0, 2], [0, 2], [2], None):
         requests = drafts.requests([NODES] * 3, rng)

@@ -22,7 +22,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels import pinned, to_device
+from vllm_specplug.kernels import copy_to_device, to_device
 
 
 def graph_depths(deepest: int, is_adaptive: bool) -> list[int]:
@@ -166,7 +166,7 @@ class DraftGraphs(CudaGraphManager):
         # The lines stay the same from step to step while no request starts or ends.
         if not np.array_equal(lines, self._lines[:num_requests]):
             self._lines[:num_requests] = lines
-            self.lines[:num_requests].copy_(pinned(lines, self.device), non_blocking=True)
+            copy_to_device(lines, self.lines[:num_requests])
         if self.states is None:
             return
         states = self._drafter.request_states

@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import TreeAttnMetadata, pinned
+from vllm_specplug.kernels import TreeAttnMetadata, copy_to_device
 from vllm_specplug.vllm_attention.tree_rows import DraftAttention
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows
@@ -257,7 +257,7 @@ class GraphSelfDraft:
         # Regions stay the same while no request starts, ends or outgrows the budget.
         if not np.array_equal(sent, self._regions[:count]):
             self._regions[:count] = sent
-            self.regions[:count].copy_(pinned(sent, self.regions.device), non_blocking=True)
+            copy_to_device(sent, self.regions[:count])
 
     def __call__(self, requests: DeviceRequests) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the forward; the host reads nothing."""

@@ -20,14 +20,6 @@ def cuda_worker() -> None:
 
 
 @pytest.fixture(scope="session")
-def stream_worker(cuda_worker: None) -> None:
-    """Engines with trees run on a device that keeps only the order of streams."""
-    from tests.e2e.cuda.cuda_streams import use_stream_worker
-
-    use_stream_worker()
-
-
-@pytest.fixture(scope="session")
 def device_states() -> None:
     from tests.e2e.cuda.cuda_states import use_device_core
 

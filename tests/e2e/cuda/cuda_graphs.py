@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +18,6 @@ from tests.e2e.pair import Pair
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 
@@ -52,15 +50,12 @@ def steps_from_graphs(made: Pair) -> Iterator[None]:
 
 
 @contextmanager
-def known_on_the_device(
-    device: torch.device | str | None = cuda_device.DEVICE,
-) -> Iterator[None]:
-    """`knowing_candidates` and `knowing` in operations that a graph can hold and that wait for
-    nothing: what follows an anchor in the first of the oracle's sequences that has it at its
-    position is the best and the second best in turns."""
-    block, level, drafted = (
-        BlockHeadDrafter.candidates, StateDrafter.device_expand, DeviceSpeculator._drafted,
-    )  # fmt: skip
+def known_on_the_device() -> Iterator[None]:
+    """`knowing_candidates` in operations that a graph can hold and that wait for nothing: what
+    follows an anchor in the first of the oracle's sequences that has it at its position is the best
+    and the second best in turns."""
+    block, drafted = BlockHeadDrafter.candidates, DeviceSpeculator._drafted
+    device = cuda_device.DEVICE
     # [K, L], -1 past a sequence's end
     table = torch.full((8, 128), -1, device=device)
 
@@ -77,18 +72,8 @@ def known_on_the_device(
         for d, tokens in enumerate(told(requests, depth).unbind(1)):
             place = (d + 1) % 2
             ids[:, d, place] = torch.where(tokens >= 0, tokens, ids[:, d, place])
-        return ids, _falling(log_probs)
-
-    def device_expand(self: Any, requests: Any, *args: Any) -> Any:
-        expand = level(self, requests, *args)
-        return partial(known, expand, requests) if isinstance(requests, DeviceRequests) else expand
-
-    def known(expand: Any, requests: DeviceRequests, frontier: Any) -> Any:
-        ids, log_probs = expand(frontier)
-        tokens = told(requests, frontier.depth + 1)[:, -1:]
-        place = (frontier.depth + 1) % 2
-        ids[:, :, place] = torch.where(tokens >= 0, tokens, ids[:, :, place])
-        return ids, _falling(log_probs)
+        ranks = torch.arange(1, log_probs.shape[-1] + 1, device=device)
+        return ids, ranks.mul(-0.4).expand(log_probs.shape).contiguous()
 
     def with_table(self: Any, *args: Any) -> Any:
         told = torch.full(table.shape, -1)
@@ -99,16 +84,9 @@ def known_on_the_device(
 
     with (
         patch.object(BlockHeadDrafter, "candidates", candidates),
-        patch.object(StateDrafter, "device_expand", device_expand),
         patch.object(DeviceSpeculator, "_drafted", with_table),
     ):
         yield
-
-
-def _falling(log_probs: torch.Tensor) -> torch.Tensor:
-    width = log_probs.shape[-1]
-    ranks = torch.arange(1, width + 1, device=log_probs.device)
-    return ranks.mul(-0.4).expand(log_probs.shape).contiguous()
 
 
 @contextmanager

@@ -114,13 +114,11 @@ class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
 class InterpretedWorker(TreeGPUWorker, CPUWorker):
     """`TreeGPUWorker` on a CPU."""
 
-    runner_class: type[InterpretedRunner] = InterpretedRunner
-
     def init_device(self) -> None:
         # A CPU build has no FlashAttention.
         with (
             patch.object(worker_gpu, "require_seams", lambda *args: None),
-            patch.object(cpu_runner, "CPUModelRunner", self.runner_class),
+            patch.object(cpu_runner, "CPUModelRunner", InterpretedRunner),
         ):
             super().init_device()
 

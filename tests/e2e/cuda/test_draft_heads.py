@@ -82,10 +82,6 @@ def test_tokens_before_on_the_device(
     assert set(found) == {0} and sum(nodes) > 50, nodes
 
 
-def test_local_head_and_ngrams() -> None:
-    assert set(compare_block_head("dels", True, 3)) == {0}
-
-
 @pytest.mark.parametrize(
     ("method", "ahead"), [("eagle3_tree", False), ("eagle3_tree", True), ("mtp_tree", True)]
 )
@@ -111,9 +107,3 @@ def test_several_layers_on_the_device(mask: int | None, tmp_path: Path) -> None:
     else:
         assert drafts.nodes > 50 and not drafts.differing, drafts
     assert len(contexts) > 10 and max(contexts) > 40, contexts
-
-
-def test_draft_layer_and_ngrams() -> None:
-    with knowing_levels() as drafts:
-        compare(engines("eagle3_tree", ahead=True, ngram_topk=3, nodes=10), True)
-    assert drafts.nodes > 50 and not drafts.differing, drafts

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda import cuda_device
@@ -70,22 +69,6 @@ def test_graphs_without_their_trees_diverge() -> None:
         _compare_graphs("oracle", True)
 
 
-def test_graphs_of_other_buffers_diverge() -> None:
-    """The control: a step's trees lie where no graph looks."""
-    with full_graphs():
-        made = engines(ahead=True)
-        backend = made.runner.tree_backend
-        other = graph_trees.GraphTrees(backend.limits, backend.device)
-        # What the last step left would be read with another number of requests: out of bounds.
-        with torch.inference_mode():
-            for tensor in vars(backend.graph_trees).values():
-                if isinstance(tensor, torch.Tensor):
-                    tensor.zero_()
-        elsewhere = patch.object(backend, "graph_trees", other)
-        with elsewhere, pytest.raises(AssertionError, match="request"):
-            compare(made, True)
-
-
 def test_adaptive_budget_from_graphs() -> None:
     """Its costs are measured with graphs of dummies that have a context."""
     with full_graphs():
@@ -93,35 +76,22 @@ def test_adaptive_budget_from_graphs() -> None:
     assert made.runner.planner.adaptive.costs.draft is not None
 
 
-@pytest.mark.parametrize("method", ["jetspec", "ddtree"])
-def test_block_heads_from_graphs(method: str) -> None:
-    with full_graphs(), known_on_the_device(), draft_replays(ContextGraphs) as contexts:
-        made = _compare_graphs(method, True, ngram_topk=0, nodes=10)
-    assert len(made.runner.speculator.draft_graphs.graphs) == 3
+@pytest.mark.parametrize("budget", [10, "auto"])
+def test_drafts_from_graphs(budget: int | str) -> None:
+    """Of a block head and of its context; also where each step decides who is drafted for."""
+    with (
+        full_graphs(), known_on_the_device(), draft_replays() as drafts,
+        draft_replays(ContextGraphs) as contexts,
+    ):  # fmt: skip
+        made = engines("jetspec", ahead=True, nodes=10, budget=budget)
+        if budget == "auto":
+            freeze_costs(made, FLAT)
+        drafts.clear()
+        with steps_from_graphs(made):
+            assert compare(made, True).skipping > 1
+    assert len(drafts) > 4, drafts
     # As the forwards of decoding requests.
     assert len({desc.num_tokens for desc in contexts}) > 1 and len(contexts) > 4, contexts
-
-
-@pytest.mark.parametrize("method", ["eagle3_tree", "mtp_tree"])
-def test_draft_layers_from_graphs(method: str) -> None:
-    """A head's, and the module that a target ships."""
-    options: dict[str, Any] = {"ngram_topk": 0, "nodes": 10}
-    with full_graphs(), known_on_the_device():
-        made = engines(method, ahead=True, **options)
-        with draft_replays() as replayed:
-            assert _compare_graphs(method, True, **options) is made
-    assert len(made.runner.speculator.draft_graphs.graphs) == 3
-    assert len(replayed) > 4, replayed
-
-
-def test_block_heads_under_an_adaptive_budget_from_graphs() -> None:
-    """Who is drafted for is decided in every step; drafts are replays all the same."""
-    with full_graphs(), known_on_the_device():
-        made = engines("jetspec", ahead=True, nodes=10, budget="auto")
-        freeze_costs(made, FLAT)
-        with draft_replays() as replayed:
-            assert compare(made, True).skipping > 1
-    assert len(replayed) > 4, replayed
 
 
 def test_the_target_drafts_for_itself_from_graphs() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,19 +14,56 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.e2e.cuda.cuda_device import ON_GPU
+from tests.e2e import vision
+from tests.e2e.cuda import cuda_device, cuda_pairs
 from tests.e2e.cuda.cuda_drafts import knowing_levels
-from tests.e2e.cuda.cuda_hybrids import VOCAB, compared, engines, target
 from tests.e2e.cuda.cuda_pairs import INTERPRETED
-from tests.e2e.hybrids import make_hybrid_target
+from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
 from tests.e2e.mtp_modules import add_module
-from tests.e2e.pair import Pair, core_of, sequences_of, watch_prefix_hits
+from tests.e2e.pair import Counts, Pair, core_of, sequences_of, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.kernels import multiply_experts
 from vllm_specplug.methods.block.mlp import FusedExpertMLP
 from vllm_specplug.vllm_attention.device_states import DeviceStateStep
 
 pytestmark = [*INTERPRETED, pytest.mark.full, pytest.mark.usefixtures("device_states")]
+
+
+VOCAB = 300
+
+
+@cache
+def target(family: str | None = None, **config: Any) -> str:
+    if family is None:
+        family = "Qwen3Next" if cuda_device.has_experts() else "Qwen3_5Text"
+    folder = Path(tempfile.mkdtemp(prefix="specplug-hybrid-")) / family
+    if family == "Qwen3_5Text":
+        vision.have_torchvision()
+        config["rope_parameters"] = ROPE_ON_AXES
+    return str(make_hybrid_target(folder, family, VOCAB, **config))
+
+
+def engines(*, ahead: bool, model: str | None = None, **options: Any) -> Pair:
+    engine = {
+        "model": model or target(),
+        "skip_tokenizer_init": True,
+        **cuda_device.state_arguments(),
+    }
+    return cuda_pairs.engines(ahead=ahead, target=engine, **options)
+
+
+def compared(made: Pair, **options: Any) -> Counts:
+    """Greedy and seeded, drafted for and not; one prompt comes in pieces beside requests that
+    decode."""
+    params = [
+        greedy(max_tokens=14, detokenize=False),
+        seeded(1, max_tokens=16, detokenize=False),
+        greedy(max_tokens=10, detokenize=False),
+        seeded(2, max_tokens=9, detokenize=False),
+    ]
+    params[2].extra_args = {"specplug_tree_budget": 0}
+    prompts = [*cuda_pairs.PROMPTS, [4, 3, 2, 1]]
+    return made.compare(prompts, params, **options)[1]
 
 
 def test_states_follow_trees() -> None:
@@ -62,7 +101,7 @@ def test_a_module_with_experts(tmp_path: Path) -> None:
         compared(made, least_accepted=10)
     mlp = made.runner.drafter.drafter.head.mlp
     assert isinstance(mlp, FusedExpertMLP)
-    assert (mlp.multiply is multiply_experts) != ON_GPU
+    assert (mlp.multiply is multiply_experts) != cuda_device.ON_GPU
     assert drafts.nodes > 50 and not drafts.differing, drafts
 
 

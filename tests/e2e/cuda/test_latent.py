@@ -102,12 +102,6 @@ def test_wrong_masks_contexts_and_lost_compaction_show() -> None:
 
 
 @pytest.mark.full
-def test_compressed_queries() -> None:
-    """DeepSeek-V3's shape, which Kimi-K2 has as well."""
-    assert compared(latent_engines(target={"model": latent_target("DeepseekV3")})).skipping > 1
-
-
-@pytest.mark.full
 def test_preemption_and_prefix_hits() -> None:
     long = [[(7 * i + n) % 250 + 5 for i in range(n)] for n in (40, 41, 42)]
     made = latent_engines(nodes=10, num_gpu_blocks_override=9, enable_prefix_caching=True)

@@ -11,13 +11,11 @@ import pytest
 from tests.e2e.cuda.cuda_pairs import (
     INTERPRETED,
     LateCopy,
-    compare,
     engines,
     late_copies,
     profiles,
 )
 from tests.e2e.cuda.cuda_partial_caches import LONG, SELF, watching
-from tests.e2e.pair import watch_preemptions
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.vllm_worker.device_self_draft import DevicePartialCache
 
@@ -60,17 +58,6 @@ def test_what_a_partial_cache_lacks_is_noticed(name: str) -> None:
     assert seen.far > 1e-3, seen.far
 
 
-def test_self_drafts_after_preemption() -> None:
-    with watching() as seen:
-        made = engines(
-            "tokenswift", ahead=True, ngram_topk=0, nodes=6, head=SELF,
-            num_gpu_blocks_override=9,
-        )  # fmt: skip
-        preempted = watch_preemptions(made.tree)
-        made.compare(LONG, greedy(max_tokens=36, detokenize=False))
-    assert preempted and seen.partial > 10 and seen.far < 1e-4, (preempted, seen)
-
-
 @pytest.mark.parametrize(
     ("head", "topk"), [({"draft_source": "heads"}, 3), ({"draft_source": "auto"}, 3), (SELF, 0)]
 )
@@ -87,8 +74,3 @@ def test_chained_heads_and_branches(head: dict[str, Any], topk: int) -> None:
         prompts = [[5, 6, 7, 8, 5, 6, 7, 8, 5, 6], list(range(20, 60)), [9, 9, 9, 9]]
         made.compare(prompts, params, branching=False)
     assert not LateCopy.waits, LateCopy.waits
-
-
-def test_a_scheduler_that_waits() -> None:
-    made = engines("tokenswift", ahead=False, ngram_topk=3, nodes=6, head=SELF, budget="auto")
-    compare(made, False)

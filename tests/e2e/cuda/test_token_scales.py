@@ -11,11 +11,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.e2e.cuda import cuda_device
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, PROMPTS, compare_windows, engines, is_equal
-from tests.e2e.families import engine_of
 from tests.e2e.number_formats import VOCAB, folder, head
-from tests.e2e.pair import Pair, generate
+from tests.e2e.pair import Pair
 from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_target
 from tests.kernels.device_trees import other_scales
@@ -62,20 +60,6 @@ def _check(made: Pair, stored: torch.dtype) -> None:
 def _target(kind: str) -> dict[str, Any]:
     path = make_target(folder() / "plain", VOCAB)
     return {"model": str(path), "skip_tokenizer_init": True, "kv_cache_dtype": kind}
-
-
-def test_int8_caches_in_groups() -> None:
-    """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
-    own, and sinks."""
-    cuda_device.need_experts()
-    made = engines(
-        ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "int8_per_token_head"}
-    )
-    assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
-    # Where layers of two groups share memory, plain vLLM loses scales of the first step it ever
-    # takes: each layer fills the scales with ones when it first stores.
-    generate(made.plain, PROMPTS[:1], greedy(max_tokens=1, detokenize=False))
-    _check(made, torch.int8)
 
 
 def test_draft_heads_beside_int8_caches() -> None:

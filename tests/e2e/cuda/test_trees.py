@@ -14,17 +14,12 @@ from tests.e2e import number_formats
 from tests.e2e.cuda import cuda_device
 from tests.e2e.cuda.cuda_pairs import (
     INTERPRETED,
-    PROMPTS,
-    WINDOW_PROMPTS,
     compare,
-    compare_block_head,
     compare_windows,
     engines,
     is_equal,
 )
 from tests.e2e.families import engine_of
-from tests.e2e.pair import core_of
-from tests.e2e.requests import greedy
 from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 
 pytestmark = [*INTERPRETED, pytest.mark.full]
@@ -75,50 +70,6 @@ def test_branching_trees(ahead: bool) -> None:
     assert compare(engines(ahead=ahead), ahead).skipping > 1
 
 
-def test_uncompacted_paths_diverge() -> None:
-    made = engines(ahead=True)
-    backend = made.runner.tree_backend
-    with patch.object(backend, "compact", lambda *args: None), pytest.raises(AssertionError):
-        compare(made, True)
-
-
-def test_adaptive_budget_of_events() -> None:
-    """Costs by marks that the device passes later."""
-    made = engines(ahead=True, budget="auto", nodes=7)
-    adaptive = made.runner.planner.adaptive
-    compare(made, True)
-    assert adaptive.costs.draft is not None
-
-
-@pytest.mark.parametrize(
-    ("method", "ahead", "ngram_topk"),
-    [("jetspec", False, 0), ("jetspec", True, 0), ("ddtree", True, 0), ("jetspec", True, 3)],
-)
-def test_block_heads_on_the_device(method: str, ahead: bool, ngram_topk: int) -> None:
-    assert set(compare_block_head(method, ahead, ngram_topk)) == {0}
-
-
-def test_fixed_budgets_reserve_no_more_rows() -> None:
-    """vLLM reserves the most that any request may have, before it knows what each gets."""
-    made = engines(ahead=True, budget=2, nodes=6)
-    scheduler = core_of(made.tree).scheduler
-    steps: list[int] = []
-    stock = scheduler.schedule
-
-    def schedule(*args: Any, **kwargs: Any) -> Any:
-        output = stock(*args, **kwargs)
-        steps.extend(output.num_scheduled_tokens.values())
-        return output
-
-    with patch.object(scheduler, "schedule", schedule):
-        made.compare([PROMPTS[0]], greedy(max_tokens=16))
-        assert set(steps[4:]) == {3}, steps
-        steps.clear()
-        asking = greedy(max_tokens=16, extra_args={"specplug_tree_budget": 4})
-        made.compare([PROMPTS[0]], asking)
-    assert set(steps[4:]) == {5}, steps
-
-
 def test_fp8_caches_with_scales() -> None:
     """A checkpoint that asks for such a cache, with scales far from 1; queries are quantised
     where vLLM quantises them."""
@@ -145,17 +96,3 @@ def test_fp8_caches_with_scales() -> None:
         "compaction": patch.object(backend, "compact", lambda *args: None),
     }
     assert not [name for name, control in controls.items() if is_equal(made, control)]
-
-
-def test_fp8_caches_in_groups() -> None:
-    """gpt-oss over such a cache: windows of 16 and full attention in KV cache groups of their
-    own."""
-    cuda_device.need_experts()
-    made = engines(ahead=False, target={**engine_of("GptOss"), "kv_cache_dtype": "fp8"})
-    assert len(made.runner.kv_cache_config.kv_cache_groups) == 2
-    assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
-    if cuda_device.ON_GPU:
-        # There vLLM quantises queries, and then weights by tiles of its own, too.
-        made.compare_up_to_ties(WINDOW_PROMPTS, 20, margin=0.25)
-    else:
-        assert compare_windows(made).skipping > 1

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Images and embeddings in prompts and positions on three axes, on trees as on CUDA, against plain
-vLLM."""
+"""Images in prompts and positions on three axes, on trees as on CUDA, against plain vLLM."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,26 +13,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.e2e import mistral3
+from tests.e2e import mistral3, vision
 from tests.e2e.budgets import FLAT, freeze_costs
 from tests.e2e.cuda import cuda_device, cuda_pairs
-from tests.e2e.cuda.cuda_drafts import knowing_levels
 from tests.e2e.cuda.cuda_graphs import full_graphs, steps_from_graphs
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, LateCopy, knowing_candidates, late_copies
-from tests.e2e.cuda.cuda_vision import compare, engines, prompts
-from tests.e2e.embeds import embeddings
-from tests.e2e.oracle import OracleDrafter
+from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.pair import (
+    Counts,
     Pair,
-    assert_same_output,
-    sequences_of,
     watch_preemptions,
     watch_prefix_hits,
 )
-from tests.e2e.requests import greedy
-from tests.e2e.tiny import make_eagle3_head, make_head
-from tests.e2e.vision import TEXTS, VOCAB
-from tests.e2e.wrappers import mistral3_target
+from tests.e2e.tiny import make_head
+from tests.e2e.vision import VOCAB, compare_answers
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.vllm_v2 import model_state
 from vllm_specplug.vllm_v2 import runner as runner_module
@@ -42,6 +36,36 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.usefixtures("device_states", "device_axes"),
 ]
+
+
+def engines(
+    method: str = "oracle", *, ahead: bool, family: str = "Qwen2_5_VL", **options: Any
+) -> Pair:
+    make = partial(wrapped_hybrid, size=16) if family == "Qwen3_5" else vision.vision_target
+    with vision.without_processors():
+        target = {
+            "model": make(family),
+            "limit_mm_per_prompt": {"image": 2, "video": 0},
+            **cuda_device.tower_arguments(),
+            **(cuda_device.state_arguments() if family == "Qwen3_5" else {}),
+        }
+        return cuda_pairs.engines(method, ahead=ahead, target=target, **options)
+
+
+def prompts() -> list[Any]:
+    """Text, an image, two of them, and the first one's text around another; prompts with images are
+    longer than a step, which may end inside one."""
+    every = vision.prompts()
+    return [every[0], every[4], vision.two_images(), every[7]]
+
+
+def compare(made: Pair, inputs: list[Any], ahead: bool) -> Counts:
+    expected, counts = compare_answers(made, inputs, max_tokens=14, logprobs=2, detokenize=False)
+    # The same text around another image.
+    assert expected[1].outputs[0].token_ids != expected[3].outputs[0].token_ids
+    assert counts.accepted > 10 and counts.skipping > 2, counts
+    assert (counts.stale > 0) == ahead, counts
+    return counts
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -66,11 +90,6 @@ def test_positions_on_wrong_axes_differ(wrong: Any) -> None:
         compare(made, prompts(), True)
 
 
-def test_layers_that_see_the_image_again() -> None:
-    """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
-    compare(engines(ahead=True, family="Qwen3VL"), prompts(), True)
-
-
 def test_prefix_hits_and_preemption_with_images() -> None:
     made = engines(
         ahead=True, enable_prefix_caching=True, num_gpu_blocks_override=6, max_model_len=96
@@ -87,7 +106,7 @@ def test_images_before_a_text_model_with_one_axis() -> None:
     """Mistral-Small 3, whose images are of any shape and have text tokens between their rows."""
     with mistral3.without_processors():
         target = {
-            "model": mistral3_target(),
+            "model": mistral3.mistral3_target(),
             "limit_mm_per_prompt": {"image": 2},
             **cuda_device.tower_arguments(),
         }
@@ -117,32 +136,6 @@ def test_images_before_recurrent_states() -> None:
         compare(made, prompts(), True)
 
 
-def test_prompts_of_embeddings_beside_trees() -> None:
-    """Whole ones, and some with tokens among the embeddings; prompts of tokens have drafts."""
-    made = cuda_pairs.engines(ahead=True, target={"enable_prompt_embeds": True})
-    tokens = [100 + i for i in range(40)]
-    own = embeddings(tokens)
-    is_token = [i % 3 == 0 for i in range(40)]
-    mixed = {
-        "prompt_embeds": torch.where(torch.tensor(is_token)[:, None], 0.0, own),
-        "prompt_token_ids": [t if kept else 0 for t, kept in zip(tokens, is_token, strict=True)],
-        "prompt_is_token_ids": is_token,
-    }
-    inputs = [{"prompt_token_ids": TEXTS[0]}, {"prompt_embeds": own}, mixed,
-              {"prompt_token_ids": tokens}]  # fmt: skip
-    params = greedy(max_tokens=14, logprobs=2)
-    expected = made.plain.generate(inputs, params, use_tqdm=False)
-    OracleDrafter.sequences = sequences_of([expected[0], expected[3]])
-    made.take_counts()
-    actual = made.tree.generate(inputs, params, use_tqdm=False)
-    counts = made.take_counts()
-    for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
-        assert_same_output(a, b, f"request {i}")
-    # The same embeddings, whoever looked them up.
-    assert len({tuple(o.outputs[0].token_ids) for o in expected[1:]}) == 1
-    assert counts.accepted > 5 and counts.skipping > 1 and counts.stale > 0, counts
-
-
 # -- graphs --------------------------------------------------------------------------------
 
 
@@ -161,16 +154,6 @@ def test_positions_on_three_axes_from_graphs() -> None:
         with patch.object(rope, "prepare_positions", far), steps_from_graphs(made):
             compare(made, prompts(), True)
         assert rope.positions.data_ptr() == address
-
-
-def test_positions_where_no_graph_looks_differ() -> None:
-    """The control: a step's positions lie elsewhere than in the captures."""
-    with full_graphs():
-        made = engines(ahead=True)
-        rope = made.runner.model_state.rope_state
-        elsewhere = patch.object(rope, "positions", rope.positions.clone())
-        with elsewhere, pytest.raises(AssertionError, match="request"):
-            compare(made, prompts(), True)
 
 
 # -- drafts on the device ------------------------------------------------------------------
@@ -204,13 +187,3 @@ def test_defaults_of_a_block_head_read_nothing(tmp_path: Path) -> None:
         with linear_positions(made) as rows:
             compare(made, prompts(), True)
         assert not LateCopy.waits and sum(rows) > 100, (LateCopy.waits, rows)
-
-
-def test_draft_layer_on_the_device(tmp_path: Path) -> None:
-    """Levels of EAGLE-3, whose trees are those of the host, behind images as well."""
-    head = make_eagle3_head(tmp_path, VOCAB)
-    with knowing_levels() as drafts:
-        made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
-        with linear_positions(made) as rows:
-            compare(made, prompts(), True)
-    assert drafts.nodes > 50 and not drafts.differing and sum(rows) > 100, (drafts, rows)

@@ -23,7 +23,6 @@ from tests.e2e.cuda.cuda_pairs import (
     compare,
     engines,
     late_copies,
-    profiles,
 )
 from tests.e2e.longspec_module import module_tree
 from tests.e2e.pair import target, watch_preemptions, watch_prefix_hits
@@ -91,16 +90,6 @@ def test_windows_on_the_device(ahead: bool) -> None:
     assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
-def test_the_profile_counts_the_windows() -> None:
-    with knowing_windows() as drafts:
-        with profiles() as counted:
-            made = engines("longspec", ahead=True, ngram_topk=0, nodes=9)
-        compare(made, True)
-    window = made.runner.drafter.drafter.window
-    assert counted == [sum(cache.nbytes for cache in window.kv_caches)] and counted[0], counted
-    assert drafts.nodes > 50 and not drafts.differing, drafts
-
-
 def test_what_a_window_lacks_is_noticed() -> None:
     """The controls: tokens that are not stored, a bound that is too small, windows of other
     requests, and a context that is not attended."""
@@ -161,14 +150,3 @@ def test_defaults_read_nothing() -> None:
         _, counts = made.compare(PROMPTS, params, least_accepted=6)
         assert not LateCopy.waits, LateCopy.waits
     assert counts.stale > 0 and drafts.nodes > 50 and not drafts.differing, (counts, drafts)
-
-
-def test_a_scheduler_that_waits_reads_each_step() -> None:
-    """The trees of requests that the host knows, by the same levels."""
-    params = [greedy(max_tokens=16, logprobs=2), seeded(1, max_tokens=16), greedy(max_tokens=12)]
-    with late_copies():
-        made = engines("longspec", ahead=False, nodes=10, budget="auto")
-        freeze_costs(made, FLAT)
-        LateCopy.waits = 0
-        made.compare(PROMPTS, params)
-        assert LateCopy.waits > 3

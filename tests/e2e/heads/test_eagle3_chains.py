@@ -14,16 +14,14 @@ from tests.e2e.eagle3_chains import (
     CHAIN,
     LONG,
     PROMPTS,
-    Drafts,
     compare_drafts,
     drafts_of,
     own_engine,
 )
 from tests.e2e.pair import (
-    generate,
     head_options,
     make_engine,
-    sequences_of,
+    pair,
     target,
     watch_preemptions,
     watch_prefix_hits,
@@ -32,6 +30,8 @@ from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_eagle3_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
+
+CROWDED = {"max_num_batched_tokens": 40, "num_gpu_blocks_override": 9}
 
 
 def _engines(**engine: Any) -> tuple[Any, Any]:
@@ -55,9 +55,7 @@ def test_chunks_and_preemption_leave_the_drafts() -> None:
     """Drafts depend on the tokens before them alone. (With vLLM's own method they also depend on
     where a prompt was cut, so this compares with prompts that were not.)"""
     # Chains: the order of a tree's nodes follows rounding where their scores are close.
-    llm = make_engine(
-        "eagle3_tree", speculative=CHAIN, max_num_batched_tokens=40, num_gpu_blocks_override=9
-    )
+    llm = make_engine("eagle3_tree", speculative=CHAIN, **CROWDED)
     alone: dict[Any, list[int]] = {}
     for prompt in PROMPTS:
         alone.update(drafts_of(llm, [prompt])[0])
@@ -69,28 +67,6 @@ def test_chunks_and_preemption_leave_the_drafts() -> None:
     for known in common:
         count = min(len(alone[known]), len(mixed[known]))
         assert alone[known][:count] == mixed[known][:count], len(known)
-
-
-def test_drafts_after_steps_without_any() -> None:
-    """What waits while nothing is drafted, through chunks, prefix hits and preemption: drafts are
-    those of an engine that drafts in every step."""
-    params = greedy(max_tokens=40)
-    engine = {"max_num_batched_tokens": 40, "enable_prefix_caching": True}
-    llms = [
-        make_engine("eagle3_tree", speculative=CHAIN, **engine, **more)
-        for more in ({}, {"num_gpu_blocks_override": 9})
-    ]
-    preempted, hits = watch_preemptions(llms[1]), watch_prefix_hits(llms[1])
-    with Drafts(llms[0]) as always, Drafts(llms[1], every=6) as seldom:
-        # The last two alone, so that what they share is still there.
-        for prompts in ([LONG, *PROMPTS], [LONG], [[*LONG[:96], 62, 3]]):
-            expected, found = (sequences_of(generate(llm, prompts, params)) for llm in llms)
-            assert expected == found
-    assert preempted and any(hits.values()), (preempted, hits)
-    common = set(always.seen) & set(seldom.seen)
-    assert len(common) > 5, (len(common), len(seldom.seen))
-    for known in common:
-        assert always.seen[known] == seldom.seen[known], len(known)
 
 
 @pytest.mark.parametrize("kind", ["other heads", "window", "layers", "parallel"])
@@ -115,3 +91,8 @@ def test_layers_unlike_the_targets(kind: str, tmp_path: Path) -> None:
     )
     assert compare_drafts(engines, PROMPTS) > 20
     assert compare_drafts(engines, [LONG]) > 5
+    # Trees, through chunks and preemption.
+    made = pair("eagle3_tree", tree=CROWDED, speculative={**options, "tree_depth": 4})
+    preempted = watch_preemptions(made.tree)
+    made.compare([LONG, *PROMPTS], greedy(max_tokens=40), least_accepted=0)
+    assert preempted

@@ -22,60 +22,29 @@ from tests.e2e.vision import compare_answers, vision_engines, with_image
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-@pytest.mark.full
-def test_gpt_oss() -> None:
-    is_accepted_as_learnt("GptOss", "eagle3")
+FAMILIES: list[tuple[str, str, dict[str, Any]]] = [
+    # vLLM's classes of Gemma give no outputs of layers; the plugin takes them.
+    ("Gemma3", "eagle3", {}),
+    ("Gemma3", "eagle3", {"tree": {"enforce_eager": False}}),
+    ("Gemma2", "eagle3", {}),
+    ("GptOss", "eagle3", {}),
+    ("Qwen3Moe", "dflash", {}),
+    ("Mixtral", "dflash", {}),
+    ("DeepseekV2", "eagle3", BACKEND),
+    ("Mistral", "jetspec", {}),
+    ("Bloom", "eagle3", {}),
+    # Learned positions and biases; a block head has neither.
+    ("GPT2", "jetspec", {}),
+    ("OPT", "eagle3", {}),
+]
 
 
-@pytest.mark.full
-def test_qwen3_moe() -> None:
-    is_accepted_as_learnt("Qwen3Moe", "dflash")
+IN_FULL = [pytest.param(*made, marks=pytest.mark.full) for made in FAMILIES[1:]]
 
 
-@pytest.mark.full
-def test_mixtral() -> None:
-    is_accepted_as_learnt("Mixtral", "dflash")
-
-
-@pytest.mark.full
-def test_latent_attention() -> None:
-    is_accepted_as_learnt("DeepseekV2", "eagle3", **BACKEND)
-
-
-@pytest.mark.full
-def test_mistral_with_a_window() -> None:
-    is_accepted_as_learnt("Mistral", "jetspec")
-
-
-# vLLM's classes of these give no outputs of layers; the plugin takes them.
-def test_gemma_3() -> None:
-    is_accepted_as_learnt("Gemma3", "eagle3")
-
-
-@pytest.mark.full
-def test_gemma_3_compiled() -> None:
-    is_accepted_as_learnt("Gemma3", "eagle3", tree={"enforce_eager": False})
-
-
-@pytest.mark.full
-def test_gemma_2() -> None:
-    is_accepted_as_learnt("Gemma2", "eagle3")
-
-
-@pytest.mark.full
-def test_bloom() -> None:
-    is_accepted_as_learnt("Bloom", "eagle3")
-
-
-# Learned positions and biases; a block head has neither.
-@pytest.mark.full
-def test_gpt_2() -> None:
-    is_accepted_as_learnt("GPT2", "jetspec")
-
-
-@pytest.mark.full
-def test_opt() -> None:
-    is_accepted_as_learnt("OPT", "eagle3")
+@pytest.mark.parametrize(("family", "kind", "engine"), [FAMILIES[0], *IN_FULL])
+def test_what_was_learnt_is_accepted(family: str, kind: str, engine: dict[str, Any]) -> None:
+    is_accepted_as_learnt(family, kind, **engine)
 
 
 def _images(made: Pair) -> Counts:

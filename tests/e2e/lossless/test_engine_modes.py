@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,7 @@ import pytest
 import torch
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
-from tests.e2e.tiny import (
-    make_head,
-    make_local_head,
-    make_target,
-    make_text_target,
-)
+from tests.e2e.tiny import make_head, make_target, make_text_target
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = pytest.mark.e2e
@@ -36,37 +30,6 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto_budget": ({}, {"tree_budget": "auto"}),
     "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}),
 }
-# What unit tests of builders and local heads hold in every run.
-_FULL_TIER = {"ddtree_chain", "dels_gru_chain", "dels_readable"}
-
-
-def _by_tier(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(n, marks=pytest.mark.full if n in _FULL_TIER else ()) for n in names]
-
-
-# Local heads, each named after its kind, with what its config says of the fusion.
-LOCAL_HEADS: dict[str, dict[str, Any]] = {
-    "gru": {},
-    "gru_lists": {"alpha": [0.2, 0.5, 0.9], "beta": [0.0, 0.1, 0.4]},
-    "gru_weightless": {"alpha": 0.0, "beta": [0.0, 0.0, 0.0]},
-    "markov": {},
-    "markov_anchor": {"anchor_input": True},
-}
-# Block heads alone and with a local head: name of the local head
-# (None: ddtree), the block size, speculative options.
-FUSED: dict[str, tuple[str | None, int, dict[str, Any]]] = {
-    "ddtree": (None, 5, {}),
-    "ddtree_chain": (None, 16, {"tree_width": 1}),
-    "ddtree_16_slots": (None, 16, {"num_speculative_tokens": 40}),
-    "dels_gru": ("gru", 5, {}),
-    "dels_gru_chain": ("gru", 16, {"tree_width": 1}),
-    "dels_gru_16_slots": ("gru", 16, {"num_speculative_tokens": 40, "tree_depth": 9}),
-    "dels_gru_causal": ("gru", 5, {"model": "causal"}),
-    "dels_markov_causal": ("markov", 5, {"model": "causal"}),
-    "dels_markov": ("markov_anchor", 5, {}),
-    "dels_lists": ("gru_lists", 5, {}),
-    "dels_readable": ("gru", 5, {"tree_kernel": "reference"}),
-}
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +46,7 @@ def _plain(target: Path) -> EngineResult:
 
 
 @pytest.mark.xdist_group("engine_modes")
-@pytest.mark.parametrize("mode", _by_tier(MODES))
+@pytest.mark.parametrize("mode", MODES)
 def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str) -> None:
     target, head = models
     engine, options = MODES[mode]
@@ -145,53 +108,3 @@ def test_tensor_parallel(tmp_path: Path) -> None:
         for counter in ("draft", "accepted"):
             assert tree.call_counter(call, f"vllm:spec_decode_num_{counter}_tokens") > 0
     assert len({tuple(ids) for ids in tree.token_ids(1)}) > len(kinds)
-
-
-@pytest.fixture(scope="session")
-def fused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Bidirectional heads of two block sizes, a causal one, and local heads of both kinds."""
-    folder = tmp_path_factory.mktemp("fused")
-    for size in (5, 16):
-        make_head(folder / f"head{size}", VOCAB, causal=False, block_size=size)
-    make_head(folder / "causal", VOCAB, causal=True)
-    for name, weights in LOCAL_HEADS.items():
-        make_local_head(folder / name, VOCAB, kind=name.partition("_")[0], **weights)
-    return folder
-
-
-def _fused_spec(folder: Path, name: str) -> dict[str, Any]:
-    kind, block_size, options = FUSED[name]
-    spec: dict[str, Any] = {"method": "ddtree"}
-    if kind is not None:
-        spec = {"method": "dels", "local_head": str(folder / kind)}
-    options = {**options, "model": str(folder / options.get("model", f"head{block_size}"))}
-    return {
-        **spec,
-        "num_speculative_tokens": 24,
-        "tree_budget": options.get("num_speculative_tokens", 24),
-        "max_step_rows": 4096,
-        "ngram_topk": 0,
-        **options,
-    }
-
-
-@pytest.mark.xdist_group("engine_modes")
-@pytest.mark.parametrize("name", _by_tier(FUSED))
-def test_fused_heads_keep_the_output(models: tuple[Path, Path], fused: Path, name: str) -> None:
-    target, _ = models
-    tree = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, name))
-    assert tree.token_ids() == _plain(target).token_ids()
-    assert_drafted(tree, least_acceptance=0.0)
-
-
-@pytest.mark.xdist_group("engine_modes")
-def test_weights_of_zero_draft_what_the_block_head_drafts(
-    models: tuple[Path, Path], fused: Path
-) -> None:
-    target, _ = models
-    alone = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "ddtree"))
-    spec = {**_fused_spec(fused, "dels_gru"), "local_head": str(fused / "gru_weightless")}
-    weightless = run_engine(tiny_engine(target), _CALLS, speculative=spec)
-    corrected = run_engine(tiny_engine(target), _CALLS, speculative=_fused_spec(fused, "dels_gru"))
-    assert (weightless.drafted, weightless.accepted) == (alone.drafted, alone.accepted)
-    assert (corrected.drafted, corrected.accepted) != (alone.drafted, alone.accepted)

@@ -2,12 +2,14 @@
 """Steps of every method against plain decoding, with the scheduler waiting for each of them and
 ahead of it.
 
-Without a Triton for CPUs, both engines take the kernels that stand in for vLLM's, which have tests
-of their own; for vLLM's, see test_steps_interpreted.py.
+Without a Triton for CPUs, both engines take the kernels that stand in for vLLM's;
+`kernels/test_cpu_kernels.py` compares each with vLLM's own.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,18 +17,44 @@ import pytest
 import torch
 
 from tests.e2e.pair import (
+    Counts,
     Pair,
     generate,
     head_options,
     scheduled,
+    target,
     watch_preemptions,
     watch_prefix_hits,
 )
 from tests.e2e.requests import LONG, PROMPTS, greedy, seeded
-from tests.e2e.steps import compare, engines, mixed
+from tests.e2e.tiny import make_dspark_head
 from vllm_specplug.vllm_v2 import backend, runner
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
+
+
+def mixed() -> list[Any]:
+    return [greedy(max_tokens=24), *(seeded(i, max_tokens=24) for i in range(3))]
+
+
+def engines(
+    method: str = "oracle", *, ahead: bool = True, model: str | None = None, **tree: Any
+) -> Pair:
+    """A pair with six nodes per tree at most. `model` takes the place of the method's own head,
+    `tree` has engine arguments of the tree engine alone."""
+    options = {"num_speculative_tokens": 6, "tree_budget": 6, "ngram_topk": 3}
+    options |= {} if model is None else {"model": model}
+    made = scheduled(ahead, method, speculative=options, tree=tree)
+    assert type(made.runner).__mro__[2].__module__ == "vllm.v1.worker.cpu.model_runner"
+    return made
+
+
+def compare(method: str, ahead: bool, model: str | None = None) -> Counts:
+    made = engines(method, ahead=ahead, model=model)
+    _, counts = made.compare(PROMPTS[:4], mixed())
+    # Steps that were prepared ahead, or none.
+    assert (counts.stale > 0) == ahead, counts
+    return counts
 
 
 def test_greedy_and_seeded() -> None:
@@ -91,6 +119,26 @@ def test_drafts_of_the_target_itself() -> None:
     preempted = watch_preemptions(made.tree)
     made.compare(LONG[:3], greedy(max_tokens=70))
     assert preempted
+
+
+@pytest.mark.parametrize("source", ["heads", "ngrams", "auto", "self"])
+def test_sources_of_tokenswifts_drafts(source: str) -> None:
+    """With penalties, of which a draft's are those of the next sample; where the target drafts, for
+    some requests at once."""
+    options = {"draft_source": source, "self_draft_requests": 2}
+    made = scheduled(True, "tokenswift", speculative=options, tree={"enable_prefix_caching": True})
+    own = {"extra_args": {"specplug_penalty": 1.4, "specplug_penalty_window": 20}}
+    params = [
+        greedy(max_tokens=40, presence_penalty=1.5, frequency_penalty=0.8),
+        greedy(max_tokens=40, **own), seeded(2, max_tokens=40), seeded(3, max_tokens=40, **own),
+    ]  # fmt: skip
+    made.compare([LONG[0], *PROMPTS[:3]], params, branching=False)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn", "domino"])
+def test_heads_that_read_the_tokens_before(kind: str, tmp_path: Path) -> None:
+    vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
+    compare("dspark_tree", True, str(make_dspark_head(tmp_path, vocab, kind=kind)))
 
 
 def test_heads_that_read_the_next_token() -> None:

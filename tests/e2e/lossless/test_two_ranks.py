@@ -15,11 +15,8 @@ import pytest
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.own_schedulers import run_ranks
 from tests.e2e.tiny import (
-    make_dflash2_head,
-    make_dspark_head,
     make_eagle3_head,
     make_head,
-    make_local_head,
     make_target,
     make_tokenswift_heads,
 )
@@ -31,12 +28,9 @@ CALLS = [
     {"prompts": PROMPTS, "params": PARAMS},
     {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
 ]
+# What ranks share differs: states of layers and tables, or also a forward of the target.
 METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
-    "ddtree": {"method": "ddtree", "model": "block"},
-    "dels": {"method": "dels", "model": "block", "local_head": "gru"},
-    "dspark_tree": {"method": "dspark_tree", "model": "dspark"},
-    "dflash2_tree": {"method": "dflash2_tree", "model": "dflash2"},
     "eagle3_tree": {"method": "eagle3_tree", "model": "eagle3"},
     "tokenswift": {"method": "tokenswift", "model": "swift", "kv_budget": 32},
     "ngram_tree": {"method": "ngram_tree"},
@@ -48,10 +42,6 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     make_target(folder / "target", VOCAB)
     make_head(folder / "causal", VOCAB)
-    make_head(folder / "block", VOCAB, causal=False)
-    make_local_head(folder / "gru", VOCAB)
-    make_dspark_head(folder / "dspark", VOCAB)
-    make_dflash2_head(folder / "dflash2", VOCAB)
     make_eagle3_head(folder / "eagle3", VOCAB)
     make_tokenswift_heads(folder / "swift", VOCAB)
     return folder
@@ -63,9 +53,8 @@ def _run(heads: Path, method: str | None, ahead: bool, *sabotage: str) -> Engine
         return run_engine(engine, CALLS, own_processes=True)
     # The default budget, which follows the clock.
     spec = {"num_speculative_tokens": 12, "max_step_rows": 512, **METHODS[method]}
-    for name in ("model", "local_head"):
-        if name in spec:
-            spec[name] = str(heads / spec[name])
+    if "model" in spec:
+        spec["model"] = str(heads / spec["model"])
     return run_engine(
         {**engine, "async_scheduling": ahead},
         [with_own_budgets(call) for call in CALLS],

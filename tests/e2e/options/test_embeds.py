@@ -7,15 +7,25 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.e2e.embeds import embeddings
-from tests.e2e.pair import assert_same_output, pair
+from tests.e2e.pair import assert_same_output, pair, target
 from tests.e2e.requests import greedy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 # Text that lookups find: the requests of embeddings take the places that these leave.
 TEXT = [60, 61, 62, 63] * 8
+
+
+def embeddings(token_ids: list[int]) -> torch.Tensor:
+    """[n, H] what the text target has for these tokens."""
+    weights = {}
+    for path in sorted(target().glob("*.safetensors")):
+        weights.update(load_file(path))
+    (name,) = [name for name in weights if name.endswith("embed_tokens.weight")]
+    return weights[name][torch.tensor(token_ids)].float()
 
 
 def test_embeddings_are_never_looked_up() -> None:

@@ -38,6 +38,7 @@ OTHER = [3 + (11 * i * i + 5 * i) % 60 for i in range(101)]
 AGAIN = [*LONG[:96], 62, 3]
 SHUT = 5
 MANY = greedy(max_tokens=40, ignore_eos=True)
+HEADS = pytest.mark.parametrize("method", ["jetspec", "eagle3_tree"])
 
 
 class ScriptedGate(DraftGate):
@@ -119,7 +120,8 @@ def _differences(ours: Watched, always: Watched, least: int) -> list[int]:
     return found
 
 
-def compare_drafts(method: str) -> None:
+@HEADS
+def test_drafts_are_what_they_would_have_been(method: str) -> None:
     """Through chunks, preemption, prefix hits and the gate's opening and closing."""
     always = _engine(method, 0)
     ours = _engine(method, SHUT, num_gpu_blocks_override=9)
@@ -143,7 +145,8 @@ def compare_drafts(method: str) -> None:
     assert _differences(ours, always, 12)
 
 
-def compare_dropped_prefixes(method: str) -> None:
+@HEADS
+def test_nothing_is_drafted_from_a_context_that_is_gone(method: str) -> None:
     """Blocks whose target states are in the prefix cache, and whose draft context is not."""
     always = _engine(method, 0)
     always.generate([LONG]), always.generate([AGAIN])
@@ -188,7 +191,8 @@ def _reasons(ours: Watched) -> list[str]:
     return reasons
 
 
-def compare_requests_that_ask(method: str) -> None:
+@HEADS
+def test_who_asks_is_drafted_for(method: str) -> None:
     """With no drafts unless a request asks, contexts wait; who asks gets what it would have got."""
     # With lookups: of random heads nothing is accepted.
     always = _engine(method, 0, {**AUTO, "tree_budget": 4})
@@ -222,30 +226,6 @@ def compare_outputs(method: str, ahead: bool) -> None:
         engines.compare(prompts, MANY, branching=False)
         ours.restart(SHUT)
     assert ours.seen and ours.most_waiting > 20
-
-
-def test_jetspec_drafts_what_it_would_have_drafted() -> None:
-    compare_drafts("jetspec")
-
-
-def test_eagle3_drafts_what_it_would_have_drafted() -> None:
-    compare_drafts("eagle3_tree")
-
-
-def test_jetspec_does_not_draft_from_a_context_that_is_gone() -> None:
-    compare_dropped_prefixes("jetspec")
-
-
-def test_eagle3_does_not_draft_from_a_context_that_is_gone() -> None:
-    compare_dropped_prefixes("eagle3_tree")
-
-
-def test_jetspec_drafts_for_whom_asks() -> None:
-    compare_requests_that_ask("jetspec")
-
-
-def test_eagle3_drafts_for_whom_asks() -> None:
-    compare_requests_that_ask("eagle3_tree")
 
 
 def test_outputs_are_plain_ones() -> None:

@@ -112,14 +112,6 @@ def test_ranks_on_two_nodes_keep_the_output(
 
 
 @pytest.mark.full
-def test_nodes_with_trees_of_their_own_would_be_noticed(
-    models: Path, tmp_path: Path, plain: list[list[int]]
-) -> None:
-    with _serve(models, tmp_path, "ngram_tree", "drafts", "own_trees") as server:
-        assert server.complete_all(_requests(models, own_budgets=False)) != plain
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("method", [None, "ngram_tree"], ids=["plain", "trees"])
 def test_a_node_that_dies_ends_the_engine(models: Path, tmp_path: Path, method: str | None) -> None:
     with _serve(models, tmp_path, method) as server:

@@ -86,13 +86,6 @@ def test_answers_are_those_of_plain_vllm(client: openai.OpenAI, plain_answers: l
     assert together == plain_answers and all(together)
 
 
-def test_trees_are_drafted_and_counted(client: openai.OpenAI) -> None:
-    _ask(client, QUESTIONS[0], max_tokens=64, **DRAFTED)
-    values = {sample.name: sample.value for sample in _samples(client)}
-    assert values["specplug:drafts_total"] > 0
-    assert values["vllm:spec_decode_num_accepted_tokens_total"] > 0
-
-
 @pytest.mark.parametrize("options", [{}, {"response_format": {"type": "json_object"}}])
 def test_answers_carry_their_acceptance(client: openai.OpenAI, options: dict[str, object]) -> None:
     """As load generators read it: they drop an answer whose counts contradict each other."""
@@ -179,18 +172,6 @@ def test_constrained_answers_beside_free_ones(
     assert all(text.lstrip().startswith("{") for text in alone)
     complete = [json.loads(text) for text in alone if text.rstrip().endswith("}")]
     assert complete and all(set(value) == {"city", "days"} for value in complete)
-
-
-def test_several_samples_of_one_request(client: openai.OpenAI) -> None:
-    done = client.chat.completions.create(
-        model="smollm2",
-        messages=[{"role": "user", "content": QUESTIONS[3]}],
-        n=3,
-        temperature=0.9,
-        seed=4,
-        max_tokens=16,
-    )
-    assert len(done.choices) == 3
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every method beside LoRA adapters of the target."""
+"""Draft context and costs beside LoRA adapters of the target."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -17,13 +16,10 @@ from tests.e2e.adapters import (
     batch,
     by_adapter,
 )
-from tests.e2e.pair import METHODS, Pair, core_of, generate, pair
+from tests.e2e.pair import Pair, core_of, generate, pair, watch_drafts
 from tests.e2e.requests import LONG, PROMPTS, greedy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.full]
-
-# assistant_tree and mtp_tree draft for targets of their own, and the adapters are for another one.
-OTHERS = sorted({*METHODS} - {"oracle", "jetspec", "tokenswift", "assistant_tree", "mtp_tree"})
 
 
 def test_a_heads_context_is_of_the_same_adapter() -> None:
@@ -44,21 +40,11 @@ def test_a_heads_context_is_of_the_same_adapter() -> None:
     assert len({str(drafts) for drafts in found}) == len(found), "the adapters do not matter"
 
 
-def _drafts(made: Pair, prompt: list[int], adapter: Any) -> list[Any]:
-    """Trees of one request, step by step."""
-    trees, propose = [], made.runner.drafter.drafter.propose
-
-    def noted(requests: Any) -> Any:
-        drafted = propose(requests)
-        trees.append([(tree.token_ids.tolist(), tree.parent_indices.tolist()) for tree in drafted])
-        return drafted
-
-    made.runner.drafter.drafter.propose = noted
-    try:
+def _drafts(made: Pair, prompt: list[int], adapter: Any) -> dict[Any, Any]:
+    """Tokens and parents of the trees of one request."""
+    with watch_drafts(made.tree) as seen:
         generate(made.tree, [prompt], greedy(max_tokens=24), [adapter])
-    finally:
-        del made.runner.drafter.drafter.propose
-    return trees
+    return {known: drafted[:2] for known, drafted in seen.items()}
 
 
 def test_drafts_of_the_targets_own_layers() -> None:
@@ -71,21 +57,10 @@ def test_drafts_of_the_targets_own_layers() -> None:
     nodes, accepted = by_adapter(made)
     made.compare(**run, branching=False)
     assert accepted == nodes and min(nodes.values()) > 80, (nodes, accepted)
-    with of_no_adapter(made):
+    # The target drafts for itself without adapters.
+    with patch.object(made.runner.state, "adapters", lambda rows: ([0] * len(rows), set())):
         made.compare(**run, branching=False)
     assert all(accepted[i] < 0.9 * nodes[i] for i in (1, 2)), (nodes, accepted)
-
-
-@contextmanager
-def of_no_adapter(made: Pair) -> Iterator[None]:
-    """The target drafts for itself without adapters."""
-    state = made.runner.state
-    stock = state.adapters
-    state.adapters = lambda rows: ([0] * len(rows), set())
-    try:
-        yield
-    finally:
-        state.adapters = stock
 
 
 def test_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
@@ -96,9 +71,3 @@ def test_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
         assert made.runner.lora_manager.list_adapters() == set()
         assert_costs_are_measured_with_adapters(made)
         made.compare(**batch(PROMPTS, adapters()), least_accepted=0)
-
-
-def test_other_methods() -> None:
-    for method in OTHERS:
-        made = pair(method, **LORA)
-        made.compare(**batch([*PROMPTS, LONG[0]], adapters()), least_accepted=0)

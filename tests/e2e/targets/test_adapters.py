@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.e2e.adapters import CACHED, LORA, MODULES, adapters, batch, by_adapte
 from tests.e2e.pair import (
     Pair,
     both_schedulers,
+    changed,
     core_of,
     generate,
     pair,
@@ -30,19 +32,15 @@ pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 @contextmanager
 def counted_by_metrics(made: Pair) -> Iterator[StepStats]:
     """What the payloads of the steps add up to."""
-    metrics, stats = made.runner.tree_metrics, StepStats()
-    stock = metrics.end_step
+    stats = StepStats()
 
-    def end_step() -> Any:
+    def end_step(stock: Any) -> Any:
         payload = stock()
         stats.merge(payload or {})
         return payload
 
-    metrics.end_step = end_step
-    try:
+    with changed(made.runner.tree_metrics, "end_step", end_step):
         yield stats
-    finally:
-        del metrics.end_step
 
 
 def compare_adapters(made: Pair, prompts: list[list[int]], **options: Any) -> list[Any]:
@@ -64,22 +62,15 @@ def compare_adapters(made: Pair, prompts: list[list[int]], **options: Any) -> li
     return expected
 
 
-@contextmanager
-def mapped(made: Pair, **change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Iterator[None]:
+def mapped(made: Pair, **change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Any:
     """LoRA ids by row are changed before vLLM takes them: `index_mapping`, of the rows of a
     forward, and `prompt_mapping`, of its rows with logits."""
-    manager = made.runner.lora_manager
-    stock = manager.set_active_adapters
 
-    def set_active_adapters(requests: Any, mapping: Any) -> None:
+    def set_active_adapters(stock: Any, requests: Any, mapping: Any) -> None:
         values = {name: by(getattr(mapping, name)) for name, by in change.items()}
         stock(requests, replace(mapping, **values))
 
-    manager.set_active_adapters = set_active_adapters
-    try:
-        yield
-    finally:
-        del manager.set_active_adapters
+    return changed(made.runner.lora_manager, "set_active_adapters", set_active_adapters)
 
 
 def of_the_next_row(ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -120,14 +111,10 @@ def test_prefix_hits_are_of_the_same_adapter() -> None:
     assert max(hits.values()) >= 96, hits
     # Blocks that forget whose keys they hold.
     manager = core_of(made.tree).scheduler.kv_cache_manager
-    stock = kv_cache_utils._gen_lora_extra_hash_keys
-    kv_cache_utils._gen_lora_extra_hash_keys = lambda request: []
-    try:
-        assert manager.reset_prefix_cache()
+    assert manager.reset_prefix_cache()
+    with patch.object(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda request: []):
         diverges(made, LONG[:2])
-    finally:
-        kv_cache_utils._gen_lora_extra_hash_keys = stock
-        assert manager.reset_prefix_cache()
+    assert manager.reset_prefix_cache()
 
 
 def test_more_adapters_than_slots_preempted_and_in_chunks() -> None:
@@ -138,15 +125,15 @@ def test_more_adapters_than_slots_preempted_and_in_chunks() -> None:
         tree={"num_gpu_blocks_override": 12, "max_num_batched_tokens": 144},
     )
     scheduler = core_of(made.tree).scheduler
-    preempted, original = [], scheduler._preempt_request
+    preempted: list[str] = []
 
-    def noted(request: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(stock: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         preempted.append(request.lora_request.lora_name)
-        return original(request, *args, **kwargs)
+        return stock(request, *args, **kwargs)
 
-    scheduler._preempt_request = noted
     # A request without an adapter would read the last slot: see LORA.
-    made.compare(**batch(LONG[:4], adapters()[1:], max_tokens=90))
+    with changed(scheduler, "_preempt_request", noted):
+        made.compare(**batch(LONG[:4], adapters()[1:], max_tokens=90))
     assert len({*preempted}) > 1, preempted
 
 

@@ -11,10 +11,9 @@ import torch
 
 from tests.e2e import hybrid_pairs
 from tests.e2e.families import WINDOW_PROMPTS
-from tests.e2e.hybrid_pairs import VOCAB, compared, target
-from tests.e2e.pair import changed, core_of, pair, sequences_of, watch_prefix_hits
+from tests.e2e.hybrid_pairs import compared, target
+from tests.e2e.pair import changed, core_of, sequences_of, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
-from tests.e2e.tiny import make_eagle3_head, make_head
 from vllm_specplug.vllm_attention.state_rows import StateStep
 
 pytestmark = [
@@ -25,25 +24,6 @@ pytestmark = [
 ]
 
 FAMILY = "Qwen3Next"
-
-
-def test_as_many_value_heads_as_key_heads() -> None:
-    made = hybrid_pairs.engines(model=target(FAMILY, value_heads=2))
-    compared(made, least_accepted=60)
-
-
-def test_drafts_from_the_own_text() -> None:
-    compared(hybrid_pairs.engines("ngram_tree"), least_accepted=0, branching=False)
-
-
-def test_heads_that_read_hidden_states(tmp_path: Path) -> None:
-    heads: dict[str, Any] = {
-        "jetspec": make_head(tmp_path / "jetspec", VOCAB),
-        "eagle3_tree": make_eagle3_head(tmp_path / "eagle3", VOCAB),
-    }
-    for method, head in heads.items():
-        made = hybrid_pairs.engines(method, speculative={"model": str(head)})
-        compared(made, least_accepted=0)
 
 
 def test_chains() -> None:
@@ -88,23 +68,6 @@ def test_trained_heads() -> None:
     # Its module imports that of Qwen3-VL.
     have_torchvision()
     is_accepted_as_learnt("Qwen3_5", "jetspec")
-
-
-def test_a_scheduler_that_works_ahead() -> None:
-    made = hybrid_pairs.engines(tree={"async_scheduling": True})
-    counts = compared(made, least_accepted=60)
-    assert counts.stale > 0, counts
-
-
-def test_grammars(tmp_path: Path) -> None:
-    from tests.e2e.grammars import KINDS, every_kind
-    from tests.e2e.hybrids import make_hybrid_target
-    from tests.e2e.tiny import make_tokenizer
-
-    make_hybrid_target(tmp_path, FAMILY, make_tokenizer(tmp_path))
-    kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
-    made = pair("oracle", model=str(tmp_path), speculative=hybrid_pairs.SPECULATIVE)
-    every_kind(made, kinds)
 
 
 def _number(hit: tuple[str, int]) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e import latent_pairs
 from tests.e2e.families import WINDOW_PROMPTS
-from tests.e2e.latent import BACKEND, VOCAB, latent_target, make_latent_target
+from tests.e2e.latent import latent_target, make_latent_target
 from tests.e2e.latent_pairs import PROMPTS, compared, engines
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import (
@@ -18,12 +18,9 @@ from tests.e2e.pair import (
     core_of,
     generate,
     make_engine,
-    pair,
     sequences_of,
-    watch_preemptions,
 )
 from tests.e2e.requests import greedy
-from tests.e2e.tiny import make_eagle3_head, make_head
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.full]
 
@@ -53,8 +50,11 @@ def test_a_rotary_embedding_that_mixes_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_default_rotary_embeddings_without_the_operator() -> None:
-    """GLM-4.7-Flash's shape."""
-    compared(engines(model=latent_target("Glm4MoeLite"), **NATIVE_ROTARY), least_accepted=100)
+    """GLM-4.7-Flash's shape, and a scheduler that works ahead."""
+    tree = {"async_scheduling": True}
+    made = engines(model=latent_target("Glm4MoeLite"), tree=tree, **NATIVE_ROTARY)
+    counts = compared(made, least_accepted=100)
+    assert counts.stale > 0, counts
 
 
 def test_compressed_queries_and_grouped_experts() -> None:
@@ -65,31 +65,9 @@ def test_compressed_queries_and_grouped_experts() -> None:
         compared(made)
 
 
-def test_drafts_from_the_own_text() -> None:
-    compared(engines("ngram_tree"), least_accepted=1, branching=False)
-
-
 def test_chains() -> None:
     """Drafts without branches are decoded as trees are: vLLM would expand their context."""
     compared(engines(speculative={"tree_width": 1}), least_accepted=100, branching=False)
-
-
-def test_heads_that_read_hidden_states(tmp_path: Path) -> None:
-    heads: dict[str, Any] = {
-        "jetspec": make_head(tmp_path / "jetspec", VOCAB),
-        "eagle3_tree": make_eagle3_head(tmp_path / "eagle3", VOCAB),
-    }
-    for method, head in heads.items():
-        made = engines(method, speculative={"model": str(head)})
-        compared(made, least_accepted=0)
-
-
-def test_preemption() -> None:
-    """A request that lost its latent rows is computed again from its first token."""
-    made = engines(num_gpu_blocks_override=40)
-    preempted = watch_preemptions(made.tree)
-    made.compare(WINDOW_PROMPTS[1:], greedy(max_tokens=90, detokenize=False))
-    assert preempted
 
 
 def test_what_vllm_switches_off() -> None:
@@ -102,25 +80,6 @@ def test_what_vllm_switches_off() -> None:
     assert config.cache_config.block_size == 16
     assert core_of(made.tree).scheduler.block_size == 16
     compared(made, least_accepted=100)
-
-
-def test_a_limit_above_the_batchs_does_not_count() -> None:
-    """More rows than fit a step are asked for; vLLM's scheduler bounds it by both limits."""
-    made = engines(max_num_scheduled_tokens=4096, max_num_seqs=16, num_gpu_blocks_override=300)
-    scheduler, rows = core_of(made.tree).scheduler, []
-    most = made.tree.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
-    assert most == 2048 and scheduler.max_num_scheduled_tokens == 4096
-    stock = scheduler.schedule
-
-    def schedule(*args: Any) -> Any:
-        output = stock(*args)
-        rows.append(output.total_num_scheduled_tokens)
-        return output
-
-    scheduler.schedule = schedule
-    prompts = [[(5 * i + n) % 90 + 5 for i in range(200)] for n in range(13)]
-    made.compare(prompts, greedy(max_tokens=12, detokenize=False))
-    assert most - 200 < max(rows) <= most < sum(map(len, prompts)), rows
 
 
 def test_costs_are_measured_with_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,30 +101,6 @@ def test_costs_are_measured_with_trees(tmp_path: Path, monkeypatch: pytest.Monke
     assert {float(count) for count in rows} == {*measured[1:]}
     assert made.runner.tree_backend.warmup_rows == 0
     compared(made, least_accepted=0, branching=False)
-
-
-def test_a_scheduler_that_works_ahead() -> None:
-    made = engines(tree={"async_scheduling": True})
-    counts = compared(made, least_accepted=100)
-    assert counts.stale > 0, counts
-
-
-def test_grammars(tmp_path: Path) -> None:
-    from tests.e2e.grammars import KINDS, every_kind
-    from tests.e2e.tiny import make_tokenizer
-
-    make_latent_target(tmp_path, "DeepseekV2", vocab_size=make_tokenizer(tmp_path))
-    kinds = {name: KINDS[name] for name in ("regex", "choice", "ebnf")}
-    every_kind(pair("oracle", model=str(tmp_path), **BACKEND), kinds)
-
-
-def test_sessions_of_generated_text() -> None:
-    """What was generated is the next prompt, computed as one: caches that trees left behind are
-    nobody's."""
-    made = engines()
-    expected, _ = made.compare(PROMPTS, greedy(max_tokens=40, detokenize=False))
-    longer = [tokens[:200] for tokens in sequences_of(expected)]
-    made.compare(longer, greedy(max_tokens=20, detokenize=False))
 
 
 def _furthest_behind(plain: Any, made: list[Any], prompts: list[list[int]]) -> float:

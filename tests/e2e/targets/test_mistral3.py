@@ -12,10 +12,9 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.e2e.mistral3 import prompts, without_processors
-from tests.e2e.pair import Pair, pair, watch_preemptions, watch_prefix_hits
+from tests.e2e.mistral3 import mistral3_target, prompts, without_processors
+from tests.e2e.pair import Pair, pair
 from tests.e2e.vision import compare
-from tests.e2e.wrappers import mistral3_target
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
@@ -37,17 +36,3 @@ def test_images_of_any_shape() -> None:
         pytest.raises(AssertionError, match="differs"),
     ):
         compare(made, prompts())
-
-
-@pytest.mark.full
-def test_prefix_hits_chunks_and_preemption_with_images() -> None:
-    made = engines(
-        async_scheduling=True, enable_prefix_caching=True, max_num_batched_tokens=144,
-        num_gpu_blocks_override=14,
-    )  # fmt: skip
-    preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
-    for _ in range(2):
-        hits.clear()
-        compare(made, prompts())
-    assert max(hits.values()) >= 32, hits
-    assert preempted

@@ -4,12 +4,10 @@ checkpoint in every form, and drafters read them too. See test_reload.py."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from tests.e2e import tiny
-from tests.e2e.pair import Pair, core_of, generate, sequences_of
+from tests.e2e.pair import Drafted, Pair, generate, sequences_of, watch_drafts
 from tests.e2e.reloads import (
     PARAMS,
     PROMPTS,
@@ -139,29 +137,27 @@ def head_of(method: str) -> dict[str, Any]:
     return {}
 
 
-Drafts = dict[str, tuple[list[int], list[int], list[float]]]
-
-
-def drafts_of(llm: Any) -> Drafts:
+def drafts_of(llm: Any) -> dict[tuple[int, ...], Drafted]:
     """What is drafted after each text of a run."""
-    runner = core_of(llm).model_executor.driver_worker.worker.model_runner
-    drafter = runner.drafter.drafter
-    propose, seen = drafter.propose, {}
-
-    def noted(requests: Any) -> Any:
-        trees = propose(requests)
-        for tokens, tree in zip(requests.token_ids, trees, strict=True):
-            parts = tree.token_ids, tree.parent_indices, tree.scores
-            seen[json.dumps(tokens.tolist())] = tuple(part.tolist() for part in parts)
-        return trees
-
-    with patch.object(drafter, "propose", noted):
+    with watch_drafts(llm) as seen:
         generate(llm, PROMPTS, PARAMS)
-    assert sum(len(tree[0]) for tree in seen.values()) > 100
+    assert sum(len(tokens) for tokens, *_ in seen.values()) > 100
     return seen
 
 
-def drafters_follow(method: str, kind: str = "untied", **engine: Any) -> None:
+@pytest.mark.parametrize(
+    ("method", "kind", "engine"),
+    [
+        *((name, "untied", {}) for name in (
+            "jetspec", "dels", "eagle3_tree", "longspec", "tokenswift"
+        )),
+        # Of a class that hands states of layers over through buffers, which vLLM takes out while
+        # it reloads.
+        ("jetspec", "hooked", {}),
+        ("mtp_tree", "mimo", {"trust_remote_code": True}),
+    ],
+)  # fmt: skip
+def test_drafters_follow(method: str, kind: str, engine: dict[str, Any]) -> None:
     """What is drafted after a reload is what an engine drafts that began with those weights."""
     speculative = {**head_of(method), "ngram_topk": 0}
     ours, fresh = (
@@ -172,32 +168,3 @@ def drafters_follow(method: str, kind: str = "untied", **engine: Any) -> None:
     reload(ours, target_of(kind, 1))
     after = drafts_of(ours)
     assert after == expected and after != before
-
-
-def test_jetspec_follows() -> None:
-    drafters_follow("jetspec")
-
-
-def test_states_of_layers_are_read_from_the_new_weights() -> None:
-    """Of a class that hands them over through buffers, which vLLM takes out while it reloads."""
-    drafters_follow("jetspec", "hooked")
-
-
-def test_dels_follows() -> None:
-    drafters_follow("dels")
-
-
-def test_eagle3_follows() -> None:
-    drafters_follow("eagle3_tree")
-
-
-def test_longspec_follows() -> None:
-    drafters_follow("longspec")
-
-
-def test_tokenswift_follows() -> None:
-    drafters_follow("tokenswift")
-
-
-def test_mtp_follows() -> None:
-    drafters_follow("mtp_tree", "mimo", trust_remote_code=True)

@@ -32,6 +32,7 @@ from tests.e2e.pair import (
     core_of,
     pair,
     sequences_of,
+    watch_drafts,
     watch_preemptions,
     watch_prefix_hits,
 )
@@ -221,28 +222,16 @@ def test_draft_layers_beside_windows() -> None:
     folder = Path(tempfile.mkdtemp(prefix="specplug-windows-"))
     engine = engine_of("Mistral")
     head = make_head(folder / "head", VOCAB)
-    drafts: list[list[Any]] = []
+    drafts: list[dict[Any, Any]] = []
     for tree in ({}, {"disable_hybrid_kv_cache_manager": True}):
         made = pair("jetspec", **engine, speculative={"model": str(head)}, tree=tree)
         assert (num_groups(made) > 1) == (made.runner.step.draft_group > 0) == (not tree)
-        drafts.append(_watch_drafts(made))
         params = greedy(max_tokens=40, detokenize=False)
-        made.compare(WINDOW_PROMPTS, params, least_accepted=0)
+        with watch_drafts(made.tree) as seen:
+            made.compare(WINDOW_PROMPTS, params, least_accepted=0)
+        drafts.append({known: drafted[:2] for known, drafted in seen.items()})
     # With one group for all layers the same cache is read by the one block table there is.
     assert drafts[0] == drafts[1] and len(drafts[0]) > 30
-
-
-def _watch_drafts(made: Pair) -> list[Any]:
-    drafter, drafts = made.runner.drafter.drafter, []
-    propose = drafter.propose
-
-    def noted(requests: Any) -> Any:
-        trees = propose(requests)
-        drafts.append([(t.token_ids.tolist(), t.parent_indices.tolist()) for t in trees])
-        return trees
-
-    drafter.propose = noted
-    return drafts
 
 
 def _is_lossless(family: str) -> None:
