@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -98,22 +97,6 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(
     torch.save(released("gru_factorized"), tmp_path / "local_head.pt")
     assert inspect_local_head(tmp_path, TARGET).kind == "gru"
     assert [p.name for p in tmp_path.iterdir()] == ["local_head.pt"]
-
-
-class Evil:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (print, ("code ran",))
-
-
-def test_pickles_with_code_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "local_head.pt"
-    torch.save({**released("gru_factorized"), "evil": Evil()}, file)
-    with pytest.raises(ValueError, match="cannot be read in weights-only mode"):
-        inspect_local_head(file, TARGET)
-    file.write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(ValueError, match="cannot be read in weights-only mode"):
-        inspect_local_head(file, TARGET)
-    assert "code ran" not in capsys.readouterr().out
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:
