@@ -42,29 +42,6 @@ def test_a_walk_jumps_over_accepted_tokens() -> None:
     }  # fmt: skip
 
 
-def test_counts_equal_a_comparison_token_by_token() -> None:
-    generator = torch.Generator().manual_seed(3)
-    found, expected = ChainAcceptance(), Counter[int]()
-    for length in (2, 9, 17, 12):
-        answer = torch.randint(1, 6, (length,), generator=generator)
-        drafts = torch.randint(1, 6, (length - 1, 4), generator=generator)
-        found.add(drafts, torch.cat((torch.ones(PROMPT).long(), answer)), PROMPT, "")
-        at = 0
-        while at < length - 1:
-            count = 0
-            for draft, true in zip(drafts[at], answer[at + 1 :], strict=False):
-                if draft != true:
-                    break
-                count += 1
-            expected[count] += 1
-            at += count + 1
-    assert found.rounds[""] == expected and max(expected) >= 2
-
-
-def test_nothing_drafted_is_length_one() -> None:
-    assert ChainAcceptance().facts()["mean_acceptance_length"] == {"chain": 1.0}
-
-
 class Successor(ChainObjective):
     """Drafts the next numbers, which a table of few tokens names by their places."""
 

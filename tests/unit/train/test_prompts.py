@@ -70,22 +70,6 @@ def test_prompt_files_of_every_key(tmp_path):
     assert left_out.places == {"later turns of a prompt": [f"{path}:3"]}
 
 
-def test_bad_rows_of_a_prompt_file_are_counted(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"other": "no key"}\nnot json\n{"prompt": "p"}\n')
-    left_out = LeftOut()
-    assert len(list(prompts.read_prompt_file(path, left_out))) == 1
-    assert list(left_out.places.values()) == [[f"{path}:1"], [f"{path}:2"]]
-
-
-def test_an_answer_in_a_conversation_is_not_part_of_the_prompt(tmp_path):
-    path = tmp_path / "logs.jsonl"
-    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path.write_text(json.dumps({"body": {"model": "m", "messages": said}}) + "\n")
-    (prompt,) = prompts.read_prompt_file(path, LeftOut())
-    assert prompt.messages == ({"role": "user", "content": "q"},)
-
-
 def test_make_prompts_uses_the_target_for_turns(tmp_path):
     asked = []
 

@@ -25,14 +25,6 @@ def test_empty_tree_has_no_nodes():
     assert tree.child_of(ROOT, 0) is None
 
 
-def test_chain_is_one_branch():
-    tree = DraftTree.chain([3, 3, 4], scores=[-0.5, -1.0, -2.5])
-    tree.validate()
-    assert tree.parent_indices.tolist() == [ROOT, 0, 1]
-    assert tree.depths.tolist() == [1, 2, 3]
-    assert tree.scores.tolist() == [-0.5, -1.0, -2.5]
-
-
 @given(cases(), st.integers(0, 45))
 def test_every_prefix_is_a_tree(case, num_nodes):
     tree = case.build()
@@ -45,20 +37,6 @@ def test_every_prefix_is_a_tree(case, num_nodes):
     for node in range(tree.num_nodes):
         parent, token = int(tree.parent_indices[node]), int(tree.token_ids[node])
         assert shorter.child_of(parent, token) == (node if node < num_nodes else None)
-
-
-@given(cases())
-def test_child_of_equals_linear_search(case):
-    tree = case.build()
-    for parent in range(-1, tree.num_nodes):
-        for token in range(8):
-            found = [
-                n
-                for n in range(tree.num_nodes)
-                if tree.parent_indices[n] == parent and tree.token_ids[n] == token
-            ]
-            assert len(found) <= 1
-            assert tree.child_of(parent, token) == (found[0] if found else None)
 
 
 @pytest.mark.parametrize(

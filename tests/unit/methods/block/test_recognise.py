@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-import pytest
 
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import ZLAB_QWEN3_8B, changed
@@ -40,10 +37,3 @@ def test_tensors_decide_where_the_config_names_nothing(tmp_path: Path) -> None:
     assert _owners(raw) == [] and _owners({}) == []
     assert _owners({"architectures": "DFlashDraftModel"}) == []
     assert _owners({"speculators_model_type": "domino"}) == ["dspark_tree"]
-
-
-def test_unknown_architectures_are_named(tmp_path: Path) -> None:
-    raw = changed(ZLAB_QWEN3_8B, architectures=["FutureDraftModel"])
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    with pytest.raises(ValueError, match="no method knows.*FutureDraftModel"):
-        recognise_head(tmp_path)

@@ -23,24 +23,6 @@ def trainer_of(job: Job) -> Trainer:
     return Trainer(made.head, made.tables, made.training.store, made.objective)
 
 
-@pytest.mark.parametrize(
-    ("kind", "shape"), [("gru", {}), ("markov", {}), ("gru", DIRECT)], ids=["gru", "markov", "own"]
-)
-def test_training_starts_as_a_no_op_and_learns(make_job, kind, shape):
-    trainer = trainer_of(
-        make_job(kind, total_steps=80, learning_rate=0.05, warmup_steps=0, **shape)
-    )
-    tokens, tables = torch.randint(0, 64, (5, 3)), trainer.tables
-    lm_head = tables.lm_head.float()
-    scores = trainer.head(tokens, tables.embed_tokens, lm_head)
-    assert torch.equal(scores, torch.zeros_like(scores))
-    losses = [trainer.train_step()["loss"] for _ in range(80)]
-    # All scores equal: the loss of the first step is that of a uniform guess.
-    assert losses[0] == pytest.approx(torch.log(torch.tensor(64.0)).item(), rel=1e-3)
-    assert sum(losses[-5:]) < 0.9 * 5 * losses[0]
-    assert trainer.head(tokens, tables.embed_tokens, lm_head).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("shape", [{}, DIRECT], ids=["gru", "own"])
 def test_run_with_a_backbone_leaves_a_loadable_head(make_job, target_folder, shape):
     backbone = make_job("dflash", "backbone", total_steps=3)
