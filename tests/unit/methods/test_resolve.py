@@ -147,9 +147,7 @@ def test_tokenswift_has_room_for_its_drafts() -> None:
         return TokenSwiftOptions(**own).settings(shared, num_heads=3)
 
     assert settings() == TokenSwiftSettings("auto", 4096, 16, 4, 4)
-    with pytest.raises(
-        ValueError, match=r"kv_budget=18 .*more than 2 \+ num_spec.*=16"
-    ):
+    with pytest.raises(ValueError, match=r"kv_budget=18 .*more than 2 \+ num_spec.*=16"):
         settings(kv_budget=18)
     with pytest.raises(ValueError, match=r"ngram_topk=0 .*1\.\.16"):
         settings(0, draft_source="ngrams")

@@ -68,9 +68,8 @@ class Text:
     "kind", ["jetspec", "dflash", "dspark", "eagle3", "longspec", "tokenswift"]
 )
 def test_a_draft_reads_only_what_precedes_it(kind: str, make_job: Callable[..., Job]) -> None:
-    job = make_job(kind)
-    made = job.start(job.run, job.recipe)
-    store, head, tables = made.training.store, made.head, made.tables
+    made = make_job(kind).trainer()
+    store, head, tables = made.store, made.head, made.tables
     with torch.no_grad():
         for parameter in head.parameters():  # no part starts as a no-op
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -94,9 +93,8 @@ def test_a_draft_reads_only_what_precedes_it(kind: str, make_job: Callable[..., 
 
 
 def test_a_markov_head_takes_part_in_the_drafts(make_job: Callable[..., Job]) -> None:
-    job = make_job("dspark")
-    made = job.start(job.run, job.recipe)
-    sequence, markov = made.training.store[0], made.head.markov_head
+    made = make_job("dspark").trainer()
+    sequence, markov = made.store[0], made.head.markov_head
     token, always = int(sequence.tokens[10]), 5
     with torch.no_grad():
         markov.markov_w1.weight.zero_()

@@ -26,7 +26,6 @@ from vllm_specplug.methods.tokenswift.head import load_heads
 from vllm_specplug.train.cli import train_app
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import vocabulary_of
 
 LOADERS: dict[str, Callable[..., Any]] = {
@@ -295,8 +294,7 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
     gradients, losses = [], []
     for parts in (1, 2):
         job = make_job("jetspec", gradient_accumulation=parts)
-        made = job.start(job.run, job.recipe)
-        trainer = Trainer(made.head, made.tables, made.training.store, made.objective)
+        trainer, whole = job.trainer(), job.trainer()
         drawn: list[Any] = []
         for trainer.part in range(parts):
             loss = trainer.step_loss()
@@ -305,8 +303,6 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
         gradients.append({n: p.grad.clone() for n, p in trainer.head.named_parameters()})
         trainer.head.zero_grad()
         losses.append(drawn)
-        again = job.start(job.run, job.recipe)
-        whole = Trainer(again.head, again.tables, again.training.store, again.objective)
         steps: list[Any] = []
         for optimizer in whole.optimizers:
             optimizer.optimizer.register_step_pre_hook(lambda *_: steps.append(1))  # noqa: B023
