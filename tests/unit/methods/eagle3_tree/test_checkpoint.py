@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from tests.unit.methods.eagle3_tree.heads import LAYOUTS, write_head
 from tests.unit.methods.eagle3_tree.published import SMALL
-from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.drafting.method import TargetInfo
 from vllm_specplug.methods.eagle3_tree.checkpoint import (
     inspect_eagle3_head,
@@ -132,25 +131,6 @@ def test_safetensors_beside_a_pickle_are_the_head(tmp_path: Path) -> None:
     save_file(other, tmp_path / "pytorch_model.safetensors")
     head, _ = load_eagle3_head(tmp_path, SMALL)
     assert torch.equal(head.fc.weight, other["fc.weight"])
-
-
-@pytest.mark.parametrize(
-    ("config", "tensors", "expected"),
-    [
-        ({"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1},
-         ["layers.0.input_layernorm.weight", "lm_head.weight"], False),
-        ({"architectures": ["DFlashDraftModel"]}, ["fc.weight", "norm.weight"], False),
-        ({"speculators_model_type": "dflash"}, ["fc.weight"], False),
-        ({"architectures": 3}, [], False),
-        # Refused later, with the reason.
-        ({"speculators_model_type": "peagle"}, [], True),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, [], True),
-        ({"architectures": ["PEagleDraftModel"]}, [], True),
-    ],
-)  # fmt: skip
-def test_other_checkpoints(config: Any, tensors: list[str], expected: bool, tmp_path: Path) -> None:
-    files = HeadFiles(tmp_path, config, dict.fromkeys(tensors))
-    assert get_method("eagle3_tree").recognises_head(files) == expected
 
 
 def test_a_parallel_head_drafts_as_deep_as_it_was_trained(tmp_path: Path) -> None:
