@@ -56,5 +56,5 @@ def test_a_command_reads_as_one_would_type_it(monkeypatch: pytest.MonkeyPatch) -
     script = Path(module.__file__).parents[1] / "bench" / "lookups.py"
     monkeypatch.setattr("sys.argv", [str(script), "--data", "my prompts"])
     assert provenance()["command"] == "python bench/lookups.py --data 'my prompts'"
-    monkeypatch.setattr("sys.argv", ["/opt/bin/specplug", "evaluate"])
-    assert provenance()["command"] == "specplug evaluate"
+    monkeypatch.setattr("sys.argv", ["/opt/bin/specplug", "evaluate", f"{Path.home()}/models/x"])
+    assert provenance()["command"] == "specplug evaluate ~/models/x"

@@ -29,17 +29,6 @@ def script(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def test_the_script_describes_its_flags(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["lookups.py", "--help"])
-    with pytest.raises(SystemExit) as stopped:
-        script("lookups").main()
-    shown = capsys.readouterr().out
-    assert stopped.value.code == 0
-    assert "--out" in shown and "--allow-changes" in shown and "--eager" in shown
-
-
 def test_the_readmes_page_is_what_the_script_makes_of_its_cells(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -56,6 +56,14 @@ class Machine:
         )
 
 
+# An 8B target on an H100, products by rows: bench/results/gpu_speed.md.
+H100 = Machine(
+    rows=(1.0, 16.0, 64.0, 128.0, 192.0, 256.0, 384.0, 512.0, 768.0, 1024.0),
+    times=(6.4, 6.4, 6.5, 6.6, 7.0, 7.4, 9.3, 11.8, 16.9, 23.1),
+    draft_ms=1.7, draft_row_ms=0.005, rest_ms=0.3, prompt_ms=14.0,
+)  # fmt: skip
+
+
 @lru_cache
 def drafts(tenths: int) -> list[tuple[DraftTree, list[int | None]]]:
     """Trees and the tokens that really follow, None from where no candidate is right on.

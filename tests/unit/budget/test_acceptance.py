@@ -72,19 +72,12 @@ def test_a_request_that_changes_is_followed() -> None:
 def test_what_was_long_ago_does_not_decide_for_ever() -> None:
     """A day of other texts is forgotten within a thousand steps, for requests not seen before."""
     model = AcceptanceModel()
-    rng = np.random.default_rng(0)
-
-    def teach(share: float, steps: int) -> None:
-        for step in range(steps):
-            slot = _slot(model, str(step // 50))
-            hits = rng.random(4) < share
-            model.observe(np.full(4, np.log(0.5)), np.ones(4, int), np.full(4, slot), hits)
-        model.forget([str(step // 50) for step in range(0, steps, 50)])
-
-    teach(0.1, 8000)
-    assert _ask(model, np.log(0.5), 1, _slot(model, "new")) < 0.2
-    teach(0.8, 1000)
-    assert _ask(model, np.log(0.5), 1, _slot(model, "newer")) > 0.6
+    for share, requests in ((0.1, 160), (0.8, 20)):
+        for number in range(requests):
+            _teach(model, _slot(model, str(number)), share, 50)
+        model.forget([str(number) for number in range(requests)])
+        learnt = _ask(model, np.log(0.5), 1, _slot(model, f"new after {share}"))
+        assert learnt < 0.2 if share == 0.1 else learnt > 0.6
 
 
 def test_a_slot_that_is_used_again_starts_anew() -> None:

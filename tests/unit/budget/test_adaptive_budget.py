@@ -87,19 +87,17 @@ def test_good_drafts_get_many_nodes_at_low_load_and_few_at_high_load() -> None:
     assert all(a > b for a, b in zip(per_request, per_request[1:], strict=False))
 
 
-def test_rows_that_cost_nothing_are_used_whatever_they_promise() -> None:
-    controller = budget(times=[30.0 + 0.001 * r for r in ROWS], draft=0.01)
-    # Twenty nodes can be accepted at all: the likely one of each depth.
-    assert np.mean(run(controller, 4, 40, 0.6)[20:]) > 15
-
-
-def test_hard_limit_on_rows_holds() -> None:
-    controller = AdaptiveBudget(
-        StepCostModel(calibration(times=[30.0 + 0.001 * r for r in ROWS])),
-        RowBudget(64, 10),
-        DEEPEST,
-    )
+def test_hard_limits_hold_and_leave_trees() -> None:
+    free = [30.0 + 0.001 * r for r in ROWS]
+    controller = AdaptiveBudget(StepCostModel(calibration(times=free)), RowBudget(64, 10), DEEPEST)
     assert max(run(controller, 4, 20, 0.9)) <= 6
+    controller = budget(times=free)
+    plan = controller.plan(next_step(3, caps=[1, 4, 16]), [DraftTree.empty()] * 3)
+    trees = controller.trim(plan, [tree(0.7)] * 3)
+    # Rows that cost nothing are used: the last tree has no more nodes.
+    assert [t.num_nodes for t in trees] == [1, 4, 10]
+    for one in trees:
+        one.validate()
 
 
 def test_prompt_rows_that_share_the_step_are_counted() -> None:
@@ -157,16 +155,6 @@ def test_fixed_requests_get_what_they_asked_for_and_others_adapt() -> None:
         assert trees[0].num_nodes == 3
         trees[0].validate()
     assert sum(t.num_nodes for t in trees[1:]) < 39
-
-
-def test_caps_hold_and_leave_trees() -> None:
-    controller = budget(times=[30.0 + 0.001 * r for r in ROWS])
-    step = next_step(3, caps=[1, 4, 16])
-    plan = controller.plan(step, [DraftTree.empty()] * 3)
-    trees = controller.trim(plan, [tree(0.7)] * 3)
-    assert [t.num_nodes for t in trees] == [1, 4, 10]
-    for one in trees:
-        one.validate()
 
 
 def test_lookups_are_verified_without_a_forward() -> None:

@@ -19,13 +19,9 @@ def test_interpolates_and_extends_by_the_last_slope() -> None:
     curve = _curve()
     assert curve([1, 8, 20, 64, 96]).tolist() == pytest.approx([30, 32, 51, 120, 170])
     assert float(curve(0)) == 30.0
-
-
-def test_a_single_time_counts_per_row() -> None:
+    # A single time counts per row.
     assert CostCurve([4], [8.0])([4, 8, 16]).tolist() == pytest.approx([8, 16, 32])
-
-
-def test_an_interrupted_measurement_does_not_make_rows_dear() -> None:
+    # An interrupted measurement does not make rows dear.
     curve = CostCurve([1, 2, 8, 32, 64], [30.0, 31.0, 900.0, 70.0, 120.0])
     assert curve([1, 2, 8, 32, 64]).tolist() == [30, 31, 70, 70, 120]
 

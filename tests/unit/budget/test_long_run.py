@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import pytest
 
-from tests.unit.budget.simulation import DEPTH, ROWS, Machine, Server
+from tests.unit.budget.simulation import DEPTH, H100, ROWS, Machine, Server
 from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
 
 MINUTE = 60e3
@@ -23,10 +23,16 @@ def auto(machine: Machine, error: tuple[float, ...] = EXACT) -> Server:
     return Server(AdaptiveBudget(costs, RowBudget(64, 4096), DEPTH), machine)
 
 
+def steps_ms(machine: Machine) -> float:
+    """What as many steps take as the small model makes in a minute."""
+    return MINUTE * machine.verify_ms(1) / Machine().verify_ms(1)
+
+
 @lru_cache
-def best_fixed(load: int) -> tuple[float, float]:
+def best_fixed(machine: Machine, load: int) -> tuple[float, float]:
     """Tokens per second of plain decoding, and of the best number of nodes."""
-    speeds = [Server(nodes, Machine()).serve(load, MINUTE) for nodes in (0, 4, 8, 16, 32)]
+    sizes = (0, 4, 8, 16, 32)
+    speeds = [Server(nodes, machine).serve(load, steps_ms(machine)) for nodes in sizes]
     return speeds[0], max(speeds)
 
 
@@ -44,15 +50,16 @@ def test_load_that_swings_for_minutes_is_followed_without_collapse() -> None:
 
 
 @pytest.mark.parametrize(
-    ("load", "error"),
-    [(1, EXACT), (4, EXACT), (16, EXACT), (1, EXPENSIVE_PLAIN), (16, EXPENSIVE_PLAIN),
-     (4, EXPENSIVE_TREES)],
+    ("machine", "load", "error"),
+    [*((Machine(), load, EXACT) for load in (1, 4, 16)), (Machine(), 1, EXPENSIVE_PLAIN),
+     (Machine(), 16, EXPENSIVE_PLAIN), (Machine(), 4, EXPENSIVE_TREES),
+     *((H100, load, (1.0,) * len(H100.rows)) for load in (1, 8, 32))],
 )  # fmt: skip
-def test_no_fixed_budget_is_much_better(load: int, error: tuple) -> None:
-    plain, best = best_fixed(load)
-    ours = auto(Machine(), error)
-    ours.serve(load, MINUTE / 4)
-    reached = ours.serve(load, MINUTE)
+def test_no_fixed_budget_is_much_better(machine: Machine, load: int, error: tuple) -> None:
+    plain, best = best_fixed(machine, load)
+    ours = auto(machine, error)
+    ours.serve(load, steps_ms(machine) / 4)
+    reached = ours.serve(load, steps_ms(machine))
     assert reached >= 0.97 * plain
     assert reached >= 0.95 * best, (reached, best)
 

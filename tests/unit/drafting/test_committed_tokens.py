@@ -66,11 +66,6 @@ def _drafter(late: bool, attends: bool = False) -> Any:
     )
 
 
-def test_a_drafter_that_attends_the_context_sees_each_step() -> None:
-    assert not CommitBuffer(_drafter(True, attends=True), keeps_states=True).is_late
-    assert CommitBuffer(_drafter(True), keeps_states=True).is_late
-
-
 def test_a_drafter_that_may_sees_several_steps_at_once() -> None:
     drafter = _drafter(True)
     steps = CommitBuffer(drafter, keeps_states=True)
@@ -85,9 +80,11 @@ def test_a_drafter_that_may_sees_several_steps_at_once() -> None:
     assert sum(len(tokens.rows) for tokens in drafter.seen) >= 6 + 2 * 8, "without end"
 
 
-@pytest.mark.parametrize(("late", "keeps"), [(False, True), (True, False)])
-def test_others_see_every_step(late: bool, keeps: bool) -> None:
-    drafter = _drafter(late)
+@pytest.mark.parametrize(
+    ("late", "keeps", "attends"), [(False, True, False), (True, False, False), (True, True, True)]
+)
+def test_others_see_every_step(late: bool, keeps: bool, attends: bool) -> None:
+    drafter = _drafter(late, attends)
     steps = CommitBuffer(drafter, keeps_states=keeps)
     for number in range(3):
         steps.add(partial(_step, [0, 1], 2, ["a", "b"], number))

@@ -37,19 +37,15 @@ class _Cache:
 ROW_BYTES = 4 * 4 + 8
 
 
-def _idle(cache: _Cache, rows: int = 100) -> ContextBacklog:
+def _idle(rows: int = 100) -> tuple[_Cache, ContextBacklog]:
+    cache = _Cache()
     backlog = ContextBacklog(cache.write, rows * ROW_BYTES)
     backlog.set_deferred(True)
-    return backlog
-
-
-def _slots(first: int, end: int) -> np.ndarray:
-    return np.arange(first, end)
+    return cache, backlog
 
 
 def test_what_was_put_off_is_written_for_those_that_are_drafted_for() -> None:
-    cache = _Cache()
-    backlog = _idle(cache)
+    cache, backlog = _idle()
     _step(backlog, ["a", "b"], [(0, 5), (20, 28)])
     _step(backlog, ["b", "a"], [(28, 29), (5, 6)])
     assert backlog.num_deferred(["a", "b", "c"]) == [6, 9, 0] and not cache.writes
@@ -61,8 +57,7 @@ def test_what_was_put_off_is_written_for_those_that_are_drafted_for() -> None:
 
 
 def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
-    cache = _Cache()
-    backlog = _idle(cache)
+    cache, backlog = _idle()
     _step(backlog, ["a"], [(0, 5)])
     backlog.set_deferred(False)
     _step(backlog, ["a"], [(5, 12)])
@@ -72,28 +67,26 @@ def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
 
 
 def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
-    cache = _Cache()
-    backlog = _idle(cache, rows=10)
+    cache, backlog = _idle(rows=10)
     _step(backlog, ["a"], [(0, 8)])
     backlog.forget(["a"])
     # Takes the room of half of it.
     _step(backlog, ["b"], [(20, 26)])
-    backlog.begin("c", _slots(0, 8))
+    backlog.begin("c", np.arange(0, 8))
     assert backlog.is_incomplete("c") and not backlog.is_incomplete("b")
     assert len(cache.values) == 4, "what is left of it is written"
     # As long as it runs; another one with the same name has its own prefix.
     backlog.forget(["c"])
-    backlog.begin("c", _slots(20, 26))
+    backlog.begin("c", np.arange(20, 26))
     assert not backlog.is_incomplete("c")
 
 
 def test_a_full_room_takes_nothing_from_running_requests() -> None:
-    cache = _Cache()
-    backlog = _idle(cache, rows=10)
+    cache, backlog = _idle(rows=10)
     _step(backlog, ["a"], [(0, 8)])
     _step(backlog, ["b"], [(20, 26)])
     assert sorted(cache.values) == list(range(20, 26)), "no room: written as it comes"
-    backlog.begin("c", _slots(20, 26))
+    backlog.begin("c", np.arange(20, 26))
     assert not backlog.is_incomplete("c")
     assert backlog.num_deferred(["a", "b"]) == [8, 0]
     backlog.write(["a"])
@@ -101,8 +94,7 @@ def test_a_full_room_takes_nothing_from_running_requests() -> None:
 
 
 def test_tokens_of_unknown_requests_are_not_put_off() -> None:
-    cache = _Cache()
-    backlog = _idle(cache)
+    cache, backlog = _idle()
     backlog.add(torch.zeros(0, 4), torch.arange(0))
     assert not cache.writes, "steps without tokens leave nothing"
     backlog.add(torch.zeros(5, 4), torch.arange(5))
@@ -113,19 +105,31 @@ def test_what_is_put_off_survives_a_random_service() -> None:
     """Requests start, share prefixes, commit, are drafted for and end in any order; a slot that a
     draft reads always holds its own token's context."""
     rng = np.random.default_rng(0)
-    cache = _Cache()
-    backlog = _idle(cache, rows=60)
+    cache, backlog = _idle(rows=60)
     # Blocks of four slots: the tokens in them, None where nobody may use them again.
     content: dict[int, list[float]] = {}
     running: dict[str, list[int]] = {}
     lengths: dict[str, int] = {}
-    names = (f"r{n}" for n in itertools.count())
+    names, stamps = (f"r{n}" for n in itertools.count()), itertools.count()
     drafted = refused = shared = 0
-    stamp = 1000.0
 
     def slots_of(name: str) -> np.ndarray:
         slots = [4 * block + i for block in running[name] for i in range(4)]
         return np.array(slots[: lengths[name]], np.int64)
+
+    def commit(names: list[str]) -> None:
+        """One token of each request, all different."""
+        slots, states = [], []
+        for name in names:
+            block = running[name][-1]
+            slots.append(4 * block + len(content[block]))
+            states.append(1000.0 + next(stamps))
+            content[block].append(states[-1])
+            lengths[name] += 1
+        backlog.add(
+            torch.tensor(states)[:, None].expand(-1, 4), torch.tensor(slots, dtype=torch.int64),
+            req_ids=names, owners=np.arange(len(names)),
+        )  # fmt: skip
 
     def add_block(name: str) -> None:
         used = {block for blocks in running.values() for block in blocks}
@@ -144,7 +148,7 @@ def test_what_is_put_off_survives_a_random_service() -> None:
             hit = slots_of(name)
             # Its own first token comes with the step that begins it.
             add_block(name)
-            stamp = _commit(backlog, content, running, lengths, [name], stamp)
+            commit([name])
             backlog.begin(name, hit)
         elif action < 3 and running:
             name = str(rng.choice(sorted(running)))
@@ -155,7 +159,7 @@ def test_what_is_put_off_survives_a_random_service() -> None:
             for name in chosen:
                 if lengths[name] == 4 * len(running[name]):
                     add_block(name)
-            stamp = _commit(backlog, content, running, lengths, chosen, stamp)
+            commit(chosen)
         elif action < 9 and running:
             name = str(rng.choice(sorted(running)))
             if backlog.is_incomplete(name):
@@ -169,27 +173,3 @@ def test_what_is_put_off_survives_a_random_service() -> None:
         else:
             backlog.set_deferred(bool(rng.integers(0, 3)))
     assert drafted > 100 and refused > 3 and shared > 50, (drafted, refused, shared)
-
-
-def _commit(
-    backlog: ContextBacklog,
-    content: dict[int, list[float]],
-    running: dict[str, list[int]],
-    lengths: dict[str, int],
-    names: list[str],
-    stamp: float,
-) -> float:
-    """One token of each request, all different."""
-    slots, states = [], []
-    for name in names:
-        block = running[name][-1]
-        slots.append(4 * block + len(content[block]))
-        states.append(stamp)
-        content[block].append(stamp)
-        lengths[name] += 1
-        stamp += 1
-    backlog.add(
-        torch.tensor(states)[:, None].expand(-1, 4), torch.tensor(slots, dtype=torch.int64),
-        req_ids=names, owners=np.arange(len(names)),
-    )  # fmt: skip
-    return stamp

@@ -85,11 +85,7 @@ def test_an_unknown_recipe_names_those_of_the_command(make_job: Callable[..., Jo
 
 
 def test_no_sequence_gives_more_anchors_than_its_limit(make_job: Callable[..., Job]) -> None:
-    from vllm_specplug.train.trainer import Trainer
-
-    job = make_job("jetspec", anchor_stride=1, anchors_per_sequence=8)
-    made = job.start(job.run, job.recipe)
-    trainer = Trainer(made.head, made.tables, made.training.store, made.objective)
+    trainer = make_job("jetspec", anchor_stride=1, anchors_per_sequence=8).trainer()
     batch = trainer.objective.draw(trainer)
     rows = [segment.rows // batch.block_size for segment in batch.segments]
     assert rows == [8, 8, 8]

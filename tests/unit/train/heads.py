@@ -27,6 +27,7 @@ from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe, Tok
 from vllm_specplug.train.answers import Answer, AnswerWriter
 from vllm_specplug.train.options import Recipe, RunOptions
 from vllm_specplug.train.run import train_head
+from vllm_specplug.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,11 @@ class Job:
 
         facts = train_head(self.start, self.run, self.recipe, self.lines.append, keep)
         return losses, facts
+
+    def trainer(self, accelerator: Accelerator | None = None) -> Trainer:
+        """What the run would train with."""
+        made = self.start(self.run, self.recipe)
+        return Trainer(made.head, made.tables, made.training.store, made.objective, accelerator)
 
     @property
     def head(self) -> Path:

@@ -33,7 +33,7 @@ class Engine:
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "1"), ("6", "6")])
-def test_the_kv_cache_has_a_size_unless_the_user_gave_one(
+def test_the_engine_has_a_kv_cache_and_reads_the_longest_prompt_at_once(
     monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
 ) -> None:
     # Set first, so that what the generator sets is taken back as well.
@@ -42,14 +42,9 @@ def test_the_kv_cache_has_a_size_unless_the_user_gave_one(
         del os.environ["VLLM_CPU_KVCACHE_SPACE"]
     monkeypatch.setattr(vllm, "LLM", Engine)
     chat = ChatTokenizer(word_tokenizer("plain"))
-    assert VllmGenerator("somewhere", chat).llm.kv_cache_gib == used  # type: ignore[attr-defined]
-
-
-def test_the_engine_reads_the_longest_prompt_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "LLM", Engine)
-    chat = ChatTokenizer(word_tokenizer("plain"))
-    made = VllmGenerator("somewhere", chat, max_prompt_tokens=5000, max_tokens=100)
-    options = made.llm.options  # type: ignore[attr-defined]
+    engine: Any = VllmGenerator("somewhere", chat, max_prompt_tokens=5000, max_tokens=100).llm
+    assert engine.kv_cache_gib == used
+    options = engine.options
     assert (options["max_model_len"], options["max_num_batched_tokens"]) == (5100, 5100)
 
 

@@ -42,29 +42,6 @@ def test_a_walk_jumps_over_accepted_tokens() -> None:
     }  # fmt: skip
 
 
-def test_counts_equal_a_comparison_token_by_token() -> None:
-    generator = torch.Generator().manual_seed(3)
-    found, expected = ChainAcceptance(), Counter[int]()
-    for length in (2, 9, 17, 12):
-        answer = torch.randint(1, 6, (length,), generator=generator)
-        drafts = torch.randint(1, 6, (length - 1, 4), generator=generator)
-        found.add(drafts, torch.cat((torch.ones(PROMPT).long(), answer)), PROMPT, "")
-        at = 0
-        while at < length - 1:
-            count = 0
-            for draft, true in zip(drafts[at], answer[at + 1 :], strict=False):
-                if draft != true:
-                    break
-                count += 1
-            expected[count] += 1
-            at += count + 1
-    assert found.rounds[""] == expected and max(expected) >= 2
-
-
-def test_nothing_drafted_is_length_one() -> None:
-    assert ChainAcceptance().facts()["mean_acceptance_length"] == {"chain": 1.0}
-
-
 class Successor(ChainObjective):
     """Drafts the next numbers, which a table of few tokens names by their places."""
 
@@ -91,9 +68,8 @@ class Text:
     "kind", ["jetspec", "dflash", "dspark", "eagle3", "longspec", "tokenswift"]
 )
 def test_a_draft_reads_only_what_precedes_it(kind: str, make_job: Callable[..., Job]) -> None:
-    job = make_job(kind)
-    made = job.start(job.run, job.recipe)
-    store, head, tables = made.training.store, made.head, made.tables
+    made = make_job(kind).trainer()
+    store, head, tables = made.store, made.head, made.tables
     with torch.no_grad():
         for parameter in head.parameters():  # no part starts as a no-op
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -117,9 +93,8 @@ def test_a_draft_reads_only_what_precedes_it(kind: str, make_job: Callable[..., 
 
 
 def test_a_markov_head_takes_part_in_the_drafts(make_job: Callable[..., Job]) -> None:
-    job = make_job("dspark")
-    made = job.start(job.run, job.recipe)
-    sequence, markov = made.training.store[0], made.head.markov_head
+    made = make_job("dspark").trainer()
+    sequence, markov = made.store[0], made.head.markov_head
     token, always = int(sequence.tokens[10]), 5
     with torch.no_grad():
         markov.markov_w1.weight.zero_()

@@ -128,20 +128,12 @@ def test_the_command_counts_what_it_imports(tmp_path: Path, target_folder: Path)
     assert result.stdout.splitlines()[-1].startswith("12 answers of 13 rows")
     assert "1 x none of the fields" in result.stderr and f"{path}:13" in result.stderr
 
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+    # Bad options and files are named.
+    written(path, [{"other": 1}])
+    for arguments, words in (
         (["--max-length", "300"], "legal: 0..256"),
         (["--chat-template-kwargs", "x"], "legal: a JSON object"),
-    ],
-)
-def test_bad_options_are_named(tmp_path, target_folder, arguments, words) -> None:
-    target = chat_target(tmp_path / "chat", target_folder, "plain")
-    path = written(tmp_path / "a.jsonl", [pair("w10", text(8))])
-    command = ["import", str(path), "--target", str(target), "--out", str(tmp_path / "d")]
-    result = runner.invoke(data_app, [*command, *arguments])
-    assert result.exit_code == 2 and words in result.stderr, result.output
-    written(path, [{"other": 1}])
-    result = runner.invoke(data_app, command)
-    assert result.exit_code == 2 and "none of the fields" in result.stderr
+        (["--out", str(tmp_path / "other")], "none of the fields"),
+    ):
+        result = runner.invoke(data_app, [*command, *arguments])
+        assert result.exit_code == 2 and words in result.stderr, result.output

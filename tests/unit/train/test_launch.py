@@ -16,7 +16,6 @@ import torch
 
 from tests.unit.train.heads import Job, OneOf, write_answers
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.trainer import Trainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
@@ -86,9 +85,7 @@ def test_two_processes_train_beside_the_target_with_the_batches_of_both(
     assert state["step"] == 1
     halves, losses = [], []
     for rank in range(2):
-        made = job.start(job.run, job.recipe)
-        store, objective = made.training.store, made.objective
-        trainer = Trainer(made.head, made.tables, store, objective, OneOf(rank, 2))
+        trainer = job.trainer(OneOf(rank, 2))
         loss = trainer.step_loss()
         loss.total.backward()
         losses.append(float(loss.reported.detach()))

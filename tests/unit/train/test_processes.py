@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.train.heads import Job, OneOf
+from tests.unit.train.heads import OneOf
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.trainer import Trainer
 
 
 class Recording:
@@ -29,17 +28,11 @@ class Recording:
         return getattr(self.store, name)
 
 
-def trainer_of(job: Job, rank: int, count: int) -> Trainer:
-    made = job.start(job.run, job.recipe)
-    accelerator = OneOf(rank, count)
-    return Trainer(made.head, made.tables, made.training.store, made.objective, accelerator)
-
-
 @pytest.mark.parametrize("kind", ["jetspec", "longspec", "gru"])
 def test_no_sequence_of_an_epoch_is_read_on_two_processes(kind, make_job):
     read = []
     for rank in range(2):
-        trainer = trainer_of(make_job(kind), rank, 2)
+        trainer = make_job(kind).trainer(OneOf(rank, 2))
         trainer.store = Recording(trainer.store)
         while True:
             before = len(trainer.store.read)
@@ -55,7 +48,7 @@ def test_no_sequence_of_an_epoch_is_read_on_two_processes(kind, make_job):
 
 def test_fewer_sequences_than_processes_hang_nobody(make_job):
     for rank in range(3):
-        trainer = trainer_of(make_job("tokenswift"), rank, 3)
+        trainer = make_job("tokenswift").trainer(OneOf(rank, 3))
         trainer.order.size = 1
         trainer.order.store = [0]
         assert trainer.next_index() == trainer.next_index() == 0
@@ -77,7 +70,7 @@ def test_a_subset_favours_no_place():
 @pytest.mark.parametrize("kind", ["jetspec", "gru"])
 def test_the_last_answer_of_a_step_is_not_cut_short(kind, make_job, feature_folders):
     """A step of few anchors takes them from all over an answer, not from its beginning."""
-    trainer = trainer_of(make_job(kind, anchors_per_step=4), 0, 1)
+    trainer = make_job(kind, anchors_per_step=4).trainer()
     furthest = 0
     for _ in range(40):
         trainer.store = Recording(FeatureStore(feature_folders[0]))

@@ -14,13 +14,7 @@ from vllm_specplug.train import prompts
 from vllm_specplug.train.generate import KINDS, make_prompts
 
 
-@pytest.mark.parametrize(
-    "maker",
-    [
-        prompts.topic_prompts,
-        prompts.self_instruct_prompts,
-    ],
-)
+@pytest.mark.parametrize("maker", [prompts.topic_prompts, prompts.self_instruct_prompts])
 def test_makers_are_deterministic_and_diverse(maker):
     first, second = (list(itertools.islice(maker(random.Random(3)), 60)) for _ in range(2))
     assert first == second
@@ -60,6 +54,7 @@ def test_prompt_files_of_every_key(tmp_path):
         {"prompt": "p"},
         {"turns": ["first", "second"]},
         {"messages": [{"role": "user", "content": "m"}]},
+        {"other": "no key"},
     ]
     path.write_text("\n".join(json.dumps(r) for r in rows) + "\n")
     left_out = LeftOut()
@@ -67,23 +62,8 @@ def test_prompt_files_of_every_key(tmp_path):
     assert [p.messages[-1]["content"] for p in read] == ["q", "p", "first", "m"]
     assert {p.source for p in read} == {"mine"}
     assert [p.place for p in read] == [f"{path}:{line}" for line in range(1, 5)]
-    assert left_out.places == {"later turns of a prompt": [f"{path}:3"]}
-
-
-def test_bad_rows_of_a_prompt_file_are_counted(tmp_path):
-    path = tmp_path / "mine.jsonl"
-    path.write_text('{"other": "no key"}\nnot json\n{"prompt": "p"}\n')
-    left_out = LeftOut()
-    assert len(list(prompts.read_prompt_file(path, left_out))) == 1
-    assert list(left_out.places.values()) == [[f"{path}:1"], [f"{path}:2"]]
-
-
-def test_an_answer_in_a_conversation_is_not_part_of_the_prompt(tmp_path):
-    path = tmp_path / "logs.jsonl"
-    said = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    path.write_text(json.dumps({"body": {"model": "m", "messages": said}}) + "\n")
-    (prompt,) = prompts.read_prompt_file(path, LeftOut())
-    assert prompt.messages == ({"role": "user", "content": "q"},)
+    assert left_out.places.pop("later turns of a prompt") == [f"{path}:3"]
+    assert list(left_out.places.values()) == [[f"{path}:5"]]
 
 
 def test_make_prompts_uses_the_target_for_turns(tmp_path):

@@ -42,6 +42,12 @@ def run(app, command, *flags, **options):
 
 
 def test_features_then_training_from_the_command_line(data, tmp_path, target_folder):
+    folders = {"out": tmp_path / "features", "heldout": tmp_path / "held"}
+    for _ in range(2):  # the second time, nothing is left to do
+        result = run(data_app, "features", target=target_folder, data=data, **folders,
+                     layers="0,2", heldout_answers=3)  # fmt: skip
+        assert result.exit_code == 0, result.output
+
     def train(kind, **options):
         out = tmp_path / kind
         result = run(train_app, kind, "--no-compile", target=target_folder, out=out,
@@ -49,104 +55,58 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
         assert result.exit_code == 0, result.output
         return json.loads((out / "head" / "provenance.json").read_text())
 
-    folders = {"out": tmp_path / "features", "heldout": tmp_path / "held"}
-    for _ in range(2):  # the second time, nothing is left to do
-        result = run(data_app, "features", target=target_folder, data=data, **folders,
-                     layers="0,2", heldout_answers=3)  # fmt: skip
-        assert result.exit_code == 0, result.output
-    features = {"features": folders["out"]}
-    record = train("jetspec", **features, block_size=4, draft_vocab_size=32, total_steps=2)
+    record = train("dflash", features=folders["out"], block_size=4, total_steps=1)
     assert record["data"]["sequences"] == 7  # three of ten are held out
     assert record["heldout"]["sequences"] == 3
-    assert record["progress"]["step"] == 2
-    given = {**features, "init_from": tmp_path / "jetspec" / "head", "total_steps": 1}
-    record = train("dflash", **given)
-    assert record["shape"]["causal"] is False and record["shape"]["block_size"] == 4
-    assert record["init_from"]["progress"]["step"] == 2
-    recipe = record["recipes"][0]
-    assert (recipe["loss"], recipe["position_gamma"]) == ("sft", 2.0)
     record = train("dels", data=data, backbone=tmp_path / "dflash" / "head", total_steps=2,
                    hidden_size=8, rank=4, min_supervised=4)  # fmt: skip
     assert record["backbone"]["progress"]["step"] == 1
-    again = run(train_app, "dflash", target=target_folder, out=tmp_path / "dflash",
-                heldout=tmp_path / "held", **given)  # fmt: skip
-    assert again.exit_code == 2 and "--resume" in again.output
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("command", "options", "words"),
     [
-        (["--layers", "0,9"], "legal: 0..2"),
-        (["--data", "/nowhere"], "specplug data generate"),
+        ("features", {"layers": "0,9"}, "legal: 0..2"),
+        ("features", {"data": "/nowhere"}, "specplug data generate"),
+        ("generate", {"max_tokens": 300}, "--max-tokens 300, legal: up to 255"),
+        ("generate", {"max_tokens": 200, "max_prompt_tokens": 100},
+         "--max-prompt-tokens 100, legal: 0..56 for this target beside --max-tokens 200"),
+        ("longspec-features", {"heldout_answers": 64}, "64 holds 10 of 10 answers out"),
+        ("features", {"heldout_answers": 64},
+         "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),
     ],
-)
-def test_bad_feature_requests_exit_2_with_the_remedy(
-    data, tmp_path, target_folder, arguments, words
+)  # fmt: skip
+def test_bad_requests_exit_2_with_the_remedy(
+    data, tmp_path, target_folder, command, options, words
 ):
-    base = {
-        "--target": str(target_folder),
-        "--data": str(data),
-        "--out": str(tmp_path / "f"),
-        "--heldout": str(tmp_path / "h"),
-        "--heldout-answers": "2",
-    }
-    base.update(zip(arguments[::2], arguments[1::2], strict=True))
-    result = runner.invoke(
-        data_app, ["features", *(part for pair in base.items() for part in pair)]
-    )
-    assert result.exit_code == 2
-    assert words in result.output
-
-
-@pytest.mark.parametrize(
-    ("command", "count", "code", "words"),
-    [
-        ("features", "3", 0, ""),
-        ("features", "7", 0, "--heldout-answers 7 holds 7 of 10 answers out and leaves 3 to train"),
-        ("features", "64", 2, "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),
-        ("longspec-features", "64", 2, "--heldout-answers 64 holds 10 of 10 answers out"),
-    ],
-)
-def test_held_out_answers_that_are_most_of_the_data_are_told(
-    data, tmp_path, target_folder, command, count, code, words
-):
-    arguments = [command, "--target", str(target_folder), "--data", str(data)]
-    arguments += ["--out", str(tmp_path / "f"), "--heldout", str(tmp_path / "h")]
-    result = runner.invoke(data_app, [*arguments, "--heldout-answers", count])
-    assert result.exit_code == code, result.output
-    assert words in " ".join(result.stderr.split())
-    assert bool(words) == ("--heldout-answers" in result.stderr)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--max-tokens", "300"], "--max-tokens 300, legal: up to 255"),
-        (
-            ["--max-tokens", "200", "--max-prompt-tokens", "100"],
-            "--max-prompt-tokens 100, legal: 0..56 for this target beside --max-tokens 200",
-        ),
-    ],
-)
-def test_lengths_beyond_the_targets_context_name_the_option(
-    tmp_path, target_folder, arguments, words
-):
-    target = chat_target(tmp_path / "chat", target_folder, "plain")
-    places = ["--target", str(target), "--out", str(tmp_path / "d")]
-    result = runner.invoke(data_app, ["generate", *places, "--make", "topic=2", *arguments])
+    given = {"target": target_folder, "data": data, "heldout": tmp_path / "h", "heldout_answers": 2}
+    if command == "generate":
+        given = {"target": chat_target(tmp_path / "chat", target_folder, "plain"),
+                 "make": "topic=2"}  # fmt: skip
+    result = run(data_app, command, out=tmp_path / "f", **{**given, **options})
     assert result.exit_code == 2, result.output
-    assert words in " ".join(result.stderr.split())
+    assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(("count", "told"), [(3, ""), (7, "7 of 10 answers out and leaves 3 to")])
+def test_held_out_answers_that_are_most_of_the_data_are_told(
+    data, tmp_path, target_folder, count, told
+):
+    result = run(data_app, "features", target=target_folder, data=data, out=tmp_path / "f",
+                 heldout=tmp_path / "h", heldout_answers=count)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert told in " ".join(result.stderr.split())
+    assert bool(told) == ("--heldout-answers" in result.stderr)
 
 
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):
-    nowhere = str(tmp_path / "nowhere")
-    places = ["--out", str(tmp_path / "f"), "--heldout", str(tmp_path / "h")]
-    for arguments in (
-        ["generate", "--target", nowhere, "--out", str(tmp_path / "d"), "--make", "topic=2"],
-        ["features", "--target", nowhere, "--data", str(data), *places, "--heldout-answers", "2"],
-        ["longspec-features", "--target", nowhere, "--data", str(data), "--out", places[1]],
+    nowhere, stored = str(tmp_path / "nowhere"), {"data": data, "heldout": tmp_path / "h"}
+    for command, options in (
+        ("generate", {"make": "topic=2"}),
+        ("features", {**stored, "heldout_answers": 2}),
+        ("longspec-features", {"data": data}),
     ):
-        result = runner.invoke(data_app, arguments)
+        result = run(data_app, command, target=nowhere, out=tmp_path / "f", **options)
         assert result.exit_code == 2, result.output
         assert repr(nowhere) in result.stderr and result.stderr.count("\n") == 1
 

@@ -26,7 +26,6 @@ from vllm_specplug.methods.tokenswift.head import load_heads
 from vllm_specplug.train.cli import train_app
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import vocabulary_of
 
 LOADERS: dict[str, Callable[..., Any]] = {
@@ -68,7 +67,7 @@ def test_the_loss_falls_and_the_head_loads_with_its_provenance(kind: str, make_j
     assert job.lines[-1].startswith("step 40: ")
 
 
-@pytest.mark.parametrize("kind", ["dspark", "eagle3", "longspec", "tokenswift"])
+@pytest.mark.parametrize("kind", ["jetspec", "dspark", "eagle3", "longspec", "tokenswift"])
 def test_a_command_trains_with_the_options_given_and_shows_progress(
     kind: str, make_job: MakeJob
 ) -> None:
@@ -143,6 +142,7 @@ def test_a_resumed_run_keeps_its_draft_vocabulary_when_the_data_has_grown(
     assert vocabulary_of(str(other.head)).tolist() != first
     job.changed(resume=True, total_steps=2, draft_vocab_size=11).train()
     assert vocabulary_of(str(job.head)).tolist() == first
+    assert 2 in first, "the end-of-turn token is always drafted"
 
 
 @pytest.mark.parametrize("kind", ["jetspec", "dflash", "dspark", "eagle3", "longspec"])
@@ -197,26 +197,22 @@ def test_a_head_of_other_layers_is_refused(kind: str, make_job: MakeJob) -> None
         make_job(kind, "second", init_from=str(first.head)).train()
 
 
-@pytest.mark.parametrize(
-    ("shape", "words"),
-    [
-        ({"windows": (8,)}, "has a sliding window of 8;"),
-        ({"windows": (None, None)}, "has 2 layers;"),
-        ({"mask_token_id": 7}, "drafts in parallel (mask_token_id 7);"),
-        ({"windows": (8, None), "mask_token_id": 7}, "has 2 layers and has a sliding window of 8 "),
-    ],
-)
-def test_a_head_of_another_kind_is_not_continued(
-    shape: dict[str, Any], words: str, make_job: MakeJob, tmp_path: Path
-) -> None:
+def test_a_head_of_another_kind_is_not_continued(make_job: MakeJob, tmp_path: Path) -> None:
     first = make_job("eagle3", "first", total_steps=1)
     first.train()
     target = json.loads((first.run.target / "config.json").read_text())
     trained, extras = load_eagle3_head(first.head, target)
-    other = Eagle3Head(replace(trained.config, **shape))
-    save_eagle3_head(tmp_path / "head", other, target_ids=extras.target_ids)
-    with pytest.raises(ValueError, match=f"init-from .* {re.escape(words)}.* legal: one layer"):
-        make_job("eagle3", "second", init_from=str(tmp_path / "head")).train()
+    shapes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"windows": (8,)}, "has a sliding window of 8;"),
+        ({"windows": (None, None)}, "has 2 layers;"),
+        ({"mask_token_id": 7}, "drafts in parallel (mask_token_id 7);"),
+        ({"windows": (8, None), "mask_token_id": 7}, "has 2 layers and has a sliding window of 8 "),
+    )
+    for number, (shape, words) in enumerate(shapes):
+        other = Eagle3Head(replace(trained.config, **shape))
+        save_eagle3_head(tmp_path / f"head-{number}", other, target_ids=extras.target_ids)
+        with pytest.raises(ValueError, match=f"init-from .* {re.escape(words)}.* legal: one layer"):
+            make_job("eagle3", "second", init_from=str(tmp_path / f"head-{number}")).train()
 
 
 def test_a_run_is_not_resumed_with_features_of_other_layers(make_job: MakeJob, tmp_path) -> None:
@@ -295,8 +291,7 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
     gradients, losses = [], []
     for parts in (1, 2):
         job = make_job("jetspec", gradient_accumulation=parts)
-        made = job.start(job.run, job.recipe)
-        trainer = Trainer(made.head, made.tables, made.training.store, made.objective)
+        trainer, whole = job.trainer(), job.trainer()
         drawn: list[Any] = []
         for trainer.part in range(parts):
             loss = trainer.step_loss()
@@ -305,8 +300,6 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
         gradients.append({n: p.grad.clone() for n, p in trainer.head.named_parameters()})
         trainer.head.zero_grad()
         losses.append(drawn)
-        again = job.start(job.run, job.recipe)
-        whole = Trainer(again.head, again.tables, again.training.store, again.objective)
         steps: list[Any] = []
         for optimizer in whole.optimizers:
             optimizer.optimizer.register_step_pre_hook(lambda *_: steps.append(1))  # noqa: B023

@@ -15,7 +15,6 @@ from tests.unit.tree.candidates import (
     all_paths,
     assert_best,
     cases,
-    columns_of,
     hard_cases,
     paths_of,
     usable,
@@ -58,12 +57,6 @@ def test_level_by_level(case: Case, frontier_width: int | None) -> None:
     assert set(paths) <= set(every)
     if frontier_width is None:
         assert_best(paths, every, case.budget)
-
-
-@given(cases(), st.integers(0, 40))
-def test_a_prefix_is_the_tree_of_that_budget(case: Case, budget: int) -> None:
-    tree, shorter = case.build(), case.build(min(budget, case.budget))
-    assert columns_of(tree.prefix(shorter.num_nodes)) == columns_of(shorter)
 
 
 def test_ties_break_by_order_of_entry() -> None:

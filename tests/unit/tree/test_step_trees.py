@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -189,6 +191,10 @@ def _put(parents: list[int], tokens: list[int]) -> TreeStore:
     return store
 
 
+def _attached(parents: list[int], tokens: list[int]) -> Any:
+    return attach_trees(_put(parents, tokens), step_rows(input_batch([1], [8], [3]), 3))
+
+
 @pytest.mark.parametrize(
     ("parents", "tokens", "reachable"),
     [
@@ -204,8 +210,7 @@ def _put(parents: list[int], tokens: list[int]) -> TreeStore:
 def test_what_breaks_a_rule_is_out_of_reach(
     parents: list[int], tokens: list[int], reachable: list[int]
 ) -> None:
-    store = _put(parents, tokens)
-    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
+    step = _attached(parents, tokens)
     got = []
     for node in range(3):
         row, above = node + 1, []
@@ -233,19 +238,16 @@ def test_a_tree_is_only_found_below_its_own_root() -> None:
     assert step.parent_rows.tolist() == [ROOT, NO_NODE, NO_NODE, NO_NODE]
 
 
-@pytest.mark.parametrize(("first", "total"), [(1, 1 + 2 + 8), (3, 1 + 4), (5, 1)])
-def test_values_are_added_up_along_accepted_paths(first: int, total: int) -> None:
+def test_values_are_added_up_along_accepted_paths() -> None:
     # Siblings 1 and 3, and 4 below 1.
-    store = _put([-1, -1, 0], [1, 3, 4])
-    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
-    samples, tokens = torch.tensor([first, 4, 7, 7]), torch.tensor([0, 1, 3, 4])
-    walk = walk_trees(step, samples, tokens)
-    assert along_paths(walk, torch.tensor([1, 2, 4, 8])).tolist() == [total]
+    step = _attached([-1, -1, 0], [1, 3, 4])
+    for first, total in ((1, 1 + 2 + 8), (3, 1 + 4), (5, 1)):
+        walk = walk_trees(step, torch.tensor([first, 4, 7, 7]), torch.tensor([0, 1, 3, 4]))
+        assert along_paths(walk, torch.tensor([1, 2, 4, 8])).tolist() == [total]
 
 
 def test_rows_that_are_taken_out_are_not_accepted() -> None:
-    store = _put([-1, 0, 1], [1, 2, 3])
-    step = attach_trees(store, step_rows(input_batch([1], [8], [3]), 3))
+    step = _attached([-1, 0, 1], [1, 2, 3])
     samples, tokens = torch.tensor([1, 2, 3, 4]), torch.tensor([0, 1, 2, 3])
     assert walk_trees(step, samples, tokens).lengths.tolist() == [3]
     dropped = torch.tensor([True, False, True, False])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.methods.absurd import refused
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import SPECULATORS_QWEN3_8B, ZLAB_QWEN3_8B, changed
 from vllm_specplug.drafting.head_files import HeadFiles
@@ -15,96 +16,68 @@ from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.recognise import is_causal_block_head
 
 
-def test_the_zlab_head_of_qwen3_8b():
-    config = BlockHeadConfig.from_dict(ZLAB_QWEN3_8B, num_target_layers=36)
-    assert config.target_layer_ids == (1, 9, 17, 25, 33)
-    assert (config.block_size, config.mask_token_id, config.causal) == (16, 151669, False)
-    assert (config.rope_theta, config.head_dim) == (1e6, 128)
+def read(raw) -> BlockHeadConfig:
+    return BlockHeadConfig.from_dict(raw, num_target_layers=36)
 
 
-@pytest.mark.parametrize(
-    ("flag", "why"),
-    [(False, "the library's default"), (True, "stated"), (None, "older versions")],
-)
-def test_full_attention_of_speculators_heads_is_bidirectional(flag, why):
+@pytest.mark.parametrize("flag", [False, True, None])
+def test_full_attention_of_speculators_heads_is_bidirectional(flag):
+    """Stated or not: older versions have no such flag."""
     raw = changed(SPECULATORS_QWEN3_8B, sliding_window_non_causal=flag)
-    if flag is None:
-        del raw["sliding_window_non_causal"]
-    config = BlockHeadConfig.from_dict(raw)
-    assert config.causal is False, why
+    config = read(raw)
+    assert config.causal is False
     # An id of that format counts the embedding.
     assert config.target_layer_ids == (1, 17, 32)
     assert config.draft_vocab_size == 32000 and config.rope_theta == 1e6
 
 
-def test_sliding_layers_of_older_speculators_heads_are_causal():
-    """The flag came with the layers, and has been false by default since."""
-    layer = {
-        "layer_types": ["sliding_attention"] * 16, "sliding_window": 2048,
-        "use_sliding_window": True,
-    }  # fmt: skip
-    raw = changed(SPECULATORS_QWEN3_8B, transformer_layer_config=layer)
-    del raw["sliding_window_non_causal"]
-    config = BlockHeadConfig.from_dict(raw)
-    assert set(config.windows) == {2048} and set(config.layer_causal) == {True}
-
-
-@pytest.mark.parametrize("stated", [True, False])
-def test_a_stated_mask_holds_for_all_layers_of_speculators_heads(stated):
-    layer = {
-        "layer_types": ["sliding_attention", *["full_attention"] * 15], "sliding_window": 2048,
-        "use_sliding_window": True,
-    }  # fmt: skip
+@pytest.mark.parametrize("stated", [True, False, None])
+def test_sliding_layers_of_speculators_heads_are_causal_unless_stated(stated):
+    """The flag came with the layers, and has been false by default since; a stated mask holds for
+    all layers."""
+    types = ["sliding_attention"] * 16
+    layer = {"layer_types": types, "sliding_window": 2048, "use_sliding_window": True}
     raw = changed(SPECULATORS_QWEN3_8B, transformer_layer_config=layer, is_causal=stated)
-    assert set(BlockHeadConfig.from_dict(raw).layer_causal) == {stated}
-    assert is_causal_block_head(HeadFiles(Path(), raw)) is stated
+    del raw["sliding_window_non_causal"]
+    config = read(raw)
+    assert set(config.windows) == {2048}
+    assert set(config.layer_causal) == {True if stated is None else stated}
+    if stated is not None:
+        layer["layer_types"][1:] = ["full_attention"] * 15
+        raw = changed(raw, transformer_layer_config=layer)
+        assert set(read(raw).layer_causal) == {stated}
+        assert is_causal_block_head(HeadFiles(Path(), raw)) is stated
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("DEEPSPEC_DSPARK_QWEN3_4B", ["markov_rank = 256", "method dspark_tree"]),
-        ("SPECFORGE_DSPARK_QWEN3_4B", ["projector_type = 'dspark'", "method dspark_tree"]),
-        ("MODELOPT_DSPARK_QWEN3_8B", ["projector_type = 'dspark'", "method dspark_tree"]),
-        ("SPECFORGE_DOMINO_QWEN3_8B", ["projector_type = 'domino'", "method dspark_tree"]),
-        ("SPECFORGE_DOMINO_QWEN35_4B", ["DominoDraftModel", "method dspark_tree"]),
-        ("SPECULATORS_JETSPEC", ["speculators_model_type", "jetspec", "'dflash'", "not masks"]),
-        ("SPECULATORS_DSPARK", ["speculators_model_type", "dspark", "'dflash'"]),
-    ],
-)
-def test_heads_that_draft_otherwise_are_refused_by_name(name, words):
-    with pytest.raises(ValueError, match="draft head config") as error:
-        BlockHeadConfig.from_dict(getattr(published, name), num_target_layers=36)
-    assert all(word in str(error.value) for word in words), error.value
-
-
-@pytest.mark.parametrize("architecture", ["DFlashDraftModel", "Qwen3DFlashDraftModel"])
-def test_known_architectures(architecture):
-    raw = changed(ZLAB_QWEN3_8B, architectures=[architecture])
-    assert BlockHeadConfig.from_dict(raw, num_target_layers=36)
+def test_known_architectures():
+    for architectures in (["DFlashDraftModel"], ["Qwen3DFlashDraftModel"], None):
+        # A config of neither name nor kind is judged by its tensors.
+        assert read(changed(ZLAB_QWEN3_8B, architectures=architectures))
     for other in ("DFlash2DraftModel", "FutureDraftModel", "dflashdraftmodel"):
-        with pytest.raises(ValueError, match=f"{other}.*DFlashDraftModel.*Qwen3DFlashDraftModel"):
-            BlockHeadConfig.from_dict(changed(raw, architectures=[other]))
-    # A config of neither name nor kind is judged by its tensors.
-    assert BlockHeadConfig.from_dict(changed(raw, architectures=None), num_target_layers=36)
+        raw = changed(ZLAB_QWEN3_8B, architectures=[other])
+        refused(lambda raw=raw: read(raw), "architectures", other, "Qwen3DFlashDraftModel")
 
 
 @pytest.mark.parametrize(
     ("raw", "changes", "words"),
     [
+        # Published heads that draft otherwise.
+        (published.DEEPSPEC_DSPARK_QWEN3_4B, {}, ["markov_rank = 256", "method dspark_tree"]),
+        (published.MODELOPT_DSPARK_QWEN3_8B, {}, ["projector_type = 'dspark'", "dspark_tree"]),
+        (published.SPECFORGE_DOMINO_QWEN3_8B, {}, ["projector_type = 'domino'", "dspark_tree"]),
+        (published.SPECFORGE_DOMINO_QWEN35_4B, {}, ["DominoDraftModel", "method dspark_tree"]),
+        (published.SPECULATORS_JETSPEC, {}, ["speculators_model_type", "'dflash'", "not masks"]),
+        (published.SPECULATORS_DSPARK, {}, ["speculators_model_type", "dspark", "'dflash'"]),
         (ZLAB_QWEN3_8B, {"dflash_config": {"shift_label": "no"}}, ["shift_label"]),
         # Heads whose distributions need more than the block's.
         (ZLAB_QWEN3_8B, {"markov_rank": 256}, ["markov_rank"]),
-        (ZLAB_QWEN3_8B, {"enable_confidence_head": True}, ["enable_confidence_head"]),
         # Other kinds under DFlash's name.
         (ZLAB_QWEN3_8B, {"dflash_config": {"projector_type": "lilicorr"}}, ["LiLiCorr"]),
         (ZLAB_QWEN3_8B, {"dflash_config": {"lilicorr_num_layers": 2}}, ["lilicorr_num_layers"]),
         (ZLAB_QWEN3_8B, {"xpress_rank": 256}, ["xpress_rank", "XPress"]),
         (ZLAB_QWEN3_8B, {"dflash_config": {"selector_rank": 256}}, ["selector_rank", "DFlash2"]),
-        (ZLAB_QWEN3_8B, {"dflash_config": {"conv_kernel_size": 2}}, ["conv_kernel_size"]),
         # Rotary embeddings of another kind.
         (ZLAB_QWEN3_8B, {"partial_rotary_factor": 0.008}, ["partial_rotary_factor", "0.008"]),
-        (ZLAB_QWEN3_8B, {"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
         (
             SPECULATORS_QWEN3_8B,
             {"transformer_layer_config": {"rope_parameters": {"full_attention": {}}}},
@@ -121,7 +94,6 @@ def test_known_architectures(architecture):
         (ZLAB_QWEN3_8B, {"rope_scaling": {"rope_type": "linear", "factor": 1e999}}, ["inf"]),
         (ZLAB_QWEN3_8B, {"rope_theta": 10**400}, ["rope_theta"]),
         (ZLAB_QWEN3_8B, {"is_neox_style": False}, ["is_neox_style = False"]),
-        (ZLAB_QWEN3_8B, {"logit_scale": 0.5}, ["logit_scale = 0.5"]),
         # Windows.
         (ZLAB_QWEN3_8B, {"layer_types": ["chunked_attention"] * 5}, ["layer_types", "chunked"]),
         (ZLAB_QWEN3_8B, {"use_sliding_window": True}, ["use_sliding_window", "sliding"]),
@@ -137,7 +109,6 @@ def test_known_architectures(architecture):
         (ZLAB_QWEN3_8B, {"num_key_value_heads": 3}, ["num_key_value_heads = 3", "32"]),
         (SPECULATORS_QWEN3_8B, {"speculators_model_type": "eagle3"}, ["'eagle3'", "'dflash'"]),
         (ZLAB_QWEN3_8B, {"layer_types": ["full_attention"]}, ["layer_types"]),
-        (ZLAB_QWEN3_8B, {"block_size": None}, ["block_size = None", "an integer >= 2"]),
         (ZLAB_QWEN3_8B, {"rms_norm_eps": 0}, ["rms_norm_eps"]),
         (ZLAB_QWEN3_8B, {"num_target_layers": 40}, ["num_target_layers", "40", "36"]),
         (ZLAB_QWEN3_8B, {"final_logit_softcapping": 30.0}, ["final_logit_softcapping"]),
@@ -145,9 +116,7 @@ def test_known_architectures(architecture):
     ],
 )  # fmt: skip
 def test_other_meanings_are_refused(raw, changes, words):
-    with pytest.raises(ValueError, match="draft head config") as error:
-        BlockHeadConfig.from_dict(changed(raw, **changes), num_target_layers=36)
-    assert all(word in str(error.value) for word in words), error.value
+    refused(lambda: read(changed(raw, **changes)), "draft head config", *words)
 
 
 @pytest.mark.parametrize(
@@ -162,25 +131,25 @@ def test_other_meanings_are_refused(raw, changes, words):
     ],
 )
 def test_where_the_first_draft_is_read(raw, changes, samples):
-    config = BlockHeadConfig.from_dict(changed(raw, **changes), num_target_layers=36)
+    config = read(changed(raw, **changes))
     assert config.sample_from_anchor is samples
     assert config.num_draft_tokens == config.block_size - (not samples)
-    assert BlockHeadConfig.from_dict(config.to_dict()).sample_from_anchor is samples
+    assert read(config.to_dict()).sample_from_anchor is samples
 
 
 def test_an_absent_head_size_is_that_of_the_model_type():
     for model_type, size in (("qwen3", 128), ("llama", 80)):
         raw = changed(ZLAB_QWEN3_8B, hidden_size=2560, model_type=model_type)
         del raw["head_dim"]
-        assert BlockHeadConfig.from_dict(raw, num_target_layers=36).head_dim == size
+        assert read(raw).head_dim == size
 
 
 def test_the_mask_taken_is_logged_where_the_checkpoint_does_not_say(caplog):
     with caplog.at_level(logging.INFO):
-        BlockHeadConfig.from_dict(ZLAB_QWEN3_8B, num_target_layers=36)
+        read(ZLAB_QWEN3_8B)
     assert "bidirectional" in caplog.text and "causal" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO):
         stated = changed(ZLAB_QWEN3_8B, dflash_config={"causal_head": False})
-        BlockHeadConfig.from_dict(stated, num_target_layers=36)
+        read(stated)
     assert not caplog.text

@@ -24,6 +24,23 @@ def options(**changes: Any) -> LocalTreeSettings:
     return LocalTreeSettings(**{**usual, **changes})
 
 
+def build(
+    head: LocalHead,
+    settings: LocalTreeSettings,
+    prior: torch.Tensor,
+    embed: torch.Tensor,
+    lm_head: torch.Tensor,
+    local_ids: torch.Tensor | None = None,
+    draft_ids: torch.Tensor | None = None,
+) -> LocalTreeBuilder:
+    """Of draft and local vocabularies, which are the target's where they are not given."""
+    draft_ids = torch.arange(V) if draft_ids is None else draft_ids
+    return LocalTreeBuilder(
+        head, local_ids, draft_ids, prior, settings, embed_tokens=embed, lm_head=lm_head,
+        dtype=torch.float32,
+    )  # fmt: skip
+
+
 class Case:
     """A random local head, prior and block head marginals."""
 
@@ -35,16 +52,7 @@ class Case:
         self.prior = torch.randn(V).log_softmax(-1)
         # [D, V]
         self.marginals = (2 * torch.randn(DEPTH, V)).log_softmax(-1)
-        self.builder = LocalTreeBuilder(
-            self.head,
-            None,
-            torch.arange(V),
-            self.prior,
-            self.options,
-            embed_tokens=self.embed,
-            lm_head=self.lm_head,
-            dtype=torch.float32,
-        )
+        self.builder = build(self.head, self.options, self.prior, self.embed, self.lm_head)
 
     def candidates(self, count: int = V) -> tuple[torch.Tensor, torch.Tensor]:
         top = self.marginals.topk(count, dim=-1)
@@ -96,10 +104,7 @@ def test_tables_follow_the_target(name: str) -> None:
     assert builder.output_table is tables[0] and builder.gates is tables[1]
     # The host has no kernel that reads gates.
     gates, builder.gates = builder.gates, None
-    expected = LocalTreeBuilder(
-        fresh.head, None, torch.arange(V), fresh.prior, fresh.options,
-        embed_tokens=fresh.embed, lm_head=lm_head, dtype=torch.float32,
-    )  # fmt: skip
+    expected = build(fresh.head, fresh.options, fresh.prior, fresh.embed, lm_head)
     ids, log_probs = case.candidates()
     for compiled in (True, False):
         ours, theirs = (
@@ -155,10 +160,7 @@ def test_reduced_vocabularies_meet_by_target_id() -> None:
     prior = torch.randn(V).log_softmax(-1)
     embed = torch.randn(V, H)
     marginals = torch.randn(DEPTH, 5).log_softmax(-1)
-    builder = LocalTreeBuilder(
-        head, local_ids, draft_ids, prior, options(), embed_tokens=embed,
-        lm_head=torch.zeros(V, H), dtype=torch.float32,
-    )  # fmt: skip
+    builder = build(head, options(), prior, embed, torch.zeros(V, H), local_ids, draft_ids)
     top = marginals.topk(5, dim=-1)
     (tree,) = builder.build(top.indices[None], top.values[None], [5], [5], [1], [5])
     scores = head(torch.tensor([[5]]), embed)[0, -1][torch.tensor([1, 2, 3, 4, 6])]
@@ -166,8 +168,6 @@ def test_reduced_vocabularies_meet_by_target_id() -> None:
     order = mixed.argsort(descending=True)
     assert tree.token_ids.tolist() == draft_ids[order].tolist()
     assert np.allclose(tree.scores, mixed[order].detach().numpy(), atol=1e-4)
+    head = make("gru_factorized", draft_vocab_size=6)
     with pytest.raises(ValueError, match="1 of the 5 that the block head drafts are not"):
-        LocalTreeBuilder(
-            make("gru_factorized", draft_vocab_size=6), local_ids[:-1], draft_ids, prior,
-            options(), embed_tokens=embed, lm_head=embed, dtype=torch.float32,
-        )  # fmt: skip
+        build(head, options(), prior, embed, embed, local_ids[:-1], draft_ids)

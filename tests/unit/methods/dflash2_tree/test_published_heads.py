@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.methods.absurd import refused
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
 from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
@@ -128,27 +129,20 @@ def test_published_values() -> None:
     glimmer = DFlash2Config.from_dict(published.MUSE_DFLASH2_GLIMMER_30B, num_target_layers=52)
     assert (glimmer.output_multiplier, glimmer.final_logit_softcapping) == (26**-0.5, 20.0)
     assert DFlash2Config.from_dict(glimmer.to_dict()) == glimmer
+    raw = changed(published.ZLAB_DFLASH2_QWEN38_27B, dflash_config={"selector_top_k": 129})
+    refused(lambda: DFlash2Config.from_dict(raw), "selector_top_k = 129", "1 to 128")
     # Beside the container these are values of the target's config.
     raw = changed(published.ZLAB_DFLASH2_QWEN38_27B, final_logit_softcapping=30.0)
     assert DFlash2Config.from_dict(raw, num_target_layers=64) == qwen
 
 
-def test_candidates_are_bounded() -> None:
-    raw = changed(published.ZLAB_DFLASH2_QWEN38_27B, dflash_config={"selector_top_k": 129})
-    with pytest.raises(ValueError, match=r"selector_top_k = 129.*1 to 128"):
-        DFlash2Config.from_dict(raw, num_target_layers=64)
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"conv_kernel_size": 0}, ["conv_kernel_size = 0", "1 to 5"]),
         ({"conv_kernel_size": 6}, ["conv_kernel_size = 6", "1 to 5"]),
         ({"conv_group_size": 3}, ["conv_group_size = 3", "a divisor of hidden_size = 16"]),
-        ({"conv_group_size": None}, ["conv_group_size = 0", "a divisor"]),
         ({"selector_rank": "6"}, ["selector_rank = '6'", "an integer"]),
         ({"selector_top_k": 31}, ["selector_top_k = 31", "1 to 30"]),
-        ({"selector_top_k": None}, ["selector_top_k = 0", "1 to 30"]),
         ({"output_multiplier": 0}, ["output_multiplier = 0", "a positive number"]),
         ({"input_embedding_scale": "2"}, ["input_embedding_scale = '2'", "a positive number"]),
         ({"final_logit_softcapping": -1}, ["final_logit_softcapping = -1", "0 or a positive"]),
@@ -158,9 +152,8 @@ def test_candidates_are_bounded() -> None:
     ],
 )  # fmt: skip
 def test_illegal_values_are_named(changes: dict[str, Any], words: list[str]) -> None:
-    with pytest.raises(ValueError, match="draft head config") as error:
-        DFlash2Config.from_dict(changed(ZLAB, dflash_config=changes), num_target_layers=4)
-    assert all(word in str(error.value) for word in words), error.value
+    raw = changed(ZLAB, dflash_config=changes)
+    refused(lambda: DFlash2Config.from_dict(raw, num_target_layers=4), "draft head config", *words)
 
 
 def test_other_methods_name_this_one(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.unit.methods.eagle3_tree.heads import LAYOUTS
 from tests.unit.methods.eagle3_tree.world import LENGTHS, VOCAB, World
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
@@ -17,19 +18,33 @@ from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels import build_best_first, tree_builder_triton
 
+NORMS = {f"midlayer.self_attn.{n}_norm.weight": 1 + torch.rand(8) for n in "qk"}
+BIASES = {"midlayer.self_attn.q_proj.bias": torch.randn(32)} | {
+    f"midlayer.self_attn.{n}_proj.bias": torch.randn(16) for n in "kvo"
+}
+
 
 @pytest.mark.parametrize(
-    "layout",
-    ["specforge", "specforge_eagle31", "speculators", "speculators_window", "speculators_layers",
-     "specforge_peagle", "speculators_peagle", "yuhuili"],
-)  # fmt: skip
-def test_each_branch_equals_the_chain_along_it(layout: str, tmp_path: Path) -> None:
-    world = World(tmp_path, layout)
+    ("layout", "head"),
+    [
+        # Scaled angles are those of block heads, which have the same rotary embedding.
+        *((layout, {}) for layout in LAYOUTS if not layout.startswith("modelopt")),
+        ("speculators", {"norm_before_fc": True}),
+        ("specforge", {"norm_before_residual": True}),
+        ("specforge", {"norm_output": True}),
+        ("specforge", {"extra": NORMS}),
+        ("specforge", {"extra": BIASES}),
+        ("specforge", {"partial_rotary_factor": 0.5}),
+        ("specforge", {"rope_parameters": {"partial_rotary_factor": 0.25}}),
+    ],
+)
+def test_each_branch_equals_the_chain_along_it(
+    layout: str, head: dict[str, Any], tmp_path: Path
+) -> None:
+    world = World(tmp_path, layout, head=head)
     world.commit_all()
     trees = world.drafter.propose(world.requests([16, 9, 16, 12], [8, 8, 1, 3]))
-    for r, tree in enumerate(trees):
-        tree.validate(VOCAB)
-        world.check(r, tree)
+    world.check(trees)
     assert trees[2].max_depth == trees[2].num_nodes  # width 1: a chain
     assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12]
     assert max(tree.max_depth for tree in trees) > 2
@@ -75,10 +90,9 @@ def test_trees_of_a_device_are_those_of_the_host(
         )
     )  # fmt: skip
     requests.widths[:] = [8] * 4
-    for r, tree in enumerate(read_trees(on_device)):
-        tree.validate(VOCAB)
-        device.check(r, tree)
-        theirs = host.drafter.propose(requests)[r]
+    trees = read_trees(on_device)
+    device.check(trees)
+    for tree, theirs in zip(trees, host.drafter.propose(requests), strict=True):
         assert tree.token_ids.tolist() == theirs.token_ids.tolist()
 
 
@@ -104,29 +118,22 @@ def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:
     assert len(seen) == 1 and len(states) == 4
 
 
-def test_a_window_that_is_not_applied_is_noticed(tmp_path: Path) -> None:
-    """Without the window, the comparison with the reference fails."""
-    world = World(tmp_path, "speculators_window")
-    world.commit_all()
-    assert world.cache.windows == (6,)
-    world.cache.windows = (None,)
-    tree = world.drafter.propose(world.requests([8] * 4, [8] * 4))[-1]
-    with pytest.raises(AssertionError):
-        world.check(3, tree)
-
-
-def test_layers_that_attend_too_little_of_the_context_are_noticed(tmp_path: Path) -> None:
-    """Keys and values of later layers depend on earlier tokens: without the nearest of them, the
+@pytest.mark.parametrize("layout", ["speculators_window", "speculators_layers"])
+def test_what_a_context_lacks_is_noticed(layout: str, tmp_path: Path) -> None:
+    """Without its window, or where later layers' keys attend too little of the context, the
     comparison with the reference fails."""
-    world = World(tmp_path, "speculators_layers")
+    world = World(tmp_path, layout)
     attend = world.cache.context_attention
     world.cache.context_attention = lambda rows, positions, slots: attend(  # type: ignore[method-assign]
         rows, (positions - 1).clamp_min(0), slots
     )
     world.commit_all()
+    if layout == "speculators_window":
+        assert world.cache.windows == (6,)
+        world.cache.windows = (None,)
     tree = world.drafter.propose(world.requests([8] * 4, [8] * 4))[-1]
     with pytest.raises(AssertionError):
-        world.check(3, tree)
+        world.check([tree], first=3)
 
 
 def test_a_head_with_a_mask_token_runs_once(tmp_path: Path) -> None:
@@ -142,7 +149,7 @@ def test_a_head_with_a_mask_token_runs_once(tmp_path: Path) -> None:
     world.drafter.head.mask_state = 2 * world.drafter.head.mask_state
     tree = world.drafter.propose(world.requests([16] * 4, [8] * 4))[3]
     with pytest.raises(AssertionError):
-        world.check(3, tree)
+        world.check([tree], first=3)
 
 
 def _exact(world: World, r: int, budget: int, depth: int, beam: int | None = None) -> list[Any]:
@@ -199,8 +206,7 @@ def test_roots_are_those_of_the_last_step(tmp_path: Path) -> None:
              [(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)]]  # fmt: skip
     for step in steps:
         world.commit(step)
-    for r, tree in enumerate(world.drafter.propose(world.requests([16] * 4, [8] * 4))):
-        world.check(r, tree)
+    world.check(world.drafter.propose(world.requests([16] * 4, [8] * 4)))
 
 
 def test_only_the_last_slot_depends_on_the_next_token(tmp_path: Path) -> None:
@@ -222,28 +228,20 @@ def test_requests_that_want_no_forward_get_none(tmp_path: Path) -> None:
     asked.forward_depths[:] = [0, 2, 0, 1]
     trees = world.drafter.propose(asked)
     assert [tree.max_depth for tree in trees] == [0, 2, 0, 1]
-    world.check(1, trees[1])
+    world.check(trees)
 
 
-def test_a_draft_that_no_step_came_before(tmp_path: Path) -> None:
-    """Warm-up and calibration draft for requests that nothing was committed for."""
-    world = World(tmp_path)
-    world.cache.key.zero_(), world.cache.value.zero_()
-    trees = world.drafter.propose(world.requests([4] * 4, [2] * 4))
-    assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
-
-
-def test_tokens_past_the_vocabulary_stop_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    for tokens in world.tokens:
-        tokens[:-1:3] = VOCAB + 1
-    world.commit_all()
-    trees = world.drafter.propose(world.requests([8] * 4, [8] * 4))
-    assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
-
-
-def test_positions_past_the_models_end_are_not_looked_up(tmp_path: Path) -> None:
+def test_drafts_never_stop_an_engine(tmp_path: Path) -> None:
+    """Warm-up drafts for requests that nothing was committed for; prompts hold tokens past the
+    vocabulary; texts reach the model's end."""
     world = World(tmp_path, max_model_len=34)
-    world.commit_all()
-    trees = world.drafter.propose(world.requests([8] * 4, [8] * 4))
+    world.cache.key.zero_(), world.cache.value.zero_()
+    asked = world.requests([8] * 4, [8] * 4)
+    for change in (None, 0, VOCAB + 1):
+        for tokens in world.tokens if change else ():
+            tokens[:-1:3] = change
+        if change is not None:
+            world.commit_all()
+        trees = world.drafter.propose(asked)
+        assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
     assert trees[-1].num_nodes == 8

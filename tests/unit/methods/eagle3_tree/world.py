@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -106,13 +106,15 @@ class World:
         layout: str = "specforge",
         expand: int = 16,
         device_cache: bool = False,
+        head: Mapping[str, Any] | None = None,
         **options: Any,
     ):
-        raw, tensors = write_head(folder, layout)
+        """`head` has changes of the layout's config, and `extra` tensors; `options` of the tree."""
+        raw, tensors = write_head(folder, layout, **(head or {}))
         config = {**raw, **raw.get("transformer_layer_config", {})}
         config["rope_theta"] = (config.get("rope_parameters") or config).get("rope_theta", 1e4)
         self.reference = ReferenceHead(config, tensors)
-        self.ids = tensors["d2t"] + torch.arange(12)
+        self.ids = torch.arange(len(tensors["lm_head.weight"])) + tensors.get("d2t", 0)
         # Peaked, so that trees become deep.
         self.lm_head = 1.5 * tensors["lm_head.weight"]
         torch.manual_seed(3)
@@ -161,18 +163,24 @@ class World:
         out = self.reference.along(self.tokens[r], branch, self.aux[r], self.embed)
         return (out @ self.lm_head.T).log_softmax(-1)
 
-    def check(self, r: int, tree: DraftTree) -> None:
+    def check(self, trees: Sequence[DraftTree], first: int = 0) -> None:
         """Every node has the score that its branch has when it is drafted as a chain."""
-        check_branches(tree, lambda branch: self.scores_along(r, branch), self.ids.tolist(), 2e-4)
+        check_branches(trees, self.scores_along, self.ids.tolist(), 2e-4, first)
 
 
 def check_branches(
-    tree: DraftTree, scores_along: Callable[[list[int]], torch.Tensor], ids: list[int], near: float
+    trees: Sequence[DraftTree],
+    scores_along: Callable[[int, list[int]], torch.Tensor],
+    ids: list[int],
+    near: float = 5e-4,
+    first: int = 0,
 ) -> None:
     """Raises unless each node scores less than its parent by what `scores_along` says of its token
-    after the tokens before it; of target tokens `ids` by draft id."""
-    for i, (*before, token) in enumerate(paths_of(tree)):
-        parent = int(tree.parent_indices[i])
-        above = 0.0 if parent < 0 else float(tree.scores[parent])
-        expected = float(scores_along(before)[ids.index(token)])
-        assert tree.scores[i] - above == pytest.approx(expected, abs=near)
+    after the tokens before it; of requests from `first` on, and target tokens `ids` by draft id."""
+    for r, tree in enumerate(trees, first):
+        tree.validate(max(ids) + 1)
+        for i, (*before, token) in enumerate(paths_of(tree)):
+            parent = int(tree.parent_indices[i])
+            above = 0.0 if parent < 0 else float(tree.scores[parent])
+            expected = float(scores_along(r, before)[ids.index(token)])
+            assert tree.scores[i] - above == pytest.approx(expected, abs=near)

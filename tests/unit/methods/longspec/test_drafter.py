@@ -32,12 +32,6 @@ TARGET = SimpleNamespace(
 )  # fmt: skip
 
 
-def dense_target(texts: list[KVSequence]) -> DenseTarget:
-    """The last layer's keys and values of each request."""
-    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
-    return DenseTarget([(text.key, text.value) for text in texts], spec, on_device=False)
-
-
 @pytest.fixture(scope="module", autouse=True)
 def vllm_kernels() -> None:
     current_platform.import_kernels()
@@ -61,6 +55,10 @@ def make_drafter(head: Path, **options: Any) -> LongSpecDrafter:
         LongSpecDrafter, head, lm_head=lm_head, embed=embed, text_config=TARGET, **given
     )
     drafter.bind_window(WindowCache(drafter.window_spec(), len(LENGTHS), torch.float32))
+    # The last layer's keys and values of each request.
+    spec = TargetCacheSpec(KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
+    caches = [(text.key, text.value) for text in sequences()]
+    drafter.bind_target_caches([DenseTarget(caches, spec, on_device=False)])
     return drafter
 
 
@@ -88,7 +86,6 @@ def requests_for(texts: list[KVSequence], budgets: list[int], widths: list[int])
 def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
     drafter = make_drafter(head)
     texts = sequences()
-    drafter.bind_target_caches([dense_target(texts)])
     budgets, widths = [16, 9, 16, 1, 12], [8, 8, 1, 8, 4]
     trees = drafter.propose(requests_for(texts, budgets, widths))
     module, _ = load_longspec_head(head, TARGET)
@@ -106,9 +103,7 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
 
 def test_windows_are_filled_once(head: Path) -> None:
     drafter = make_drafter(head)
-    texts = sequences()
-    drafter.bind_target_caches([dense_target(texts)])
-    asked = requests_for(texts, [4] * 5, [8] * 5)
+    asked = requests_for(sequences(), [4] * 5, [8] * 5)
     first = drafter.propose(asked)
     window: Any = drafter.window
     assert not len(window.missing(asked).token_ids)
@@ -124,7 +119,6 @@ def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
     texts = sequences()
     for text in texts:
         text.tokens[:-9:3] = VOCAB + 1
-    drafter.bind_target_caches([dense_target(texts)])
     trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
     assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
 
@@ -157,7 +151,5 @@ def test_a_window_is_no_longer_than_the_model(head: Path, max_model_len: int, si
 
 def test_positions_past_the_models_end_are_not_looked_up(head: Path) -> None:
     drafter = make_drafter(head, max_model_len=102)
-    texts = sequences()
-    drafter.bind_target_caches([dense_target(texts)])
-    trees = drafter.propose(requests_for(texts, [8] * 5, [8] * 5))
+    trees = drafter.propose(requests_for(sequences(), [8] * 5, [8] * 5))
     assert trees[-1].num_nodes == 8

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from vllm_specplug.methods.tokenswift.head import (
     TokenSwiftConfig,
     TokenSwiftHeads,
-    inspect_heads,
     load_heads,
     save_heads,
 )
@@ -39,7 +38,7 @@ def test_heads_are_chained_residuals() -> None:
         torch.testing.assert_close(output, post * head.post_layernorm.weight)
 
 
-def test_published_names_and_round_trip(tmp_path) -> None:
+def test_published_names(tmp_path) -> None:
     heads = _heads()
     save_heads(tmp_path, heads, dtype=torch.float32)
     names = set(load_file(tmp_path / "model.safetensors"))
@@ -48,11 +47,6 @@ def test_published_names_and_round_trip(tmp_path) -> None:
         for i in range(3)
         for name in ("linear", "input_layernorm", "post_layernorm")
     }
-    loaded, target_ids = load_heads(tmp_path, TARGET)
-    assert target_ids is None
-    hidden = torch.randn(2, 16)
-    assert torch.equal(loaded(hidden), heads(hidden))
-    assert inspect_heads(tmp_path, TARGET) == heads.config
 
 
 def test_a_full_published_model_gives_its_heads_alone(tmp_path) -> None:
@@ -61,12 +55,6 @@ def test_a_full_published_model_gives_its_heads_alone(tmp_path) -> None:
     base = {"model.layers.0.mlp.up_proj.weight": torch.ones(3, 3), "lm_head.weight": torch.ones(9)}
     save_file({**load_file(path), **base}, path)
     assert len(load_heads(tmp_path, TARGET)[0].state_dict()) == 9
-
-
-def test_reduced_vocabulary(tmp_path) -> None:
-    ids = torch.tensor([1, 5, 6, 39])
-    save_heads(tmp_path, _heads(4), target_ids=ids)
-    assert torch.equal(load_heads(tmp_path, TARGET)[1], ids)
 
 
 def test_a_config_without_a_number_of_heads_is_refused(tmp_path) -> None:

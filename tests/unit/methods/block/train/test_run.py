@@ -14,21 +14,6 @@ from vllm_specplug.methods.block.train.objective import default_gamma
 STILL = {"total_steps": 1, "learning_rate": 1e-30, "adam_learning_rate": 1e-30}
 
 
-def test_a_new_head_has_the_end_of_turn_token_and_is_measured(make_job, target_folder):
-    job = make_job("jetspec")
-    _, facts = job.train()
-    config = json.loads((target_folder / "config.json").read_text())
-    head, extras = load_block_head(job.head, config)
-    assert (head.config.target_layer_ids, head.config.causal) == ((0, 2), True)
-    assert head.config.block_size == 4
-    assert head.config.max_position_embeddings == config["max_position_embeddings"] > 0
-    ids = extras.target_ids
-    assert 2 in ids  # the end-of-turn id is always drafted
-    assert torch.equal(ids, ids.sort().values)
-    assert len(facts["heldout"]["slot_accuracy"]) == 3
-    assert any("mean acceptance length" in line for line in job.lines)
-
-
 def test_a_bidirectional_run_starts_from_a_causal_head(make_job, target_folder):
     """Same weights and draft tokens at step 0, its own mask, and the origin on record."""
     causal = make_job("jetspec")

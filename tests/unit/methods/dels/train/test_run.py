@@ -8,37 +8,12 @@ import json
 import pytest
 import torch
 
-from tests.unit.train.heads import Job
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dels.train.batch import local_anchors, pack_local
 from vllm_specplug.train.text import TextSequence
-from vllm_specplug.train.trainer import Trainer
 
 DIRECT = {"input_size": 10, "parameterization": "direct_vocab", "lm_head_mode": "low_rank"}
-
-
-def trainer_of(job: Job) -> Trainer:
-    made = job.start(job.run, job.recipe)
-    return Trainer(made.head, made.tables, made.training.store, made.objective)
-
-
-@pytest.mark.parametrize(
-    ("kind", "shape"), [("gru", {}), ("markov", {}), ("gru", DIRECT)], ids=["gru", "markov", "own"]
-)
-def test_training_starts_as_a_no_op_and_learns(make_job, kind, shape):
-    trainer = trainer_of(
-        make_job(kind, total_steps=80, learning_rate=0.05, warmup_steps=0, **shape)
-    )
-    tokens, tables = torch.randint(0, 64, (5, 3)), trainer.tables
-    lm_head = tables.lm_head.float()
-    scores = trainer.head(tokens, tables.embed_tokens, lm_head)
-    assert torch.equal(scores, torch.zeros_like(scores))
-    losses = [trainer.train_step()["loss"] for _ in range(80)]
-    # All scores equal: the loss of the first step is that of a uniform guess.
-    assert losses[0] == pytest.approx(torch.log(torch.tensor(64.0)).item(), rel=1e-3)
-    assert sum(losses[-5:]) < 0.9 * 5 * losses[0]
-    assert trainer.head(tokens, tables.embed_tokens, lm_head).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("shape", [{}, DIRECT], ids=["gru", "own"])
@@ -93,7 +68,7 @@ def test_anchors_of_a_sample_are_limited_and_random():
 
 
 def test_a_markov_head_sees_every_pair_once(make_job):
-    trainer = trainer_of(make_job("markov", anchors_per_step=30))
+    trainer = make_job("markov", anchors_per_step=30).trainer()
     batch = trainer.objective.draw(trainer)
     # Whole answers of 24 tokens: 23 pairs each.
     assert batch.tokens.shape == (46, 1)
@@ -101,13 +76,13 @@ def test_a_markov_head_sees_every_pair_once(make_job):
 
 
 def test_a_step_trains_the_frequent_tokens_and_some_others(make_job):
-    trainer = trainer_of(make_job("gru by KL", vocab_per_step=20))
+    trainer = make_job("gru by KL", vocab_per_step=20).trainer()
     first, second = (trainer.objective.step_vocabulary(step) for step in (0, 1))
     assert len(set(first.tolist())) == 20
     counts = trainer.store.answer_counts(64)
     assert counts[first[:10]].min() >= counts.sort(descending=True).values[9]
     assert torch.equal(first[:10], second[:10]) and not torch.equal(first, second)
-    every = trainer_of(make_job("gru by KL", vocab_per_step=64))
+    every = make_job("gru by KL", vocab_per_step=64).trainer()
     assert every.objective.step_vocabulary(0) is None
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,19 @@ def sequence_of(world: World, r: int, prompt_len: int = 1) -> FeatureSequence:
     )
 
 
-@pytest.mark.parametrize("layout", ["specforge", "specforge_eagle31", "speculators"])
-def test_runs_of_an_anchor_are_drafts_along_the_answer(layout: str, tmp_path: Path) -> None:
+NORMS = {f"midlayer.self_attn.{n}_norm.weight": 1 + torch.rand(8) for n in "qk"}
+
+
+@pytest.mark.parametrize(
+    ("layout", "head_changes"),
+    [("specforge", {}), ("specforge_eagle31", {}), ("speculators", {"norm_before_fc": True}),
+     ("specforge", {"extra": NORMS})],
+)  # fmt: skip
+def test_runs_of_an_anchor_are_drafts_along_the_answer(
+    layout: str, head_changes: dict[str, Any], tmp_path: Path
+) -> None:
     """Run k equals the head of the equations as a chain along the next k tokens."""
-    world = World(tmp_path, layout)
+    world = World(tmp_path, layout, head=head_changes)
     head, _ = load_eagle3_head(tmp_path, SMALL)
     chosen = [torch.tensor([0, 4]), torch.tensor([3, 16, 17]), torch.tensor([29])]
     batch = pack([sequence_of(world, r) for r in (1, 2, 3)], chosen, steps=3)

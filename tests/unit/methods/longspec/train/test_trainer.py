@@ -29,7 +29,6 @@ from vllm_specplug.methods.longspec.train.objective import (
     window_attention,
 )
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
-from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 VOCAB = 64
@@ -85,13 +84,12 @@ def test_features_are_the_targets_last_layer_at_shifted_positions(
                 use_cache=True,
             )
         last = output.past_key_values.layers[-1]
-        torch.testing.assert_close(sequence.key, last.keys[0].transpose(0, 1), atol=0.06, rtol=0.06)
-        torch.testing.assert_close(
-            sequence.value, last.values[0].transpose(0, 1), atol=0.06, rtol=0.06
-        )
-        torch.testing.assert_close(
-            sequence.hidden, output.last_hidden_state[0], atol=0.06, rtol=0.06
-        )
+        states = last.keys[0].transpose(0, 1), last.values[0].transpose(0, 1)
+        for ours, theirs in (
+            (sequence.key, states[0]), (sequence.value, states[1]),
+            (sequence.hidden, output.last_hidden_state[0]),
+        ):  # fmt: skip
+            torch.testing.assert_close(ours, theirs, atol=0.06, rtol=0.06)
 
 
 def test_first_positions_stay_where_they_are() -> None:
@@ -105,52 +103,30 @@ def test_first_positions_stay_where_they_are() -> None:
 
 def make_head(window: int = 16) -> LongSpecHead:
     torch.manual_seed(1)
-    config = LongSpecConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        vocab_size=VOCAB,
-        draft_vocab_size=VOCAB,
-        window_size=window,
-    )
+    config = LongSpecConfig(32, 48, 4, 2, 8, VOCAB, VOCAB, window_size=window)
     return LongSpecHead(config)
-
-
-def make_trainer(store: KVFeatureStore, **options: object) -> Trainer:
-    torch.manual_seed(2)
-    recipe = LongSpecRecipe(
-        optimizer="adamw", adam_learning_rate=1e-2, tokens_per_step=60, warmup_steps=1, **options
-    )  # type: ignore[arg-type]
-    return Trainer(
-        make_head(),
-        random_tables().to(torch.bfloat16),
-        store,
-        LongSpecObjective(recipe),
-    )
 
 
 def random_tables() -> DraftTables:
     return DraftTables(torch.randn(VOCAB, 32), torch.randn(VOCAB, 32), torch.arange(VOCAB))
 
 
-def test_checkpointing_changes_memory_and_not_the_gradient(store: KVFeatureStore) -> None:
+def test_checkpointing_changes_memory_and_not_the_gradient(make_job: Any) -> None:
     grads = []
     for flag in (False, True):
-        trainer = make_trainer(store, gradient_checkpointing=flag)
+        trainer = make_job("longspec", gradient_checkpointing=flag).trainer()
         trainer.accelerator.backward(trainer.step_loss().total)
         grads.append(trainer.head.cross_attn.q_proj.weight.grad.clone())
     torch.testing.assert_close(*grads)
 
 
-def test_noise_draws_every_staleness_and_can_be_switched_off(store: KVFeatureStore) -> None:
-    trainer = make_trainer(store)
+def test_noise_draws_every_staleness_and_can_be_switched_off(make_job: Any) -> None:
+    trainer = make_job("longspec").trainer()
     drawn = set()
     for trainer.step in range(30):
         drawn.update(trainer.objective.draw(trainer).staleness)
     assert drawn == {1, 2, 3, 4}
-    quiet = make_trainer(store, max_staleness=1)
+    quiet = make_job("longspec", max_staleness=1).trainer()
     assert set(quiet.objective.draw(quiet).staleness) == {1}
 
 

@@ -15,19 +15,14 @@ from vllm_specplug.methods.tokenswift.train.objective import (
 )
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe
 from vllm_specplug.train.features import FeatureStore
-from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 VOCAB, HIDDEN, LAYERS = 64, 32, 3
 
 
-def test_heads_are_held_to_the_tokens_two_and_more_places_on(feature_folders) -> None:
-    store, table = FeatureStore(feature_folders[0]), torch.randn(VOCAB, HIDDEN)
-    objective = TokenSwiftObjective(
-        TokenSwiftRecipe(tokens_per_step=40), last_layer_columns(store, LAYERS, HIDDEN)
-    )
-    heads = new_heads(TokenSwiftConfig(HIDDEN, VOCAB, VOCAB), torch.ones(HIDDEN))
-    trainer = Trainer(heads, DraftTables(table, table, torch.arange(VOCAB)), store, objective)
+def test_heads_are_held_to_the_tokens_two_and_more_places_on(make_job) -> None:
+    trainer = make_job("tokenswift", draft_vocab_size=VOCAB).trainer()
+    store, objective = trainer.store, trainer.objective
     batch = objective.draw(trainer)
     order = type(trainer.order)(store, 0)
     start = 0
@@ -56,16 +51,11 @@ def test_new_heads_repeat_the_base_prediction() -> None:
     torch.testing.assert_close(outputs[0], expected)
 
 
-def test_the_loss_is_the_sum_of_the_heads_cross_entropies(feature_folders) -> None:
-    store, table = FeatureStore(feature_folders[0]), torch.randn(VOCAB, HIDDEN)
-    objective = TokenSwiftObjective(
-        TokenSwiftRecipe(tokens_per_step=40, loss="sft", compile=False),
-        last_layer_columns(store, LAYERS, HIDDEN),
-    )
-    heads = new_heads(TokenSwiftConfig(HIDDEN, VOCAB, VOCAB), torch.ones(HIDDEN))
-    trainer = Trainer(heads, DraftTables(table, table, torch.arange(VOCAB)), store, objective)
-    batch = objective.draw(trainer)
-    loss = objective.loss(trainer, batch)
+def test_the_loss_is_the_sum_of_the_heads_cross_entropies(make_job) -> None:
+    trainer = make_job("tokenswift", draft_vocab_size=VOCAB, loss="sft").trainer()
+    batch = trainer.objective.draw(trainer)
+    loss = trainer.objective.loss(trainer, batch)
+    table = trainer.tables.lm_head
     outputs = trainer.forward(batch.hidden.float()).bfloat16().float()
     expected = sum(
         torch.nn.functional.cross_entropy(output @ table.bfloat16().float().t(), target)
