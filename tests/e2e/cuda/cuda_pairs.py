@@ -69,13 +69,36 @@ def engines(
     return made
 
 
+@contextmanager
+def outputs_are_final() -> Iterator[None]:
+    """Raises if a later step writes to the outputs of a step, which a stream of vLLM's copies to
+    the host while later steps run."""
+    copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+    stock = TreeOutput.__init__
+
+    def kept(
+        self: TreeOutput, *, sampler_output: Any, num_sampled_tokens: Any, **more: Any
+    ) -> None:
+        stock(self, sampler_output=sampler_output, num_sampled_tokens=num_sampled_tokens, **more)
+        tensors = [sampler_output.sampled_token_ids, num_sampled_tokens]
+        if sampler_output.logprobs_tensors is not None:
+            tensors.append(sampler_output.logprobs_tensors.logprobs)
+        copied.extend((tensor, tensor.clone()) for tensor in tensors)
+
+    with patch.object(TreeOutput, "__init__", kept):
+        yield
+    assert copied
+    assert all(torch.equal(tensor, copy) for tensor, copy in copied)
+
+
 def compare(made: Pair, ahead: bool) -> Counts:
     params = [
         greedy(max_tokens=10, logprobs=2),
         seeded(1, max_tokens=12),
         seeded(2, max_tokens=8, logprobs=2),
     ]
-    _, counts = made.compare(PROMPTS, params)
+    with outputs_are_final():
+        _, counts = made.compare(PROMPTS, params)
     assert (counts.stale > 0) == ahead, counts
     return counts
 
