@@ -133,23 +133,29 @@ def test_engine_combinations(
         engine_config(target, spec, **engine)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+_FP8_CACHE = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
+                        "dynamic": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2", "as the checkpoint says"])
 def test_fp8_caches_are_read_by_whom_they_can_be(
     target: Path, head: Path, tmp_path: Path, kind: str
 ) -> None:
     """Not by drafts over the target's own keys and values."""
-    spec = engine_config(target, _jetspec(head), kv_cache_dtype=kind).speculative_config
-    assert spec.plugin_method == "jetspec"
+    engine = {"kv_cache_dtype": kind}
+    if kind == "as the checkpoint says":
+        target, engine = _changed(target, tmp_path, quantization_config=_FP8_CACHE), {}
+    assert engine_config(target, _jetspec(head), **engine).speculative_config.plugin_method
     heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
     for source in ("heads", "ngrams"):
-        assert engine_config(target, {**heads, "draft_source": source}, kv_cache_dtype=kind)
-    for options, message in (
-        ({**heads, "draft_source": "self"}, "draft_source='self' its drafts read the target"),
-        (heads, "draft_source='auto' its drafts read the target"),
-        (_jetspec(head, tree_kernel="triton"), "tree_kernel"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            engine_config(target, options, kv_cache_dtype=kind)
+        assert engine_config(target, {**heads, "draft_source": source}, **engine)
+    for options, source in (({"draft_source": "self"}, "self"), ({}, "auto")):
+        with pytest.raises(ValueError, match=f"draft_source='{source}' its drafts read the target"):
+            engine_config(target, {**heads, **options}, **engine)
 
 
 @pytest.mark.parametrize(
@@ -274,27 +280,6 @@ def test_wrong_targets(
     other = _changed(target, tmp_path, **change)
     with pytest.raises(ValueError, match=message):
         engine_config(other, _jetspec(head))
-
-
-_FP8_CACHE = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
-    "ignore": [],
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
-                        "dynamic": False},
-}  # fmt: skip
-
-
-def test_drafts_do_not_read_a_quantised_cache_that_the_checkpoint_asks_for(
-    target: Path, tmp_path: Path
-) -> None:
-    other = _changed(target, tmp_path, quantization_config=_FP8_CACHE)
-    heads = str(make_tokenswift_heads(tmp_path / "heads", VOCAB))
-    assert engine_config(other, {"method": "ngram_tree"}).speculative_config.plugin_method
-    with pytest.raises(
-        ValueError,
-        match="quantised KV cache: with draft_source='self' its drafts read",
-    ):
-        engine_config(other, {"method": "tokenswift", "model": heads, "draft_source": "self"})
 
 
 _HYBRID = {
