@@ -67,18 +67,6 @@ class LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def test_bytes_are_counted_while_they_live() -> None:
-    with LiveBytes() as live:
-        held = torch.zeros(1000)
-        view = held[10:].view(-1)
-        assert live.now == live.most == 4000
-        del held
-        torch.ones(500)
-        assert (live.now, live.most) == (4000, 6000)
-        del view
-        assert live.now == 0
-
-
 class _Cache:
     def write(self, *args: Any) -> None: ...
 
