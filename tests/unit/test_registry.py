@@ -113,11 +113,6 @@ def test_an_unknown_kind_says_what_was_found_and_what_is_known(tmp_path: Path) -
     assert "ngram_tree" not in str(error.value)
 
 
-def test_a_registered_method_recognises_its_own_heads(tmp_path: Path) -> None:
-    register(replace(STRANGER, recognises=f"{__name__}:is_odd"))
-    assert recognise_head(_odd_head(tmp_path)).name == "stranger"
-
-
 def test_heads_of_several_methods_need_a_name(tmp_path: Path) -> None:
     register(replace(STRANGER, recognises=f"{__name__}:is_everything"))
     register(replace(STRANGER, name="other", recognises=f"{__name__}:is_odd"))

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from prometheus_client import REGISTRY
+from vllm.v1.engine import EngineCoreOutputs
+from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_specplug.engine import metrics_bridge
 from vllm_specplug.engine.spec_config import SpecPlugSpeculativeConfig
@@ -31,33 +33,15 @@ def make_payload() -> dict:
     return payload
 
 
-class FakeScheduler:
-    """A scheduler whose statistics are on or off."""
-
-    def __init__(self, log_stats: bool) -> None:
-        self.log_stats = log_stats
-
-    def update_from_output(self, scheduler_output, model_runner_output):
-        from vllm.v1.engine import EngineCoreOutputs
-        from vllm.v1.metrics.stats import SchedulerStats
-
-        stats = SchedulerStats(num_running_reqs=1) if self.log_stats else None
-        return {0: EngineCoreOutputs(scheduler_stats=stats)}
-
-
-@pytest.fixture(scope="module")
-def scheduler_cls():
-    FakeScheduler.update_from_output = metrics_bridge.wrap_update_from_output(
-        FakeScheduler.update_from_output
-    )
-    return FakeScheduler
-
-
 @pytest.mark.parametrize(("has_payload", "log_stats"), [(True, True), (False, True), (True, False)])
-def test_scheduler_hands_on_what_the_runner_attached(scheduler_cls, has_payload, log_stats):
+def test_scheduler_hands_on_what_the_runner_attached(has_payload, log_stats):
     payload = make_payload()
     output = SimpleNamespace(**({STATS_ATTRIBUTE: payload} if has_payload else {}))
-    stats = scheduler_cls(log_stats).update_from_output(None, output)[0].scheduler_stats
+    stock = SchedulerStats(num_running_reqs=1) if log_stats else None
+    update = metrics_bridge.wrap_update_from_output(
+        lambda *args: {0: EngineCoreOutputs(scheduler_stats=stock)}
+    )
+    stats = update(SimpleNamespace(running=[]), None, output)[0].scheduler_stats
     if not log_stats:
         assert stats is None
         return

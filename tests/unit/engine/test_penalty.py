@@ -100,18 +100,3 @@ def test_a_server_that_would_not_apply_it_says_so(overrides, reason) -> None:
     with pytest.raises(VLLMValidationError, match=reason):
         check_request(_config(**overrides), asks)
     check_request(_config(**overrides), SamplingParams())
-
-
-def test_vllm_checks_requests_and_builds_the_processor() -> None:
-    from vllm.v1.engine.input_processor import InputProcessor
-    from vllm.v1.worker.gpu.sample.logits_processor import loader
-
-    from vllm_specplug.engine import install
-    from vllm_specplug.engine.penalty import PenaltyProcessor
-
-    install()
-    assert loader._load_v2_logitsprocs(None) == [PenaltyProcessor]
-    loader.build_custom_logits_processors_params_validator(None)(SamplingParams())
-    build = InputProcessor._build_logits_processors_params_validator
-    assert build.__module__ == "vllm.v1.engine.input_processor" and build.__wrapped__
-    assert build.__code__.co_filename.endswith("penalty.py")

@@ -30,6 +30,11 @@ def with_triton(monkeypatch: pytest.MonkeyPatch, has: bool = True) -> None:
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", has)
 
 
+def ask_for(monkeypatch: pytest.MonkeyPatch, runner: str | None) -> None:
+    if runner is not None:
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+
+
 def on_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Configs as on CUDA: beyond their options, they look at nothing of the device."""
     monkeypatch.setattr(spec_config, "current_device", lambda: device)
@@ -62,8 +67,7 @@ def test_trees_take_v2(
     """Scheduled ahead where that is asked for: the config's device stays a CPU."""
     on_device(monkeypatch, device)
     with_triton(monkeypatch, triton)
-    if asked is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    ask_for(monkeypatch, asked)
     config = engine_config(target, TREES, async_scheduling=ahead)
     assert config.use_v2_model_runner
     assert config.parallel_config.worker_cls == f"vllm_specplug.vllm_v2.{WORKERS[device]}"
@@ -113,15 +117,20 @@ def test_what_vllms_own_v2_lacks_stops_the_start(
     stock = getattr(VllmConfig, name)
     monkeypatch.setattr(VllmConfig, name, lambda self: [*stock(self), "this feature"])
     with_triton(monkeypatch, triton)
-    if asked is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    ask_for(monkeypatch, asked)
     with pytest.raises(ValueError, match="'ngram_tree' .*does not support this feature. Leave"):
         engine_config(target, TREES)
 
 
 @pytest.mark.parametrize(
     ("asked", "triton", "is_v2"),
-    [(None, False, False), (None, True, True), ("0", True, False), ("1", True, True)],
+    [
+        (None, False, False),
+        (None, True, True),
+        ("0", True, False),
+        ("1", True, True),
+        ("1", False, None),
+    ],
 )
 def test_plain_vllm_keeps_its_own_choice(
     target: Path,
@@ -129,23 +138,17 @@ def test_plain_vllm_keeps_its_own_choice(
     lines: list[str],
     asked: str | None,
     triton: bool,
-    is_v2: bool,
+    is_v2: bool | None,
 ) -> None:
+    """Of which V2 needs Triton."""
     with_triton(monkeypatch, triton)
-    if asked is not None:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", asked)
+    ask_for(monkeypatch, asked)
+    if is_v2 is None:
+        with pytest.raises(ValueError, match="Triton"):
+            engine_config(target, None)
+        return
     assert engine_config(target, None).use_v2_model_runner == is_v2
     assert not lines
-
-
-def test_plain_vllm_still_needs_triton_for_v2(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with_triton(monkeypatch, False)
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    assert engine_config(target, TREES).use_v2_model_runner
-    with pytest.raises(ValueError, match="Triton"):
-        engine_config(target, None)
 
 
 @pytest.mark.parametrize("asked", [None, True, False])

@@ -56,20 +56,13 @@ def test_one_line_an_interval_about_that_interval_only(clock, caplog):
     ]
 
 
-def test_an_idle_worker_says_nothing(clock, caplog):
-    metrics = make_metrics(clock)
-    with caplog.at_level(logging.INFO):
-        for _ in range(100):
-            metrics.end_step()
-            clock.now += 1.0
-    assert not caplog.messages
-
-
-def test_other_ranks_return_payloads_and_stay_silent(clock, caplog):
-    metrics = make_metrics(clock, is_reporting=False)
+@pytest.mark.parametrize("is_reporting", [True, False])
+def test_an_idle_worker_and_other_ranks_say_nothing(clock, caplog, is_reporting):
+    metrics = make_metrics(clock, is_reporting=is_reporting)
     with caplog.at_level(logging.INFO):
         for _ in range(600):
-            assert step(metrics, num_accepted=0) is not None
+            payload = metrics.end_step() if is_reporting else step(metrics, num_accepted=0)
+            assert (payload is None) == is_reporting
             clock.now += 1.0
     assert not caplog.messages
 

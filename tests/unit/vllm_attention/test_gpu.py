@@ -65,6 +65,14 @@ def test_draft_layers_share_a_group_with_a_quantised_target(cache_dtype, dtype, 
     assert held["t0"].page_size_bytes == 16 * 2 * token_bytes
 
 
+def config_of(backend, dtype, cache_dtype):
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=backend),
+        model_config=SimpleNamespace(dtype=dtype, use_mla=False),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
+    )
+
+
 @pytest.mark.parametrize(
     ("dtype", "cache_dtype", "expected"),
     [
@@ -79,12 +87,7 @@ def test_the_attention_backend_taken_has_the_numbers(dtype, cache_dtype, expecte
     """FlashAttention has no float32 and no scales of each token; vLLM would refuse to start."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    attention = SimpleNamespace(backend=None)
-    config = SimpleNamespace(
-        attention_config=attention,
-        model_config=SimpleNamespace(dtype=dtype, use_mla=False),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-    )
+    config = config_of(None, dtype, cache_dtype)
     try:
         claim_attention_backend(config)
         backends = {
@@ -93,7 +96,7 @@ def test_the_attention_backend_taken_has_the_numbers(dtype, cache_dtype, expecte
         }
     finally:
         ATTENTION_BACKENDS.undo()
-    assert attention.backend.name == expected
+    assert config.attention_config.backend.name == expected
     tree_classes = (TreeFlashAttentionBackend, TreeTritonAttentionBackend)
     chosen = {c.__name__: c for c in tree_classes}[backends[expected]]
 
@@ -109,11 +112,7 @@ def test_the_attention_backend_taken_has_the_numbers(dtype, cache_dtype, expecte
 def test_flash_attention_is_refused_over_scales_of_each_token(cache_dtype):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    config = SimpleNamespace(
-        attention_config=SimpleNamespace(backend=AttentionBackendEnum.FLASH_ATTN),
-        model_config=SimpleNamespace(dtype=torch.bfloat16, use_mla=False),
-        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
-    )
+    config = config_of(AttentionBackendEnum.FLASH_ATTN, torch.bfloat16, cache_dtype)
     message = f"FLASH_ATTN cannot .* over kv_cache_dtype='{cache_dtype}'. Use TRITON_ATTN, or leave"
     with pytest.raises(ValueError, match=message):
         claim_attention_backend(config)

@@ -86,6 +86,12 @@ def check(config: VllmConfig) -> None:
     check_target_layers(config.compilation_config.static_forward_context, "ngram_tree")
 
 
+class Derived(TreeCPUAttentionBackend): ...
+
+
+class ChunkedAttention(Attention): ...
+
+
 def test_plain_full_attention_is_served(config: VllmConfig) -> None:
     layer(config)
     layer(config, 1)
@@ -103,6 +109,9 @@ def test_plain_full_attention_is_served(config: VllmConfig) -> None:
         ({"attn_type": AttentionType.ENCODER_DECODER}, "not a decoder's"),
         ({"head_size_v": 16}, "values of another size"),
         ({"attn_backend": CPUAttentionBackend}, "implementation CPUAttentionBackendImpl"),
+        # Chunked and sink layers derive a backend whose implementation is ours all the same.
+        ({"attn_backend": Derived}, "attention backend Derived"),
+        ({"cls": ChunkedAttention}, "layer class ChunkedAttention"),
     ],
 )
 def test_each_feature_is_refused_by_layer_and_name(
@@ -255,24 +264,6 @@ def test_draft_layers_that_split_the_targets_groups_are_told_of(
 def test_bidirectional_prefixes_are_refused(config: VllmConfig) -> None:
     layer(config).use_mm_prefix = True
     with pytest.raises(ValueError, match="both directions"):
-        check(config)
-
-
-def test_layers_that_change_their_metadata_are_refused(config: VllmConfig) -> None:
-    """Chunked and sink layers derive a backend whose implementation is ours all the same."""
-
-    class Derived(TreeCPUAttentionBackend):
-        pass
-
-    class ChunkedAttention(Attention):
-        pass
-
-    layer(config, 1, attn_backend=Derived)
-    with pytest.raises(ValueError, match="attention backend Derived"):
-        check(config)
-    config.compilation_config.static_forward_context.clear()
-    layer(config, 2, cls=ChunkedAttention)
-    with pytest.raises(ValueError, match="layer class ChunkedAttention"):
         check(config)
 
 

@@ -26,6 +26,11 @@ from vllm_specplug.vllm_v2.step_input import step_rows
 N = 16
 
 
+def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """A tensor of the pretended device."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class Recorder(TorchDispatchMode):
     """Counts operations on the pretended device, views left out, and launches of Triton's kernels,
     which do not run."""
@@ -93,7 +98,6 @@ class Step:
         self.store = TreeStore(SLOTS, N, VOCAB, torch.device("meta"))
         self.trees = attach_trees(self.store, step_rows(batch, N))
         rows = len(self.trees.depths)
-        self.samples = torch.empty(rows, dtype=torch.int64, device="meta")
-        self.tokens = torch.empty(rows, dtype=torch.int32, device="meta")
+        self.samples, self.tokens = numbers(rows), numbers(rows, dtype=torch.int32)
         self.walk = walk_trees(self.trees, self.samples, self.tokens)
-        self.slots = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
+        self.slots = numbers(batch.num_tokens)

@@ -29,7 +29,7 @@ from tests.e2e.tiny import (
 from tests.pretended_graph import pretended_graphs
 from tests.unit.budget.calibrations import calibration
 from tests.unit.drafters import load_drafter
-from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
+from tests.unit.vllm_v2.pretended import N, Recorder, Step, numbers, reads_the_device
 from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
 from vllm_specplug.drafting import head_drafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -67,10 +67,6 @@ TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers
 LAUNCHES_OF_A_PART = 15
 """What a budget that follows the load adds when not every request of the batch gets a draft
 forward. Beside their three kernels, n-gram branches add nothing."""
-
-
-def numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device=META)
 
 
 def top(logits: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:

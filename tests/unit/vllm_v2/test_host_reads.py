@@ -16,7 +16,7 @@ import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 
-from tests.unit.vllm_v2.pretended import N, Recorder, Step, reads_the_device
+from tests.unit.vllm_v2.pretended import N, Recorder, Step, numbers, reads_the_device
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.metrics import StepStats
@@ -79,8 +79,7 @@ class _Stock:
     """What vLLM's runner does around the overrides: its kernels run elsewhere."""
 
     def prepare_attn(self, batch: Any) -> tuple[Any, torch.Tensor]:
-        slots = torch.empty((1, batch.num_tokens), dtype=torch.int64, device="meta")
-        return (torch.empty((3, 9), dtype=torch.int32, device="meta"),), slots
+        return (numbers(3, 9, dtype=torch.int32),), numbers(1, batch.num_tokens)
 
     def sample(self, hidden_states: Any, batch: Any, grammar_output: Any) -> Any:
         return self.rejection_sampler(hidden_states, batch)  # type: ignore[attr-defined]
@@ -94,8 +93,8 @@ def _runner(step: Step) -> Any:
     batch, samples = step.batch, step.samples
     batch.num_draft_tokens = rows - 3
     batch.query_start_loc_np = np.array([0, 17, 39, 43])
-    batch.positions = torch.empty(batch.num_tokens, dtype=torch.int64, device="meta")
-    batch.input_ids = torch.empty(batch.num_tokens, dtype=torch.int32, device="meta")
+    batch.positions = numbers(batch.num_tokens)
+    batch.input_ids = numbers(batch.num_tokens, dtype=torch.int32)
     runner: Any = object.__new__(_Runner)
     runner.tree_backend = PretendedBackend()
     runner.num_speculative_steps = N
@@ -124,9 +123,8 @@ def _run(runner: Any, batch: Any) -> Any:
 
 
 def _sample(runner: Any, batch: Any) -> Any:
-    return runner.sample(
-        torch.empty((len(batch.logits_indices), VOCAB), device="meta"), batch, None
-    )
+    hidden_states = numbers(len(batch.logits_indices), VOCAB, dtype=torch.float32)
+    return runner.sample(hidden_states, batch, None)
 
 
 @pytest.fixture
@@ -162,10 +160,10 @@ def test_a_step_from_a_graph_reads_nothing_and_keeps_to_its_launches(
     step = Step()
     runner, batch = _runner(step), step.batch
     backend = runner.tree_backend
-    batch.query_start_loc = _numbers(7, dtype=torch.int32)
+    batch.query_start_loc = numbers(7, dtype=torch.int32)
     batch.num_tokens_after_padding, batch.max_query_len = 48, None
-    padded = SimpleNamespace(**{**vars(batch), "seq_lens": _numbers(6, dtype=torch.int32)})
-    tables = (_numbers(6, 9, dtype=torch.int32),)
+    padded = SimpleNamespace(**{**vars(batch), "seq_lens": numbers(6, dtype=torch.int32)})
+    tables = (numbers(6, 9, dtype=torch.int32),)
 
     def run() -> Any:
         runner.prepare_attn(batch)
@@ -183,7 +181,7 @@ def test_a_step_from_a_graph_reads_nothing_and_keeps_to_its_launches(
 def test_rotary_positions_on_several_axes_read_nothing() -> None:
     step = Step()
     # As in vLLM, a view of a buffer with more columns.
-    positions = _numbers(3, len(step.slots) + 9)[:, :-9]
+    positions = numbers(3, len(step.slots) + 9)[:, :-9]
     with Recorder() as recorder:
         set_axes(step.trees, positions)
     assert 0 < recorder.operations <= 6, recorder.operations
@@ -196,7 +194,3 @@ def test_statistics_that_read_the_walk_are_noticed(moved: list[tuple[Any, ...]])
     runner.tree_backend.is_host = True
     runner.speculator.learn = lambda batch, walk, seq_lens, trees: walk.lengths.tolist()
     assert reads_the_device(lambda: _run(runner, step.batch))
-
-
-def _numbers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")

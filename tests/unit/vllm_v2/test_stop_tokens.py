@@ -38,17 +38,6 @@ def test_a_walk_ends_where_it_ends_on_the_host(
         assert walk.emitted[i, : len(path) + 1].tolist() == emitted
 
 
-def test_a_token_that_ends_the_request_is_emitted_and_is_the_last() -> None:
-    step, tokens, _ = attached([DraftTree.chain([4, 5, 2])])
-    samples = torch.tensor([4, 5, 2, 3, *[0] * 9])
-    table = StopTokens(SLOTS, CPU)
-    past = walk_trees(table.mask_after_stop(step, tokens), samples, tokens)
-    assert past.emitted[0, : int(past.lengths[0]) + 1].tolist() == [4, 5, 2, 3]
-    table.put(torch.tensor([1]), [{5}])
-    walk = walk_trees(table.mask_after_stop(step, tokens), samples, tokens)
-    assert walk.emitted[0, : int(walk.lengths[0]) + 1].tolist() == [4, 5]
-
-
 def test_as_many_as_a_client_sends_are_taken() -> None:
     params = SamplingParams(stop_token_ids=list(range(3 * MAX_STOP_TOKENS)))
     assert len(stop_tokens_of(params)) == 3 * MAX_STOP_TOKENS

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from tests.unit.vllm_v2.pretended import Recorder
-from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty, draft_penalty
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
+
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 VOCAB, TOKENS, SLOTS, NODES = 40, 5, 32, 9
 CPU = torch.device("cpu")
@@ -30,20 +31,6 @@ START, NATURAL_END, END = [1], [3, 2], [3, 4, 0]
 
 seeds = st.integers(0, 2**32 - 1)
 some = settings(max_examples=10)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _kernels():
-    from vllm.triton_utils import HAS_TRITON
-
-    if HAS_TRITON:
-        yield
-        return
-    was_applied = CPU_KERNELS.is_applied
-    CPU_KERNELS.apply()
-    yield
-    if not was_applied:
-        CPU_KERNELS.undo()
 
 
 @dataclass
@@ -233,25 +220,6 @@ def test_a_row_is_sampled_as_in_plain_decoding(name: str, seed: int) -> None:
     expected_tokens, expected = plainly(requests, logits)
     assert torch.equal(processed, expected)
     assert torch.equal(tokens, expected_tokens)
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_another_parent_changes_what_a_row_sees(name: str) -> None:
-    """Paths of the wrong parent are noticed, though all tokens are those of the tree."""
-    differ = 0
-    for seed in range(16):
-        requests, logits = batch(seed, **OPTIONS[name])
-        sampler = make_sampler(requests)
-        parents = step_parents(requests)
-        for row in range(1, len(parents.parent_rows)):
-            # A node becomes a child of its grandparent; depths say nothing else.
-            above = int(parents.parent_rows[row])
-            if above >= 0 and parents.parent_rows[above] >= 0:
-                parents.parent_rows[row] = parents.parent_rows[above]
-        put_on_trees(sampler, SimpleNamespace(trees=parents), NODES)
-        _, processed = drawn(sampler, requests, logits)
-        differ += not torch.equal(processed, plainly(requests, logits)[1])
-    assert differ >= 2
 
 
 @some

@@ -62,14 +62,12 @@ def stored(cache: Any) -> list[torch.Tensor]:
     return [part for pair in pairs for part in pair]
 
 
+@pytest.mark.usefixtures("vllm_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MAKERS)
 def test_keys_and_values_of_a_head_are_finite_where_they_are_stored(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
     monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: store)
     cache = MAKERS[name](dtype)
     # As heads hand them over: parts of a joint projection.

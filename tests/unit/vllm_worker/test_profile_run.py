@@ -7,7 +7,6 @@ The device is pretended: storages that torch's operators make on the CPU are cou
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,6 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from vllm import SamplingParams
-from vllm.triton_utils import HAS_TRITON
 
 from tests.e2e.tiny import HIDDEN, make_head
 from tests.unit.drafters import load_drafter
@@ -29,7 +27,6 @@ from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.seams import CPU_KERNELS
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers
@@ -68,18 +65,6 @@ class LiveBytes(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
-
-
-def test_bytes_are_counted_while_they_live() -> None:
-    with LiveBytes() as live:
-        held = torch.zeros(1000)
-        view = held[10:].view(-1)
-        assert live.now == live.most == 4000
-        del held
-        torch.ones(500)
-        assert (live.now, live.most) == (4000, 6000)
-        del view
-        assert live.now == 0
 
 
 class _Cache:
@@ -128,14 +113,11 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def sampler() -> Iterator[Any]:
+def sampler(cpu_kernels: None) -> Any:
     """vLLM's, with a request in every slot that is sampled with top-k and top-p."""
     from vllm.v1.worker.gpu.sample.sampler import Sampler
     from vllm.v1.worker.gpu.states import RequestState
 
-    was_applied = HAS_TRITON or CPU_KERNELS.is_applied
-    if not was_applied:
-        CPU_KERNELS.apply()
     states = RequestState(REQUESTS, 64, TOKENS, NODES, VOCAB, CPU)
     config: Any = SimpleNamespace(reasoning_config=None)
     made = Sampler(config, REQUESTS, VOCAB, CPU, states)
@@ -145,9 +127,7 @@ def sampler() -> Iterator[Any]:
         made.add_request(states.req_id_to_index[str(i)], params)
     states.apply_staged_writes()
     made.apply_staged_writes()
-    yield made
-    if not was_applied:
-        CPU_KERNELS.undo()
+    return made
 
 
 def _largest_step(runner: Any, sampler: Any) -> None:

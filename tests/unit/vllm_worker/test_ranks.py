@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.fork_server import run_forked
+from tests.unit.tree.candidates import tree_of
 from vllm_specplug.drafting.device_levels import unpacked_trees
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.tree import DraftTree
@@ -66,12 +67,8 @@ def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, 
 
 
 def _tree(*token_ids: int) -> DraftTree:
-    return DraftTree(
-        np.array(token_ids, np.int64),
-        np.array([-1, -1, 0, 1][: len(token_ids)], np.int32),
-        np.array([1, 1, 2, 2][: len(token_ids)], np.int32),
-        np.array([-0.1, -1e-42, -np.inf, -3.0][: len(token_ids)], np.float32),
-    )
+    count = len(token_ids)
+    return tree_of(token_ids, [-1, -1, 0, 1][:count], [-0.1, -1e-42, -np.inf, -3.0][:count])
 
 
 def test_a_message_keeps_every_bit_and_cuts_what_is_over_budget() -> None:

@@ -14,18 +14,13 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels.reference import dense_attention
 from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
 
+pytestmark = pytest.mark.usefixtures("vllm_kernels")
+
 HEADS, DIM, BLOCK = 2, 32, 32
 # Of each request: slots of its context, and the pages that hold them.
 CONTEXTS, PAGES = [0, 5, 32, 70], [[7, 0, 0], [3, 0, 0], [1, 5, 0], [6, 2, 4]]
 WINDOWS = [None, 3, 20, 70]
 PARENTS = [[-1, -1, 0, 2], [], [-1], [-1, 0, 1, -1, 3, 0]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_kernels() -> None:
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
 
 
 def filled_cache() -> tuple[PagedDraftCache, torch.Tensor, torch.Tensor]:

@@ -18,15 +18,10 @@ from vllm_specplug.vllm_worker.memory.window_cache import (
     window_bytes,
 )
 
+pytestmark = pytest.mark.usefixtures("vllm_kernels")
+
 HEADS, DIM = 2, 32
 SIZE = 40
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_kernels() -> None:
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
 
 
 def key_of(token: int, position: int) -> torch.Tensor:

@@ -65,23 +65,19 @@ class Pages:
         return torch.cat(outputs)
 
 
-@pytest.mark.parametrize("kind", ["vec", "table"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("vec", torch.float32), ("table", torch.float32), ("vec", torch.bfloat16)],
+)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 3, 5, 6, 16, 17, 33, 64, 201, 204, 205, 4096])
-def test_rows_see_their_window(window: int, causal: bool, kind: str) -> None:
-    pages = Pages(kind)
+def test_rows_see_their_window(window: int, causal: bool, kind: str, dtype: torch.dtype) -> None:
+    pages = Pages(kind, dtype)
     blocks = WindowedBlocks(pages.requests, ROWS, causal, window, pages.table, pages.layout, SCALE)
     output = blocks(pages.query, *pages.layout.views(pages.cache), pages.key, pages.value)
-    torch.testing.assert_close(
-        output.double(), pages.expected(causal, window), atol=2e-5, rtol=2e-5
-    )
-
-
-def test_bfloat16_is_as_near_as_its_numbers() -> None:
-    pages = Pages(dtype=torch.bfloat16)
-    blocks = WindowedBlocks(pages.requests, ROWS, True, 33, pages.table, pages.layout, SCALE)
-    output = blocks(pages.query, *pages.layout.views(pages.cache), pages.key, pages.value)
-    torch.testing.assert_close(output.double(), pages.expected(True, 33), atol=2e-2, rtol=2e-2)
+    near = 2e-5 if dtype == torch.float32 else 2e-2
+    expected = pages.expected(causal, window)
+    torch.testing.assert_close(output.double(), expected, atol=near, rtol=near)
 
 
 def test_each_layer_has_its_own_window_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
