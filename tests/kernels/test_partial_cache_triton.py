@@ -19,12 +19,15 @@ pytest.importorskip("vllm")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from vllm_specplug.kernels import partial_cache, partial_cache_triton
+from tests.unit.scripts import load_script
+from vllm_specplug.kernels import partial_cache_triton
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 from vllm_specplug.vllm_worker.memory import device_partial_cache
 from vllm_specplug.vllm_worker.memory.device_partial_cache import Contexts, DevicePartialCache
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+
+partial_cache = load_script("gpu/partial_cache_reference")
 
 PAGE = 16
 KERNELS = ("score_keys", "gather_chosen", "append_to_tail", "count_tokens")

@@ -172,7 +172,7 @@ class DevicePartialCache(RegionPool[PartialRegion]):
         """Stores the tokens that were committed since the last draft. If a choice is due, it only
         counts them, and `choose` chooses positions layer by layer."""
         regions, due = [], []
-        # Columns for `kernels.partial_cache`, and the maximum context of each in `chosen`.
+        # Columns for `kernels.partial_cache_triton`, and the maximum context of each in `chosen`.
         chosen: list[tuple[int, ...]] = []
         grown: list[tuple[int, ...]] = []
         most: list[int] = []

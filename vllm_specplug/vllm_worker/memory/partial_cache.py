@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specplug.kernels import CpuKvLayout, gather_kv, key_scores
-from vllm_specplug.kernels.partial_cache import NEWEST, OLDER
+from vllm_specplug.kernels.kv_gather import NEWEST, OLDER
 from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
 # The newest tokens are chosen whatever their score, because text depends on them most. The newest
