@@ -220,7 +220,7 @@ class Served:
             DraftRequests(
                 req_ids=[str(i) for i in range(count)], token_ids=[np.arange(3)] * count,
                 context_lens=contexts, req_indices=list(range(count)), budgets=sizes,
-                widths=[4] * count, depths=[1 + i % 4 for i in range(count)],
+                width=4, depths=[1 + i % 4 for i in range(count)],
             )
         )  # fmt: skip
 

@@ -30,7 +30,7 @@ def test_trees_respect_every_limit_and_follow_the_fused_scores(folder: Path) -> 
     requests = draft_requests()
     ids, log_probs, _ = drafter.draft_candidates(requests, 4, VOCAB)
     oracle = drafter.local_tree.build(
-        ids, log_probs, requests.anchors, requests.budgets, requests.depths, requests.widths,
+        ids, log_probs, requests.anchors, requests.budgets, requests.depths, requests.width,
         compiled=False,
     )  # fmt: skip
     trees = drafter.propose(requests)
