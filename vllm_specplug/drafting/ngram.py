@@ -181,6 +181,7 @@ class NgramBranches:
 
     def add_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
         """Returns the trees [R] with the n-gram continuations of their paths, within the budgets.
+        Without compiled kernels only those of the text itself are added.
 
         Chains stay unchanged, and so do malformed trees, which `DraftTree.fault` reports.
         """
@@ -191,8 +192,12 @@ class NgramBranches:
         for r, tree in enumerate(trees):
             req_id, tokens = requests.req_ids[r], requests.token_ids[r]
             # Also updates the index, and keeps the branches for `_learn`.
-            self.branches(req_id, tokens, requests.depths[r])
-            grafted = self._indices[req_id].graft(
+            branches = self.branches(req_id, tokens, requests.depths[r])
+            index = self._indices[req_id]
+            if not index.can_graft:
+                merged[r] = merge_trees([tree, *branches], requests.budgets[r])
+                continue
+            grafted = index.graft(
                 tokens,
                 (tree.token_ids, tree.parent_indices, tree.depths, tree.scores),
                 rates,
