@@ -98,7 +98,7 @@ def readable_kernels() -> Iterator[None]:
 def drafts(made: Pages, lens: list[list[int]], *, layers: list[int] | None = None) -> list[Any]:
     """What a pool holds after each draft of requests "a", "b", ... whose contexts are `lens`,
     behind a request without a partial cache."""
-    pool = DevicePartialCache(made.caches, 48, 4, 40, 4)
+    pool = DevicePartialCache(made.caches, 44, 4, 4)
     queries, held = made.query.clone(), []
     for step in lens:
         table = [0, *range(len(step))[::-1]]
@@ -187,7 +187,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_launches_do_not_grow_with_requests(requests: int, layers: int) -> None:
     made = Pages([110] * 4, layers=layers)
-    pool = DevicePartialCache(made.caches, 48, 4, 40, 4)
+    pool = DevicePartialCache(made.caches, 44, 4, 4)
     stock = InterpretedFunction.run
     counted = []
     for length in (60, 61, 64):

@@ -421,7 +421,7 @@ def test_partial_caches_launch_what_was_warmed_up(
     caches = [
         torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16) for _ in range(LAYERS)
     ]
-    pool = DevicePartialCache(caches, 40, 4, 30, REQUESTS)
+    pool = DevicePartialCache(caches, 40, 4, REQUESTS)
     pool.warm_up(heads, torch.bfloat16)
     warmed = launches.taken()
     assert {name for name, *_ in warmed} == PARTIAL_CACHE_KERNELS

@@ -85,7 +85,6 @@ class TokenSwiftDrafter(Drafter):
         return PartialCacheSpec(
             budget=settings.kv_budget,
             sink=settings.sink_size,
-            refresh=settings.kv_budget - settings.sink_size,
             max_requests=settings.max_requests,
             options=("self_draft_requests", "kv_budget"),
         )

@@ -86,7 +86,7 @@ def test_self_starts_with_the_targets_own_prediction(tmp_path) -> None:
         expected = _best([hidden.roll(1, -1)], lm_head) + _best(heads(hidden[None])[:, 0], lm_head)
         assert tree.token_ids.tolist() == expected
     spec = drafter.partial_cache_spec()
-    assert (spec.budget, spec.sink, spec.refresh, spec.max_requests) == (64, 4, 60, 2)
+    assert (spec.budget, spec.sink, spec.max_requests) == (64, 4, 2)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
