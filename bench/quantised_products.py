@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of quantised weights by rows: vLLM's kernels and the packed ones, in turns on one core.
 
-    python bench/quantised_products.py [--out FOLDER]
+python bench/quantised_products.py [--out FOLDER]
 """
 
 from __future__ import annotations

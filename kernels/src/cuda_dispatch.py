@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,7 @@ def choose_cuda_kernel(
     largest: Callable[[list[float]], list[float]] = list,
     *,
     from_graphs: bool = False,
+    examined: Mapping[str, str | None] = MappingProxyType({}),
 ) -> ChosenKernel:
     """Returns the fastest kernel that can serve here for "auto", otherwise the first one from
     `requested` on. Logs one warning for skipped kernels.
@@ -218,6 +220,7 @@ def choose_cuda_kernel(
             They take one kernel: one that is right on all of them, the fastest on the slowest rank,
             for which the others wait in every layer.
         from_graphs: whether its calls will be replayed, and so are timed.
+        examined: problems of the kernels that were tested before, None for none.
 
     Raises:
         ValueError: for a name that is none of `CUDA_KERNELS` or "auto", and when no kernel but the
@@ -235,7 +238,10 @@ def choose_cuda_kernel(
         # It would pass blocks with gaps to Triton.
         if name == "flash" and for_drafts:
             continue
-        problem = unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
+        if name in examined:
+            problem = examined[name]
+        else:
+            problem = find_problem(name, shape, device, capability)
         (is_wrong,) = largest([float(problem is not None)])
         if is_wrong and problem is None:
             problem = "another rank cannot run it, or it is wrong there"
@@ -351,6 +357,13 @@ def _is_lost(device: torch.device) -> bool:
 def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def find_problem(
+    name: str, shape: KernelShape, device: torch.device, capability: tuple[int, int]
+) -> str | None:
+    """Returns why kernel `name` cannot serve `shape` here, or None; see `self_test_failure`."""
+    return unsupported_by(name, shape, capability) or self_test_failure(name, shape, device)
 
 
 def self_test_failure(name: str, shape: KernelShape, device: torch.device) -> str | None:

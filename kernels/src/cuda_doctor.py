@@ -12,9 +12,9 @@ from .cuda_dispatch import (
     KernelFaultError,
     KernelShape,
     choose_cuda_kernel,
+    find_problem,
+    load_kernel,
     self_test_error,
-    self_test_failure,
-    unsupported_by,
 )
 
 # The default shape: the attention of an 8B model in vLLM's default pages.
@@ -42,24 +42,22 @@ def describe_cuda(
     device = device or torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(device)
     problems: dict[str, str | None] = {}
-    for name in CUDA_KERNELS:
-        try:
-            unsupported = unsupported_by(name, shape, capability)
-            problems[name] = unsupported or self_test_failure(name, shape, device)
-        except KernelFaultError as fault:
-            problems[name] = str(fault)
-            break
-    good = [name for name, problem in problems.items() if problem is None]
-    times: dict[str, float] = {}
+    kernel, times = "none", dict[str, float]()
     try:
-        chosen = choose_cuda_kernel("auto", shape, device, capability, from_graphs=True)
+        for name in CUDA_KERNELS:
+            problems[name] = find_problem(name, shape, device, capability)
+        chosen = choose_cuda_kernel(
+            "auto", shape, device, capability, from_graphs=True, examined=problems
+        )
         kernel, reason, times = chosen.name, chosen.reason, chosen.times
+    except KernelFaultError as fault:
+        problems[name] = reason = str(fault)
     except ValueError as error:
-        kernel, reason = "none", str(error)
+        reason = str(error)
     return {
         "kernel": kernel,
         "isa": f"sm_{capability[0]}{capability[1]}",
-        "supported_isas": good,
+        "supported_isas": [name for name, problem in problems.items() if problem is None],
         "reason": reason,
         "shape": shape_text(shape),
         "kernels": {
@@ -69,20 +67,17 @@ def describe_cuda(
     }
 
 
-def self_test_cuda(device: torch.device | None = None, shape: KernelShape = USUAL_SHAPE) -> str:
-    """Returns a line about the difference of the serving kernel from the reference on this device.
+def self_test_cuda(
+    name: str, device: torch.device | None = None, shape: KernelShape = USUAL_SHAPE
+) -> str:
+    """Returns a line about the difference of kernel `name` from the reference on this device.
 
     Raises:
-        RuntimeError: if it disagrees, or no kernel can serve.
+        RuntimeError: if it disagrees.
     """
     device = device or torch.device("cuda", torch.cuda.current_device())
-    capability = torch.cuda.get_device_capability(device)
-    try:
-        chosen = choose_cuda_kernel("auto", shape, device, capability, from_graphs=True)
-    except ValueError as error:
-        raise RuntimeError(str(error)) from error
-    error, limit = self_test_error(chosen.run, shape, device)
+    error, limit = self_test_error(load_kernel(name), shape, device)
     if not error <= limit:
-        raise RuntimeError(f"{chosen.name} differs from the reference by {error:.2g}")
+        raise RuntimeError(f"{name} differs from the reference by {error:.2g}")
     dtype = str(shape.dtype).removeprefix("torch.")
-    return f"tree_attn ({chosen.name}) agrees with the torch reference ({dtype} {error:.1e})"
+    return f"tree_attn ({name}) agrees with the torch reference ({dtype} {error:.1e})"

@@ -12,7 +12,6 @@ import torch
 
 from . import reference
 from .cpu_layout import CpuKvLayout
-from .device_copy import to_device
 from .extension import cpu_extension_error, has_cpu_extension, supported_isas
 from .features import PLAIN, AttnFeatures
 from .metadata import TreeAttnMetadata
@@ -219,15 +218,13 @@ def build_best_first(
         max_width: most children of one node.
 
     Returns:
-        On the CPU: token_ids int64 [B, N], parent_indices int32 [B, N], depths int32 [B, N],
+        token_ids int64 [B, N], parent_indices int32 [B, N], depths int32 [B, N],
         scores float32 [B, N] and num_nodes int32 [B], with N the largest budget; entries past
         num_nodes are undefined.
 
     Raises:
         RuntimeError: without the compiled kernels; the tree package builds trees in Python.
     """
-    if top_ids.is_cuda:
-        return _build_best_first_cuda(top_ids, top_log_probs, budgets, depths, max_width)
     reason = cpu_extension_error()
     if reason is not None:
         raise RuntimeError(f"build_best_first needs the compiled kernels: {reason}")
@@ -254,29 +251,7 @@ def build_best_first(
 
 def can_build_best_first(device: torch.device) -> bool:
     """Whether `build_best_first` supports candidates on `device`."""
-    return device.type == "cuda" or has_cpu_extension()
-
-
-def _build_best_first_cuda(
-    top_ids: torch.Tensor,
-    top_log_probs: torch.Tensor,
-    budgets: torch.Tensor,
-    depths: torch.Tensor,
-    max_width: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`build_best_first` of candidates on CUDA; one copy returns the trees."""
-    from .tree_builder_triton import build_best_first_triton
-
-    num_nodes = max(1, int(budgets.max())) if budgets.numel() else 1
-    limits = to_device(torch.stack([budgets, depths]), top_ids.device)
-    token_ids, parents, node_depths, scores, counts = build_best_first_triton(
-        top_ids, top_log_probs, limits[0], limits[1], max_width, num_nodes
-    )
-    # Scores are copied as integers.
-    packed = torch.stack([token_ids.int(), parents, node_depths, scores.view(torch.int32)])
-    flat = torch.cat([packed.flatten(), counts]).cpu()
-    tokens, parents, node_depths, bits = flat[: packed.numel()].view(packed.shape)
-    return tokens.long(), parents, node_depths, bits.view(torch.float32), flat[packed.numel() :]
+    return device.type == "cpu" and has_cpu_extension()
 
 
 def describe(dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:

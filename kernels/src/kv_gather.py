@@ -12,6 +12,10 @@ import torch
 from .cpu_layout import CpuKvLayout
 from .extension import has_cpu_extension
 
+# Score of the newest position, and its difference to the one before: larger than every product,
+# and exact in float32 for up to 127 positions.
+NEWEST, OLDER = 2.0**127, 2.0**120
+
 
 def gather_kv(
     # L tensors, each [num_blocks, Hkv, block_size, 2 * Dh]

@@ -153,7 +153,7 @@ def build_local_trees(
     # [R] int32
     budgets: torch.Tensor,
     depths: torch.Tensor,
-    widths: torch.Tensor,
+    width: int,
     # [D] float32
     alpha: torch.Tensor,
     beta: torch.Tensor,
@@ -187,7 +187,7 @@ def build_local_trees(
     node_depths = torch.empty(shape, dtype=torch.int32)
     scores = torch.empty(shape, dtype=torch.float32)
     counts = torch.empty(shape[0], dtype=torch.int32)
-    w = weights
+    w, widths = weights, torch.full_like(budgets, width)
     torch.ops.specplug.local_trees.default(
         ids.contiguous(), log_probs.contiguous(), budgets, depths, widths, alpha, beta, log_prior,
         w.output_table, w.kind, w.state_size, w.rank, w.silu, w.inputs, w.features,

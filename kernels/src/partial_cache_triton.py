@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Partial caches on a device: score keys, gather chosen tokens, append new ones.
 
-`partial_cache` is the reference and describes the columns. A layer's choice for all requests takes
-a launch that scores, torch's top-k, and a launch that gathers. Appending new tokens takes one
-launch for all requests and layers. The top-k decides between equal scores.
+Requests are columns int32 [4, n]: row among queries and lengths, row of the block table, region of
+the pool, and whether tokens are chosen for it (1) or new tokens are appended (0). A region is
+`blocks` consecutive pages of the pool.
+
+A layer's choice for all requests takes a launch that scores, torch's top-k, and a launch that
+gathers. Appending new tokens takes one launch for all requests and layers. The top-k decides
+between equal scores. `scripts/gpu/partial_cache_reference.py` is the reference in torch.
 
 The top-k is torch's: for a hundred thousand scores it makes several passes over the whole grid, one
 launch each, which a Triton kernel would need too.
@@ -11,7 +15,8 @@ launch each, which a Triton kernel would need too.
 There are no races: a program writes only its own entries of a region of the pool, and reads nothing
 that the launch writes.
 
-Letters: as in `partial_cache`.
+Letters: R requests of a forward, n of these with a partial cache, C to choose for, S positions that
+are scored, Hkv heads, Dh head size.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import triton
 import triton.language as tl
 
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
-from vllm_specplug.kernels.partial_cache import NEWEST, OLDER
+from vllm_specplug.kernels.kv_gather import NEWEST, OLDER
 
 # Positions, entries and regions per program of the kernels that score, gather and count.
 _SCORED, _GATHERED, _COUNTED = 64, 16, 64
@@ -246,7 +251,13 @@ def score_keys_triton(
     recent: int,
     most: int,
 ) -> torch.Tensor:
-    """`partial_cache.score_keys`; S is `most`, rounded up. No host synchronisation."""
+    """Returns the scores of the positions to choose from, float32 [C, Hkv, S]. No host
+    synchronisation.
+
+    A score is q . k in float32, summed over the query heads of a KV head. The `recent` newest
+    positions score more than all others, the newest most. The first `sink` positions and those past
+    the context score -inf. S is `most`, rounded up.
+    """
     _, size, heads, width = pages.shape
     dim = width // 2
     assert query.stride(2) == 1 and pages.stride(3) == 1, (query.stride(), pages.stride())
@@ -279,7 +290,8 @@ def gather_chosen_triton(
     sink: int,
     blocks: int,
 ) -> None:
-    """`partial_cache.gather_chosen`. No host synchronisation."""
+    """Copies keys and values of the sink and of `positions` to the regions' first entries. No host
+    synchronisation."""
     _, size, heads, width = pages.shape
     assert positions.is_contiguous() and pages.stride(3) == pool.stride(3) == 1
     budget, integers = sink + positions.shape[2], _INTEGERS[pages.element_size()]
@@ -306,7 +318,8 @@ def append_to_tail_triton(
     *,
     blocks: int,
 ) -> None:
-    """`partial_cache.append_to_tail`, for layers of one shape. No host synchronisation."""
+    """Replaces the tails of regions by new tokens in all layers, which have one shape; does not
+    count them. No host synchronisation."""
     pages, pool = layers.keys[0], layers.values[0]
     _, size, heads, width = pages.shape
     assert pages.stride(3) == pool.stride(3) == 1, (pages.stride(), pool.stride())
@@ -331,7 +344,8 @@ def count_tokens_triton(
     *,
     budget: int,
 ) -> None:
-    """`partial_cache.count_tokens`. No host synchronisation."""
+    """Counts new tokens of regions. Tails begin again in regions with new choices. No host
+    synchronisation."""
     count = columns.shape[1]
     _count_tokens_kernel[(triton.cdiv(count, _COUNTED),)](
         columns, lens, covered, tails, columns.stride(0), count, budget, REGIONS=_COUNTED,

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import partial_cache_reference as partial_cache
 import torch
 
-from vllm_specplug.kernels import partial_cache
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
 

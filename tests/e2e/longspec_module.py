@@ -32,7 +32,7 @@ def tree_of_branches(
         best = torch.stack(found).log_softmax(-1).topk(width)
         return best.indices.numpy(), best.values.numpy()
 
-    return draft_level_by_level([anchor], [budget], [depth], [width], expand)[0]
+    return draft_level_by_level([anchor], [budget], [depth], width, expand)[0]
 
 
 @torch.no_grad()

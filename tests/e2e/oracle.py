@@ -46,10 +46,8 @@ class OracleDrafter(Drafter):
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         return [
-            self._tree(requests.token_ids[r].tolist(), budget, width, depth)
-            for r, (budget, width, depth) in enumerate(
-                zip(requests.budgets, requests.widths, requests.depths, strict=True)
-            )
+            self._tree(requests.token_ids[r].tolist(), budget, requests.width, depth)
+            for r, (budget, depth) in enumerate(zip(requests.budgets, requests.depths, strict=True))
         ]
 
     def _tree(self, tokens: list[int], budget: int, width: int, depth: int) -> DraftTree:

@@ -81,5 +81,5 @@ def candidates(requests: int, count: int, seed: int = 1) -> tuple[torch.Tensor, 
 LIMITS = {
     "budgets": [12, 1, 40, 0, 7, 30],
     "depths": [DEPTH, 3, 4, 2, 1, 5],
-    "widths": [4, 4, 8, 4, 3, 1],
 }
+WIDTH = 2

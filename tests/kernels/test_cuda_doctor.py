@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_specplug.kernels import cuda_dispatch, cuda_doctor
-from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelFaultError, KernelShape
+from vllm_specplug.kernels.cuda_dispatch import CUDA_KERNELS, KernelFaultError, KernelShape
 from vllm_specplug.kernels.cuda_doctor import USUAL_SHAPE, describe_cuda, self_test_cuda
 
 CPU = torch.device("cpu")
@@ -26,9 +26,8 @@ def good(monkeypatch: pytest.MonkeyPatch):
             asked.append(shape)
             return None if name in names else "it differs from the reference"
 
-        for module in (cuda_dispatch, cuda_doctor):
-            monkeypatch.setattr(module, "unsupported_by", lambda *args: None)
-            monkeypatch.setattr(module, "self_test_failure", failure)
+        monkeypatch.setattr(cuda_dispatch, "unsupported_by", lambda *args: None)
+        monkeypatch.setattr(cuda_dispatch, "self_test_failure", failure)
         times = {"cute": 9.0, "triton": 8.0}
         monkeypatch.setattr(cuda_dispatch, "kernel_times", lambda *args: times)
         monkeypatch.setattr(cuda_dispatch, "load_kernel", lambda name: print)
@@ -44,8 +43,7 @@ def test_a_kernel_that_faults_ends_the_examination(good, monkeypatch) -> None:
     def faults(name: str, *rest: object) -> None:
         raise KernelFaultError(f"{name} faulted")
 
-    for module in (cuda_dispatch, cuda_doctor):
-        monkeypatch.setattr(module, "self_test_failure", faults)
+    monkeypatch.setattr(cuda_dispatch, "self_test_failure", faults)
     told = describe_cuda(CPU, SMALL)
     assert told["kernel"] == "none" and told["reason"] == "cute faulted"
     assert list(told["kernels"]) == ["cute"] and not told["supported_isas"]
@@ -71,7 +69,8 @@ def test_the_doctor_names_the_kernel_that_would_serve(good) -> None:
 def test_the_doctor_asks_about_the_shape_that_is_given(good) -> None:
     asked = good("cute", "triton")
     described = describe_cuda(CPU, SMALL)
-    assert set(asked) == {SMALL}
+    # Each kernel once.
+    assert asked == [SMALL] * len(CUDA_KERNELS)
     assert described["shape"] == (
         "9 query heads over 3 KV heads of 64, float16, pages of 32 tokens"
     )
@@ -81,20 +80,15 @@ def test_the_doctor_asks_about_the_shape_that_is_given(good) -> None:
 
 
 def test_the_doctor_says_how_far_the_kernel_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    with pytest.raises(RuntimeError, match=r"finds no kernel.*7.5 is below 8.0"):
-        self_test_cuda(CPU)
-    monkeypatch.setattr(
-        cuda_doctor,
-        "choose_cuda_kernel",
-        lambda *args, **use: ChosenKernel("triton", lambda *args: args[3].zero_(), ""),
-    )
-    with pytest.raises(RuntimeError, match="triton differs from the reference"):
-        self_test_cuda(CPU)
-    monkeypatch.setattr(
-        cuda_doctor,
-        "choose_cuda_kernel",
-        lambda *args, **use: ChosenKernel("reference", cuda_dispatch.load_kernel("reference"), ""),
-    )
     small = replace(SMALL, head_dim=16)
-    assert "(reference) agrees with the torch reference (float16" in self_test_cuda(CPU, small)
+    detail = self_test_cuda("reference", CPU, small)
+    assert "(reference) agrees with the torch reference (float16" in detail
+    monkeypatch.setattr(cuda_doctor, "load_kernel", lambda name: lambda *args: args[3].zero_())
+    with pytest.raises(RuntimeError, match="triton differs from the reference"):
+        self_test_cuda("triton", CPU, small)
+
+
+def test_the_doctor_says_why_no_kernel_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    described = describe_cuda(CPU)
+    assert described["kernel"] == "none" and "7.5 is below 8.0" in described["reason"]

@@ -322,7 +322,7 @@ def test_a_warmup_comes_from_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyP
     drafts = Drafts(draft_layer, tmp_path, monkeypatch)
     requests = DraftRequests(
         req_ids=["a", "b"], token_ids=[np.arange(8)] * 2, context_lens=[7, 7],
-        req_indices=[0, 1], budgets=[NODES] * 2, widths=[3, 3], depths=[2, 2],
+        req_indices=[0, 1], budgets=[NODES] * 2, width=3, depths=[2, 2],
     )  # fmt: skip
     drafts.table[:2] = drafts.pages[:2]
     assert not drafts.graphs.warmup(requests)

@@ -15,6 +15,7 @@ from tests.kernels.local_trees import (
     HEADS,
     LIMITS,
     SLOT_HEADS,
+    WIDTH,
     builder,
     candidates,
 )
@@ -37,7 +38,7 @@ def same_trees(trees: list[DraftTree], oracles: list[DraftTree]) -> None:
 
 def build_both(b: LocalTreeBuilder, count: int) -> Any:
     ids, log_probs = candidates(6, count)
-    args = (ids, log_probs, ANCHORS, *LIMITS.values())
+    args = (ids, log_probs, ANCHORS, *LIMITS.values(), WIDTH)
     assert b.weights is not None
     terms = slot_terms(b)
     return b.build(*args, terms=terms), b.build(*args, terms=terms, compiled=False)
@@ -69,7 +70,7 @@ def test_terms_of_slots_change_the_scores_of_their_depths(isa: str, name: str) -
     terms = slot_terms(b)
     assert terms is not None
     # The second of these anchors is no draft id.
-    args = (*candidates(6, 16), ANCHORS, *LIMITS.values())
+    args = (*candidates(6, 16), ANCHORS, *LIMITS.values(), WIDTH)
     oracles = b.build(*args, terms=terms, compiled=False)
     same_trees(b.build(*args, terms=terms), oracles)
     for other in (torch.ones_like(terms), terms.roll(1, 1)):
@@ -86,7 +87,7 @@ def test_a_confidence_lowers_all_children_of_a_node_alike(
     ids, log_probs = candidates(6, 64)
     slots = 2 * torch.randn(6, DEPTH, generator=torch.Generator().manual_seed(9))
     # The second of these anchors is no draft id.
-    args = (ids, log_probs, ANCHORS, *LIMITS.values())
+    args = (ids, log_probs, ANCHORS, *LIMITS.values(), WIDTH)
     trees, oracles = b.build(*args, slots), b.build(*args, slots, compiled=False)
     without = b.build(*args)
     assert any(
@@ -135,13 +136,13 @@ def test_bad_arguments_are_refused(compiled: None) -> None:
     b = builder("gru", torch.float32, anchor=False)
     ids, log_probs = candidates(1, 8)
     with pytest.raises(RuntimeError, match="candidate 500 is outside"):
-        b.build(ids + 500 - ids[0, 0, 0], log_probs, [0], [4], [2], [2])
+        b.build(ids + 500 - ids[0, 0, 0], log_probs, [0], [4], [2], 2)
     with pytest.raises(RuntimeError, match="depth 9"):
-        b.build(ids, log_probs, [0], [4], [9], [2])
+        b.build(ids, log_probs, [0], [4], [9], 2)
     for name in ("gated", "rnn"):
         b = builder(name, torch.float32, anchor=True, has_prior=False)
         with pytest.raises(RuntimeError, match=f"a head of kind {name} does not fit"):
-            b.build(ids, log_probs, [0], [4], [2], [2])
+            b.build(ids, log_probs, [0], [4], [2], 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -198,7 +199,7 @@ def test_no_child_of_a_confident_head_outscores_its_parent(
         ids, log_probs = confident(tail, seed)
         anchors = list(range(seed, seed + 8))
         for tree in b.build(
-            ids, log_probs, anchors, [16] * 8, [DEPTH] * 8, [8] * 8, compiled=compiled_kernels
+            ids, log_probs, anchors, [16] * 8, [DEPTH] * 8, 8, compiled=compiled_kernels
         ):
             tree.validate()
             assert tree.num_nodes == 16 and (tree.scores <= 0).all()

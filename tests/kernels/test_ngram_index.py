@@ -9,19 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.ngram_oracle import NgramOracle
 from tests.unit.tree.candidates import tree_of, trees
 from vllm_specplug.kernels.extension import has_cpu_extension
 from vllm_specplug.kernels.ngram_index import (
     MIN_SUFFIX,
     CompiledNgramIndex,
     NgramIndex,
-    NgramIndexReference,
     TreeArrays,
     make_ngram_index,
 )
 from vllm_specplug.tree import DraftTree
 
-KINDS = [NgramIndexReference]
+KINDS: list[type[NgramIndex]] = [NgramOracle]
 if has_cpu_extension():
     KINDS.append(CompiledNgramIndex)
 needs_kernels = pytest.mark.skipif(len(KINDS) == 1, reason="the kernels are not compiled")
@@ -86,7 +86,7 @@ def test_a_grafted_tree_is_best_first(
     # The best tree of a smaller budget is the beginning of a larger one.
     assert _graft(kind, tokens, tree, shares, budget, width) == nodes[:budget]
     if kind is CompiledNgramIndex:
-        assert nodes == _graft(NgramIndexReference, tokens, tree, shares, 40, width)
+        assert nodes == _graft(NgramOracle, tokens, tree, shares, 40, width)
 
 
 @each_kind
@@ -202,7 +202,7 @@ def test_whatever_occurred_before_is_found(kind: type[NgramIndex], tokens: list[
 def test_the_compiled_index_equals_the_readable_one(
     pieces: list[list[int]], longest: int, count: int, length: int
 ) -> None:
-    compiled, readable = CompiledNgramIndex(longest), NgramIndexReference(longest)
+    compiled, readable = CompiledNgramIndex(longest), NgramOracle(longest)
     tokens: list[int] = []
     for piece in pieces:
         tokens += piece
@@ -210,7 +210,7 @@ def test_the_compiled_index_equals_the_readable_one(
         assert compiled.lookup(_tokens(tokens), count, length) == expected
         assert compiled.num_tokens == readable.num_tokens == len(tokens)
     assert CompiledNgramIndex(longest).lookup(_tokens(tokens), count, length) == (
-        NgramIndexReference(longest).lookup(_tokens(tokens), count, length)
+        NgramOracle(longest).lookup(_tokens(tokens), count, length)
     )
 
 
@@ -226,7 +226,7 @@ def test_a_long_text_is_indexed_as_it_grows_and_memory_follows_its_length() -> N
     rng = np.random.default_rng(0)
     # Few distinct tokens, so that suffixes of every length recur; ids of any size.
     tokens = rng.choice(np.array([0, 7, 128_000, 2**31 - 1]), 9_000).astype(np.int32)
-    compiled, readable = CompiledNgramIndex(4), NgramIndexReference(4)
+    compiled, readable = CompiledNgramIndex(4), NgramOracle(4)
     hits = 0
     for end in (1, 500, 1024, 1025, 4000, 9000):
         found = compiled.lookup(tokens[:end], 3, 6)
@@ -258,7 +258,7 @@ def test_no_text_makes_a_lookup_long(text: str) -> None:
         "one token": lambda: [5] * 1200,
     }[text]()
     index = CompiledNgramIndex(4)
-    expected = NgramIndexReference(4).lookup(_tokens(tokens), 3, 6)
+    expected = NgramOracle(4).lookup(_tokens(tokens), 3, 6)
     assert index.lookup(_tokens(tokens), 3, 6) == expected
     for level, size in enumerate((4, 3, 2, 1)):
         # Links lead to the same suffix and nowhere else ...

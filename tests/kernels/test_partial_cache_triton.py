@@ -19,12 +19,15 @@ pytest.importorskip("vllm")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from vllm_specplug.kernels import partial_cache, partial_cache_triton
+from tests.unit.scripts import load_script
+from vllm_specplug.kernels import partial_cache_triton
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 from vllm_specplug.vllm_worker.memory import device_partial_cache
 from vllm_specplug.vllm_worker.memory.device_partial_cache import Contexts, DevicePartialCache
 
 pytestmark = pytest.mark.usefixtures("interpreter")
+
+partial_cache = load_script("gpu/partial_cache_reference")
 
 PAGE = 16
 KERNELS = ("score_keys", "gather_chosen", "append_to_tail", "count_tokens")
@@ -95,7 +98,7 @@ def readable_kernels() -> Iterator[None]:
 def drafts(made: Pages, lens: list[list[int]], *, layers: list[int] | None = None) -> list[Any]:
     """What a pool holds after each draft of requests "a", "b", ... whose contexts are `lens`,
     behind a request without a partial cache."""
-    pool = DevicePartialCache(made.caches, 48, 4, 40, 4)
+    pool = DevicePartialCache(made.caches, 44, 4, 4)
     queries, held = made.query.clone(), []
     for step in lens:
         table = [0, *range(len(step))[::-1]]
@@ -184,7 +187,7 @@ class Launches(TorchDispatchMode):
 @pytest.mark.parametrize("layers", [1, 3])
 def test_launches_do_not_grow_with_requests(requests: int, layers: int) -> None:
     made = Pages([110] * 4, layers=layers)
-    pool = DevicePartialCache(made.caches, 48, 4, 40, 4)
+    pool = DevicePartialCache(made.caches, 44, 4, 4)
     stock = InterpretedFunction.run
     counted = []
     for length in (60, 61, 64):

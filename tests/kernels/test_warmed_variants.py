@@ -220,7 +220,7 @@ class Served:
             DraftRequests(
                 req_ids=[str(i) for i in range(count)], token_ids=[np.arange(3)] * count,
                 context_lens=contexts, req_indices=list(range(count)), budgets=sizes,
-                widths=[4] * count, depths=[1 + i % 4 for i in range(count)],
+                width=4, depths=[1 + i % 4 for i in range(count)],
             )
         )  # fmt: skip
 
@@ -421,7 +421,7 @@ def test_partial_caches_launch_what_was_warmed_up(
     caches = [
         torch.zeros(4, kv_heads, PAGE, 2 * head_dim, dtype=torch.bfloat16) for _ in range(LAYERS)
     ]
-    pool = DevicePartialCache(caches, 40, 4, 30, REQUESTS)
+    pool = DevicePartialCache(caches, 40, 4, REQUESTS)
     pool.warm_up(heads, torch.bfloat16)
     warmed = launches.taken()
     assert {name for name, *_ in warmed} == PARTIAL_CACHE_KERNELS

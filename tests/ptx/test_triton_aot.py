@@ -129,7 +129,7 @@ def steps() -> None:
     history = torch.zeros((8, CONTEXT), dtype=torch.int32)
     DeviceNgrams(NgramBranches(3, 16), 3, CONTEXT, CPU).warm_up(history, NODES)
     pages = [torch.zeros(4, KV_HEADS, 16, 256, dtype=BF16)]
-    DevicePartialCache(pages, 40, 4, 30, 8).warm_up(HEADS, BF16)
+    DevicePartialCache(pages, 40, 4, 8).warm_up(HEADS, BF16)
 
 
 def recurrent_states() -> None:

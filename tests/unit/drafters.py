@@ -51,14 +51,14 @@ def load_drafter(
 def requests_of(
     texts: Sequence[Any],
     budgets: Sequence[int] | int,
-    widths: Sequence[int] | int,
+    width: int,
     depths: Sequence[int] | int = 16,
     **more: Any,
 ) -> DraftRequests:
     """Requests whose last token is the anchor."""
     count = len(texts)
-    each = ([x] * count if isinstance(x, int) else [*x] for x in (budgets, widths, depths))
+    each = ([x] * count if isinstance(x, int) else [*x] for x in (budgets, depths))
     return DraftRequests(
         [f"r{i}" for i in range(count)], [np.asarray(text) for text in texts],
-        [len(text) - 1 for text in texts], list(range(count)), *each, **more,
+        [len(text) - 1 for text in texts], list(range(count)), *each, width=width, **more,
     )  # fmt: skip

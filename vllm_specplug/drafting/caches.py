@@ -201,8 +201,6 @@ class PartialCacheSpec:
     """Tokens kept per request, including the sink."""
     sink: int
     """Number of first positions that are always kept."""
-    refresh: int
-    """Number of committed tokens after which the kept positions are selected again."""
     max_requests: int
     """Maximum number of requests kept at once."""
     options: tuple[str, str]

@@ -403,20 +403,8 @@ def save_head(
     if target_ids is not None:
         stored["d2t"] = draft_map(target_ids)
         draft_token_ids(stored["d2t"], config["vocab_size"])
-    return write_checkpoint(directory / WEIGHTS_NAME, directory / "config.json", stored, config)
-
-
-def write_checkpoint(
-    weights: Path,
-    config_file: Path,
-    tensors: Mapping[str, torch.Tensor],
-    config: Mapping[str, Any],
-) -> Path:
-    """Writes the weights as safetensors and then the config, each atomically; returns `weights`.
-
-    Missing folders are created.
-    """
-    write_safetensors(weights, tensors)
+    weights = write_safetensors(directory / WEIGHTS_NAME, stored)
+    config_file = directory / "config.json"
     partial = _partial(config_file)
     partial.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     partial.replace(config_file)

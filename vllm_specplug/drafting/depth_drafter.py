@@ -5,12 +5,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 
+from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.head_drafter import HeadDrafter
-from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import build_best_first, can_build_best_first
 from vllm_specplug.tree import DraftTree, build_tree
 
@@ -32,8 +35,8 @@ class DepthDrafter(HeadDrafter):
 
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
         depths = self.depths_of(requests)
-        candidates = self.candidates(requests, max(depths), max(requests.widths))
-        return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
+        candidates = self.candidates(requests, max(depths), requests.width)
+        return best_first_trees(*candidates, requests.budgets, depths, requests.width)
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         depth = self.max_depth_of(requests)
@@ -54,16 +57,19 @@ def best_first_trees(
     log_probs: torch.Tensor,
     budgets: Sequence[int],
     depths: Sequence[int],
-    widths: Sequence[int],
+    width: int,
 ) -> list[DraftTree]:
     """Returns one tree per request from the candidates of its depths."""
-    if can_build_best_first(token_ids.device) and min(widths) == max(widths):
+    if can_build_best_first(token_ids.device):
         limits = (torch.tensor(values, dtype=torch.int32) for values in (budgets, depths))
-        built = build_best_first(token_ids, log_probs, *limits, widths[0])
+        built = build_best_first(token_ids, log_probs, *limits, width)
         return DraftTree.split(*(array.numpy() for array in built))
-    ids, logps = token_ids.cpu().numpy(), log_probs.cpu().numpy()
+    if token_ids.is_cuda:
+        given = device_tensor(np.array([budgets, depths]), token_ids.device).int()
+        return read_trees(_best_first(token_ids, log_probs, *given, width, max(budgets)))
+    ids, logps = token_ids.numpy(), log_probs.numpy()
     return [
-        build_tree(ids[r], logps[r], budgets[r], tree_width=widths[r], tree_depth=depth)
+        build_tree(ids[r], logps[r], budgets[r], tree_width=width, tree_depth=depth)
         for r, depth in enumerate(depths)
     ]
 
@@ -75,9 +81,12 @@ def best_first_on_device(
     requests: DeviceRequests,
 ) -> DeviceTrees:
     """Returns the trees of `best_first_trees` without a read on the host."""
-    from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-
-    built = build_best_first_triton(
+    return _best_first(
         token_ids, log_probs, requests.budgets, requests.depths, requests.width, requests.num_nodes
     )
-    return DeviceTrees(*built)
+
+
+def _best_first(*arguments: Any) -> DeviceTrees:
+    from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
+
+    return DeviceTrees(*build_best_first_triton(*arguments))

@@ -70,7 +70,6 @@ def draft_levels_on_device(
     num_levels: int,
     num_nodes: int,
     width: int,
-    widths: torch.Tensor | None = None,
     frontier_width: int | None = FRONTIER_WIDTH,
 ) -> DeviceTrees:
     """Returns the same trees as `draft_level_by_level`.
@@ -79,7 +78,6 @@ def draft_levels_on_device(
         num_levels: levels to draft; levels beyond a request's depth are dropped.
         num_nodes: N, at least the largest budget.
         width: maximum children per node.
-        widths: [R] maximum per request; None if all have `width`.
         frontier_width: see `draft_level_by_level`.
     """
     device, count = anchors.device, len(anchors)
@@ -93,8 +91,6 @@ def draft_levels_on_device(
         ids, log_probs = expand(frontier)
         ids, log_probs = ids[..., :width], log_probs[..., :width]
         usable = log_probs.isfinite().int().cumprod(-1) > 0
-        if widths is not None:
-            usable = usable & (torch.arange(ids.shape[-1], device=device) < widths[:, None, None])
         # Rounding can make the log-probability of a certain token positive. Without the clamp it
         # would outscore its parent.
         scores = frontier_scores[..., None] + log_probs.double().clamp(max=0.0)

@@ -70,25 +70,17 @@ class LevelDrafter(HeadDrafter):
                 requests.anchors,
                 requests.budgets,
                 depths,
-                requests.widths,
+                requests.width,
                 self.host_expand(requests),
                 min_node_prob=requests.min_node_prob,
                 min_level_prob=requests.min_level_prob,
                 frontier_width=self.frontier_width,
             )
         self.levels_run = max(depths)
-        columns = (
-            requests.anchors, requests.context_lens, requests.budgets, depths, requests.widths
-        )  # fmt: skip
-        *arguments, widths = device_tensor(np.array(columns), self.embed_tokens.device)
-        # The option's width, not the requests' maximum: kernels have a variant per number of rows
-        # in a level, and start-up compiles only the variants of full trees.
+        columns = (requests.anchors, requests.context_lens, requests.budgets, depths)
+        arguments = device_tensor(np.array(columns), self.embed_tokens.device)
         trees = self._draft_on_device(
-            requests,
-            *arguments,
-            num_levels=max(depths),
-            width=self.options.tree_width,
-            widths=widths,
+            requests, *arguments, num_levels=max(depths), width=requests.width
         )
         return read_trees(trees)
 
@@ -115,7 +107,6 @@ class LevelDrafter(HeadDrafter):
         *,
         num_levels: int,
         width: int,
-        widths: torch.Tensor | None = None,
     ) -> DeviceTrees:
         options = self.options
         return draft_levels_on_device(
@@ -124,17 +115,17 @@ class LevelDrafter(HeadDrafter):
             depths,
             self.device_expand(requests, context_lens, width),
             num_levels=num_levels,
-            # Not the requests' largest budget: see `draft`.
+            # Not the requests' largest budget: kernels have a variant per number of rows in a
+            # level, and start-up compiles only the variants of full trees.
             num_nodes=options.num_nodes,
             width=width,
-            widths=widths,
             frontier_width=min(self.frontier_width, max_frontier_width(options.tree_depth)),
         )
 
     def host_expand(self, requests: DraftRequests) -> Expand:
         """Returns the function that expands the levels of a draft on the host."""
         rows = HostRows(requests, self.options.max_model_len - 1, self.embed_tokens.device)
-        forward, width = self.level_forward(rows), max(requests.widths)
+        forward, width = self.level_forward(rows), requests.width
 
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             self.levels_run = frontier.depth + 1

@@ -170,38 +170,44 @@ class NgramBranches:
     def lookup(self, requests: DraftRequests, *, chains: bool = False) -> list[DraftTree]:
         """Returns one tree of branches per request. For a request that wants a chain it is the best
         branch if `chains`, else empty."""
+        count = self.count if requests.width > 1 else int(chains)
+        if not count:
+            return [DraftTree.empty()] * len(requests)
         trees = []
         for r, req_id in enumerate(requests.req_ids):
-            count = self.count if requests.widths[r] > 1 else int(chains)
-            branches = []
-            if count:
-                branches = self.branches(req_id, requests.token_ids[r], requests.depths[r])
+            branches = self.branches(req_id, requests.token_ids[r], requests.depths[r])
             trees.append(merge_trees(branches[:count], requests.budgets[r]))
         return trees
 
     def add_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
         """Returns the trees [R] with the n-gram continuations of their paths, within the budgets.
+        Without compiled kernels only those of the text itself are added.
 
         Chains stay unchanged, and so do malformed trees, which `DraftTree.fault` reports.
         """
         merged = list(trees)
+        if requests.width == 1:
+            return merged
         rates = self.statistics.first_token_rates(self.suffix)
         for r, tree in enumerate(trees):
-            if requests.widths[r] > 1:
-                req_id, tokens = requests.req_ids[r], requests.token_ids[r]
-                # Also updates the index, and keeps the branches for `_learn`.
-                self.branches(req_id, tokens, requests.depths[r])
-                grafted = self._indices[req_id].graft(
-                    tokens,
-                    (tree.token_ids, tree.parent_indices, tree.depths, tree.scores),
-                    rates,
-                    self.count,
-                    min(requests.depths[r], self.max_length),
-                    requests.budgets[r],
-                    self.vocab_size,
-                )
-                if grafted is not None:
-                    merged[r] = DraftTree(*grafted)
+            req_id, tokens = requests.req_ids[r], requests.token_ids[r]
+            # Also updates the index, and keeps the branches for `_learn`.
+            branches = self.branches(req_id, tokens, requests.depths[r])
+            index = self._indices[req_id]
+            if not index.can_graft:
+                merged[r] = merge_trees([tree, *branches], requests.budgets[r])
+                continue
+            grafted = index.graft(
+                tokens,
+                (tree.token_ids, tree.parent_indices, tree.depths, tree.scores),
+                rates,
+                self.count,
+                min(requests.depths[r], self.max_length),
+                requests.budgets[r],
+                self.vocab_size,
+            )
+            if grafted is not None:
+                merged[r] = DraftTree(*grafted)
         return merged
 
     def forget(self, req_ids: Iterable[str]) -> None:

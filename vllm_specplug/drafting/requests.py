@@ -47,14 +47,14 @@ class DraftRequests:
     req_indices: list[int] = field(default_factory=list)
     # [R] maximum nodes of each tree
     budgets: list[int] = field(default_factory=list)
-    # [R] maximum children per node; 1 requests a chain
-    widths: list[int] = field(default_factory=list)
     # [R] maximum depth of each tree
     depths: list[int] = field(default_factory=list)
     # [R] maximum depth of a draft forward; 0 for requests with lookups only. Empty for `depths`
     forward_depths: list[int] = field(default_factory=list)
     # [R] the contextual penalty of each request, None for none. Empty if no request has one
     penalties: list[DraftPenalty | None] = field(default_factory=list)
+    width: int = 1
+    """Maximum children per node; 1 requests chains."""
     min_node_prob: float = 0.0
     """For level drafts on the host: minimum draft probability of a node that gets children."""
     min_level_prob: float = 0.0
@@ -82,6 +82,7 @@ class DraftRequests:
         return chosen, DraftRequests(
             **columns,
             depths=[self.forward_depths[r] for r in chosen],
+            width=self.width,
             min_node_prob=self.min_node_prob,
             min_level_prob=self.min_level_prob,
         )

@@ -44,7 +44,9 @@ def collect(
         "kernel": _kernel(shape),
         "seams": sorted({seam.topic.key for seam in ALL_SEAMS}),
     }
-    report["self_test"] = _self_test(shape) if self_test else {"ok": None, "detail": "skipped"}
+    report["self_test"] = {"ok": None, "detail": "skipped"}
+    if self_test:
+        report["self_test"] = _self_test(shape, report["kernel"])
     report["ok"] = bool(report["vllm"]["supported"]) and report["self_test"]["ok"] is not False
     return report
 
@@ -142,7 +144,7 @@ def _kernel(shape: KernelShape | None) -> dict[str, Any]:
     return describe() if shape is None else describe(shape.dtype)
 
 
-def _self_test(shape: KernelShape | None) -> dict[str, Any]:
+def _self_test(shape: KernelShape | None, kernel: dict[str, Any]) -> dict[str, Any]:
     """Compares the chosen kernel with the reference on random trees."""
     import torch
 
@@ -153,7 +155,9 @@ def _self_test(shape: KernelShape | None) -> dict[str, Any]:
         if torch.cuda.is_available():
             from vllm_specplug.kernels.cuda_doctor import USUAL_SHAPE, self_test_cuda
 
-            detail = self_test_cuda(shape=shape or USUAL_SHAPE)
+            if kernel["kernel"] == "none":
+                raise RuntimeError(kernel["reason"])
+            detail = self_test_cuda(kernel["kernel"], shape=shape or USUAL_SHAPE)
         else:
             detail = self_test()
         ok = True

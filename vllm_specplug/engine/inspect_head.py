@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of `specplug inspect` about a draft head.
 
-It reads configs and tensor headers, and weights only from a released pickle, which serving would
-convert too. To learn whether a head can be served, it builds the engine's config with the head.
+It reads configs and tensor headers, and weights only from a released pickle. To learn whether a
+head can be served, it builds the engine's config with the head.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def draft_level_by_level(
     anchors: Sequence[int],
     budgets: Sequence[int],
     depths: Sequence[int],
-    tree_widths: Sequence[int],
+    tree_width: int,
     expand: Expand,
     *,
     frontier_width: int | None = FRONTIER_WIDTH,
@@ -141,7 +141,7 @@ def draft_level_by_level(
         anchors: [R] tokens at the roots.
         budgets: [R] maximum nodes per tree.
         depths: [R] maximum depth per tree.
-        tree_widths: [R] maximum children per node; 1 drafts a chain.
+        tree_width: maximum children per node; 1 drafts chains.
         expand: drafts the children of a frontier; the first call gets the anchors.
         frontier_width: maximum nodes per request that a level expands; None for no limit.
         min_node_prob: minimum probability of a node for its children to be drafted. Children of
@@ -175,7 +175,7 @@ def draft_level_by_level(
         assert ids.shape == log_probs.shape and len(ids) == len(frontier), (ids.shape,)
         start = 0
         for r, count in zip(expanded, counts, strict=True):
-            rows, ranks = slice(start, start + count), slice(0, tree_widths[r])
+            rows, ranks = slice(start, start + count), slice(0, tree_width)
             growing[r].grow(
                 ids[rows, ranks],
                 log_probs[rows, ranks],

@@ -382,7 +382,7 @@ class TreeSpeculator(BaseSpeculator):
     def _draft_requests(self, batch: list[HostRequest], most: int) -> tuple[DraftRequests, Batch]:
         """Returns the requests to draft for, each with its limits (at most `most` nodes), and the
         rest of the next step."""
-        requests = DraftRequests()
+        requests = DraftRequests(width=self.proposer.options.tree_width)
         others = Batch(num_roots=sum(1 for request in batch if request.is_decoding))
         for request in batch:
             num_tokens = len(request.token_ids)
@@ -403,7 +403,6 @@ class TreeSpeculator(BaseSpeculator):
             requests.context_lens.append(num_tokens - 1)
             requests.req_indices.append(request.index)
             requests.budgets.append(nodes)
-            requests.widths.append(self.proposer.options.tree_width)
             requests.depths.append(depth)
             penalty = self.penalties.get(request.req_id)
             requests.penalties.append(

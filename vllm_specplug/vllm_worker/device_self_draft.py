@@ -140,7 +140,6 @@ class DeviceSelfDraft:
             kv_caches,
             spec.budget,
             spec.sink,
-            spec.refresh,
             regions_of(state, spec),
         )
         views = backend.views_of(self.pool.caches[0])

@@ -120,7 +120,6 @@ class SelfDraft:
             cpu_kv_layout(kv_caches[0]),
             spec.budget,
             spec.sink,
-            spec.refresh,
             regions_of(state, spec),
         )
         logger.info(

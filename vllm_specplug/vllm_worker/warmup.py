@@ -43,7 +43,7 @@ def dummy_requests(
         context_lens=[context] * count,
         req_indices=list(range(count)),
         budgets=[min(nodes or options.num_nodes, options.num_nodes)] * count,
-        widths=[options.tree_width] * count,
+        width=options.tree_width,
         depths=[depth] * count,
         forward_depths=[depth] * count,
     )

@@ -134,11 +134,11 @@ def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> lis
         req_ids=[str(r) for r in drafted],
         token_ids=[np.array([int(requests.anchors[r])]) for r in drafted],
         context_lens=contexts, req_indices=drafted, budgets=budgets,
-        widths=[requests.width] * len(drafted), depths=depths,
+        width=requests.width, depths=depths,
     )  # fmt: skip
     return draft_level_by_level(
         given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
-        given.widths, self.host_expand(given),
+        given.width, self.host_expand(given),
         frontier_width=self.frontier_width,
     )  # fmt: skip
 

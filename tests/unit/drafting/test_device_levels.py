@@ -90,21 +90,23 @@ def same(ours: DraftTree, theirs: DraftTree) -> None:
 @given(
     st.integers(0, 10**6),
     st.lists(
-        st.tuples(st.integers(0, 12), st.integers(0, 5), st.integers(1, VOCAB)),
+        st.tuples(st.integers(0, 12), st.integers(0, 5)),
         min_size=1,
         max_size=3,
     ),
+    st.integers(1, VOCAB),
     st.sampled_from([None, 1, 3, 16]),
 )
 def test_trees_of_a_device_are_those_of_the_host(
     seed: int,
-    requests: list[tuple[int, int, int]],
+    requests: list[tuple[int, int]],
+    width: int,
     frontier_width: int | None,
 ) -> None:
-    budgets, depths, widths = (list(column) for column in zip(*requests, strict=True))
+    budgets, depths = (list(column) for column in zip(*requests, strict=True))
     anchors = list(range(len(requests)))
     expected = draft_level_by_level(
-        anchors, budgets, depths, widths, OnHost(seed), frontier_width=frontier_width
+        anchors, budgets, depths, width, OnHost(seed), frontier_width=frontier_width
     )
     made = draft_levels_on_device(
         torch.tensor(anchors),
@@ -113,8 +115,7 @@ def test_trees_of_a_device_are_those_of_the_host(
         OnDevice(seed),
         num_levels=max(depths),
         num_nodes=12,
-        width=max(widths),
-        widths=torch.tensor(widths),
+        width=width,
         frontier_width=frontier_width,
     )
     assert made.token_ids.shape == (len(requests), 12)

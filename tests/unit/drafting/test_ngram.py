@@ -6,8 +6,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 
+from tests.unit.drafters import requests_of
+from tests.unit.tree.candidates import paths_of
 from vllm_specplug.drafting.ngram import BranchStatistics, NgramBranches
+from vllm_specplug.kernels.ngram_index import NgramIndexReference
+from vllm_specplug.tree import DraftTree
 
 
 def test_statistics_learn_and_scores_never_grow() -> None:
@@ -71,3 +76,15 @@ def test_a_shorter_history_under_the_same_name_starts_afresh() -> None:
     branches = NgramBranches(count=1, max_length=3)
     branches.branches("a", np.array([1, 2, 3, 1, 2, 3], dtype=np.int32), 3)
     assert branches.branches("a", np.array([4, 5], dtype=np.int32), 3) == []
+
+
+def test_branches_join_a_heads_tree_without_compiled_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("vllm_specplug.kernels.make_ngram_index", NgramIndexReference)
+    branches = NgramBranches(count=2, max_length=3)
+    head = DraftTree.chain([1, 2], np.array([-0.1, -0.2], np.float32))
+    asked = requests_of([[5, 6, 7, 8, 5]], 8, 3)
+    (tree,) = branches.add_to([head], asked)
+    tree.validate()
+    assert set(paths_of(tree)) == {(1,), (1, 2), (6,), (6, 7), (6, 7, 8)}

@@ -62,13 +62,19 @@ def test_the_kernels_of_a_device_are_asked_about_the_target(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(doctor, "_device", lambda: {"type": "cuda"})
     monkeypatch.setattr(doctor, "_vllm", lambda: {"supported": True})
-    monkeypatch.setattr(cuda_doctor, "describe_cuda", lambda shape: asked.append(shape) or {})
-    monkeypatch.setattr(cuda_doctor, "self_test_cuda", lambda shape: asked.append(shape) or "good")
+    found = {"kernel": "triton", "reason": "the fastest"}
+    monkeypatch.setattr(cuda_doctor, "describe_cuda", lambda shape: asked.append(shape) or found)
+    monkeypatch.setattr(
+        cuda_doctor, "self_test_cuda", lambda name, shape: asked.append(shape) or "good"
+    )
     assert doctor.collect(target=str(target), num_ranks=2)["ok"]
     assert [(s.num_heads, s.num_kv_heads, s.head_dim) for s in asked] == [(2, 1, 24)] * 2
     asked.clear()
     assert doctor.collect()["ok"]
     assert asked == [cuda_doctor.USUAL_SHAPE] * 2
+    found.update(kernel="none", reason="it finds no kernel")
+    report = doctor.collect()
+    assert not report["ok"] and "it finds no kernel" in report["self_test"]["detail"]
 
 
 def test_a_broken_environment_is_one_cause_and_one_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def test_level_by_level(case: Case, frontier_width: int | None) -> None:
         return np.tile(ids, shape), np.tile(log_probs, shape)
 
     (tree,) = draft_level_by_level(
-        [0], [case.budget], [min(len(case.log_probs), case.tree_depth)], [case.tree_width], expand,
+        [0], [case.budget], [min(len(case.log_probs), case.tree_depth)], case.tree_width, expand,
         frontier_width=frontier_width,
     )  # fmt: skip
     every = all_paths(usable(case))

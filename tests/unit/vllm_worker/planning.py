@@ -83,6 +83,5 @@ def requests_of(planner: DraftPlanner, extras: list[dict | None]) -> tuple[Draft
             requests.context_lens.append(99)
             requests.req_indices.append(i)
             requests.budgets.append(nodes)
-            requests.widths.append(4)
             requests.depths.append(nodes)
     return requests, batch

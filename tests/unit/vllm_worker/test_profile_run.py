@@ -151,7 +151,7 @@ def _largest_step(runner: Any, sampler: Any) -> None:
         DraftRequests(
             req_ids=[str(i) for i in range(REQUESTS)], token_ids=[np.arange(9)] * REQUESTS,
             context_lens=[8] * REQUESTS, req_indices=list(range(REQUESTS)),
-            budgets=[NODES] * REQUESTS, widths=[4] * REQUESTS, depths=[DEPTH] * REQUESTS,
+            budgets=[NODES] * REQUESTS, width=4, depths=[DEPTH] * REQUESTS,
         )
     )  # fmt: skip
 

@@ -2,17 +2,15 @@
 """Reads and writes local heads: folders of this project and files released with DeLS-Spec.
 
 A folder holds `config.json` and `model.safetensors`. A released `.pt` file is a pickle. The reader
-loads it in weights-only mode, checks it, and stores it once as `<name>.safetensors` and
-`<name>.json` in the same folder, if that is writable.
+loads it in weights-only mode and checks it. A `<name>.json` beside it may set the fusion weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 import pathlib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +26,10 @@ from vllm_specplug.drafting.checkpoint_files import (
     read_json_object,
     read_safetensors,
     save_head,
-    write_checkpoint,
 )
 from vllm_specplug.drafting.head_config import config_field
 from vllm_specplug.drafting.pickle_files import check_plain, load_pickle
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-
-logger = logging.getLogger(__name__)
 
 CONFIG_NAME = "config.json"
 RELEASED_NAMES = (
@@ -47,6 +42,8 @@ FORMAT = "specplug_local_head"
 # Classes in "args" of training scripts' checkpoints. They have no behaviour.
 _SAFE_GLOBALS = [argparse.Namespace, pathlib.PosixPath, pathlib.PurePosixPath]
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Fields of the config that tensors do not tell.
+_FUSION = ("alpha", "beta", "anchor_input")
 # Tensor names of released files, and this package's names.
 _RENAMED = {
     "embedding_weight": "embed_tokens.weight",
@@ -83,7 +80,7 @@ def load_local_head(path: str | Path, target_config: Any) -> tuple[LocalHead, to
 def inspect_local_head(path: str | Path, target_config: Any) -> LocalHeadConfig:
     """Checks a local head from its config and tensor headers, with the errors of `load_local_head`.
 
-    It converts a released `.pt` file, so that the pickle is read once.
+    It also reads the values of a released `.pt` file.
     """
     return _read(path, target_config, headers_only=True)[0]
 
@@ -157,7 +154,7 @@ def _read(
 ) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
     file = resolve_local_head(path)
     if file.suffix == ".pt":
-        return _converted(file, target)
+        return _released(file, target)
     beside = file.parent / CONFIG_NAME
     config_file = beside if file.name == WEIGHTS_NAME else file.with_suffix(".json")
     config = _read_config(config_file)
@@ -177,7 +174,7 @@ def _read_config(file: Path) -> LocalHeadConfig:
             "give a folder written by `specplug train dels` or a released local_head.pt"
         )
     names = {field.name for field in fields(LocalHeadConfig)}
-    unknown = sorted(set(raw) - names - {"format", "source"})
+    unknown = sorted(set(raw) - names - {"format"})
     missing = sorted({"kind", "vocab_size", "target_hidden_size", "rank"} - set(raw))
     if unknown or missing:
         raise ValueError(
@@ -188,34 +185,16 @@ def _read_config(file: Path) -> LocalHeadConfig:
     return LocalHeadConfig(**{name: raw[name] for name in names if name in raw})
 
 
-def _converted(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
-    """Returns a released pickle's head, from its converted copy if that is up to date."""
-    stat = file.stat()
-    source = {"name": file.name, "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
-    weights, config_file = file.with_suffix(".safetensors"), file.with_suffix(".json")
-    if weights.is_file() and config_file.is_file():
-        try:
-            known = read_json_object(config_file, "a config").get("source")
-        except ValueError:
-            known = None
-        if known == source:
-            config, tensors = _read_config(config_file), read_safetensors([weights])
-            _check(file, config, tensors, target)
-            return config, tensors
+def _released(file: Path, target: Any) -> tuple[LocalHeadConfig, dict[str, torch.Tensor]]:
+    """Returns the head in a released pickle."""
     raw = load_pickle(file, f"local head {str(file)!r}", _SAFE_GLOBALS)
     config, tensors = _from_released(file, raw, target)
-    # Before the copy is written, so that a refused head leaves none.
+    beside = file.with_suffix(".json")
+    if beside.is_file():
+        stated = read_json_object(beside, "a config")
+        config = replace(config, **{name: stated[name] for name in _FUSION if name in stated})
     _check(file, config, tensors, target)
     check_finite(tensors)
-    if weights.exists() and not config_file.exists():
-        logger.info("%s is kept: it is not a converted copy; %s stays in memory", weights, file)
-        return config, tensors
-    try:
-        described = {"format": FORMAT, **asdict(config), "source": source}
-        write_checkpoint(weights, config_file, tensors, described)
-        logger.info("Converted %s to %s", file, weights.name)
-    except OSError as error:
-        logger.info("Converted %s in memory; no copy could be written (%s)", file, error)
     return config, tensors
 
 

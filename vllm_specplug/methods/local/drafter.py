@@ -40,7 +40,7 @@ class LocalHeadDrafter(BlockHeadDrafter):
         depths = self.depths_of(requests)
         ids, log_probs, slots, terms = self._scored(requests, local, max(depths))
         return local.build(
-            ids, log_probs, requests.anchors, requests.budgets, depths, requests.widths, slots,
+            ids, log_probs, requests.anchors, requests.budgets, depths, requests.width, slots,
             terms,
         )  # fmt: skip
 

@@ -151,7 +151,7 @@ class LocalTreeBuilder:
         anchors: Sequence[int],
         budgets: Sequence[int],
         depths: Sequence[int],
-        widths: Sequence[int],
+        width: int,
         # [R, D] float32 confidence logits of the slots, where the builder has a confidence
         slots: torch.Tensor | None = None,
         # [R, D, Q] terms of the slots, where the local head reads them
@@ -165,15 +165,13 @@ class LocalTreeBuilder:
         trees are read in one copy; tests compare the kernels with that.
         """
         if self.weights is None or not compiled:
-            columns = np.array((anchors, budgets, depths, widths))
-            *limits, tree_widths = device_tensor(columns, ids.device)
+            limits = device_tensor(np.array((anchors, budgets, depths)), ids.device)
             trees = self.build_on_device(
                 ids[:, : max(depths)],
                 log_probs,
                 *limits,
-                width=max(widths),
+                width=width,
                 num_nodes=max(budgets),
-                widths=tree_widths,
                 slots=slots,
                 terms=terms,
             )
@@ -195,7 +193,8 @@ class LocalTreeBuilder:
             self.weights,
             ids,
             log_probs,
-            *(torch.tensor(values, dtype=torch.int32) for values in (budgets, depths, widths)),
+            *(torch.tensor(values, dtype=torch.int32) for values in (budgets, depths)),
+            width,
             self.alpha,
             self.beta,
             self.log_prior,
@@ -222,7 +221,6 @@ class LocalTreeBuilder:
         *,
         width: int,
         num_nodes: int,
-        widths: torch.Tensor | None = None,
         slots: torch.Tensor | None = None,
         terms: torch.Tensor | None = None,
     ) -> DeviceTrees:
@@ -231,7 +229,6 @@ class LocalTreeBuilder:
         Args:
             width: maximum children of a node.
             num_nodes: at least the largest budget.
-            widths: [R] maximum per request; None if all have `width`.
             slots: [R, D] as in `build`.
             terms: [R, D, Q] as in `build`.
         """
@@ -243,7 +240,6 @@ class LocalTreeBuilder:
             num_levels=ids.shape[1],
             num_nodes=num_nodes,
             width=width,
-            widths=widths,
             frontier_width=None,
         )
 

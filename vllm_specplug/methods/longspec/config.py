@@ -15,7 +15,8 @@ from vllm_specplug.drafting.head_config import (
     config_field,
     require,
 )
-from vllm_specplug.methods.block.rotary import KINDS, Rotary
+from vllm_specplug.methods.block.layer_config import read_rotary
+from vllm_specplug.methods.block.rotary import Rotary
 from vllm_specplug.options import is_integer
 
 DEFAULT_WINDOW = 512
@@ -169,24 +170,8 @@ def check_last_layer(target: Any) -> None:
 
 def rotary_of(config: Any) -> tuple[float, Mapping[str, Any] | None]:
     """Returns base and scaling (None for the default) of a model's rotary embedding."""
-    theta = config_field(config, "rope_theta", None)
-    scaling: Mapping[str, Any] | None = None
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = config_field(config, name, None)
-        if not rope:
-            continue
-        if rope.get("rope_theta") is not None:
-            theta = rope["rope_theta"]
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind not in (None, "default"):
-            require(
-                kind in KINDS,
-                f"{name}.rope_type",
-                kind,
-                f"one of {', '.join(KINDS)} (angles that do not change with the length)",
-            )
-            scaling = {k: v for k, v in rope.items() if k not in ("rope_theta", "type")}
-            scaling = {**scaling, "rope_type": kind}
-    partial = config_field(config, "partial_rotary_factor", None)
-    require(partial in (None, 1, 1.0), "partial_rotary_factor", partial, "1.0")
-    return float(theta if theta is not None else 10000.0), scaling
+    names = ("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor")
+    rotary = read_rotary({name: config_field(config, name, None) for name in names})
+    partial = rotary["partial_rotary_factor"]
+    require(partial == 1, "partial_rotary_factor", partial, "1.0")
+    return rotary["rope_theta"], rotary["rope_scaling"]

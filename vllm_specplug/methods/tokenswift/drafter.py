@@ -85,7 +85,6 @@ class TokenSwiftDrafter(Drafter):
         return PartialCacheSpec(
             budget=settings.kv_budget,
             sink=settings.sink_size,
-            refresh=settings.kv_budget - settings.sink_size,
             max_requests=settings.max_requests,
             options=("self_draft_requests", "kv_budget"),
         )
@@ -116,9 +115,9 @@ class TokenSwiftDrafter(Drafter):
         trees = []
         for r, (req_id, tree) in enumerate(zip(requests.req_ids, own, strict=True)):
             branches: list[DraftTree] = []
-            if self.ngrams is not None and (requests.widths[r] > 1 or not tree.num_nodes):
+            if self.ngrams is not None and (requests.width > 1 or not tree.num_nodes):
                 branches = self.ngrams.branches(req_id, requests.token_ids[r], requests.depths[r])
-                if requests.widths[r] == 1:
+                if requests.width == 1:
                     branches = branches[:1]
             parts = [part for part in (tree, *branches) if part.num_nodes]
             trees.append(merge_trees(parts, requests.budgets[r]))
@@ -235,7 +234,7 @@ class TokenSwiftDrafter(Drafter):
         depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
         candidates = self._likeliest(states[:depth], requests)
         depths = [min(depth, deepest) for deepest in requests.depths]
-        return best_first_trees(*candidates, requests.budgets, depths, requests.widths)
+        return best_first_trees(*candidates, requests.budgets, depths, requests.width)
 
     @torch.inference_mode()
     def _states(self, source: str, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
@@ -264,10 +263,6 @@ class TokenSwiftDrafter(Drafter):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Target ids int64 and log-probabilities float32 [R, D, K] of the likeliest tokens of each
         depth, after the request's penalty."""
-        if isinstance(requests, DraftRequests):
-            widest = max(requests.widths)
-        else:
-            widest = requests.width
         vocab_size = self.heads.config.draft_vocab_size
         # In pieces: the logits of all requests would be the largest tensor of a step.
         piece_size = max(1, MAX_LOGITS // (vocab_size * len(states)))
@@ -277,7 +272,7 @@ class TokenSwiftDrafter(Drafter):
             logits = self.lm_head(part.flatten(0, 1)).float().unflatten(0, part.shape[:2])
             logits = logits.transpose(0, 1)
             self._penalise(logits, first, requests)
-            pieces.append(top_candidates(logits, min(widest, vocab_size)))
+            pieces.append(top_candidates(logits, min(requests.width, vocab_size)))
         ids, log_probs = (torch.cat(parts) for parts in zip(*pieces, strict=True))
         return (ids if self.target_ids is None else self.target_ids[ids]), log_probs
 

@@ -91,17 +91,16 @@ class DevicePartialCache(RegionPool[PartialRegion]):
 
     Args:
         target_caches: the target's paged caches, one per layer, [num_blocks, Hkv, block, 2 * Dh].
-        budget, sink, refresh, max_requests: see there.
+        budget, sink, max_requests: see there.
     """
 
     def __init__(
-        self, target_caches: list[torch.Tensor], budget: int, sink: int, refresh: int,
-        max_requests: int,
-    ) -> None:  # fmt: skip
+        self, target_caches: list[torch.Tensor], budget: int, sink: int, max_requests: int
+    ) -> None:
         from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 
         super().__init__(max_requests, PartialRegion)
-        self.budget, self.sink, self.refresh = budget, sink, refresh
+        self.budget, self.sink = budget, sink
         self.max_requests = max_requests
         # [num_blocks, block_size, Hkv, 2 * Dh]
         self.target_pages = [cache.transpose(1, 2) for cache in target_caches]
@@ -159,7 +158,7 @@ class DevicePartialCache(RegionPool[PartialRegion]):
         region = self.regions.get(contexts.req_ids[r])
         if region is None or not region.chosen:
             return True
-        return contexts.max_context_lens[r] - region.chosen > self.refresh
+        return contexts.max_context_lens[r] - region.chosen > self.budget - self.sink
 
     def advance(
         self,
@@ -172,7 +171,7 @@ class DevicePartialCache(RegionPool[PartialRegion]):
         """Stores the tokens that were committed since the last draft. If a choice is due, it only
         counts them, and `choose` chooses positions layer by layer."""
         regions, due = [], []
-        # Columns for `kernels.partial_cache`, and the maximum context of each in `chosen`.
+        # Columns for `kernels.partial_cache_triton`, and the maximum context of each in `chosen`.
         chosen: list[tuple[int, ...]] = []
         grown: list[tuple[int, ...]] = []
         most: list[int] = []

@@ -5,8 +5,8 @@ Per layer and KV head, a cache holds the first `sink` positions and the other po
 score highest against a query, the most important first. Keys contain their rotary positions and
 attention does not depend on their order, so kernels read the copy as a small paged cache.
 
-Later tokens replace the tail, the least important entries. When they reach the sink, or after
-`refresh` tokens, the positions are chosen again (TokenSwift, arXiv 2502.18890, section 3.3).
+Later tokens replace the tail, the least important entries. When they reach the sink, the positions
+are chosen again (TokenSwift, arXiv 2502.18890, section 3.3).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from vllm_specplug.kernels import CpuKvLayout, gather_kv, key_scores
-from vllm_specplug.kernels.partial_cache import NEWEST, OLDER
+from vllm_specplug.kernels.kv_gather import NEWEST, OLDER
 from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
 # The newest tokens are chosen whatever their score, because text depends on them most. The newest
@@ -42,7 +42,6 @@ class PartialCache(RegionPool[PartialContext]):
         layout: their layout, which the pool shares.
         budget: tokens kept per request, including the sink.
         sink: first positions of the context, which are always kept.
-        refresh: committed tokens after which positions are chosen again, at most budget - sink.
         max_requests: number of requests with a cache. An evicted request that returns chooses
             again.
     """
@@ -53,13 +52,12 @@ class PartialCache(RegionPool[PartialContext]):
         layout: CpuKvLayout,
         budget: int,
         sink: int,
-        refresh: int,
         max_requests: int,
     ) -> None:
         super().__init__(max_requests, PartialContext)
-        assert 0 <= sink < budget and 1 <= refresh <= budget - sink, (budget, sink, refresh)
+        assert 0 <= sink < budget, (budget, sink)
         self.target_caches, self.layout = target_caches, layout
-        self.budget, self.sink, self.refresh = budget, sink, refresh
+        self.budget, self.sink = budget, sink
         self.blocks_per_request = -(-budget // layout.block_size)
         self.max_requests = max_requests
         shape = list(target_caches[0].shape)
@@ -95,7 +93,7 @@ class PartialCache(RegionPool[PartialContext]):
         context = self.region_of(req_id)
         new = context_len - context.covered
         replaced = self.budget - 1 - context.tail
-        if not context.covered or new < 0 or replaced + new > self.refresh:
+        if not context.covered or new < 0 or replaced + new > self.budget - self.sink:
             context.covered, context.tail = context_len, self.budget - 1
             return context, True
         if new:

@@ -75,7 +75,7 @@ class World:
         )
 
     def draft(self) -> list[DraftTree]:
-        return self.drafter.propose(requests_of(self.tokens, [16, 9, 16, 12, 16], [8, 8, 1, 3, 8]))
+        return self.drafter.propose(requests_of(self.tokens, [16, 9, 16, 12, 16], 2))
 
     def check(self, trees: list[DraftTree], **changes: Any) -> None:
         """Every node has the score that the module gives it after its branch."""
@@ -98,7 +98,7 @@ def test_each_branch_equals_the_chain_along_it(
     world = World(tmp_path, grouped, on_device)
     assert recognise_head(tmp_path).name == "assistant_tree"
     trees = world.draft()
-    assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12, 16]
+    assert [tree.num_nodes for tree in trees] == [16, 9, 16, 12, 16]
     assert max(tree.max_depth for tree in trees) > 2
     world.check(trees)
     # Controls: a window of one token more shows, and states of another request.

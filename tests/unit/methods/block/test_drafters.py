@@ -79,7 +79,7 @@ def test_trees_respect_every_limit_and_equal_the_oracle(make: Any, folder: Path)
     marginal = oracles[0]
     if make is dels:
         oracles = drafter.local_tree.build(
-            ids, log_probs, requests.anchors, *limits, requests.widths, compiled=False
+            ids, log_probs, requests.anchors, *limits, requests.width, compiled=False
         )
         assert oracles[0].token_ids.tolist() != marginal.token_ids.tolist()
     for r, (tree, oracle) in enumerate(zip(drafter.propose(requests), oracles, strict=True)):

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.unit.methods.dels.local_heads import TARGET, H, V, make, released
 from vllm_specplug.methods.dels.checkpoint import (
@@ -36,17 +36,12 @@ def test_a_head_that_reads_the_blocks_states_is_refused(
     "name",
     ["gru_factorized", "gru_target_head", "gru_direct", "markov_direct", "markov_target_head"],
 )
-def test_released_pickles_are_converted_once(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_released_pickles_are_read_in_place(tmp_path: Path, name: str) -> None:
     file = tmp_path / "local_head.pt"
     torch.save(released(name), file)
     expected = make(name)
     config = inspect_local_head(tmp_path, TARGET)
     assert config == expected.config
-    assert load_file(file.with_suffix(".safetensors")).keys() == expected.state_dict().keys()
-    # From here on nobody opens the pickle.
-    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("the pickle was read again"))
     loaded, _ = load_local_head(file, TARGET)
     # In float64, as torch has several float32 recurrences and chooses by the machine and by
     # whether a gradient is wanted; their rounding differs, the weights may not.
@@ -57,26 +52,16 @@ def test_released_pickles_are_converted_once(
     )
 
 
-def test_a_changed_pickle_is_converted_again(tmp_path: Path) -> None:
+def test_a_file_beside_a_pickle_sets_the_fusion_weights(tmp_path: Path) -> None:
     file = tmp_path / "local_head.pt"
     torch.save(released("gru_factorized"), file)
-    inspect_local_head(file, TARGET)
-    torch.save(released("gru_target_head"), file)
-    assert inspect_local_head(file, TARGET).lm_head_mode == "target_lm_head"
-
-
-def test_a_folder_that_cannot_be_written_is_no_obstacle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from vllm_specplug.drafting import checkpoint_files
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise OSError("read-only")
-
-    monkeypatch.setattr(checkpoint_files, "save_file", refuse)
-    torch.save(released("gru_factorized"), tmp_path / "local_head.pt")
-    assert inspect_local_head(tmp_path, TARGET).kind == "gru"
-    assert [p.name for p in tmp_path.iterdir()] == ["local_head.pt"]
+    config = inspect_local_head(file, TARGET)
+    assert [path.name for path in tmp_path.iterdir()] == ["local_head.pt"]
+    file.with_suffix(".json").write_text(json.dumps({"alpha": 0.5, "beta": [0.1], "rank": 1}))
+    assert inspect_local_head(file, TARGET) == replace(config, alpha=0.5, beta=[0.1])
+    file.with_suffix(".json").write_text(json.dumps({"alpha": "much"}))
+    with pytest.raises(ValueError, match="alpha"):
+        inspect_local_head(file, TARGET)
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:

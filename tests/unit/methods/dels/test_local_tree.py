@@ -80,7 +80,7 @@ def test_every_node_scores_what_the_formula_says(
     weights = {} if anchor_input else {"alpha": (0.0, *ALPHA[1:]), "beta": (0.0, *BETA[1:])}
     case = Case(name, anchor_input=anchor_input, **weights)
     ids, log_probs = case.candidates()
-    (tree,) = case.builder.build(ids, log_probs, [5], [30], [DEPTH], [6], compiled=compiled)
+    (tree,) = case.builder.build(ids, log_probs, [5], [30], [DEPTH], 6, compiled=compiled)
     tree.validate()
     assert tree.num_nodes == 30 and tree.max_depth > 1
     assert (np.diff(tree.scores) <= 0).all()
@@ -108,7 +108,7 @@ def test_tables_follow_the_target(name: str) -> None:
     ids, log_probs = case.candidates()
     for compiled in (True, False):
         ours, theirs = (
-            made.build(ids, log_probs, [5], [30], [DEPTH], [6], compiled=compiled)[0]
+            made.build(ids, log_probs, [5], [30], [DEPTH], 6, compiled=compiled)[0]
             for made in (builder, expected)
         )
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
@@ -121,7 +121,7 @@ def test_tables_follow_the_target(name: str) -> None:
 def test_the_chain_is_the_papers() -> None:
     case = Case(anchor_input=False, alpha=(0.0, *ALPHA[1:]), beta=(0.0, *BETA[1:]))
     ids, log_probs = case.candidates()
-    (tree,) = case.builder.build(ids, log_probs, [5], [16], [DEPTH], [1])
+    (tree,) = case.builder.build(ids, log_probs, [5], [16], [DEPTH], 1)
     path: list[int] = []
     for i in range(DEPTH):
         mixed = case.marginals[0] if i == 0 else case.fused(5, path)
@@ -133,7 +133,7 @@ def test_few_candidates_share_the_block_heads_mass() -> None:
     case = Case()
     ids, log_probs = case.candidates(6)
     for compiled in (True, False):
-        (tree,) = case.builder.build(ids, log_probs, [5], [6], [1], [6], compiled=compiled)
+        (tree,) = case.builder.build(ids, log_probs, [5], [6], [1], 6, compiled=compiled)
         mass = np.exp(tree.scores).sum()
         assert mass == pytest.approx(float(log_probs[0, 0].exp().sum()), rel=1e-4)
 
@@ -142,11 +142,10 @@ def test_requests_do_not_mix() -> None:
     case = Case()
     ids, log_probs = case.candidates()
     both = (torch.cat((ids, ids.flip(1))), torch.cat((log_probs, log_probs.flip(1))))
-    trees = case.builder.build(*both, [5, 9], [12, 7], [DEPTH, 2], [4, 2])
+    trees = case.builder.build(*both, [5, 9], [12, 7], [DEPTH, 2], 4)
     for r, anchor in enumerate((5, 9)):
         (alone,) = case.builder.build(
-            both[0][r : r + 1], both[1][r : r + 1], [anchor], [(12, 7)[r]], [(DEPTH, 2)[r]],
-            [(4, 2)[r]],
+            both[0][r : r + 1], both[1][r : r + 1], [anchor], [(12, 7)[r]], [(DEPTH, 2)[r]], 4
         )  # fmt: skip
         assert trees[r].token_ids.tolist() == alone.token_ids.tolist()
     assert trees[1].max_depth <= 2 and trees[1].num_nodes <= 7
@@ -162,7 +161,7 @@ def test_reduced_vocabularies_meet_by_target_id() -> None:
     marginals = torch.randn(DEPTH, 5).log_softmax(-1)
     builder = build(head, options(), prior, embed, torch.zeros(V, H), local_ids, draft_ids)
     top = marginals.topk(5, dim=-1)
-    (tree,) = builder.build(top.indices[None], top.values[None], [5], [5], [1], [5])
+    (tree,) = builder.build(top.indices[None], top.values[None], [5], [5], [1], 5)
     scores = head(torch.tensor([[5]]), embed)[0, -1][torch.tensor([1, 2, 3, 4, 6])]
     mixed = (marginals[0] + ALPHA[0] * scores - BETA[0] * prior[draft_ids]).log_softmax(-1)
     order = mixed.argsort(descending=True)

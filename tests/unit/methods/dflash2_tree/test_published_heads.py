@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_each_branch_is_a_walk_of_the_selector(
         if len(branch) == 4:
             continue
         children = log_probs([ANCHOR, *branch])
-        for token in sorted(children, key=lambda t: -children[t])[: requests.widths[0]]:
+        for token in sorted(children, key=lambda t: -children[t])[: requests.width]:
             log_prob = children[token]
             assert log_prob < 1e-6
             is_child = (*branch, token) in paths
@@ -97,7 +98,8 @@ def test_a_node_has_at_most_the_selectors_candidates(
 ) -> None:
     head = PublishedHead(tmp_path / "head", ZLAB)
     drafter, requests = head.drafter(get_method("dflash2_tree"))
-    requests.widths[0], requests.budgets[0], requests.depths[0] = 12, 24, 1
+    requests = replace(requests, width=12)
+    requests.budgets[0], requests.depths[0] = 24, 1
     if not compiled:
         monkeypatch.setattr(drafter.local_tree, "weights", None)
     (tree,) = drafter.propose(requests)

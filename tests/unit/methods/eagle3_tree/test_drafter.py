@@ -43,10 +43,9 @@ def test_each_branch_equals_the_chain_along_it(
 ) -> None:
     world = World(tmp_path, layout, head=head)
     world.commit_all()
-    trees = world.drafter.propose(world.requests([16, 9, 16, 12], [8, 8, 1, 3]))
+    trees = world.drafter.propose(world.requests([16, 9, 16, 12], 8))
     world.check(trees)
-    assert trees[2].max_depth == trees[2].num_nodes  # width 1: a chain
-    assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12]
+    assert [tree.num_nodes for tree in trees] == [16, 9, 16, 12]
     assert max(tree.max_depth for tree in trees) > 2
 
 
@@ -67,7 +66,7 @@ def test_trees_of_a_device_are_those_of_the_host(
 ) -> None:
     monkeypatch.setattr(tree_builder_triton, "build_best_first_triton", _built_on_the_host)
     host, device = (World(tmp_path, layout, expand, device_cache=d) for d in (False, True))
-    asked = [[16, 9, 16, 12], [8, 8, 1, 3]]
+    asked = [16, 9, 16, 12], 8
     made = []
     for world in (host, device):
         world.commit_all()
@@ -89,7 +88,6 @@ def test_trees_of_a_device_are_those_of_the_host(
             width=8, num_nodes=16, max_context=64,
         )
     )  # fmt: skip
-    requests.widths[:] = [8] * 4
     trees = read_trees(on_device)
     device.check(trees)
     for tree, theirs in zip(trees, host.drafter.propose(requests), strict=True):
@@ -131,7 +129,7 @@ def test_what_a_context_lacks_is_noticed(layout: str, tmp_path: Path) -> None:
     if layout == "speculators_window":
         assert world.cache.windows == (6,)
         world.cache.windows = (None,)
-    tree = world.drafter.propose(world.requests([8] * 4, [8] * 4))[-1]
+    tree = world.drafter.propose(world.requests([8] * 4, 8))[-1]
     with pytest.raises(AssertionError):
         world.check([tree], first=3)
 
@@ -143,11 +141,11 @@ def test_a_head_with_a_mask_token_runs_once(tmp_path: Path) -> None:
     world.drafter._run = lambda *args: (
         rows.append(len(args[0])) or run(world.embed[args[0]], *args[1:])
     )
-    trees = world.drafter.propose(world.requests([16] * 4, [8] * 4))
+    trees = world.drafter.propose(world.requests([16] * 4, 8))
     assert rows == [4 * 4] and max(tree.max_depth for tree in trees) > 2
     # With other masks, the comparison with the reference fails.
     world.drafter.head.mask_state = 2 * world.drafter.head.mask_state
-    tree = world.drafter.propose(world.requests([16] * 4, [8] * 4))[3]
+    tree = world.drafter.propose(world.requests([16] * 4, 8))[3]
     with pytest.raises(AssertionError):
         world.check([tree], first=3)
 
@@ -176,7 +174,7 @@ def test_trees_are_the_published_search(beam: int | None, tmp_path: Path) -> Non
     and its reranking; the default is the exact best-first tree."""
     world = World(tmp_path, expand=beam or 16, tree_depth=3)
     world.commit_all()
-    trees = world.drafter.propose(world.requests([10] * 4, [beam or 12] * 4))
+    trees = world.drafter.propose(world.requests([10] * 4, beam or 12))
     for r, tree in enumerate(trees):
         expected = {branch for _, branch in _exact(world, r, 10, 3, beam)}
         assert set(paths_of(tree)) == expected
@@ -194,7 +192,7 @@ def test_chunks_leave_the_context_of_one_pass(layout: str, tmp_path: Path) -> No
         slots = slice(100 * r, 100 * r + n - 1)
         torch.testing.assert_close(cut.cache.key[:, slots], whole.cache.key[:, slots])
         torch.testing.assert_close(cut.cache.value[:, slots], whole.cache.value[:, slots])
-    asked = whole.requests([16] * 4, [8] * 4)
+    asked = whole.requests([16] * 4, 8)
     for a, b in zip(whole.drafter.propose(asked), cut.drafter.propose(asked), strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
 
@@ -206,7 +204,7 @@ def test_roots_are_those_of_the_last_step(tmp_path: Path) -> None:
              [(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)]]  # fmt: skip
     for step in steps:
         world.commit(step)
-    world.check(world.drafter.propose(world.requests([16] * 4, [8] * 4)))
+    world.check(world.drafter.propose(world.requests([16] * 4, 8)))
 
 
 def test_only_the_last_slot_depends_on_the_next_token(tmp_path: Path) -> None:
@@ -224,7 +222,7 @@ def test_only_the_last_slot_depends_on_the_next_token(tmp_path: Path) -> None:
 def test_requests_that_want_no_forward_get_none(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.commit_all()
-    asked = world.requests([8] * 4, [8] * 4)
+    asked = world.requests([8] * 4, 8)
     asked.forward_depths[:] = [0, 2, 0, 1]
     trees = world.drafter.propose(asked)
     assert [tree.max_depth for tree in trees] == [0, 2, 0, 1]
@@ -236,7 +234,7 @@ def test_drafts_never_stop_an_engine(tmp_path: Path) -> None:
     vocabulary; texts reach the model's end."""
     world = World(tmp_path, max_model_len=34)
     world.cache.key.zero_(), world.cache.value.zero_()
-    asked = world.requests([8] * 4, [8] * 4)
+    asked = world.requests([8] * 4, 8)
     for change in (None, 0, VOCAB + 1):
         for tokens in world.tokens if change else ():
             tokens[:-1:3] = change

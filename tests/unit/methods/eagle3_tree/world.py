@@ -155,8 +155,8 @@ class World:
     def commit_all(self) -> None:
         self.commit([(r, 0, n - 1) for r, n in enumerate(LENGTHS)])
 
-    def requests(self, budgets: list[int], widths: list[int]) -> DraftRequests:
-        return requests_of(self.tokens, budgets, widths)
+    def requests(self, budgets: list[int], width: int) -> DraftRequests:
+        return requests_of(self.tokens, budgets, width)
 
     def scores_along(self, r: int, branch: list[int]) -> torch.Tensor:
         """Log-probabilities [V'] after the tokens of a branch, from the equations alone."""

@@ -224,8 +224,8 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
             output_states=torch.cat([s[:-1] for s in states]),
         )
     )
-    trees = drafter.propose(requests_of(tokens, [16, 9, 16, 12], [8, 8, 1, 3]))
-    assert [tree.num_nodes for tree in trees] == [16, 9, 4, 12]
+    trees = drafter.propose(requests_of(tokens, [16, 9, 16, 12], 8))
+    assert [tree.num_nodes for tree in trees] == [16, 9, 16, 12]
     assert max(tree.max_depth for tree in trees) > 2
 
     def scores_along(r: int, branch: list[int]) -> torch.Tensor:

@@ -52,8 +52,8 @@ def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False)
     return drafter, heads.eval(), lm_head
 
 
-def _requests(*texts, widths: int = 3, budget: int = 12, penalties=()):
-    return requests_of(texts, budget, widths, 8, penalties=list(penalties))
+def _requests(*texts, width: int = 3, budget: int = 12, penalties=()):
+    return requests_of(texts, budget, width, 8, penalties=list(penalties))
 
 
 def _observe(drafter, hidden, last_rows):
@@ -69,7 +69,7 @@ def test_heads_read_each_requests_last_committed_row(tmp_path) -> None:
     drafter, heads, lm_head = _drafter(tmp_path, "heads")
     hidden = torch.randn(6, HIDDEN)
     _observe(drafter, hidden, [4, 1])
-    trees = drafter.propose(_requests([1, 2], [3, 4], widths=1))
+    trees = drafter.propose(_requests([1, 2], [3, 4], width=1))
     for tree, row in zip(trees, (4, 1), strict=True):
         assert tree.token_ids.tolist() == _best(heads(hidden[row : row + 1])[:, 0], lm_head)
     assert drafter.target_forward.calls == 0
@@ -79,14 +79,14 @@ def test_heads_read_each_requests_last_committed_row(tmp_path) -> None:
 def test_self_starts_with_the_targets_own_prediction(tmp_path) -> None:
     drafter, heads, lm_head = _drafter(tmp_path, "self")
     _observe(drafter, torch.randn(2, HIDDEN), [0, 1])
-    trees = drafter.propose(_requests([1, 2], [3, 4], widths=1))
+    trees = drafter.propose(_requests([1, 2], [3, 4], width=1))
     assert drafter.target_forward.calls == 1
     for tree, anchor in zip(trees, (2, 4), strict=True):
         hidden = drafter.target_forward.table[anchor]
         expected = _best([hidden.roll(1, -1)], lm_head) + _best(heads(hidden[None])[:, 0], lm_head)
         assert tree.token_ids.tolist() == expected
     spec = drafter.partial_cache_spec()
-    assert (spec.budget, spec.sink, spec.refresh, spec.max_requests) == (64, 4, 60, 2)
+    assert (spec.budget, spec.sink, spec.max_requests) == (64, 4, 2)
 
 
 @pytest.mark.parametrize("reduced", [False, True])
@@ -94,12 +94,12 @@ def test_drafts_are_penalised_like_samples(tmp_path, reduced) -> None:
     drafter, heads, lm_head = _drafter(tmp_path, "heads", reduced=reduced)
     hidden = torch.randn(1, HIDDEN)
     _observe(drafter, hidden, [0])
-    (free,) = drafter.propose(_requests([1, 2], widths=1))
+    (free,) = drafter.propose(_requests([1, 2], width=1))
     if reduced:
         assert set(free.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
     tokens = torch.tensor([int(free.token_ids[0]), 1])
     penalty = DraftPenalty(tokens, lambda logits, indices: penalise(logits, indices, 4.0))
-    (held,) = drafter.propose(_requests([1, 2], widths=1, penalties=[penalty]))
+    (held,) = drafter.propose(_requests([1, 2], width=1, penalties=[penalty]))
     logits = heads(hidden)[:, 0] @ lm_head.t()
     if reduced:
         logits = logits[:, DRAFT_IDS]

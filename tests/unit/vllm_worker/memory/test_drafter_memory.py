@@ -90,7 +90,7 @@ def test_windows(size: int, block_size: int, pages: int, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("budget", [40, 64, CONTEXT])
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_partial_caches(budget: int, block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = PartialCacheSpec(budget, 4, 8, 3, ("self_draft_requests", "kv_budget"))
+    spec = PartialCacheSpec(budget, 4, 3, ("self_draft_requests", "kv_budget"))
     drafter = SimpleNamespace(window_spec=lambda: None, partial_cache_spec=lambda: spec)
     state = State(drafter, block_size)
     counted = drafter_memory(state).nbytes
@@ -103,7 +103,7 @@ def test_partial_caches(budget: int, block_size: int, monkeypatch: pytest.Monkey
 
 def test_what_leaves_no_memory_for_caches_is_listed() -> None:
     window = WindowSpec(24, HEADS, DIM)
-    kept = PartialCacheSpec(40, 4, 8, 3, ("self_draft_requests", "kv_budget"))
+    kept = PartialCacheSpec(40, 4, 3, ("self_draft_requests", "kv_budget"))
     drafter = SimpleNamespace(window_spec=lambda: window, partial_cache_spec=lambda: kept)
     state = State(drafter, 16)
     needed = drafter_memory(state).nbytes

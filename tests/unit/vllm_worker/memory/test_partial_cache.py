@@ -24,8 +24,8 @@ def caches():
     return [torch.randn(BLOCKS, HEADS, BLOCK, 2 * DIM, generator=generator) for _ in range(LAYERS)]
 
 
-def _pool(caches, layout, refresh=BUDGET - SINK, requests=2):
-    return PartialCache(caches, layout, BUDGET, SINK, refresh, requests)
+def _pool(caches, layout, requests=2):
+    return PartialCache(caches, layout, BUDGET, SINK, requests)
 
 
 def _keys(layout, cache, slots):
@@ -90,12 +90,6 @@ def test_new_tokens_replace_the_tail_until_the_choice_is_due_again(caches, layou
     stored = _keys(layout, pool.caches[0], _slots(region, range(SINK)))
     assert torch.equal(stored, keys[:SINK])
     assert pool.advance("a", 101 + BUDGET - SINK, row)[1] is True
-
-
-def test_refresh_may_come_sooner(caches, layout) -> None:
-    pool, row = _pool(caches, layout, refresh=4), _row(7, 2, 9, 4, 11, 0, 1)
-    due = [pool.advance("a", length, row)[1] for length in range(100, 111)]
-    assert due == [True, False, False, False, False, True, False, False, False, False, True]
 
 
 def test_memory_is_bounded_and_whoever_was_dropped_chooses_anew(caches, layout) -> None:

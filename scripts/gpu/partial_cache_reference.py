@@ -1,13 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Partial caches of a paged cache in torch: the reference of `partial_cache_triton`.
-
-Requests are columns int32 [4, n]: row among queries and lengths, row of the block table, region of
-the pool, and whether tokens are chosen for it (1) or new tokens are appended (0). A region is
-`blocks` consecutive pages of the pool.
-
-Letters: R requests of a forward, n of these with a partial cache, C to choose for, S positions that
-are scored, Hkv heads, Dh head size.
-"""
+"""Partial caches of a paged cache in torch: the reference of `kernels.partial_cache_triton`, which
+describes the columns and the letters."""
 
 from __future__ import annotations
 
@@ -15,11 +8,10 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_specplug.kernels.kv_gather import NEWEST, OLDER
+
 # Rows of the columns.
 ROW, TABLE, REGION, IS_CHOSEN = range(4)
-# Score of the newest position, and its difference to the one before: larger than every product,
-# and exact in float32 for up to 127 positions.
-NEWEST, OLDER = 2.0**127, 2.0**120
 
 
 def score_keys(
