@@ -402,7 +402,7 @@ def save_head(
     }
     if target_ids is not None:
         stored["d2t"] = draft_map(target_ids)
-        draft_token_ids(stored["d2t"], config["vocab_size"])
+        draft_token_ids(stored["d2t"], config.get("transformer_layer_config", config)["vocab_size"])
     return write_checkpoint(directory / WEIGHTS_NAME, directory / "config.json", stored, config)
 
 

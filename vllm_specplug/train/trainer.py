@@ -241,7 +241,8 @@ class Trainer:
         weights = self.ema if self.options.ema_decay > 0 else dict(self.head.named_parameters())
         with torch.device("meta"):
             head = type(self.head)(self.head.config)
-        copies = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        tensors = {**self.head.state_dict(), **weights}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         head.load_state_dict(copies, assign=True)
         return head.eval().requires_grad_(False)
 
