@@ -27,6 +27,7 @@ from vllm_specplug.train.options import (
 )
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
+from vllm_specplug.train.saved import read_saved
 from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
@@ -201,9 +202,11 @@ def continued_ids(training: Training[Any], ids: torch.Tensor) -> torch.Tensor:
 
 def _saved_ids(training: Training[Any]) -> torch.Tensor | None:
     path = training.run.out / VOCABULARY_NAME
-    if not training.run.resume or not path.is_file():
+    if not training.run.resume:
         return None
-    ids: torch.Tensor = torch.load(path, weights_only=True)
+    ids = read_saved(path)
+    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+        raise ValueError(f"{path} holds no draft tokens; restore it from a copy")
     return ids
 
 
