@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from vllm_specplug.train.features import (
+    TOKENS_PER_BATCH,
     Features,
     FeatureSequence,
     TokenSequence,
@@ -20,9 +21,6 @@ from vllm_specplug.train.features import (
     forward_features,
     length_batches,
 )
-
-# Padded tokens of one forward of the target.
-TOKENS_PER_BATCH = 8192
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,7 @@ def open_features(
             "tell less about acceptance"
         )
     device = accelerator.device
-    model = TargetWeights(run.target).load(torch.bfloat16).requires_grad_(False).to(device)
+    model = TargetWeights(run.target).load_frozen(device)
     layers = chosen_layers(run.layers, len(decoder_of(model).layers))
     aside, rest = (online(run.answers, part, model, layers, device) for part in parts)
     return open_training(run, recipe, rest, aside)

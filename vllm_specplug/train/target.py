@@ -76,6 +76,10 @@ class TargetWeights:
     def _decoder(self) -> Decoder:
         return decoder_of(self.load())
 
+    def load_frozen(self, device: torch.device) -> nn.Module:
+        """Loads the target in bfloat16 on a device, to run it beside a trainer."""
+        return self.load(torch.bfloat16).requires_grad_(False).to(device)
+
     def get(self, name: str) -> torch.Tensor:
         """Returns a decoder tensor by a Llama's name ("model.layers.0.mlp.up_proj.weight"); of
         norms, their gains.
