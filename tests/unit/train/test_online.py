@@ -174,12 +174,25 @@ def test_answers_that_cannot_be_split_are_named_before_the_target_is_read(
         online.changed(answers=tmp_path / "sampled").train()
 
 
+def test_what_processes_cannot_share_is_refused(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, online = jobs("jetspec")
+    with pytest.raises(ValueError, match="--shard-target with 1 process, legal: several"):
+        online.changed(shard_target=True).train()
+    with pytest.raises(ValueError, match="--shard-target True, legal: only with --answers"):
+        stored.changed(shard_target=True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate's FSDP = true, legal: false"):
+        stored.train()
+
+
 @pytest.mark.parametrize("kind", ["stored", "online"])
 def test_a_dry_run_tells_what_is_needed_and_writes_nothing(kind: str, jobs: Any) -> None:
     stored, online = jobs("jetspec")
     job = (stored if kind == "stored" else online).changed(dry_run=True)
     assert job.train() == ([], {})
     (told,) = job.lines
+    beside = r"\nweights of the target on each process: 0\.00 GiB$"
+    assert bool(re.search(beside, told)) == (kind == "online")
     assert re.search(r"an epoch is about \d+ steps; --total-steps 12 is .* s per step", told)
     assert not job.run.out.exists()
 
