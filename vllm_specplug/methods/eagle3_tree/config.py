@@ -256,9 +256,11 @@ class Eagle3Config:
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return {
             **head_fields(kind, architecture, depth, target),
-            "transformer_layer_config": layer_fields(
-                self, "qwen3" if self.qk_norm else "llama", self.windows
-            ),
+            "transformer_layer_config": {
+                **layer_fields(self, "qwen3" if self.qk_norm else "llama", self.windows),
+                # vLLM's own method looks for it there, and takes 3 without it.
+                "num_aux_hidden_states": len(self.target_layer_ids),
+            },
             "draft_vocab_size": self.draft_vocab_size,
             **{name: getattr(self, name) for name in flags},
             **({} if self.mask_token_id is None else {"mask_token_id": self.mask_token_id}),
