@@ -402,7 +402,7 @@ def save_head(
     }
     if target_ids is not None:
         stored["d2t"] = draft_map(target_ids)
-        draft_token_ids(stored["d2t"], config["vocab_size"])
+        draft_token_ids(stored["d2t"], config.get("transformer_layer_config", config)["vocab_size"])
     weights = write_safetensors(directory / WEIGHTS_NAME, stored)
     config_file = directory / "config.json"
     partial = _partial(config_file)

@@ -32,6 +32,9 @@ from torch import nn
 from vllm_specplug.train.answers import Answer
 from vllm_specplug.train.target import decoder_of
 
+# Padded tokens of one forward of the target beside a trainer.
+TOKENS_PER_BATCH = 8192
+
 
 @dataclass(frozen=True)
 class TokenSequence:
@@ -299,8 +302,9 @@ def forward_features(
     finally:
         for handle in handles:
             handle.remove()
-    states = torch.cat([captured[i] for i in target_layer_ids], dim=-1).to(to, torch.bfloat16)
     final = final.to(to, torch.bfloat16)
+    outputs = [captured[i].to(to, torch.bfloat16) for i in target_layer_ids]
+    states = torch.cat(outputs, dim=-1) if outputs else final[..., :0]
     lengths = [len(t) for t in tokens]
     return (
         [states[i, :n] for i, n in enumerate(lengths)],

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from vllm_specplug.train.features import (
+    TOKENS_PER_BATCH,
     Features,
     FeatureSequence,
     TokenSequence,
@@ -20,9 +22,6 @@ from vllm_specplug.train.features import (
     forward_features,
     length_batches,
 )
-
-# Padded tokens of one forward of the target.
-TOKENS_PER_BATCH = 8192
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class OnlineFeatures(Features):
         model: the frozen target.
         device: where the states of a step's sequences are returned. Sequences taken by index have
             theirs on the CPU, as stored ones.
+        is_sharded: whether processes share the target's layers, so that all of them must read
+            sequences at the same time.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class OnlineFeatures(Features):
         model: nn.Module,
         target_layer_ids: tuple[int, ...],
         device: torch.device | str = "cpu",
+        is_sharded: bool = False,
     ):
         self.folder, self.model, self.device = folder, model, device
+        self.is_sharded = is_sharded
         self.target_layer_ids = target_layer_ids
         self._sequences = list(sequences)
 
@@ -84,7 +87,13 @@ class OnlineFeatures(Features):
         self, texts: Sequence[Text], device: torch.device | str, is_training: bool
     ) -> list[Any]:
         made: list[Any] = [None] * len(texts)
-        for rows in length_batches([len(text) for text in texts], TOKENS_PER_BATCH):
+        batches = list(length_batches([len(text) for text in texts], TOKENS_PER_BATCH))
+        if self.is_sharded:
+            # A process that runs fewer batches than another would leave it waiting for weights.
+            most = torch.tensor(len(batches), device=self.device)
+            dist.all_reduce(most, dist.ReduceOp.MAX)
+            batches += batches[:1] * (int(most) - len(batches))
+        for rows in batches:
             batch = self.forward([texts[row] for row in rows], device, is_training)
             for row, sequence in zip(rows, batch, strict=True):
                 made[row] = sequence

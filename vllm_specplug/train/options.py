@@ -175,6 +175,14 @@ class FeatureRunOptions(RunOptions):
     layers: Annotated[
         str, Option(help="With --answers: target layers, as in `specplug data features`.")
     ] = ""
+    shard_target: Annotated[
+        bool,
+        Option(
+            "--shard-target",
+            help="With --answers and several processes: they share the target's layers (FSDP2), "
+            "which takes less memory and more transfers.",
+        ),
+    ] = False
     heldout_answers: Annotated[
         int, Option(min=1, help="With --answers: greedy answers kept for the acceptance estimate.")
     ] = 64
@@ -190,7 +198,7 @@ class FeatureRunOptions(RunOptions):
             )
         if self.answers is None:
             legal = "only with --answers; stored features were made with theirs"
-            self.refuse_given(("layers", "heldout_answers"), legal)
+            self.refuse_given(("layers", "heldout_answers", "shard_target"), legal)
 
 
 @dataclass(frozen=True, kw_only=True)

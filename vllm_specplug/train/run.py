@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +28,8 @@ from vllm_specplug.train.options import (
 )
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
-from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of
+from vllm_specplug.train.saved import read_saved
+from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, local_bytes
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
     VOCABULARY_NAME,
@@ -105,7 +107,17 @@ class HeadInTraining:
 
 
 def new_accelerator() -> Accelerator:
-    """Returns the accelerator of a run. Other processes wait while the main one evaluates."""
+    """Returns the accelerator of a run. Other processes wait while the main one evaluates.
+
+    Raises:
+        ValueError: if accelerate is configured to shard what it trains.
+    """
+    for name in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("true", "1"):
+            raise ValueError(
+                f"accelerate's {name} = true, legal: false, since each process trains the whole "
+                "head and averages its weights; leave it out (--shard-target divides the target)"
+            )
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=4))
     return Accelerator(mixed_precision="bf16", kwargs_handlers=[patience])
 
@@ -158,9 +170,16 @@ def open_features(
             "tell less about acceptance"
         )
     device = accelerator.device
-    model = TargetWeights(run.target).load(torch.bfloat16).requires_grad_(False).to(device)
+    processes = accelerator.num_processes if run.shard_target else 1
+    if run.shard_target and processes == 1:
+        raise ValueError(
+            "--shard-target with 1 process, legal: several, of `accelerate launch`; leave it out"
+        )
+    model = TargetWeights(run.target).load_frozen(device, processes)
     layers = chosen_layers(run.layers, len(decoder_of(model).layers))
-    aside, rest = (online(run.answers, part, model, layers, device) for part in parts)
+    aside, rest = (
+        online(run.answers, part, model, layers, device, run.shard_target) for part in parts
+    )
     return open_training(run, recipe, rest, aside)
 
 
@@ -201,9 +220,11 @@ def continued_ids(training: Training[Any], ids: torch.Tensor) -> torch.Tensor:
 
 def _saved_ids(training: Training[Any]) -> torch.Tensor | None:
     path = training.run.out / VOCABULARY_NAME
-    if not training.run.resume or not path.is_file():
+    if not training.run.resume:
         return None
-    ids: torch.Tensor = torch.load(path, weights_only=True)
+    ids = read_saved(path)
+    if not isinstance(ids, torch.Tensor) or ids.dtype != torch.int64 or ids.dim() != 1:
+        raise ValueError(f"{path} holds no draft tokens; restore it from a copy")
     return ids
 
 
@@ -290,6 +311,11 @@ def train_head(
     facts: dict[str, Any] = {}
 
     def export() -> None:
+        if not training.accelerator.is_main_process:
+            if isinstance(store, OnlineFeatures) and store.is_sharded:
+                for _ in training.held:
+                    pass  # the main process reads them too
+            return
         head = trainer.averaged_head()
         measured = made.objective.measure(head, training.held, trainer.tables)
         facts.update(
@@ -341,6 +367,9 @@ def estimate(trainer: Trainer) -> str:
         f"an epoch is about {epoch:,} steps; --total-steps {total:,} is {total / epoch:.1f} epochs "
         f"and takes {step * total / 60:,.0f} minutes, {step:.2f} s per step"
     ]
+    if isinstance(trainer.store, OnlineFeatures):
+        size = local_bytes(trainer.store.model) / 2**30
+        lines.append(f"weights of the target on each process: {size:.2f} GiB")
     if trainer.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(trainer.device)
         lines.append(f"peak of device memory: {peak / 2**30:.1f} GiB")
@@ -382,11 +411,10 @@ def run_loop(
         if run.max_minutes > 0:
             # Their clocks differ, and a process that stops alone leaves the others waiting.
             (late,) = broadcast_object_list([late])
-        if main:
-            if trainer.step % run.save_every == 0 or done or late:
-                trainer.save(run.out)
-            if trainer.step % run.eval_every == 0 or done or late:
-                export()
+        if trainer.step % run.save_every == 0 or done or late:
+            trainer.save(run.out)
+        if trainer.step % run.eval_every == 0 or done or late:
+            export()
         if late:
             log(
                 f"stopped at step {trainer.step} after {run.max_minutes} minutes; continue "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 # Fields of a config that give a head its shape, by transformers' common names.
 _COMMON = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -76,6 +77,14 @@ class TargetWeights:
     def _decoder(self) -> Decoder:
         return decoder_of(self.load())
 
+    def load_frozen(self, device: torch.device, processes: int = 1) -> nn.Module:
+        """Loads the target in bfloat16 on a device, to run it beside a trainer; with several
+        `processes` they share its layers."""
+        model = self.load(torch.bfloat16).requires_grad_(False)
+        if processes > 1:
+            shard_layers(model, device, processes)
+        return model.to(device)
+
     def get(self, name: str) -> torch.Tensor:
         """Returns a decoder tensor by a Llama's name ("model.layers.0.mlp.up_proj.weight"); of
         norms, their gains.
@@ -118,6 +127,24 @@ class TargetWeights:
         return TargetTables(
             self.config, embed.weight.detach().clone(), head.weight.detach().clone(), norm
         )
+
+
+def shard_layers(model: nn.Module, device: torch.device, processes: int) -> None:
+    """Divides the weights of a frozen target's decoder layers among all processes (FSDP2), which
+    gather a layer's for each forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (processes,))
+    for layer in decoder_of(model).layers:
+        # A module of its own would keep its weights after a forward.
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+
+
+def local_bytes(model: nn.Module) -> int:
+    """Returns the bytes of a model's weights on this process."""
+    parts = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return sum(part.numel() * part.element_size() for part in parts)
 
 
 def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Module:

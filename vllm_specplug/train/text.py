@@ -4,20 +4,29 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 
 from vllm_specplug.train.answers import answer_shards, keep_answer, read_answers
-from vllm_specplug.train.features import FeatureStore, SequenceStore, count_sources
+from vllm_specplug.train.features import (
+    TOKENS_PER_BATCH,
+    FeatureStore,
+    SequenceStore,
+    count_sources,
+    forward_features,
+    length_batches,
+)
 from vllm_specplug.train.options import REPETITIVE_SHARE
 
 
 @dataclass(frozen=True)
 class TextSequence:
     """Tokens int64 [S], supervised from `prompt_len` on; `hidden` [S, Ht] are the target's final
-    normed states, None without features."""
+    normed states, None where they are not needed."""
 
     tokens: torch.Tensor
     prompt_len: int
@@ -51,6 +60,8 @@ class TextStore(SequenceStore):
     ):
         self.folder = Path(folder)
         self.features: FeatureStore | None = None
+        self.model: nn.Module | None = None
+        self.device: torch.device | str = "cpu"
         self._texts: list[TextSequence] = []
         files = answer_shards(self.folder)
         if files:
@@ -82,10 +93,20 @@ class TextStore(SequenceStore):
                 "make longer ones, or lower min_supervised"
             )
 
-    @property
-    def has_teacher(self) -> bool:
-        """Whether sequences hold the target's states."""
-        return self.features is not None
+    def run_beside(self, model: nn.Module, device: torch.device) -> None:
+        """Lets the frozen target compute the states of a step's answers, on a device."""
+        self.model, self.device = model, device
+
+    def with_states(self, sequences: list[Any]) -> list[Any]:
+        if self.model is None:
+            return sequences
+        made = list(sequences)
+        for rows in length_batches([len(text.tokens) for text in sequences], TOKENS_PER_BATCH):
+            tokens = [sequences[row].tokens.numpy() for row in rows]
+            _, states = forward_features(self.model, tokens, (), self.device)
+            for row, hidden in zip(rows, states, strict=True):
+                made[row] = replace(made[row], hidden=hidden)
+        return made
 
     def __len__(self) -> int:
         return self._length

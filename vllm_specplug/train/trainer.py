@@ -22,6 +22,7 @@ from torch import nn
 from vllm_specplug.train.losses import head_loss
 from vllm_specplug.train.options import STATE_NAME, DistillationRecipe, Recipe
 from vllm_specplug.train.order import DataOrder
+from vllm_specplug.train.saved import read_state, unreadable
 from vllm_specplug.train.vocabulary import DraftTables
 
 
@@ -97,7 +98,11 @@ class Trainer:
         self.objective, self.options, self.store = objective, objective.recipe, store
         self.accelerator = accelerator or Accelerator(mixed_precision="bf16")
         self.device = self.accelerator.device
-        self.fixed = {"optimizer": self.options.optimizer, **(fixed or {})}
+        # A head of another kind or meaning may have tensors of the same shapes.
+        config: Any = head.config
+        own = {"head": type(head).__name__, **asdict(config), "optimizer": self.options.optimizer}
+        given = fixed or {}
+        self.fixed: dict[str, Any] = given | own | given  # those given are named first
         self.order = DataOrder(store, self.options.seed)
         # Any: torch types attributes of a module as tensors or modules.
         self.head: Any = head.float().requires_grad_(True).train()
@@ -241,7 +246,8 @@ class Trainer:
         weights = self.ema if self.options.ema_decay > 0 else dict(self.head.named_parameters())
         with torch.device("meta"):
             head = type(self.head)(self.head.config)
-        copies = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        tensors = {**self.head.state_dict(), **weights}
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         head.load_state_dict(copies, assign=True)
         return head.eval().requires_grad_(False)
 
@@ -269,12 +275,7 @@ class Trainer:
     def resume(self, folder: str | Path) -> None:
         """Continues a saved run; learning rates and schedule come from the current options."""
         path = Path(folder) / STATE_NAME
-        if not path.is_file():
-            raise ValueError(
-                f"{path} does not exist; start without resuming, or name the folder "
-                "of a run that has saved"
-            )
-        state = torch.load(path, map_location=self.device, weights_only=True)
+        state = read_state(path, self.device)
         saved = state["fixed"]
         for name, value in self.fixed.items():
             if saved.get(name, value) != value:
@@ -282,29 +283,38 @@ class Trainer:
                     f"{name} = {value!r}, but the checkpoint has {saved[name]!r}; resume with that "
                     "one"
                 )
-        own = {name: tuple(tensor.shape) for name, tensor in self.head.state_dict().items()}
-        saved_shapes = {name: tuple(tensor.shape) for name, tensor in state["head"].items()}
-        if own != saved_shapes:
-            name = min(n for n in own | saved_shapes if own.get(n) != saved_shapes.get(n))
-            raise ValueError(
-                f"{name} = {own.get(name)}, but the checkpoint has {saved_shapes.get(name)}; "
-                "resume with the shape options of the first start"
-            )
+        for tensors, given in ((self.head.state_dict(), state["head"]), (self.ema, state["ema"])):
+            _check_shapes(tensors, given)
         self.head.load_state_dict(state["head"])
         for name, tensor in state["ema"].items():
             self.ema[name].copy_(tensor)
-        for optimizer, moments in zip(self.optimizers, state["optimizers"], strict=True):
-            base = [group["base_lr"] for group in optimizer.param_groups]
-            optimizer.load_state_dict(moments)
-            for group, lr in zip(optimizer.param_groups, base, strict=True):
-                group["base_lr"] = lr
+        try:
+            for optimizer, moments in zip(self.optimizers, state["optimizers"], strict=True):
+                base = [group["base_lr"] for group in optimizer.param_groups]
+                optimizer.load_state_dict(moments)
+                for group, lr in zip(optimizer.param_groups, base, strict=True):
+                    group["base_lr"] = lr
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(path, [f"optimizers ({error})"]) from error
         self.order.restore(state["order"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.slots_trained = state["slots_trained"]
         self.loss_average = state["loss_average"]
         self.recipes = state["recipes"]
-        if {"from_step": self.recipes[-1]["from_step"], **asdict(self.options)} != self.recipes[-1]:
+        last = {name: value for name, value in self.recipes[-1].items() if name != "from_step"}
+        if last != asdict(self.options):
             self.recipes.append({"from_step": self.step, **asdict(self.options)})
+
+
+def _check_shapes(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError unless saved tensors have the names and shapes of a run's own."""
+    pair = [{name: tuple(t.shape) for name, t in part.items()} for part in (own, saved)]
+    if pair[0] != pair[1]:
+        name = min(n for n in pair[0] | pair[1] if pair[0].get(n) != pair[1].get(n))
+        raise ValueError(
+            f"{name} = {pair[0].get(name)}, but the checkpoint has {pair[1].get(name)}; "
+            "resume with the shape options of the first start"
+        )
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.eagle3_chains import (
     CHAIN,
@@ -28,6 +29,9 @@ from tests.e2e.pair import (
 )
 from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_eagle3_head
+from vllm_specplug.methods.block.speculators_format import HeadTarget, unlike_speculators
+from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
+from vllm_specplug.train.target import TargetWeights
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
@@ -49,6 +53,26 @@ def test_the_same_drafts_in_a_batch_and_after_prefix_hits() -> None:
     assert compare_drafts(engines, [[*LONG[:96], 62, 3]]) > 5
     # Three blocks are there, and the last one is computed again.
     assert list(hits.values()) == [64]
+
+
+@pytest.mark.full
+def test_the_same_drafts_from_the_format_of_speculators(tmp_path: Path) -> None:
+    weights, options = TargetWeights(target()), head_options("eagle3_tree")
+    head, extras = load_eagle3_head(options["model"], weights.config)
+    unlike = unlike_speculators(head.config, extras.target_ids)
+    save_eagle3_head(
+        tmp_path, head, target=HeadTarget.of(weights.folder, unlike), depth=3,
+        target_ids=extras.target_ids, lm_head=extras.lm_head,
+        embed_tokens=weights.tables().embed_tokens, dtype=torch.float32,
+    )  # fmt: skip
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    own = {"model": str(tmp_path)}
+    engines = (
+        own_engine("eagle3", speculative={**options, **own}, async_scheduling=False),
+        make_engine("eagle3_tree", speculative={**CHAIN, **own}, async_scheduling=False),
+    )
+    assert compare_drafts(engines, PROMPTS) > 20
 
 
 def test_chunks_and_preemption_leave_the_drafts() -> None:

@@ -13,7 +13,12 @@ from torch import nn
 
 from tests.unit.conftest import greedy_sequences
 from vllm_specplug.methods.block.train import run as block
-from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun, WholeBlockRecipe
+from vllm_specplug.methods.block.train.options import (
+    BlockRecipe,
+    BlockRun,
+    WholeBlockRecipe,
+    WholeBlockRun,
+)
 from vllm_specplug.methods.dels.train import run as dels
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dspark_tree.train import run as dspark
@@ -114,7 +119,7 @@ _KL = {"loss": "forward_kl", "vocab_per_step": 32, "optimizer": "adamw"}
 # Start, run and recipe with their options.
 KINDS: dict[str, tuple[Any, type[RunOptions], dict[str, Any], type[Recipe], dict[str, Any]]] = {
     "jetspec": (block.start, BlockRun, {"causal": True, **_BLOCK}, BlockRecipe, _ANCHORS),
-    "dflash": (block.start, BlockRun, {"causal": False, **_BLOCK}, WholeBlockRecipe, _ANCHORS),
+    "dflash": (block.start, WholeBlockRun, {"causal": False, **_BLOCK}, WholeBlockRecipe, _ANCHORS),
     "dspark": (
         dspark.start, DSparkRun, {"num_layers": 1, "markov_rank": 8, **_BLOCK},
         DSparkRecipe, _ANCHORS,

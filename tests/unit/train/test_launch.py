@@ -20,11 +20,21 @@ from vllm_specplug.train.features import FeatureStore
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
-def launch(*arguments: str) -> str:
+# A program that runs `specplug` with a target that takes few tokens at once.
+_FEW_TOKENS = """
+from vllm_specplug.train import online
+online.TOKENS_PER_BATCH = 40
+from vllm_specplug.cli import main
+main()
+"""
+
+
+def launch(*arguments: str, program: Path | None = None) -> str:
     """Runs `specplug` in two processes on CPUs, as `accelerate launch` does on devices."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "vllm_specplug.cli", *arguments),
+        *(("-m", "vllm_specplug.cli") if program is None else (str(program),)),
+        *arguments,
     ]
     done = subprocess.run(
         command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=400,
@@ -99,3 +109,26 @@ def test_two_processes_train_beside_the_target_with_the_batches_of_both(
         scale = float(mean.abs().max())
         # AdamW's first moment after one step.
         torch.testing.assert_close(kept[index]["exp_avg"], 0.1 * mean, rtol=0, atol=1e-3 * scale)
+
+
+@pytest.mark.parametrize("kind", ["jetspec", "longspec"])
+def test_processes_that_share_the_target_train_as_those_with_a_copy_each(
+    kind: str, answers: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    """Of few tokens per forward, so that they run the target unequally often."""
+    program, states = tmp_path / "few_tokens.py", []
+    program.write_text(_FEW_TOKENS)
+    for name in ("copies", "shared"):
+        options = {
+            "--target": target_folder, "--answers": answers, "--out": tmp_path / name,
+            "--heldout-answers": 3, "--draft-vocab-size": 48, "--total-steps": 4,
+            "--eval-every": 2, "--save-every": 2, "--optimizer": "adamw", "--log-every": 1,
+        }  # fmt: skip
+        options |= {"--tokens-per-step": 60} if kind == "longspec" else {"--anchors-per-step": 24}
+        typed = [str(part) for pair in options.items() for part in pair]
+        shared = ["--shard-target"] if name == "shared" else []
+        told = launch("train", kind, *typed, "--no-compile", *shared, program=program)
+        assert "step 4: " in told
+        states.append(torch.load(tmp_path / name / "state.pt"))
+    for tensor, other in zip(*(state["head"].values() for state in states), strict=True):
+        assert torch.equal(tensor, other)

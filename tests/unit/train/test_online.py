@@ -19,6 +19,7 @@ from vllm_specplug.train.answers import Answer, AnswerWriter, Split, answer_shar
 from vllm_specplug.train.features import TokenSequence, write_shard
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.text import TextStore
 
 HELD = 4
 MakeJob = Callable[..., Job]
@@ -87,6 +88,25 @@ def test_losses_equal_those_of_stored_features(kind: str, jobs: Any) -> None:
     assert found["heldout"] == facts["heldout"] and facts["heldout"]["sequences"] == HELD
 
 
+def test_a_local_head_learns_the_distribution_of_a_target_beside_it(
+    answers: Path, target_float32: nn.Module, make_job: MakeJob, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(TargetWeights, "load", lambda *_: target_float32)
+    texts = TextStore(answers)
+    rows = [TokenSequence(text.tokens.numpy(), text.prompt_len, text.source) for text in texts]
+    write_shard(tmp_path / "stored" / "shard-00000", rows, target_float32, LAYERS)
+    frozen = {"learning_rate": 1e-30, "adam_learning_rate": 1e-30, "ema_decay": 0.0}
+    stored = make_job("gru by KL", "a", **frozen).changed(data=tmp_path / "stored")
+    beside = stored.changed(data=answers, out=tmp_path / "b")
+    losses, facts = stored.train()
+    found, online = beside.train()
+    assert found == pytest.approx(losses, rel=1e-3) and len(set(losses)) == 12
+    assert (facts["data"]["kind"], online["data"]["kind"]) == ("features", "answers")
+    # The distribution, not the answer's tokens.
+    assert beside.changed(out=tmp_path / "c", loss="sft", vocab_per_step=0).train()[0] != found
+
+
 def test_a_resumed_run_reads_the_same_sequences(jobs: Any, tmp_path: Path) -> None:
     _, whole = jobs("jetspec")
     losses, _ = whole.train()
@@ -147,12 +167,25 @@ def test_answers_that_cannot_be_split_are_named_before_the_target_is_read(
         online.changed(answers=tmp_path / "sampled").train()
 
 
+def test_what_processes_cannot_share_is_refused(jobs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored, online = jobs("jetspec")
+    with pytest.raises(ValueError, match="--shard-target with 1 process, legal: several"):
+        online.changed(shard_target=True).train()
+    with pytest.raises(ValueError, match="--shard-target True, legal: only with --answers"):
+        stored.changed(shard_target=True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate's FSDP = true, legal: false"):
+        stored.train()
+
+
 @pytest.mark.parametrize("kind", ["stored", "online"])
 def test_a_dry_run_tells_what_is_needed_and_writes_nothing(kind: str, jobs: Any) -> None:
     stored, online = jobs("jetspec")
     job = (stored if kind == "stored" else online).changed(dry_run=True)
     assert job.train() == ([], {})
     (told,) = job.lines
+    beside = r"\nweights of the target on each process: 0\.00 GiB$"
+    assert bool(re.search(beside, told)) == (kind == "online")
     assert re.search(r"an epoch is about \d+ steps; --total-steps 12 is .* s per step", told)
     assert not job.run.out.exists()
 

@@ -44,7 +44,7 @@ def test_answers_are_read_and_short_ones_left_out(answers):
         [1, 7, 7, 7, 8, 8, 8, 3, 2, 10, 10],
     ]
     assert [s.prompt_len for s in store] == [3, 4]
-    assert not store.has_teacher
+    assert store.features is None
     assert TextStore(answers, min_supervised=1).sources() == {"a": 2, "b": 1}
     with pytest.raises(ValueError, match="no answer of 8 tokens"):
         TextStore(answers, min_supervised=8)
@@ -52,7 +52,7 @@ def test_answers_are_read_and_short_ones_left_out(answers):
 
 def test_features_are_read_with_the_targets_states(feature_folders):
     store = TextStore(feature_folders[0])
-    assert store.has_teacher and len(store) == 12
+    assert store.features is not None and len(store) == 12
     assert store.sources() == {"kind0": 6, "kind1": 6}
     assert store[3].hidden.shape == (len(store[3].tokens), 32)
     with pytest.raises(ValueError, match="neither answers nor features"):

@@ -30,6 +30,11 @@ from vllm_specplug.drafting.head_config import (
 )
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.block.speculators_format import (
+    HeadTarget,
+    smaller_vocabulary,
+    token_mask,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -126,17 +131,34 @@ def save_block_head(
     directory: str | Path,
     head: BlockHead,
     *,
+    config: BlockHeadConfig | None = None,
+    extra: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    target: HeadTarget | None = None,
     target_ids: torch.Tensor | None = None,
+    lm_head: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Writes a head with z-lab's key names plus `mask_embedding` and `d2t`; see `save_head`."""
-    return save_head(
-        directory,
-        head.state_dict(),
-        head.config.to_dict(),
-        target_ids=target_ids,
-        dtype=dtype,
-    )
+    """Writes a head with z-lab's key names plus `mask_embedding` and `d2t`; see `save_head`.
+
+    Args:
+        config: of the method's heads, with the tensors `extra`.
+        target: write the format of speculators, with the LM head [V', H] `lm_head` if the draft
+            vocabulary is reduced.
+    """
+    config = config or head.config
+    tensors = {**head.state_dict(), **extra}
+    if target is None:
+        fields = config.to_dict()
+    else:
+        fields = config.to_speculators(target)
+        del tensors["mask_embedding"]  # the target's row
+        target_ids = smaller_vocabulary(target_ids, config.vocab_size)
+        if target_ids is not None:
+            assert lm_head is not None
+            # Release 0.9.0 leaves an LM head that is missing uninitialised.
+            tensors["lm_head.weight"] = lm_head
+            tensors["t2d"] = token_mask(target_ids, config.vocab_size)
+    return save_head(directory, tensors, fields, target_ids=target_ids, dtype=dtype)
 
 
 def read_tensors(

@@ -212,7 +212,7 @@ def scaled_inputs(input_embeds: torch.Tensor, config: BlockHeadConfig) -> torch.
 class BlockHead(nn.Module):
     """Draft head of `config.num_hidden_layers` layers over context features of the target.
 
-    `mask_embedding` [H] is a trained vector, or the target's embedding row of
+    `mask_embedding` [H] is a parameter, or the target's embedding row of
     `config.mask_token_id`, which the loader copies. The target's token embeddings and LM head are
     not part of the head.
     """
@@ -228,7 +228,12 @@ class BlockHead(nn.Module):
             BlockLayer(config) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mask_embedding = nn.Parameter(torch.zeros(config.hidden_size))
+        mask = torch.zeros(config.hidden_size)
+        self.mask_embedding: torch.Tensor
+        if config.mask_token_id is None:
+            self.mask_embedding = nn.Parameter(mask)
+        else:
+            self.register_buffer("mask_embedding", mask)
 
     def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns `rotary_cos_sin` of positions [T]."""

@@ -12,9 +12,14 @@ from typing import Any
 
 import torch
 
-from vllm_specplug.drafting.checkpoint_files import load_module, save_head
-from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
+from vllm_specplug.drafting.checkpoint_files import load_module
+from vllm_specplug.methods.block.checkpoint import (
+    BlockHeadExtras,
+    load_block_head,
+    save_block_head,
+)
 from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.dspark_tree.config import (
     CONFIDENCE_BIAS,
     CONFIDENCE_WEIGHT,
@@ -182,21 +187,26 @@ def save_dspark_head(
     w2: torch.Tensor,
     *,
     confidence: tuple[torch.Tensor, torch.Tensor] | None = None,
+    target: HeadTarget | None = None,
     target_ids: torch.Tensor | None = None,
+    lm_head: torch.Tensor | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
-    """Writes a head with DeepSpec's names, without the target's tables; see `save_head`.
+    """Writes a head with DeepSpec's names, without the target's tables; see `save_block_head`.
 
     Args:
         confidence: weight [1, H + r] and bias [1] of the confidence head, which reads the state and
             W_1 of the previous token; without W_1 the weight is [1, H].
     """
-    state = {**head.state_dict(), MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
+    extra = {MARKOV_INPUT: w1, MARKOV_OUTPUT: w2}
     if confidence is not None:
-        state[CONFIDENCE_WEIGHT], state[CONFIDENCE_BIAS] = confidence
+        extra[CONFIDENCE_WEIGHT], extra[CONFIDENCE_BIAS] = confidence
     own = {
         "markov_rank": w1.shape[1],
         "confidence_size": 0 if confidence is None else confidence[0].shape[1],
     }
-    config = DSparkConfig(**{**vars(head.config), **own}).to_dict()
-    return save_head(directory, state, config, target_ids=target_ids, dtype=dtype)
+    config = DSparkConfig(**{**vars(head.config), **own})
+    return save_block_head(
+        directory, head, config=config, extra=extra, target=target, target_ids=target_ids,
+        lm_head=lm_head, dtype=dtype,
+    )  # fmt: skip

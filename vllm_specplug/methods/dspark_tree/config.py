@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import torch
+
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
 from vllm_specplug.drafting.head_config import require, require_size
 from vllm_specplug.methods.block.config import (
@@ -24,6 +26,7 @@ from vllm_specplug.methods.block.recognise import (
     stated_values,
     without_keys,
 )
+from vllm_specplug.methods.block.speculators_format import HeadTarget, head_fields
 from vllm_specplug.options import is_integer
 
 MARKOV_INPUT = "markov_head.markov_w1.weight"
@@ -138,9 +141,22 @@ class DSparkConfig(BlockHeadConfig):
             own |= {key: getattr(self, key) for key in ("gru_hidden_dim", "pure_draft_prefix_len")}
             config["dflash_config"].update(own)
             return {**config, "architectures": [DOMINO_ARCHITECTURE]}
+        return {**config, "architectures": ["Qwen3DSparkModel"], **self._markov_fields()}
+
+    def to_speculators(self, target: HeadTarget) -> dict[str, Any]:
         return {
-            **config,
-            "architectures": ["Qwen3DSparkModel"],
+            **super().to_speculators(target),
+            **head_fields("dspark", "DSparkDraftModel", self.num_draft_tokens, target),
+            **self._markov_fields(),
+        }
+
+    def unlike_speculators(self, target_ids: torch.Tensor | None) -> str:
+        if self.markov_head_type == "domino":
+            return f"markov_head_type = 'domino', legal: {', '.join(_HEAD_TYPES)}"
+        return super().unlike_speculators(target_ids)
+
+    def _markov_fields(self) -> dict[str, Any]:
+        return {
             "markov_rank": self.markov_rank,
             "markov_head_type": self.markov_head_type,
             "enable_confidence_head": self.confidence_size > 0,

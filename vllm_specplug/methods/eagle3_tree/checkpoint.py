@@ -25,6 +25,11 @@ from vllm_specplug.drafting.head_config import (
     config_field,
 )
 from vllm_specplug.methods.block.checkpoint import read_tensors
+from vllm_specplug.methods.block.speculators_format import (
+    HeadTarget,
+    smaller_vocabulary,
+    token_mask,
+)
 from vllm_specplug.methods.eagle3_tree.config import (
     AUX_LAYERS_KEY,
     MASK_TOKEN,
@@ -94,25 +99,34 @@ def save_eagle3_head(
     target_ids: torch.Tensor | None = None,
     lm_head: torch.Tensor | None = None,
     embed_tokens: torch.Tensor | None = None,
+    target: HeadTarget | None = None,
+    depth: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Path:
     """Writes a head with the names of the public trainers; see `save_head`.
 
     With `lm_head` [V', H], vLLM's own method can read it too.
+
+    Args:
+        target: write the format of speculators, which needs `lm_head` and `embed_tokens`.
+        depth: for that format, tokens that the head was trained to draft in a row.
     """
     config = head.config
+    if target is None:
+        fields, prefix = config.to_dict(), "midlayer."
+    else:
+        fields, prefix = config.to_speculators(target, depth), "layers.0."
+        target_ids = smaller_vocabulary(target_ids, config.vocab_size)
     tensors = {
-        re.sub(r"^layers\.0\.", "midlayer.", name): tensor
-        for name, tensor in head.state_dict().items()
+        re.sub(r"^layers\.0\.", prefix, name): tensor for name, tensor in head.state_dict().items()
     }
     if lm_head is not None:
         tensors["lm_head.weight"] = lm_head
     if embed_tokens is not None:
         tensors["embed_tokens.weight"] = embed_tokens
     if target_ids is not None:
-        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool)
-        tensors["t2d"][target_ids.cpu()] = True
-    return save_head(directory, tensors, config.to_dict(), target_ids=target_ids, dtype=dtype)
+        tensors["t2d"] = token_mask(target_ids, config.vocab_size)
+    return save_head(directory, tensors, fields, target_ids=target_ids, dtype=dtype)
 
 
 def _read(directory: Path, headers_only: bool) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from vllm_specplug.methods.block.layer_config import (
     written_windows,
 )
 from vllm_specplug.methods.block.rotary import DEFAULT_MAX_POSITIONS, Rotary
+from vllm_specplug.methods.block.speculators_format import HeadTarget, head_fields, layer_fields
 from vllm_specplug.options import is_integer
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,7 @@ class Eagle3Config:
                 raw.get(_OWN_LAYERS_KEY),
                 eagle.get(AUX_LAYERS_KEY) or raw.get(AUX_LAYERS_KEY),
                 num_target_layers,
+                is_speculators,
             ),
             rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             **rotary,
@@ -239,18 +241,48 @@ class Eagle3Config:
             "tie_word_embeddings": False,
             "dtype": "bfloat16",
             **raw,
-            _OWN_LAYERS_KEY: list(self.target_layer_ids),
-            # vLLM's own method counts the embedding as 0.
             "num_aux_hidden_states": len(self.target_layer_ids),
+            **self._layers(),
+        }
+
+    def to_speculators(self, target: HeadTarget, depth: int) -> dict[str, Any]:
+        """Returns a speculators `config.json` object, which vLLM's own method reads too.
+
+        Args:
+            depth: tokens that the head was trained to draft in a row.
+        """
+        kind = "eagle3" if self.mask_token_id is None else "peagle"
+        architecture = "Eagle3DraftModel" if kind == "eagle3" else "PEagleDraftModel"
+        flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        return {
+            **head_fields(kind, architecture, depth, target),
+            "transformer_layer_config": {
+                **layer_fields(self, "qwen3" if self.qk_norm else "llama", self.windows),
+                # vLLM's own method looks for it there, and takes 3 without it.
+                "num_aux_hidden_states": len(self.target_layer_ids),
+            },
+            "draft_vocab_size": self.draft_vocab_size,
+            **{name: getattr(self, name) for name in flags},
+            **({} if self.mask_token_id is None else {"mask_token_id": self.mask_token_id}),
+            **self._layers(),
+        }
+
+    def _layers(self) -> dict[str, Any]:
+        return {
+            _OWN_LAYERS_KEY: list(self.target_layer_ids),
+            # speculators and vLLM count the embedding as 0.
             AUX_LAYERS_KEY: [i + 1 for i in self.target_layer_ids],
         }
 
 
-def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, ...]:
+def _target_layers(
+    own: Any, stated: Any, num_target_layers: int, is_speculators: bool
+) -> tuple[int, ...]:
     """Returns the zero-based layers `own`, or those of `stated`, which trainers number in two ways.
 
     Ids count either the embedding as 0, as in vLLM, or the first layer. Heads of both kinds read
-    the output of layer 1 first, so their first id is 2 or 1.
+    the output of layer 1 first, so their first id is 2 or 1. speculators counts the embedding, but
+    its converter takes over the ids of other trainers' heads, whose layers are the default ones.
     """
     if own:
         require(_are_layers(own), _OWN_LAYERS_KEY, own, "a list of layer numbers")
@@ -267,6 +299,8 @@ def _target_layers(own: Any, stated: Any, num_target_layers: int) -> tuple[int, 
         require(_are_ascending(layers), AUX_LAYERS_KEY, None, legal)
         return layers
     first_layer_is_zero = min(stated) == 1
+    if is_speculators and tuple(stated) != default_target_layers(num_target_layers):
+        first_layer_is_zero = False
     layers = tuple(i if first_layer_is_zero else i - 1 for i in stated)
     logger.info(
         "The head's %s = %s are taken as outputs of the target's layers %s, counted from 0; if "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from tests.unit.methods.absurd import refused
 from tests.unit.methods.eagle3_tree import published
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 
@@ -75,12 +77,26 @@ def test_both_ways_of_numbering_layers(place: str, ids: list[int], layers: tuple
     assert read(raw).target_layer_ids == layers
 
 
+@pytest.mark.parametrize(
+    ("ids", "layers"),
+    [([1, 17, 32], (1, 17, 32)), ([1, 9, 33], (0, 8, 32)), ([2, 18, 33], (1, 17, 32))],
+)
+def test_speculators_count_the_embedding_in_all_but_converted_heads(
+    ids: list[int], layers: tuple[int, ...]
+) -> None:
+    raw = {**published.SPECULATORS_QWEN3_8B_WINDOW, "eagle_aux_hidden_state_layer_ids": ids}
+    assert read(raw).target_layer_ids == layers
+
+
 @pytest.mark.parametrize("mask", [None, 7])
 def test_a_config_written_here_reads_back(mask: int | None) -> None:
     for name in ("EAGLE_LLAMA3_8B", "SPECFORGE_QWEN3_30B_EAGLE31", "MODELOPT_LLAMA31_8B",
                  "SPECULATORS_QWEN3_8B_WINDOW", "SPECULATORS_QWEN3_8B_LAYERS"):  # fmt: skip
         config = read({**getattr(published, name), "mask_token_id": mask}, 32)
         assert read(config.to_dict(), 32) == config
+        again = read(config.to_speculators(HeadTarget("model", ()), 8), 32)
+        depth = None if mask is None else 8
+        assert again == replace(config, num_draft_tokens=depth)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,24 @@ from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions, Recipe
 
+MaskToken = Annotated[
+    int | None,
+    Option(
+        min=0,
+        help="Token whose embedding the masked slots read, one that texts do not hold. speculators "
+        "and vLLM's own methods need it. Default: a trained vector.",
+        show_default=False,
+    ),
+]
+Speculators = Annotated[
+    bool,
+    Option(
+        "--speculators",
+        help="Write the head in the format of the library speculators, with the tables that it "
+        "needs.",
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorRecipe(Recipe):
@@ -39,9 +57,17 @@ class BlockRun(NewHeadOptions):
         str, Option(help="Folder of a JetSpec or DFlash head for this target to start from.")
     ] = ""
     num_layers: Annotated[int, Option(min=1, help="Draft layers; not with --init-from.")] = 2
+    speculators: Speculators = False
     block_size: Annotated[
         int, Option(min=0, help="Slots per block, with the anchor; 0: 8, or as in --init-from.")
     ] = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeBlockRun(BlockRun):
+    """Folders and shape of a bidirectional block head's run."""
+
+    mask_token_id: MaskToken = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +123,7 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
         "dflash",
         summary,
         start,
-        BlockRun,
+        WholeBlockRun,
         WholeBlockRecipe,
         recipes_of("dflash"),
         causal=False,

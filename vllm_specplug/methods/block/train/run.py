@@ -7,8 +7,9 @@ import torch
 
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.block.train.objective import BlockObjective, compile_head, completed
-from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun
+from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun, WholeBlockRun
 from vllm_specplug.methods.block.train.start import (
     continued_block,
     head_config_for,
@@ -34,10 +35,14 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
     recipe = completed(recipe, config)
     if recipe.compile:
         compile_head(head)
+    tables = training.draft_tables(ids)
+    target: HeadTarget | None = None
+    if run.speculators:
+        target = HeadTarget.of(run.target, config.unlike_speculators(ids))
     return HeadInTraining(
         training=training,
         head=head,
-        tables=training.draft_tables(ids),
+        tables=tables,
         objective=BlockObjective(recipe),
         shape={
             "num_layers": config.num_hidden_layers,
@@ -46,7 +51,9 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
             "draft_vocab_size": len(ids),
             "causal": config.causal,
         },
-        save=lambda folder, head: save_block_head(folder, head, target_ids=ids),
+        save=lambda folder, head: save_block_head(
+            folder, head, target=target, target_ids=ids, lm_head=tables.lm_head
+        ),
     )
 
 
@@ -66,6 +73,7 @@ def _new(
             draft_vocab_size=len(ids),
             intermediate_size=width,
             causal=run.causal,
+            mask_token_id=mask_token(run),
         )
     )
     generator = torch.Generator().manual_seed(recipe.seed)
@@ -84,5 +92,11 @@ def _continued(run: BlockRun, training: Training[Features]) -> tuple[BlockHead, 
             "slot j predicts the token at j; train it with `specplug train dspark`"
         )
     return continued_block(
-        run.init_from, head, extras, training, block_size=run.block_size, causal=run.causal
-    )
+        run.init_from, head, extras, training,
+        block_size=run.block_size, causal=run.causal, mask_token_id=mask_token(run),
+    )  # fmt: skip
+
+
+def mask_token(run: BlockRun) -> int | None:
+    """Returns the token that the masks of a run's head read; None for a trained vector."""
+    return run.mask_token_id if isinstance(run, WholeBlockRun) else None

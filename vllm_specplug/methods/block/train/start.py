@@ -35,8 +35,14 @@ def head_config_for(
     draft_vocab_size: int,
     intermediate_size: int | None = None,
     causal: bool = True,
+    mask_token_id: int | None = None,
 ) -> BlockHeadConfig:
-    """Returns the shape of a head with the target's layer shape."""
+    """Returns the shape of a head with the target's layer shape.
+
+    Raises:
+        ValueError: for a mask that is no token of the target.
+    """
+    check_mask_token(mask_token_id, target["vocab_size"])
     rope = target.get("rope_parameters") or {}
     heads = target["num_attention_heads"]
     return BlockHeadConfig(
@@ -52,10 +58,20 @@ def head_config_for(
         target_layer_ids=tuple(target_layer_ids),
         block_size=block_size,
         causal=causal,
+        mask_token_id=mask_token_id,
         rms_norm_eps=float(target.get("rms_norm_eps", 1e-6)),
         rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
         max_position_embeddings=_longest(target),
     )
+
+
+def check_mask_token(token: int | None, vocab_size: int) -> None:
+    """Raises ValueError for a mask that is no token of the target."""
+    if token is not None and not 0 <= token < vocab_size:
+        raise ValueError(
+            f"--mask-token-id {token}, legal: 0..{vocab_size - 1} (the target's tokens); name one "
+            "of them"
+        )
 
 
 def _longest(target: dict[str, Any]) -> int:
@@ -71,6 +87,7 @@ def continued_block(
     training: Training[Features],
     *,
     block_size: int,
+    mask_token_id: int | None = None,
     **changes: Any,
 ) -> tuple[BlockHead, torch.Tensor]:
     """Returns the block of a head to start from, float32, and its draft vocabulary.
@@ -79,40 +96,48 @@ def continued_block(
         init_from: its folder.
         head, extras: what the folder holds.
         block_size: of the new head; 0: the given one's.
+        mask_token_id: token whose embedding the masks read; None: they start as the given head's.
         changes: other fields of its config that change no tensor.
 
     Raises:
         ValueError: for heads that cannot be trained, or not on these features.
     """
     config, layers = head.config, training.store.target_layer_ids
+    ids = target_ids_or_all(extras.target_ids, config.vocab_size)
+    targets = training.tables
+    pairs = ((extras.lm_head, targets.lm_head[ids]), (extras.embed_tokens, targets.embed_tokens))
+    own_tables = any(
+        own is not None and not torch.equal(own.float(), theirs.float()) for own, theirs in pairs
+    )
     problems = {
         f"reads target layers {list(config.target_layer_ids)}, the features hold {list(layers)}; "
         "make features with its layers": config.target_layer_ids != layers,
         "has sliding-window layers, which are not trained; choose another head": bool(
             config.windows
         ),
-        "ships its own LM head or embeddings, which are not trained; choose another head": (
-            extras.lm_head is not None or extras.embed_tokens is not None
-        ),
+        "ships another LM head or embeddings than the target's, which are not trained; choose "
+        "another head": own_tables,
     }
     for problem, is_there in problems.items():
         if is_there:
             raise ValueError(f"--init-from {init_from!r} {problem}")
     head = head.float()
-    if extras.mask_from_embedding:
-        row = training.tables.embed_tokens[config.mask_token_id]
-        head.mask_embedding.data.copy_(row.float())
+    check_mask_token(mask_token_id, config.vocab_size)
+    row = mask_token_id
+    if row is None and extras.mask_from_embedding:
+        row = config.mask_token_id
+    if row is not None:
+        head.mask_embedding.data.copy_(training.tables.embed_tokens[row].float())
     trained = BlockHead(
         replace(
             config,
             block_size=block_size or config.block_size,
-            mask_token_id=None,
+            mask_token_id=mask_token_id,
             max_position_embeddings=_longest(training.weights.config),
             **changes,
         )
     )
     trained.load_state_dict(head.state_dict())
-    ids = target_ids_or_all(extras.target_ids, config.vocab_size)
     return trained, continued_ids(training, ids)
 
 
@@ -185,5 +210,8 @@ def init_from_target(
         columns = slice(index * config.target_hidden_size, (index + 1) * config.target_hidden_size)
         head.fc.weight[:, columns] /= scale
     embed = tables.embed_tokens.float()
+    if config.mask_token_id is not None:
+        head.mask_embedding.copy_(embed[config.mask_token_id])
+        return
     direction = torch.randn(hidden, generator=generator)
     head.mask_embedding.copy_(embed.mean(0) + direction * embed.std())

@@ -41,18 +41,12 @@ def local_config(run: LocalRun, target: dict[str, Any], drafted: int) -> LocalHe
 
 
 def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
-    """Returns a new head.
-
-    Raises:
-        ValueError: for a distillation loss without the target's states.
-    """
+    """Returns a new head."""
     store, heldout = TextStore(run.data, run.min_supervised), TextStore(run.heldout)
-    if recipe.loss != "sft" and not store.has_teacher:
-        raise ValueError(
-            f"loss = {recipe.loss!r}, legal with answers only: sft; give the folder of "
-            "features, which hold the target's distribution"
-        )
     training = open_training(run, recipe, store, heldout)
+    if recipe.loss != "sft" and store.features is None:
+        device = training.accelerator.device
+        store.run_beside(training.weights.load_frozen(device), device)
     target, vocab_size = training.weights.config, training.vocab_size
     ids, block_size = torch.arange(vocab_size), run.block_size
     if run.backbone:
@@ -79,7 +73,7 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
         objective=LocalObjective(recipe, trained, ranked, prior),
         shape={"block_size": trained, **_shape(config)},
         data={
-            "kind": "features" if store.has_teacher else "answers",
+            "kind": "answers" if store.features is None else "features",
             "answer_tokens": int(counts.sum()),
         },
         origin={"backbone": head_identity(run.backbone)} if run.backbone else {},

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.block.train.objective import compile_head
 from vllm_specplug.methods.block.train.start import (
     continued_block,
@@ -48,7 +49,10 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
         init_from_target(model.block, weights, training.tables, scales, generator=generator)
     if recipe.compile:
         compile_head(model.block)
-    config = model.config
+    config, tables = model.config, training.draft_tables(ids)
+    target: HeadTarget | None = None
+    if run.speculators:
+        target = HeadTarget.of(run.target, config.unlike_speculators(ids))
 
     def save(folder: Path, model: DSparkModel) -> None:
         confidence = model.confidence_head.proj if config.confidence_size else None
@@ -58,13 +62,15 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
             model.markov_head.markov_w1.weight,
             model.markov_head.markov_w2.weight,
             confidence=None if confidence is None else (confidence.weight, confidence.bias),
+            target=target,
+            lm_head=tables.lm_head,
             target_ids=ids if len(ids) < config.vocab_size else None,
         )
 
     return HeadInTraining(
         training=training,
         head=model,
-        tables=training.draft_tables(ids),
+        tables=tables,
         objective=DSparkObjective(recipe),
         shape={
             "num_layers": config.num_hidden_layers,
@@ -95,6 +101,7 @@ def dspark_config(
         draft_vocab_size=draft_vocab_size,
         intermediate_size=width,
         causal=False,
+        mask_token_id=run.mask_token_id,
     )
     return _with_markov(run, block, run.markov_rank)
 
@@ -120,6 +127,7 @@ def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkMode
     trained, ids = continued_block(
         run.init_from, head, extras, training,
         block_size=run.block_size, causal=False, sample_from_anchor=True,
+        mask_token_id=run.mask_token_id,
     )  # fmt: skip
     rank = run.markov_rank if markov is None else markov.config.rank
     model = DSparkModel(_with_markov(run, trained.config, rank), trained)

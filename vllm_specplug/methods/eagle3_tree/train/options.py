@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 from typer import Option
 
+from vllm_specplug.methods.block.train.options import Speculators
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
@@ -27,6 +28,7 @@ class Eagle3Run(NewHeadOptions):
             "rows where it is missing.",
         ),
     ] = True
+    speculators: Speculators = False
     norm_output: Annotated[
         bool,
         Option(

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
+from vllm_specplug.methods.block.speculators_format import HeadTarget, unlike_speculators
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
@@ -99,6 +101,18 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
         generator = torch.Generator().manual_seed(recipe.seed)
         init_eagle3_from_target(head, weights, training.tables, layer_scales(store), generator)
     tables = training.draft_tables(ids, lm_head)
+    made_for: HeadTarget | None = None
+    if run.speculators:
+        made_for = HeadTarget.of(run.target, unlike_speculators(head.config, ids))
+
+    def save(folder: Path, head: Eagle3Head) -> None:
+        # speculators 0.9.0 leaves tables that are missing uninitialised.
+        save_eagle3_head(
+            folder, head, target_ids=ids, target=made_for, depth=recipe.steps,
+            lm_head=tables.lm_head if made_for or run.save_lm_head else None,
+            embed_tokens=tables.embed_tokens if made_for else None,
+        )  # fmt: skip
+
     return HeadInTraining(
         training=training,
         head=head,
@@ -110,7 +124,5 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
             "target_layer_ids": list(layers),
             "norm_output": head.config.norm_output,
         },
-        save=lambda folder, head: save_eagle3_head(
-            folder, head, target_ids=ids, lm_head=tables.lm_head if run.save_lm_head else None
-        ),
+        save=save,
     )

@@ -4,12 +4,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.train.objective import default_gamma
+from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
+from vllm_specplug.train.target import TargetWeights
+
+LOADERS = {"dflash": load_block_head, "dspark": load_dspark_head}
 
 STILL = {"total_steps": 1, "learning_rate": 1e-30, "adam_learning_rate": 1e-30}
 
@@ -74,3 +80,45 @@ def test_default_gamma_follows_the_block_size_of_bidirectional_heads(block_size,
     assert default_gamma(Config) == pytest.approx(gamma)
     Config.causal = True
     assert default_gamma(Config) == 4.0
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_masks_may_read_a_token_of_the_target(kind, make_job, target_folder):
+    """The row is not trained, and a head that starts from another may take it up."""
+    target = TargetWeights(target_folder)
+    row = target.tables().embed_tokens[5].float()
+    first = make_job(kind, total_steps=3)
+    first.train()
+    new = make_job(kind, "new", total_steps=3, mask_token_id=5)
+    continued = make_job(kind, "next", total_steps=3, mask_token_id=5, init_from=str(first.head))
+    for job in (new, continued):
+        job.train()
+        head, _, *_ = LOADERS[kind](job.head, target.config)
+        assert head.config.mask_token_id == 5 and not isinstance(head.mask_embedding, nn.Parameter)
+        assert torch.equal(head.mask_embedding.float(), row)
+        with pytest.raises(ValueError, match="mask_token_id = None, but the checkpoint has 5"):
+            job.changed(resume=True, total_steps=4, mask_token_id=None).train()
+    with pytest.raises(ValueError, match=r"--mask-token-id 64, legal: 0\.\.63"):
+        make_job(kind, "other", mask_token_id=64).train()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("jetspec", "causal = True, legal: False"),
+        ("dflash", r"mask_token_id = None \(a trained vector\), legal: a token"),
+        ("dspark", r"mask_token_id = None \(a trained vector\), legal: a token"),
+    ],
+)
+def test_a_head_that_speculators_cannot_load_is_refused(kind, words, make_job):
+    with pytest.raises(ValueError, match=f"--speculators with {words}.*leave --speculators out"):
+        make_job(kind, speculators=True).train()
+
+
+def test_other_layers_and_orders_of_draft_tokens_than_those_of_speculators(make_job):
+    job = make_job("dflash", mask_token_id=5)
+    config = job.start(job.run, job.recipe).head.config
+    assert not config.unlike_speculators(torch.tensor([1, 4, 6]))
+    assert "ascending" in config.unlike_speculators(torch.tensor([4, 1, 6]))
+    partial = replace(config, partial_rotary_factor=0.5)
+    assert "partial_rotary_factor = 0.5, legal: 1" in partial.unlike_speculators(None)
