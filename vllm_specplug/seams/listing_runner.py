@@ -93,7 +93,7 @@ _LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 _CPU_PRODUCTS_TOPIC = Topic(
     "cpu_products",
     "vLLM multiplies a dozen bfloat16 rows in 1.5 times the time of one row on a CPU with "
-    "AVX-512 BF16, in 9 times without AVX-512, and in 2.4 times with 4-bit weights; applied while "
+    "AVX-512 BF16, in 9 times without AVX-512, and in 2.5 times with 4-bit weights; applied while "
     "a worker loads its weights",
     "vLLM multiplies the rows of a tree as fast as one row",
 )

@@ -100,9 +100,10 @@ class Trainer:
         self.device = self.accelerator.device
         # A head of another kind or meaning may have tensors of the same shapes.
         config: Any = head.config
-        own = {"head": type(head).__name__, **asdict(config), "optimizer": self.options.optimizer}
+        own = {**asdict(config), "optimizer": self.options.optimizer}
         given = fixed or {}
-        self.fixed: dict[str, Any] = given | own | given  # those given are named first
+        # A refusal names the first that differs: the kind of head, then what is given.
+        self.fixed: dict[str, Any] = {"head": type(head).__name__, **given, **own, **given}
         self.order = DataOrder(store, self.options.seed)
         # Any: torch types attributes of a module as tensors or modules.
         self.head: Any = head.float().requires_grad_(True).train()
