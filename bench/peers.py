@@ -94,9 +94,10 @@ def page(cells: Cells) -> ResultPage:
         "output and inputs by token. Embedding and LM head are bfloat16 in both. `plain` is vLLM "
         "without this package; `no drafts` is `ngram_tree` with budget 0, which shows what the "
         "package's products bring; `jetspec` is the shipped head, trained with bfloat16 weights, "
-        "under the adaptive budget. llama.cpp decodes plainly, all requests in one batch; its "
-        "Q4_0 was its fastest 4-bit format on this CPU (Q4_1 and Q4_K_M took longer). For "
-        "llama.cpp the fourth column compares with vLLM in bfloat16.",
+        "under the adaptive budget. llama.cpp decodes plainly, all requests in one batch, from "
+        "copies of the Q4_1 file that the target was made of; its Q4_0 was its fastest 4-bit "
+        "format on this CPU (Q4_1 and Q4_K_M took longer). For llama.cpp the fourth column "
+        "compares with vLLM in bfloat16.",
         sections=[Section(header, table)],
         data=rows,
         made_by=[cell["provenance"] for cell in cells],

@@ -14,7 +14,7 @@ def quantised_copy(target: Path, out: Path, bits: int) -> Path:
     """Writes a copy of the target in compressed-tensors' format to `out`, if it does not exist, and
     returns it: with 4-bit weights in groups of 32 inputs, or with 8-bit weights and inputs.
     Embedding and LM head keep bfloat16."""
-    if (out / "config.json").exists():
+    if out.exists():
         return out
     import torch
     from compressed_tensors.compressors import ModelCompressor
@@ -49,10 +49,11 @@ def quantised_copy(target: Path, out: Path, bits: int) -> Path:
             module.weight_zero_point.data.copy_(zero)
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    AutoTokenizer.from_pretrained(target).save_pretrained(out)
-    model.save_pretrained(out)
-    compressor.update_config(out)
-    return out
+    unfinished = out.with_suffix(".part")
+    AutoTokenizer.from_pretrained(target).save_pretrained(unfinished)
+    model.save_pretrained(unfinished)
+    compressor.update_config(unfinished)
+    return unfinished.rename(out)
 
 
 def gguf_copy(gguf: Path, out: Path, kind: str) -> Path:
@@ -68,9 +69,11 @@ def gguf_copy(gguf: Path, out: Path, kind: str) -> Path:
         params = llama_cpp.llama_model_quantize_default_params()
         params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
         params.allow_requantize = True
+        unfinished = out.with_suffix(".part")
         status = llama_cpp.llama_model_quantize(
-            str(gguf).encode(), str(out).encode(), ctypes.byref(params)
+            str(gguf).encode(), str(unfinished).encode(), ctypes.byref(params)
         )
         if status != 0:
-            raise RuntimeError(f"llama.cpp cannot write {out}: status {status}")
+            raise RuntimeError(f"llama.cpp cannot write {unfinished}: status {status}")
+        unfinished.rename(out)
     return out

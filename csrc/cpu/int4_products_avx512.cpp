@@ -63,7 +63,6 @@ inline __attribute__((always_inline)) void multiply_part(const Int4Product& p, i
   const __m512i table = code_table();
   const char* at = p.weight + panel * shape.panel_bytes();
   const char* x = p.x + row * p.x_stride;
-  const float* x_sums = p.sums + row * groups;
   __m512 sums[R][V];
 #pragma GCC unroll 32
   for (int r = 0; r < R; ++r)
@@ -81,7 +80,7 @@ inline __attribute__((always_inline)) void multiply_part(const Int4Product& p, i
       at += kLine;
 #pragma GCC unroll 32
       for (int r = 0; r < R; ++r) {
-        const __m512 all = _mm512_set1_ps(x_sums[r * groups + group]);
+        const __m512 all = _mm512_set1_ps(p.sums[(row + r) * groups + group]);
 #pragma GCC unroll 2
         for (int v = 0; v < V; ++v) sums[r][v] = _mm512_fnmadd_ps(all, offsets[v], sums[r][v]);
       }

@@ -399,6 +399,7 @@ void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_dep
       is_1d_of(packed, ScalarType::Byte, panels_of(shape.columns) * shape.panel_bytes()),
       "packed 4-bit products: packed must be what was made of a weight [", shape.columns, ", ",
       shape.depth, "]");
+  if (x.size(0) == 0) return;
   const int64_t groups = shape.groups();
   Int4Product p{shape,
                 static_cast<const char*>(x.data_ptr()),

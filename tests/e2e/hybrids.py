@@ -31,7 +31,6 @@ def make_hybrid_target(
     family: str,
     vocab_size: int,
     *,
-    value_heads: int = 4,
     size: int = 32,
     wrapper: dict[str, Any] | None = None,
     **config: Any,
@@ -49,7 +48,7 @@ def make_hybrid_target(
     text = {
         "vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128,
         "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-        "max_position_embeddings": 256, "linear_num_value_heads": value_heads,
+        "max_position_embeddings": 256, "linear_num_value_heads": 4,
         "linear_num_key_heads": 2, "linear_key_head_dim": size, "linear_value_head_dim": size,
         "linear_conv_kernel_dim": 4, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
         "tie_word_embeddings": False, "num_experts": 4, "num_experts_per_tok": 2,

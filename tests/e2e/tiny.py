@@ -230,28 +230,16 @@ def make_dflash2_head(
     return folder
 
 
-def make_local_head(
-    folder: Path,
-    vocab_size: int,
-    *,
-    kind: str = "gru",
-    seed: int = 2,
-    **config: Any,
-) -> Path:
-    """A random local head for `make_target`'s model, with counts beside it.
-
-    Args:
-        config: further fields of its `LocalHeadConfig`.
-    """
-    torch.manual_seed(seed)
+def make_local_head(folder: Path, vocab_size: int) -> Path:
+    """A random local head for `make_target`'s model, with counts beside it."""
+    torch.manual_seed(2)
     head = LocalHead(
         LocalHeadConfig(
-            kind=kind,  # type: ignore[arg-type]
+            kind="gru",
             vocab_size=vocab_size,
             target_hidden_size=HIDDEN,
             rank=16,
-            hidden_size=32 if kind == "gru" else 0,
-            **config,
+            hidden_size=32,
         )
     )
     with torch.no_grad():

@@ -83,10 +83,20 @@ def test_no_other_code_copies_asynchronously_or_uses_streams() -> None:
     sources = [*(ROOT / "vllm_specplug").rglob("*.py"), *(ROOT / "kernels/src").rglob("*.py")]
     found = {
         word: {path.name for path in sources if word in path.read_text()}
-        for word in ("non_blocking", "pin_memory", "cuda.Stream", "record_stream", "cuda.Event(")
+        for word in (
+            "non_blocking",
+            "pin_memory",
+            "UvaBackedTensor",
+            "cuda.Stream",
+            "torch.Stream",
+            "wait_stream",
+            "record_stream",
+            "cuda.Event(",
+        )  # fmt: skip
     }
     copies = {"device_copy.py", "host_step.py"}
     assert found == {
-        "non_blocking": copies, "pin_memory": copies, "cuda.Stream": {"cuda_dispatch.py"},
+        "non_blocking": copies, "pin_memory": copies, "UvaBackedTensor": {"penalty_processor.py"},
+        "cuda.Stream": {"cuda_dispatch.py"}, "torch.Stream": set(), "wait_stream": set(),
         "record_stream": set(), "cuda.Event(": {"host_step.py", "cuda_trees.py", "step_clock.py"},
     }  # fmt: skip

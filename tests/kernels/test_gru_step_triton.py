@@ -56,7 +56,7 @@ def test_trees_with_the_fused_step_equal_the_readable_ones(
     """Rows of a frontier hold places without a node, whose parents are rows all the same."""
     b = builder("gru", torch.float32, anchor=True)
     ids, log_probs = candidates(2, 32)
-    args = (ids, log_probs, [5, 299], budgets, [4, 3], [4, 1])
+    args = (ids, log_probs, [5, 299], budgets, [4, 3], 4)
     expected = b.build(*args, compiled=False)
     assert b.gates is None
     b._make_gates()

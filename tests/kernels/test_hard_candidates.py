@@ -108,7 +108,7 @@ def test_local_trees(
     elif kind == "nothing":
         logits.fill_(-math.inf)
     ids, log_probs = top_candidates(logits, 5)
-    (tree,) = b.build(ids, log_probs, [11], [budget], [3], [width], compiled=compiled_kernels)
+    (tree,) = b.build(ids, log_probs, [11], [budget], [3], width, compiled=compiled_kernels)
     assert tree.fault(300) is None
     paths = checked_paths(*columns_of(tree))
     every = fused_rows(b, ids[0].numpy(), log_probs[0].numpy(), 11)
@@ -139,6 +139,6 @@ def test_a_broken_local_head_drafts_valid_trees_or_none(
                 b.output_table.flatten()[where] = value
             b.weights = b._compiled_weights()
             for tree in b.build(
-                ids, log_probs, [1, 2, 3, 4], [16] * 4, [5] * 4, [4] * 4, compiled=compiled_kernels
+                ids, log_probs, [1, 2, 3, 4], [16] * 4, [5] * 4, 4, compiled=compiled_kernels
             ):
                 assert tree.fault(300) is None

@@ -55,7 +55,7 @@ from vllm_specplug.vllm_worker.device_self_draft import (
 
 pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
-LAYERS, DEPTH, BUDGET, SINK, REFRESH = 2, 3, 40, 2, 8
+LAYERS, DEPTH, BUDGET, SINK = 2, 3, 40, 2
 SIZES = [2, REQUESTS]
 
 
@@ -138,7 +138,7 @@ class Drafts:
         assert self.drafter.drafts_from_graphs and not self.graphs.graphs
         backend = CudaTreeBackend("auto", HEADS, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
         backend.block_size = PAGE
-        spec = PartialCacheSpec(BUDGET, SINK, REFRESH, 3, ("self_draft_requests", "kv_budget"))
+        spec = PartialCacheSpec(BUDGET, SINK, 3, ("self_draft_requests", "kv_budget"))
         self.forward = DeviceSelfDraft(self.target, spec, backend)  # type: ignore[arg-type]
         self.drafter.bind_target_forward(self.forward, lambda values: values)
         # By name: the row of the pages, which does not change.

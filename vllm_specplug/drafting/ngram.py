@@ -195,7 +195,8 @@ class NgramBranches:
             branches = self.branches(req_id, tokens, requests.depths[r])
             index = self._indices[req_id]
             if not index.can_graft:
-                merged[r] = merge_trees([tree, *branches], requests.budgets[r])
+                if tree.fault(self.vocab_size) is None:
+                    merged[r] = merge_trees([tree, *branches], requests.budgets[r])
                 continue
             grafted = index.graft(
                 tokens,

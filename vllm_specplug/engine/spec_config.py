@@ -22,7 +22,11 @@ from vllm.utils.hashing import safe_hash
 from vllm_specplug.drafting.head_files import read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import Capability, DraftPlan, Method, MethodOptions, TargetInfo
-from vllm_specplug.kernels.packed_linear import packs_target
+from vllm_specplug.kernels.packed_linear import (
+    has_packed_int8_products,
+    packed_isa,
+    packs_target,
+)
 from vllm_specplug.options import (
     DEFAULT_CUDA_TREE_NODES,
     DEFAULT_TREE_NODES,
@@ -231,12 +235,14 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         return method.needs | (self.plan.needs if self.plan else frozenset())
 
     def compute_hash(self) -> str:
-        """Extends vLLM's hash by what changes the compiled graph: auxiliary layers and products."""
+        """Extends vLLM's hash by what changes the compiled graph: auxiliary layers, and by whom the
+        products of which weights are computed."""
         parent = super().compute_hash()
         if self.plugin_method is None:
             return parent
-        packs = current_device() == "cpu" and packs_target(self.target_products)
-        factors = str((parent, self.plugin_method, self.aux_layers, packs))
+        is_packed = current_device() == "cpu" and packs_target(self.target_products)
+        products = (packed_isa(), has_packed_int8_products()) if is_packed else None
+        factors = str((parent, self.plugin_method, self.aux_layers, products))
         return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
 
     def __repr__(self) -> str:

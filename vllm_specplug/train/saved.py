@@ -63,9 +63,9 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
 def unreadable(path: Path, lacking: list[str]) -> ValueError:
     """Returns the error for a state whose parts are missing or have another form."""
     return ValueError(
-        f"{path} has no {', '.join(lacking)} that this version reads; resume with the version that "
-        "saved it (head/provenance.json names it), or start anew in another output folder, from "
-        "that head where the command has --init-from"
+        f"{path} lacks {', '.join(lacking)}, or has it in another form; resume with the version "
+        "that saved it (head/provenance.json names it), or start anew in another output folder, "
+        "from that head where the command has --init-from"
     )
 
 

@@ -39,7 +39,7 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
     def make_tree_backend(self) -> TreeBackend:
         if not self.model_config.use_mla:
             products = self.tree_spec.target_products
-            return CpuTreeBackend(takes_plain_rows(products, self.model_config.dtype))
+            return CpuTreeBackend(takes_plain_rows(products, self.model_config))
         from vllm_specplug.vllm_v2.latent_backend import LatentTreeBackend
 
         return LatentTreeBackend()

@@ -25,7 +25,7 @@ class SuccessorDrafter(Drafter):
         pass
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        width = max(requests.widths)
+        width = requests.width
         pairs = [self._successors(tokens) for tokens in requests.token_ids]
 
         def expand(frontier):
@@ -45,7 +45,7 @@ class SuccessorDrafter(Drafter):
             requests.anchors,
             requests.budgets,
             [min(depth, self.options.tree_depth) for depth in requests.depths],
-            requests.widths,
+            width,
             expand,
         )
 

@@ -55,7 +55,7 @@ def local_trees_are_the_hosts() -> Iterator[list[int]]:
         with patch.object(LocalTreeBuilder, "build_on_device", original):
             oracle = self.build(
                 ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
-                [width] * len(anchors), limits.get("slots"), limits.get("terms"),
+                width, limits.get("slots"), limits.get("terms"),
             )  # fmt: skip
         seen.append(assert_same_trees(made, dict(enumerate(oracle))))
         return made

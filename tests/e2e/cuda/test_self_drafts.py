@@ -16,6 +16,7 @@ from tests.e2e.cuda.cuda_pairs import (
     profiles,
 )
 from tests.e2e.cuda.cuda_partial_caches import LONG, SELF, watching
+from tests.e2e.pair import watch_preemptions
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.vllm_worker.device_self_draft import DevicePartialCache
 
@@ -56,6 +57,17 @@ def test_what_a_partial_cache_lacks_is_noticed(name: str) -> None:
     with watching() as seen, patch.object(DevicePartialCache, name, lambda *args: None):
         made.compare([LONG[0], LONG[1]], params)
     assert seen.far > 1e-3, seen.far
+
+
+def test_self_drafts_after_preemption() -> None:
+    with watching() as seen:
+        made = engines(
+            "tokenswift", ahead=True, ngram_topk=0, nodes=6, head=SELF,
+            num_gpu_blocks_override=9,
+        )  # fmt: skip
+        preempted = watch_preemptions(made.tree)
+        made.compare(LONG, greedy(max_tokens=36, detokenize=False))
+    assert preempted and seen.partial > 10 and seen.far < 1e-4, (preempted, seen)
 
 
 @pytest.mark.parametrize(

@@ -126,13 +126,18 @@ def test_sources_of_tokenswifts_drafts(source: str) -> None:
     """With penalties, of which a draft's are those of the next sample; where the target drafts, for
     some requests at once."""
     options = {"draft_source": source, "self_draft_requests": 2}
+    if source in ("heads", "self"):
+        options["ngram_topk"] = 0
     made = scheduled(True, "tokenswift", speculative=options, tree={"enable_prefix_caching": True})
+    drafted_from = made.runner.drafter.drafter.steps_from
+    drafted_from.clear()
     own = {"extra_args": {"specplug_penalty": 1.4, "specplug_penalty_window": 20}}
     params = [
         greedy(max_tokens=40, presence_penalty=1.5, frequency_penalty=0.8),
         greedy(max_tokens=40, **own), seeded(2, max_tokens=40), seeded(3, max_tokens=40, **own),
     ]  # fmt: skip
     made.compare([LONG[0], *PROMPTS[:3]], params, branching=False)
+    assert drafted_from[source] > 0 or source == "auto", drafted_from
 
 
 @pytest.mark.parametrize("kind", ["gated", "rnn", "domino"])

@@ -17,6 +17,7 @@ from tests.e2e.own_schedulers import run_ranks
 from tests.e2e.tiny import (
     make_eagle3_head,
     make_head,
+    make_local_head,
     make_target,
     make_tokenswift_heads,
 )
@@ -31,6 +32,7 @@ CALLS = [
 # What ranks share differs: states of layers and tables, or also a forward of the target.
 METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
+    "dels": {"method": "dels", "model": "block", "local_head": "gru"},
     "eagle3_tree": {"method": "eagle3_tree", "model": "eagle3"},
     "tokenswift": {"method": "tokenswift", "model": "swift", "kv_budget": 32},
     "ngram_tree": {"method": "ngram_tree"},
@@ -42,6 +44,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     make_target(folder / "target", VOCAB)
     make_head(folder / "causal", VOCAB)
+    make_head(folder / "block", VOCAB, causal=False)
+    make_local_head(folder / "gru", VOCAB)
     make_eagle3_head(folder / "eagle3", VOCAB)
     make_tokenswift_heads(folder / "swift", VOCAB)
     return folder
@@ -53,8 +57,9 @@ def _run(heads: Path, method: str | None, ahead: bool, *sabotage: str) -> Engine
         return run_engine(engine, CALLS, own_processes=True)
     # The default budget, which follows the clock.
     spec = {"num_speculative_tokens": 12, "max_step_rows": 512, **METHODS[method]}
-    if "model" in spec:
-        spec["model"] = str(heads / spec["model"])
+    for name in ("model", "local_head"):
+        if name in spec:
+            spec[name] = str(heads / spec[name])
     return run_engine(
         {**engine, "async_scheduling": ahead},
         [with_own_budgets(call) for call in CALLS],

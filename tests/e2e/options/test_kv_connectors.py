@@ -42,6 +42,14 @@ def second_turns(made: Pair) -> list[list[int]]:
     return [[*tokens, *QUESTION] for tokens in sequences_of(first)]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["dels", "longspec", "mtp_tree", "tokenswift"])
+def test_second_turns_of_other_methods(method: str) -> None:
+    made = with_connector(method)
+    made.compare(second_turns(made), greedy(max_tokens=24))
+    assert MemoryConnector.store.loaded_tokens > 0
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_second_turns_load_what_decoding_saved(method: str) -> None:
     made = with_connector(method)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draft context and costs beside LoRA adapters of the target."""
+"""Every method beside LoRA adapters of the target: drafts, their context and their costs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,13 @@ from tests.e2e.adapters import (
     batch,
     by_adapter,
 )
-from tests.e2e.pair import Pair, core_of, generate, pair, watch_drafts
+from tests.e2e.pair import METHODS, Pair, core_of, generate, pair, watch_drafts
 from tests.e2e.requests import LONG, PROMPTS, greedy
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process, pytest.mark.full]
+
+# assistant_tree and mtp_tree draft for targets of their own, and the adapters are for another one.
+OTHERS = sorted({*METHODS} - {"oracle", "jetspec", "tokenswift", "assistant_tree", "mtp_tree"})
 
 
 def test_a_heads_context_is_of_the_same_adapter() -> None:
@@ -37,7 +40,8 @@ def test_a_heads_context_is_of_the_same_adapter() -> None:
                 _drafts(made, prompt, other)
             assert _drafts(made, prompt, adapter) == cold
             found.append(cold)
-    assert len({str(drafts) for drafts in found}) == len(found), "the adapters do not matter"
+    trees = {str(list(drafts.values())) for drafts in found}
+    assert len(trees) == len(found), "the adapters do not matter"
 
 
 def _drafts(made: Pair, prompt: list[int], adapter: Any) -> dict[Any, Any]:
@@ -71,3 +75,9 @@ def test_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
         assert made.runner.lora_manager.list_adapters() == set()
         assert_costs_are_measured_with_adapters(made)
         made.compare(**batch(PROMPTS, adapters()), least_accepted=0)
+
+
+def test_other_methods() -> None:
+    for method in OTHERS:
+        made = pair(method, **LORA)
+        made.compare(**batch([*PROMPTS, LONG[0]], adapters()), least_accepted=0)

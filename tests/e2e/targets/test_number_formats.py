@@ -239,5 +239,6 @@ def test_draft_heads_beside_fp8_caches() -> None:
     """A head's own keys and values keep the model's dtype."""
     if not have_fp8():
         return
-    made = engines_of(None, "jetspec", kv_cache_dtype="fp8", speculative={"model": str(head())})
-    made.compare(WINDOW_PROMPTS, greedy(max_tokens=40, detokenize=False))
+    for cache in ("fp8", "fp8_e5m2"):
+        made = engines_of(None, "jetspec", kv_cache_dtype=cache, speculative={"model": str(head())})
+        made.compare(WINDOW_PROMPTS, greedy(max_tokens=40, detokenize=False))

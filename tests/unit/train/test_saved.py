@@ -15,7 +15,7 @@ from tests.unit.train.heads import KINDS, Job
 from vllm_specplug.train.saved import STATE
 
 MakeJob = Callable[..., Job]
-ANOTHER = "that this version reads; resume with the version that saved it"
+ANOTHER = ", or has it in another form; resume with the version that saved it"
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def changing(**parts: Any) -> Callable[[Path], None]:
 
 @pytest.mark.parametrize("name", STATE)
 def test_a_part_that_is_missing_is_named(name: str, resume: Callable[..., None]) -> None:
-    with pytest.raises(ValueError, match=f"state.pt has no {name} {ANOTHER}"):
+    with pytest.raises(ValueError, match=f"state.pt lacks {name}{ANOTHER}"):
         resume("jetspec", changing(**{name: None}))
 
 
@@ -72,7 +72,7 @@ def test_a_part_that_is_missing_is_named(name: str, resume: Callable[..., None])
 def test_a_part_of_another_form_is_named(
     parts: dict[str, Any], named: str, resume: Callable[..., None]
 ) -> None:
-    with pytest.raises(ValueError, match=f"state.pt has no {named} {ANOTHER}"):
+    with pytest.raises(ValueError, match=f"state.pt lacks {named}{ANOTHER}"):
         resume("jetspec", changing(**parts))
 
 
@@ -103,7 +103,7 @@ def test_averages_of_other_tensors_are_refused(resume: Callable[..., None]) -> N
 def test_every_trainer_refuses_the_state_of_another_version(
     kind: str, resume: Callable[..., None]
 ) -> None:
-    with pytest.raises(ValueError, match=f"state.pt has no fixed {ANOTHER}"):
+    with pytest.raises(ValueError, match=f"state.pt lacks fixed{ANOTHER}"):
         resume(kind, changing(fixed=None))
 
 

@@ -179,7 +179,7 @@ def _read_config(file: Path) -> LocalHeadConfig:
     if unknown or missing:
         raise ValueError(
             f"{file}: unknown keys {unknown}, missing keys {missing}; the file was written by "
-            "another version, train or convert the head again"
+            "another version; train the head again, or name the released .pt file"
         )
     check_kind(raw["kind"], raw.get("slot_size", 0))
     return LocalHeadConfig(**{name: raw[name] for name in names if name in raw})
@@ -210,7 +210,7 @@ def _from_released(
         raise ValueError(
             f"local head {str(file)!r} is a joint checkpoint with position gates; legal: only a "
             "local head. Save its local_head_model.* tensors, and write the gates as alpha and "
-            "beta into the config of the converted head"
+            f"beta into {file.with_suffix('.json').name} beside them"
         )
     said = raw.get("model_config") or {}
     said = said if isinstance(said, Mapping) else {}

@@ -19,8 +19,8 @@ class DelsOptions(BlockOptions):
 
     local_head: str | None = None
     """The local (short-context) head: a folder that `specplug train dels` wrote, or a released
-    `.pt` file. The `config.json` beside the weights sets the fusion weights; token counts are in
-    the same folder."""
+    `.pt` file. The `config.json` beside the weights (for a released file, a JSON file of its name)
+    sets the fusion weights; token counts are in the same folder."""
 
     def settings(
         self, method: str, shared: SharedOptions, target: TargetInfo, head: BlockHeadConfig

@@ -182,11 +182,12 @@ def target_products(products: TargetProductsName) -> AbstractContextManager[None
     return CPU_PRODUCTS.applied()
 
 
-def takes_plain_rows(products: TargetProductsName, dtype: object) -> bool:
+def takes_plain_rows(products: TargetProductsName, model: Any) -> bool:
     """Returns whether the tree kernel also attends rows without drafts: if the target's products
     are the package's (option `target_products`). A row's result is then the same with and without
     drafts in the step."""
-    return dtype == torch.bfloat16 and packs_target(products)
+    is_packed = model.quantization is None or has_packed_int8_products()
+    return model.dtype == torch.bfloat16 and packs_target(products) and is_packed
 
 
 def packing_dispatch(stock: Callable[..., None]) -> Callable[..., None]:

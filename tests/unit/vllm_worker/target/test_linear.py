@@ -246,19 +246,25 @@ def test_packed_products_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("products", "dtype", "takes"),
+    ("products", "dtype", "quantization", "int8", "takes"),
     [
-        ("packed", torch.bfloat16, True),
-        ("vllm", torch.bfloat16, False),
+        ("packed", torch.bfloat16, None, False, True),
+        ("vllm", torch.bfloat16, None, True, False),
         # What is exact to plain vLLM stays so.
-        ("packed", torch.float32, False),
+        ("packed", torch.float32, None, True, False),
+        ("packed", torch.bfloat16, "awq", False, False),
+        ("packed", torch.bfloat16, "awq", True, True),
     ],
 )
 def test_plain_rows_are_attended_where_products_are_packed(
     monkeypatch: pytest.MonkeyPatch,
     products: Any,
     dtype: torch.dtype,
+    quantization: str | None,
+    int8: bool,
     takes: bool,
 ) -> None:
     monkeypatch.setattr(linear, "packs_target", lambda products: products == "packed")
-    assert takes_plain_rows(products, dtype) == takes
+    monkeypatch.setattr(linear, "has_packed_int8_products", lambda: int8)
+    model: Any = SimpleNamespace(dtype=dtype, quantization=quantization)
+    assert takes_plain_rows(products, model) == takes

@@ -17,7 +17,7 @@ MaskToken = Annotated[
     int | None,
     Option(
         min=0,
-        help="Token whose embedding the masked slots read, one that texts do not hold. speculators "
+        help="Token whose embedding the masked slots read, one not in any text. speculators "
         "and vLLM's own methods need it. Default: a trained vector.",
         show_default=False,
     ),
@@ -57,7 +57,6 @@ class BlockRun(NewHeadOptions):
         str, Option(help="Folder of a JetSpec or DFlash head for this target to start from.")
     ] = ""
     num_layers: Annotated[int, Option(min=1, help="Draft layers; not with --init-from.")] = 2
-    speculators: Speculators = False
     block_size: Annotated[
         int, Option(min=0, help="Slots per block, with the anchor; 0: 8, or as in --init-from.")
     ] = 0
@@ -67,6 +66,7 @@ class BlockRun(NewHeadOptions):
 class WholeBlockRun(BlockRun):
     """Folders and shape of a bidirectional block head's run."""
 
+    speculators: Speculators = False
     mask_token_id: MaskToken = None
 
 

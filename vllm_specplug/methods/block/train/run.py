@@ -37,7 +37,7 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
         compile_head(head)
     tables = training.draft_tables(ids)
     target: HeadTarget | None = None
-    if run.speculators:
+    if isinstance(run, WholeBlockRun) and run.speculators:
         target = HeadTarget.of(run.target, config.unlike_speculators(ids))
     return HeadInTraining(
         training=training,

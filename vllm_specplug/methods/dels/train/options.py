@@ -79,8 +79,8 @@ class LocalRecipe(DistillationRecipe):
     loss: Annotated[
         str,
         Option(
-            help="sft: cross-entropy of the answer; forward_kl to the target's distribution: of "
-            "features, or of the target beside the trainer."
+            help="sft: cross-entropy of the answer; forward_kl: divergence from the target's "
+            "distribution, from stored features or from the target beside the trainer."
         ),
     ] = "sft"
     position_gamma: Annotated[

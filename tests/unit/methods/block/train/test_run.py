@@ -105,7 +105,6 @@ def test_masks_may_read_a_token_of_the_target(kind, make_job, target_folder):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("jetspec", "causal = True, legal: False"),
         ("dflash", r"mask_token_id = None \(a trained vector\), legal: a token"),
         ("dspark", r"mask_token_id = None \(a trained vector\), legal: a token"),
     ],
