@@ -2,7 +2,7 @@
 """Asynchronous copies from the host to a device.
 
 A copy from pageable memory would wait for all launched work. The allocator keeps pinned memory
-until its copies are done: each copy pins memory of its own, which nobody writes again.
+until its copies are done: each copy pins memory of its own, which is not written again.
 """
 
 from __future__ import annotations

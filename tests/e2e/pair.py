@@ -396,7 +396,7 @@ _plain: dict[str, Any] = {}
 def pair(method: str = "oracle", **engine: Any) -> Pair:
     """The pair of these engine arguments, built once a process.
 
-    `speculative` adds speculative options, `tree` engine arguments of the tree engine alone.
+    `speculative` adds speculative options, `tree` engine arguments of only the tree engine.
     """
     speculative, tree = engine.pop("speculative", {}), engine.pop("tree", {})
     engine = {**own_target(method), **engine}

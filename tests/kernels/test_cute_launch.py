@@ -97,7 +97,7 @@ def test_variants_and_grids(specs, group, page, variant, grid):
 
 def within_limits(trees: int, nodes: int, group: int, head_dim: int, page: int, context: int,
                   *, for_drafts: bool = False) -> None:  # fmt: skip
-    """Plans launches for trees of one size, whose tensors nobody reads; `for_drafts`: their keys
+    """Plans launches for trees of one size, whose tensors are not read; `for_drafts`: their keys
     and values are in no cache."""
     rows, kv_heads, heads = nodes + 1, 2, 2 * group
     # A slice of a joined projection, as vLLM hands it over.

@@ -30,8 +30,8 @@ TREE: dict[str, Any] = {
     "max_step_rows": 8192,
     "ngram_topk": 0,
 }
-# No draft decides what is sampled, whatever drafts it: a head with a fixed budget, and as users get
-# it, with the budget by the clock and n-grams merged.
+# What is sampled does not depend on the drafter. So one head is tested: with a fixed budget, and
+# with the defaults, an adaptive budget and n-grams.
 FIXED: dict[str, Any] = {**TREE, "method": "jetspec"}
 DEFAULTS: dict[str, Any] = {"method": "jetspec", "max_step_rows": 8192}
 TRUNCATIONS: dict[str, dict[str, Any]] = {"top_k": {"top_k": 4}, "top_p": {"top_p": 0.7}}

@@ -123,8 +123,8 @@ def test_drafts_of_the_target_itself() -> None:
 
 @pytest.mark.parametrize("source", ["heads", "ngrams", "auto", "self"])
 def test_sources_of_tokenswifts_drafts(source: str) -> None:
-    """With penalties, of which a draft's are those of the next sample; where the target drafts, for
-    some requests at once."""
+    """With penalties, which drafts apply as the next sample does. The target drafts for only some
+    requests at once."""
     options = {"draft_source": source, "self_draft_requests": 2}
     if source in ("heads", "self"):
         options["ngram_topk"] = 0
