@@ -55,7 +55,7 @@ from vllm_specplug.vllm_worker.device_self_draft import (
 
 pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
-LAYERS, DEPTH, BUDGET, SINK = 2, 3, 40, 2
+LAYERS, DEPTH, BUDGET, SINK = 2, 3, 40, 6
 SIZES = [2, REQUESTS]
 
 
@@ -187,9 +187,9 @@ STEPS = [
     # In another order, and one without a draft.
     (Step({"c": 64, "a": 28, "b": 49}, [N, 0, N]), True),
     # "b" has taken in as many as it may.
-    (Step({"c": 65, "a": 28, "b": 53}, [N, N, N]), False),
-    (Step({"c": 66, "b": 55}, [N, N]), True),
-    (Step({"b": 57}, [N]), True),
+    (Step({"c": 65, "a": 28, "b": 76}, [N, N, N]), False),
+    (Step({"c": 66, "b": 77}, [N, N]), True),
+    (Step({"b": 78}, [N]), True),
 ]
 
 
