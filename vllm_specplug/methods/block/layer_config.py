@@ -71,12 +71,13 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
         nested = sorted(key for key, value in rope.items() if isinstance(value, Mapping))
         require(not nested, name, nested, "one rotary embedding for all layers")
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        kind = "default" if kind == "mrope" else kind
+        kind = "default" if kind == "mrope" or _is_plain_dynamic(kind, rope) else kind
         require(
             kind in KINDS,
             f"{name}.rope_type",
             kind,
-            f"{', '.join(KINDS)}, mrope (angles that do not change with the length)",
+            f"{', '.join(KINDS)}, mrope, dynamic with only a factor (angles that do not change "
+            "with the length)",
         )
         if rope.get("rope_theta") is not None:
             theta = rope["rope_theta"]
@@ -93,6 +94,13 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
         "partial_rotary_factor": 1.0 if partial is None else partial,
         "max_position_embeddings": raw.get("max_position_embeddings") or 0,
     }
+
+
+def _is_plain_dynamic(kind: Any, rope: Mapping[str, Any]) -> bool:
+    """Returns whether vLLM serves dynamic scaling with the default's angles, at any length: without
+    a base of its own (`alpha`), or a training length that differs from the served one."""
+    others = {"alpha", "max_trained_positions"}
+    return kind == "dynamic" and is_positive(rope.get("factor")) and others.isdisjoint(rope)
 
 
 def rotary_of(values: Mapping[str, Any], head_dim: int) -> Rotary:

@@ -71,7 +71,7 @@ def _spoiled(folder: Path, change: dict[str, Any]) -> None:
         ({"num_key_value_heads": 4}, "num_key_value_heads = 4, legal: 2"),
         ({"rope_theta": 500000.0}, "rope_theta = 500000.0, legal: 10000.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic', legal"),
+        ({"rope_scaling": {"rope_type": "dynamic", "alpha": 2.0}}, "rope_type = 'dynamic', legal"),
         ({"window_size": 0}, "window_size = 0, legal: an integer within 1..65536"),
         ({"window_size": 65537}, "window_size = 65537, legal"),
         ({"window_size": True}, "window_size = True, legal"),
@@ -117,7 +117,10 @@ YARN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("rope", [LLAMA3, YARN], ids=["llama3", "yarn"])
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, YARN, DYNAMIC], ids=["llama3", "yarn", "dynamic"])
 def test_a_head_has_the_angles_that_vllm_gives_its_target(
     tmp_path: Path, rope: dict[str, Any]
 ) -> None:
