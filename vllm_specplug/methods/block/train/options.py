@@ -17,17 +17,10 @@ MaskToken = Annotated[
     int | None,
     Option(
         min=0,
-        help="Token whose embedding the masked slots read, one not in any text. speculators "
-        "and vLLM's own methods need it. Default: a trained vector.",
+        help="Token whose embedding the masked slots read, one not in any text. The head is then "
+        "written in the format of the library speculators, which vLLM's own methods read too. "
+        "Default: a trained vector.",
         show_default=False,
-    ),
-]
-Speculators = Annotated[
-    bool,
-    Option(
-        "--speculators",
-        help="Write the head in the format of the library speculators, with the tables that it "
-        "needs.",
     ),
 ]
 
@@ -66,7 +59,6 @@ class BlockRun(NewHeadOptions):
 class WholeBlockRun(BlockRun):
     """Folders and shape of a bidirectional block head's run."""
 
-    speculators: Speculators = False
     mask_token_id: MaskToken = None
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 from typer import Option
 
-from vllm_specplug.methods.block.train.options import AnchorRecipe, MaskToken, Speculators
+from vllm_specplug.methods.block.train.options import AnchorRecipe, MaskToken
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import NewHeadOptions
@@ -37,7 +37,6 @@ class DSparkRun(NewHeadOptions):
         ),
     ] = 64
     mask_token_id: MaskToken = None
-    speculators: Speculators = False
     confidence: Annotated[
         bool,
         Option("--confidence/--no-confidence", help="Train the confidence head too."),

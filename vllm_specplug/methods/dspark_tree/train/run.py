@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
-from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.block.train.objective import compile_head
 from vllm_specplug.methods.block.train.start import (
     continued_block,
     head_config_for,
     init_from_target,
+    speculators_target,
 )
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head, save_dspark_head
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
@@ -50,9 +50,7 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
     if recipe.compile:
         compile_head(model.block)
     config, tables = model.config, training.draft_tables(ids)
-    target: HeadTarget | None = None
-    if run.speculators:
-        target = HeadTarget.of(run.target, config.unlike_speculators(ids))
+    target = speculators_target(training, config, ids)
 
     def save(folder: Path, model: DSparkModel) -> None:
         confidence = model.confidence_head.proj if config.confidence_size else None

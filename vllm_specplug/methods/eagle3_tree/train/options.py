@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar
 import typer
 from typer import Option
 
-from vllm_specplug.methods.block.train.options import Speculators
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
@@ -28,7 +27,14 @@ class Eagle3Run(NewHeadOptions):
             "rows where it is missing.",
         ),
     ] = True
-    speculators: Speculators = False
+    speculators: Annotated[
+        bool,
+        Option(
+            "--speculators",
+            help="Write the head in the format of the library speculators, with the tables that it "
+            "needs.",
+        ),
+    ] = False
     norm_output: Annotated[
         bool,
         Option(
