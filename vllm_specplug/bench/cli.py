@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from vllm_specplug.bench.evaluate import (
     Cell,
@@ -25,6 +24,7 @@ from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
+from vllm_specplug.progress import progress
 from vllm_specplug.provenance import provenance
 from vllm_specplug.registry import BY_HEAD
 from vllm_specplug.rows import LeftOut
@@ -159,11 +159,15 @@ def evaluate(
         )
         total = len(counts) * sum(map(len, sets.values()))
         cells: list[Cell] = []
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
         try:
+            if not total:
+                raise ValueError("no prompt can be read")
             with VllmServer(spec, cache_dir() / "logs" / "evaluate.log") as server:
                 with console.status("starting the server") as status:
                     server.wait_healthy(progress=status.update)
-                with Progress(console=console) as bar:
+                with progress(console) as bar:
                     task = bar.add_task("answers", total=total)
                     for cell in measure(
                         server, sets, counts, concurrency=concurrency, left_out=left_out,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -36,6 +37,21 @@ def parse_counts(values: list[str]) -> dict[str, int]:
             raise ValueError(f"--make {value!r}, legal: KIND=NUMBER such as code=2000; correct it")
         counts[kind] = int(number)
     return counts
+
+
+def parse_temperatures(text: str) -> list[float]:
+    """Returns the temperatures of an option.
+
+    Raises:
+        ValueError: for anything but numbers above 0.
+    """
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < math.inf for value in values):
+        raise ValueError(f"--temperatures {text!r}, legal: numbers > 0; correct them")
+    return values
 
 
 @data_app.command("generate")
@@ -82,6 +98,7 @@ def generate(
 
     with common.friendly_errors():
         counts, template = parse_counts(make or []), parse_template_kwargs(chat_template_kwargs)
+        heat = parse_temperatures(temperatures)
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
             raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
@@ -89,11 +106,23 @@ def generate(
             typer.echo(f"all {len(answers.read_plan(out)):,} answers of the plan are in {out}")
             return
         check_target(str(target))
-        heat = [float(t) for t in temperatures.split(",")]
         chat, left_out = ChatTokenizer.of(target, template), LeftOut()
+        generation.check_kinds(counts, chat)
         limit = common.length_limit(target, "--max-prompt-tokens", max_prompt_tokens, max_tokens)
+        settings = {
+            "target": str(target),
+            "files": [str(p) for p in prompts or []],
+            "make": counts,
+            "max_tokens": max_tokens,
+            "max_prompt_tokens": limit,
+            "sampled_share": sampled_share,
+            "temperatures": heat,
+            "chat_template_kwargs": template,
+            "seed": seed,
+        }
         given: list[tuple[str, Sequence[int]]]
         if planned:
+            answers.refuse_other_settings(out, settings)
             given = [(r.source, r.prompt_ids) for r in answers.read_plan(out)]
         else:
             rows = (row for path in prompts or [] for row in read_prompt_file(path, left_out))
@@ -101,8 +130,8 @@ def generate(
         longest = max((len(ids) for _, ids in given), default=0)
         if counts:
             longest = max(longest, min(limit, generation.MADE_PROMPT_TOKENS))
-        common.report(left_out)
         if not longest:
+            common.report(left_out, out)
             raise ValueError("no prompt is left to answer; see the lines above")
         generator = generation.VllmGenerator(
             target,
@@ -114,8 +143,10 @@ def generate(
             tensor_parallel_size=tensor_parallel_size,
         )
         if not planned:
-            left_out = LeftOut()
             made = generation.make_prompts(counts, seed, generator.texts)
+            if len(made) < sum(counts.values()):
+                told = f"{len(made):,} prompts made of {sum(counts.values()):,}"
+                typer.echo(f"{told}: material ran out, or turns were too short or long", err=True)
             given += generation.render_all(made, chat, longest, left_out)
             requests = answers.plan_requests(
                 given,
@@ -123,20 +154,9 @@ def generate(
                 sampled_share=sampled_share,
                 seed=seed,
             )
-            common.report(left_out)
+            common.report(left_out, out)
             if len(requests) < len(given):
                 typer.echo(f"{len(given) - len(requests):,} repeated prompts left out", err=True)
-            settings = {
-                "target": str(target),
-                "files": [str(p) for p in prompts or []],
-                "make": counts,
-                "max_tokens": max_tokens,
-                "max_prompt_tokens": limit,
-                "sampled_share": sampled_share,
-                "temperatures": heat,
-                "chat_template_kwargs": template,
-                "seed": seed,
-            }
             answers.write_plan(out, requests, settings)
         tokens = 0
         left = len(answers.missing_shards(out, shard_size)) * shard_size
@@ -169,7 +189,7 @@ def import_(
 ) -> None:
     """Imports answers that you have, as the target's chat template renders them."""
     from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
-    from vllm_specplug.train.imports import LEFT_OUT_NAME, import_answers
+    from vllm_specplug.train.imports import import_answers
 
     with common.friendly_errors():
         template = parse_template_kwargs(chat_template_kwargs)
@@ -195,9 +215,7 @@ def import_(
             "seed": seed,
         }
         (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-    common.report(done.left_out)
-    if done.left_out.places:
-        typer.echo(f"all places: {out / LEFT_OUT_NAME}", err=True)
+    common.report(done.left_out, out)
     typer.echo(
         f"{done.answers:,} answers of {done.rows:,} rows in {out}: {done.answer_tokens:,} tokens "
         f"after {done.prompt_tokens:,} of prompts"
@@ -229,7 +247,12 @@ def features(
     import torch
 
     from vllm_specplug.train.answers import finished_answers
-    from vllm_specplug.train.features import TokenSequence, chosen_layers, write_shard
+    from vllm_specplug.train.features import (
+        TokenSequence,
+        chosen_layers,
+        shard_meta,
+        write_shard,
+    )
     from vllm_specplug.train.target import decoder_of, load_target
 
     with common.friendly_errors():
@@ -244,4 +267,4 @@ def features(
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, process)
+        common.write_split(split, out, heldout, write, process, shard_meta(model.config, ids))

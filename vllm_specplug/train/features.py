@@ -20,7 +20,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ class FeatureStore(Features):
             )
         self.items = [(s, i) for s, shard in enumerate(self.shards) for i in range(len(shard))]
         self.target_layer_ids = tuple(self.shards[0].meta["target_layer_ids"])
+        self.hidden_size = int(self.shards[0].meta["hidden_size"])
 
     def answers(self) -> Iterator[np.ndarray]:
         for shard in self.shards:
@@ -193,6 +194,30 @@ def chosen_layers(text: str, num_target_layers: int) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def shard_meta(config: Any, target_layer_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns what the metadata of shards say of a target and its layers."""
+    hidden_size = int(config.get_text_config().hidden_size)
+    return {
+        "target_layer_ids": list(target_layer_ids),
+        "aux_size": len(target_layer_ids) * hidden_size,
+        "hidden_size": hidden_size,
+    }
+
+
+def check_shard(folder: Path, sequences: Sequence[TokenSequence], meta: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a finished shard holds the states `meta` of `sequences`."""
+    shard = FeatureShard(folder)
+    differ = [f"{name} {shard.meta.get(name)}, not {value}" for name, value in meta.items()
+              if shard.meta.get(name) != value]  # fmt: skip
+    tokens = np.concatenate([sequence.tokens for sequence in sequences])
+    if not differ and not np.array_equal(shard.tokens, tokens):
+        differ = ["other answers"]
+    if differ:
+        raise ValueError(
+            f"{folder} is there with {', '.join(differ)}; name another folder, or remove that one"
+        )
+
+
 def write_shard(
     folder: Path,
     sequences: Sequence[TokenSequence],
@@ -202,14 +227,11 @@ def write_shard(
     tokens_per_batch: int = 4096,
 ) -> None:
     """Runs the target over `sequences` and writes a shard, which is visible when complete."""
-    hidden_size = int(model.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
     write_features(
         folder,
         sequences,
         lambda rows: forward_features(model, [sequences[r].tokens for r in rows], target_layer_ids),
-        aux_size=len(target_layer_ids) * hidden_size,
-        hidden_size=hidden_size,
-        meta={"target_layer_ids": list(target_layer_ids)},
+        meta=shard_meta(model.config, target_layer_ids),
         tokens_per_batch=tokens_per_batch,
     )
 
@@ -220,12 +242,11 @@ def write_features(
     # rows of `sequences` -> aux [S, aux_size] and hidden [S, hidden_size] of each, bfloat16
     forward: Callable[[list[int]], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
     *,
-    aux_size: int,
-    hidden_size: int,
-    meta: dict[str, Any],
+    meta: Mapping[str, Any],
     tokens_per_batch: int = 4096,
 ) -> None:
-    """Writes a shard of what `forward` computes, which is visible when complete."""
+    """Writes a shard of what `forward` computes, which is visible when complete. `meta` holds
+    `aux_size` and `hidden_size`."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -235,8 +256,8 @@ def write_features(
     np.save(partial / "tokens.npy", np.concatenate([s.tokens for s in sequences]).astype(np.int32))
     np.save(partial / "offsets.npy", offsets)
     np.save(partial / "prompt_lens.npy", np.array([s.prompt_len for s in sequences], np.int32))
-    aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, aux_size))
-    hidden = np.memmap(partial / "hidden.bf16", np.uint16, "w+", shape=(total, hidden_size))
+    aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, meta["aux_size"]))
+    hidden = np.memmap(partial / "hidden.bf16", np.uint16, "w+", shape=(total, meta["hidden_size"]))
     for rows in length_batches([len(s.tokens) for s in sequences], tokens_per_batch):
         states, final = forward(rows)
         for row, state, last in zip(rows, states, final, strict=True):
@@ -247,8 +268,6 @@ def write_features(
     hidden.flush()
     record = {
         **meta,
-        "aux_size": aux_size,
-        "hidden_size": hidden_size,
         "sources": [s.source for s in sequences],
         "answer_tokens": int(total - sum(s.prompt_len for s in sequences)),
     }

@@ -80,6 +80,14 @@ class OnlineFeatures(Features):
         for stored in self._sequences:
             yield stored.tokens[stored.prompt_len :]
 
+    def stored_bytes(self) -> int:
+        """Returns what the states of all sequences would take on a disk."""
+        one = self[0]
+        tensors = (part for part in vars(one).values() if isinstance(part, torch.Tensor))
+        states = sum(part.nbytes for part in tensors if part.dtype == torch.bfloat16)
+        tokens = sum(len(sequence.tokens) for sequence in self._sequences)
+        return tokens * states // len(one.tokens)
+
     def sources(self) -> dict[str, int]:
         return count_sources(stored.source for stored in self._sequences)
 

@@ -3,24 +3,23 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from vllm_specplug.train.answers import answer_shards, keep_answer, read_answers
-from vllm_specplug.train.features import (
-    TOKENS_PER_BATCH,
-    FeatureStore,
-    SequenceStore,
-    count_sources,
-    forward_features,
-    length_batches,
+from vllm_specplug.train.answers import (
+    MIN_ANSWER_TOKENS,
+    answer_shards,
+    keep_answer,
+    read_answers,
 )
+from vllm_specplug.train.features import FeatureStore, SequenceStore, count_sources
 from vllm_specplug.train.options import REPETITIVE_SHARE
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -60,18 +59,17 @@ class TextStore(SequenceStore):
     ):
         self.folder = Path(folder)
         self.features: FeatureStore | None = None
-        self.model: nn.Module | None = None
-        self.device: torch.device | str = "cpu"
         self._texts: list[TextSequence] = []
         files = answer_shards(self.folder)
         if files:
             rng = random.Random(0)
-            for answer in (a for path in files for a in read_answers(path)):
+            answers = [answer for path in files for answer in read_answers(path)]
+            for answer in answers:
                 if keep_answer(answer, rng, repetitive_share):
                     tokens = torch.tensor(answer.prompt_ids + answer.answer_ids, dtype=torch.int32)
                     self._texts.append(TextSequence(tokens, len(answer.prompt_ids), answer.source))
             self._texts = [t for t in self._texts if t.num_supervised >= min_supervised]
-            self._length = len(self._texts)
+            self._length, total = len(self._texts), len(answers)
         else:
             try:
                 self.features = FeatureStore(folder)
@@ -86,27 +84,19 @@ class TextStore(SequenceStore):
                 for index, (shard, i) in enumerate(self.features.items)
                 if self.features.length(index) - int(shards[shard].prompt_lens[i]) >= min_supervised
             ]
-            self._length = len(self._rows)
+            self._length, total = len(self._rows), len(self.features)
+        if self._length < total:
+            logger.warning(
+                "%s: %d of %d answers left out: shorter than %d tokens, or ending in a loop (a "
+                "share of %s of those stays)",
+                folder, total - self._length, total, max(min_supervised, MIN_ANSWER_TOKENS),
+                repetitive_share,
+            )  # fmt: skip
         if not self._length:
             raise ValueError(
                 f"data folder {str(folder)!r} holds no answer of {min_supervised} tokens or more; "
                 "make longer ones, or lower min_supervised"
             )
-
-    def run_beside(self, model: nn.Module, device: torch.device) -> None:
-        """Lets the frozen target compute the states of a step's answers, on a device."""
-        self.model, self.device = model, device
-
-    def with_states(self, sequences: list[Any]) -> list[Any]:
-        if self.model is None:
-            return sequences
-        made = list(sequences)
-        for rows in length_batches([len(text.tokens) for text in sequences], TOKENS_PER_BATCH):
-            tokens = [sequences[row].tokens.numpy() for row in rows]
-            _, states = forward_features(self.model, tokens, (), self.device)
-            for row, hidden in zip(rows, states, strict=True):
-                made[row] = replace(made[row], hidden=hidden)
-        return made
 
     def __len__(self) -> int:
         return self._length

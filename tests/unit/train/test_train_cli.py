@@ -48,6 +48,12 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
                      layers="0,2", heldout_answers=3)  # fmt: skip
         assert result.exit_code == 0, result.output
 
+    for changed, words in (({"layers": "0,1"}, "is there with target_layer_ids [0, 2], not [0, 1]"),
+                           ({"heldout_answers": 2}, "is there with other answers")):  # fmt: skip
+        given = {"layers": "0,2", "heldout_answers": 3, **changed}
+        result = run(data_app, "features", target=target_folder, data=data, **folders, **given)
+        assert result.exit_code == 2 and words in " ".join(result.stderr.split()), result.output
+
     def train(kind, **options):
         out = tmp_path / kind
         result = run(train_app, kind, "--no-compile", target=target_folder, out=out,
@@ -71,6 +77,9 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
         ("generate", {"max_tokens": 300}, "--max-tokens 300, legal: up to 255"),
         ("generate", {"max_tokens": 200, "max_prompt_tokens": 100},
          "--max-prompt-tokens 100, legal: 0..56 for this target beside --max-tokens 200"),
+        ("generate", {"make": "poems=2"}, "--make poems, legal: topic, code, self"),
+        ("generate", {"temperatures": "0.7,hot"}, "--temperatures '0.7,hot', legal: numbers > 0"),
+        ("generate", {"temperatures": "0"}, "--temperatures '0', legal: numbers > 0"),
         ("longspec-features", {"heldout_answers": 64}, "64 holds 10 of 10 answers out"),
         ("features", {"heldout_answers": 64},
          "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +23,15 @@ class LocalReport:
     """Mean cross-entropies in nats: of the head after it has read 1, 2, .. tokens, and of the
     unigram prior, which reads none."""
 
+    axis: ClassVar[str] = "cross-entropy in nats"
+
     by_tokens_read: list[float]
     unigram: float
+
+    def curves(self) -> dict[str, float]:
+        """Returns the cross-entropies by what is read."""
+        read = enumerate(self.by_tokens_read, 1)
+        return {"unigram": self.unigram, **{f"{count} read": value for count, value in read}}
 
     def facts(self) -> dict[str, Any]:
         """Returns the values for provenance.json."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dels.unigram import log_prior
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+from vllm_specplug.train.features import TokenSequence
+from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.provenance import head_identity
-from vllm_specplug.train.run import HeadInTraining, open_training
+from vllm_specplug.train.run import HeadInTraining, Training, open_training
 from vllm_specplug.train.text import TextStore
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -43,10 +46,16 @@ def local_config(run: LocalRun, target: dict[str, Any], drafted: int) -> LocalHe
 def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     """Returns a new head."""
     store, heldout = TextStore(run.data, run.min_supervised), TextStore(run.heldout)
-    training = open_training(run, recipe, store, heldout)
+    training: Training[Any] = open_training(run, recipe, store, heldout)
     if recipe.loss != "sft" and store.features is None:
         device = training.accelerator.device
-        store.run_beside(training.weights.load_frozen(device), device)
+        model = training.weights.load_frozen(device)
+        texts = (
+            TokenSequence(text.tokens.numpy(), text.prompt_len, text.source)
+            for text in map(store.__getitem__, range(len(store)))
+        )
+        beside = OnlineFeatures(run.data, texts, model, (), device)
+        training = replace(training, store=beside)
     target, vocab_size = training.weights.config, training.vocab_size
     ids, block_size = torch.arange(vocab_size), run.block_size
     if run.backbone:

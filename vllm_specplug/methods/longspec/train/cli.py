@@ -34,7 +34,11 @@ def features(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from vllm_specplug.methods.longspec.train.features import draw_offset, write_kv_shard
+    from vllm_specplug.methods.longspec.train.features import (
+        draw_offset,
+        kv_meta,
+        write_kv_shard,
+    )
     from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import TokenSequence
 
@@ -56,7 +60,7 @@ def features(
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
             write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, process)
+        common.write_split(split, out, heldout, write, process, kv_meta(model.config))
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

@@ -107,6 +107,18 @@ def kv_shape(config: Any) -> tuple[int, int]:
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def kv_meta(config: Any) -> dict[str, Any]:
+    """Returns what the metadata of shards say of a target."""
+    kv_heads, head_dim = kv_shape(config)
+    return {
+        "target_layer_ids": [config.num_hidden_layers - 1],
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "aux_size": 2 * kv_heads * head_dim,
+        "hidden_size": int(config.hidden_size),
+    }
+
+
 def offset_positions(length: int, keep: int, offset: int) -> np.ndarray:
     """Returns positions int64 [length], all but the first `keep` shifted by `offset`."""
     positions = np.arange(length, dtype=np.int64)
@@ -129,8 +141,6 @@ def write_kv_shard(
     tokens_per_batch: int = 4096,
 ) -> None:
     """Runs the target over `sequences` with shifted positions and writes one shard."""
-    config: Any = model.config
-    kv_heads, head_dim = kv_shape(config)
 
     def forward(rows: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return forward_kv(model, [sequences[r].tokens for r in rows], [offsets[r] for r in rows])
@@ -139,14 +149,7 @@ def write_kv_shard(
         folder,
         sequences,
         forward,
-        aux_size=2 * kv_heads * head_dim,
-        hidden_size=int(config.hidden_size),
-        meta={
-            "target_layer_ids": [config.num_hidden_layers - 1],
-            "num_kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "offsets": [list(pair) for pair in offsets],
-        },
+        meta={**kv_meta(model.config), "offsets": [list(pair) for pair in offsets]},
         tokens_per_batch=tokens_per_batch,
     )
 
