@@ -389,7 +389,8 @@ def estimate(trainer: Trainer) -> str:
         f"an epoch is about {epoch:,} steps; --total-steps {total:,} is {total / epoch:.1f} epochs "
         f"and takes {step * total / 60:,.0f} minutes, {step:.2f} s per step"
     ]
-    disk = f"the output folder takes {trainer.saved_bytes() / 1e9:.2f} GB"
+    saved = trainer.saved_bytes() / 1e9
+    disk = f"the output folder takes {saved:.2f} GB, and twice as much while the run saves"
     if isinstance(trainer.store, OnlineFeatures):
         stored, weights = trainer.store.stored_bytes(), local_bytes(trainer.store.model)
         disk += f"; stored features would take {stored / 1e9:.2f} GB more"
