@@ -241,7 +241,7 @@ def features(
     repetitive_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers ending in a loop that is kept.")
     ] = REPETITIVE_SHARE,
-    tokens_per_batch: Annotated[int, typer.Option(min=64)] = 4096,
+    tokens_per_batch: common.TokensPerBatch = 4096,
 ) -> None:
     """Runs the target once over its answers and stores the features for training."""
     import torch

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 LEFT_OUT_NAME = "left_out.json"
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
-Seed = Annotated[int, typer.Option()]
+TokensPerBatch = Annotated[
+    int, typer.Option(min=64, help="Tokens that the target reads at once, with padding.")
+]
 ShardSize = Annotated[int, typer.Option(min=1, help="Answers per file.")]
 TemplateKwargs = Annotated[
     str,

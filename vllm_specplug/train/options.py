@@ -30,7 +30,7 @@ class Recipe:
     learning_rate: Annotated[float, Option(help="Learning rate of Muon.")] = 3e-3
     adam_learning_rate: Annotated[float, Option(help="Learning rate of AdamW.")] = 1e-3
     adam_beta2: Annotated[float, Option(help="Decay of AdamW's second moment.")] = 0.95
-    weight_decay: Annotated[float, Option(min=0)] = 0.0
+    weight_decay: Annotated[float, Option(min=0, help="Weight decay of matrices.")] = 0.0
     schedule: Annotated[
         str,
         Option(
@@ -38,7 +38,7 @@ class Recipe:
             "warm-up on."
         ),
     ] = "linear"
-    warmup_steps: Annotated[int, Option(min=0)] = 50
+    warmup_steps: Annotated[int, Option(min=0, help="Steps over which the rate rises.")] = 50
     total_steps: Annotated[int, Option(min=1, help="May be changed on --resume.")] = 2000
     gradient_accumulation: Annotated[
         int, Option(min=1, help="Batches per step; the sizes below are of one batch.")
@@ -46,9 +46,9 @@ class Recipe:
     decay_share: Annotated[
         float, Option(help="Final share of the steps, over which the rate falls to 0.")
     ] = 0.3
-    grad_clip: Annotated[float, Option()] = 1.0
+    grad_clip: Annotated[float, Option(help="Largest norm of the gradient.")] = 1.0
     ema_decay: Annotated[float, Option(help="Weight averaging; 0: off.")] = 0.995
-    seed: Annotated[int, Option()] = 0
+    seed: Annotated[int, Option(help="Seed of weights, order and batches.")] = 0
     compile: Annotated[bool, Option(help="Fuse elementwise operations with torch.compile.")] = False
 
     def __post_init__(self) -> None:
@@ -125,24 +125,35 @@ class RunOptions:
 
     target: Annotated[Path, Option(help="Folder of the target model.")]
     out: Annotated[Path, Option(help="Run folder; the head is exported to OUT/head.")]
-    eval_every: Annotated[int, Option(min=1)] = 250
-    save_every: Annotated[int, Option(min=1)] = 100
-    log_every: Annotated[int, Option(min=1)] = 25
-    eval_sequences: Annotated[int, Option(min=1)] = 64
+    eval_every: Annotated[int, Option(min=1, help="Steps between evaluations and exports.")] = 250
+    save_every: Annotated[int, Option(min=1, help="Steps between saves for --resume.")] = 100
+    log_every: Annotated[int, Option(min=1, help="Steps between lines of the log.")] = 25
+    eval_sequences: Annotated[
+        int, Option(min=1, help="Held-out answers of an evaluation, evenly spread.")
+    ] = 64
     max_minutes: Annotated[
         float, Option(min=0, help="Save and stop after this time; 0: no limit.")
     ] = 0.0
     resume: Annotated[bool, Option(help="Continue OUT exactly from where it was saved.")] = False
     dry_run: Annotated[
-        bool, Option("--dry-run", help="Print time and steps per epoch of the run, and stop.")
+        bool,
+        Option(
+            "--dry-run",
+            help="Print steps per epoch, time, disk and memory of the run, and stop.",
+        ),
     ] = False
 
     def refuse_overwriting(self) -> None:
-        """Raises ValueError if a new run would overwrite a saved one."""
-        state = self.out / STATE_NAME
+        """Raises ValueError if a new run would overwrite a saved one or its head."""
+        state, head = self.out / STATE_NAME, self.out / "head"
         if not self.resume and state.is_file():
             raise ValueError(
                 f"{state} exists; pass --resume to continue it, or name another output folder"
+            )
+        if not self.resume and head.exists():
+            raise ValueError(
+                f"{head} exists, without a state to resume; name another output folder, or remove "
+                "that head"
             )
 
     def refuse_given(self, names: Iterable[str], legal: str) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tests.unit.train.chat_targets import chat_target
@@ -138,6 +139,13 @@ def test_make_counts_are_parsed_strictly():
     for bad in ("code", "code=", "code=-1", "code=x"):
         with pytest.raises(ValueError, match="KIND=NUMBER"):
             parse_counts([bad])
+
+
+def test_every_option_is_explained():
+    apps = [typer.main.get_command(app) for app in (data_app, train_app)]
+    named = [(name, option.name) for app in apps for name, command in app.commands.items()
+             for option in command.params if not option.help]  # fmt: skip
+    assert not named
 
 
 def test_default_layers_spread_to_the_last():

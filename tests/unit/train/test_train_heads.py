@@ -317,6 +317,10 @@ def test_time_limit_saves_and_can_be_continued(make_job: MakeJob) -> None:
     job = make_job("jetspec")
     losses, facts = job.changed(max_minutes=1e-9).train()
     assert len(losses) == facts["progress"]["step"] == 1
+    (job.run.out / "state.pt").rename(job.run.out / "kept.pt")
+    with pytest.raises(ValueError, match="head exists, without a state to resume; name another"):
+        job.train()
+    (job.run.out / "kept.pt").rename(job.run.out / "state.pt")
     more, _ = job.changed(resume=True, total_steps=3).train()
     assert len(more) == 2
     _, facts = job.changed(resume=True, total_steps=5, position_gamma=2.0).train()

@@ -81,11 +81,16 @@ class BlockRecipe(AnchorRecipe, DistillationRecipe):
             min=0, help="Train a share of the steps on blocks of this size; 0: none. jetspec only."
         ),
     ] = 0
-    short_block_share: Annotated[float, Option(min=0, max=1)] = 0.0
+    short_block_share: Annotated[float, Option(min=0, max=1, help="That share; 0: none.")] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.require_share("short_block_share")
+        if (self.short_block_size > 0) != (self.short_block_share > 0):
+            raise ValueError(
+                f"--short-block-size {self.short_block_size} with --short-block-share "
+                f"{self.short_block_share}, legal: both or neither; add the other"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -55,8 +55,8 @@ class Eagle3Recipe(DistillationRecipe):
     step_decay: Annotated[
         float, Option(help="Weight of each of them relative to the one before.")
     ] = 0.8
-    anchors_per_step: Annotated[int, Option(min=1)] = 512
-    anchors_per_sequence: Annotated[int, Option(min=1)] = 96
+    anchors_per_step: Annotated[int, Option(min=1, help="Anchors per step and process.")] = 512
+    anchors_per_sequence: Annotated[int, Option(min=1, help="Maximum anchors of an answer.")] = 96
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,9 +25,11 @@ def features(
     anchor_offsets: Annotated[
         bool, typer.Option(help="Shift positions, for sequences shorter than those to be served.")
     ] = True,
-    heldout_answers: Annotated[int, typer.Option(min=0)] = 64,
-    tokens_per_batch: Annotated[int, typer.Option(min=1)] = 4096,
-    seed: common.Seed = 0,
+    heldout_answers: Annotated[
+        int, typer.Option(min=0, help="With --heldout: greedy answers kept for it.")
+    ] = 64,
+    tokens_per_batch: common.TokensPerBatch = 4096,
+    seed: Annotated[int, typer.Option(help="Seed of the shifts.")] = 0,
 ) -> None:
     """Runs the target once and stores its last layer's keys and values, as LongSpec reads them."""
     import numpy as np
