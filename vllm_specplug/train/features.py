@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_specplug.train.answers import Answer
 from vllm_specplug.train.target import decoder_of
@@ -38,16 +39,19 @@ TOKENS_PER_BATCH = 8192
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One prompt with its answer: `tokens` int [S], the first `prompt_len` are the prompt."""
+    """One prompt with its answer: `tokens` int [S], the first `prompt_len` are the prompt. `index`
+    is its place in a store. `hidden` [S, Ht] are the target's final normed states, if known."""
 
-    tokens: np.ndarray
+    tokens: torch.Tensor
     prompt_len: int
     source: str = ""
+    index: int = 0
+    hidden: torch.Tensor | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> TokenSequence:
-        """Returns an answer after its prompt."""
-        tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
+        """Returns an answer after its prompt, int32."""
+        tokens = torch.tensor(answer.prompt_ids + answer.answer_ids, dtype=torch.int32)
         return cls(tokens, len(answer.prompt_ids), answer.source)
 
 
@@ -115,7 +119,7 @@ class Features(SequenceStore):
     target_layer_ids: tuple[int, ...]
 
     @abstractmethod
-    def answers(self) -> Iterator[np.ndarray]:
+    def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
         """Yields the tokens after each prompt."""
 
     @abstractmethod
@@ -143,7 +147,7 @@ class FeatureStore(Features):
         self.target_layer_ids = tuple(self.shards[0].meta["target_layer_ids"])
         self.hidden_size = int(self.shards[0].meta["hidden_size"])
 
-    def answers(self) -> Iterator[np.ndarray]:
+    def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
         for shard in self.shards:
             for i in range(len(shard)):
                 start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
@@ -209,8 +213,8 @@ def check_shard(folder: Path, sequences: Sequence[TokenSequence], meta: Mapping[
     shard = FeatureShard(folder)
     differ = [f"{name} {shard.meta.get(name)}, not {value}" for name, value in meta.items()
               if shard.meta.get(name) != value]  # fmt: skip
-    tokens = np.concatenate([sequence.tokens for sequence in sequences])
-    if not differ and not np.array_equal(shard.tokens, tokens):
+    tokens = torch.cat([sequence.tokens for sequence in sequences])
+    if not differ and not np.array_equal(shard.tokens, tokens.numpy()):
         differ = ["other answers"]
     if differ:
         raise ValueError(
@@ -253,7 +257,7 @@ def write_features(
     offsets = np.zeros(len(sequences) + 1, np.int64)
     offsets[1:] = np.cumsum([len(s.tokens) for s in sequences])
     total = int(offsets[-1])
-    np.save(partial / "tokens.npy", np.concatenate([s.tokens for s in sequences]).astype(np.int32))
+    np.save(partial / "tokens.npy", torch.cat([s.tokens for s in sequences]).int().numpy())
     np.save(partial / "offsets.npy", offsets)
     np.save(partial / "prompt_lens.npy", np.array([s.prompt_len for s in sequences], np.int32))
     aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, meta["aux_size"]))
@@ -292,7 +296,7 @@ def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[li
 @torch.no_grad()
 def forward_features(
     model: nn.Module,
-    tokens: Sequence[np.ndarray],
+    tokens: Sequence[torch.Tensor],
     target_layer_ids: Sequence[int],
     to: torch.device | str = "cpu",
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -301,11 +305,8 @@ def forward_features(
 
     Sequences are padded on the right, so causal attention needs no mask.
     """
-    width = max(len(t) for t in tokens)
     device = next(model.parameters()).device
-    ids = torch.zeros(len(tokens), width, dtype=torch.int64)
-    for row, sequence in enumerate(tokens):
-        ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
+    ids = pad_sequence([sequence.long() for sequence in tokens], batch_first=True)
     decoder = decoder_of(model)
     captured: dict[int, torch.Tensor] = {}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,26 +16,15 @@ from vllm_specplug.train.answers import (
     keep_answer,
     read_answers,
 )
-from vllm_specplug.train.features import FeatureStore, SequenceStore, count_sources
+from vllm_specplug.train.features import (
+    FeatureStore,
+    SequenceStore,
+    TokenSequence,
+    count_sources,
+)
 from vllm_specplug.train.options import REPETITIVE_SHARE
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TextSequence:
-    """Tokens int64 [S], supervised from `prompt_len` on; `hidden` [S, Ht] are the target's final
-    normed states, None where they are not needed."""
-
-    tokens: torch.Tensor
-    prompt_len: int
-    source: str = ""
-    hidden: torch.Tensor | None = None
-
-    @property
-    def num_supervised(self) -> int:
-        """Number of tokens of the answer."""
-        return len(self.tokens) - self.prompt_len
 
 
 class TextStore(SequenceStore):
@@ -59,16 +48,17 @@ class TextStore(SequenceStore):
     ):
         self.folder = Path(folder)
         self.features: FeatureStore | None = None
-        self._texts: list[TextSequence] = []
+        self._texts: list[TokenSequence] = []
         files = answer_shards(self.folder)
         if files:
             rng = random.Random(0)
             answers = [answer for path in files for answer in read_answers(path)]
-            for answer in answers:
-                if keep_answer(answer, rng, repetitive_share):
-                    tokens = torch.tensor(answer.prompt_ids + answer.answer_ids, dtype=torch.int32)
-                    self._texts.append(TextSequence(tokens, len(answer.prompt_ids), answer.source))
-            self._texts = [t for t in self._texts if t.num_supervised >= min_supervised]
+            kept = [answer for answer in answers if keep_answer(answer, rng, repetitive_share)]
+            self._texts = [
+                TokenSequence.of(answer)
+                for answer in kept
+                if len(answer.answer_ids) >= min_supervised
+            ]
             self._length, total = len(self._texts), len(answers)
         else:
             try:
@@ -101,12 +91,12 @@ class TextStore(SequenceStore):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> TextSequence:
+    def __getitem__(self, index: int) -> TokenSequence:
         if self.features is None:
             text = self._texts[index]
-            return TextSequence(text.tokens.long(), text.prompt_len, text.source)
+            return replace(text, tokens=text.tokens.long())
         row = self.features[self._rows[index]]
-        return TextSequence(row.tokens, row.prompt_len, row.source, row.hidden)
+        return TokenSequence(row.tokens, row.prompt_len, row.source, hidden=row.hidden)
 
     def sources(self) -> dict[str, int]:
         """Returns the number of sequences by the first part of their source."""

@@ -42,9 +42,8 @@ def test_features_are_the_layers_outputs_and_the_teacher(feature_folders, target
 
 
 def test_an_interrupted_shard_is_not_seen(tmp_path, target_model):
-    import numpy as np
 
-    sequences = [TokenSequence(np.arange(3, 20), 5, "a")] * 4
+    sequences = [TokenSequence(torch.arange(3, 20), 5, "a")] * 4
     write_shard(tmp_path / "shard-00000", sequences, target_model, (1,))
 
     def stop(_rows):

@@ -93,8 +93,8 @@ def test_a_local_head_learns_the_distribution_of_a_target_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(TargetWeights, "load", lambda *_: target_float32)
-    texts = TextStore(answers)
-    rows = [TokenSequence(text.tokens.numpy(), text.prompt_len, text.source) for text in texts]
+    store = TextStore(answers)
+    rows = [store[index] for index in range(len(store))]
     write_shard(tmp_path / "stored" / "shard-00000", rows, target_float32, LAYERS)
     frozen = {"learning_rate": 1e-30, "adam_learning_rate": 1e-30, "ema_decay": 0.0}
     stored = make_job("gru by KL", "a", **frozen).changed(data=tmp_path / "stored")

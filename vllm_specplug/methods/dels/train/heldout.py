@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from vllm_specplug.methods.dels.train.batch import pack_local
 from vllm_specplug.methods.local.head import LocalHead
-from vllm_specplug.train.text import TextSequence
+from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.trainer import to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -48,7 +48,7 @@ class LocalReport:
 @torch.no_grad()
 def heldout_losses(
     head: LocalHead,
-    sequences: Sequence[TextSequence],
+    sequences: Sequence[TokenSequence],
     block_size: int,
     tables: DraftTables,
 ) -> list[float]:
@@ -74,7 +74,7 @@ def heldout_losses(
 
 
 def unigram_loss(
-    log_prior: torch.Tensor, sequences: Sequence[TextSequence], target_ids: torch.Tensor
+    log_prior: torch.Tensor, sequences: Sequence[TokenSequence], target_ids: torch.Tensor
 ) -> float:
     """Returns the mean cross-entropy in nats of the prior, renormalised to the scored tokens."""
     scored = torch.full_like(log_prior, -math.inf)

@@ -17,9 +17,9 @@ from vllm_specplug.methods.dels.train.batch import LocalBatch, local_anchors, pa
 from vllm_specplug.methods.dels.train.heldout import LocalReport, heldout_losses, unigram_loss
 from vllm_specplug.methods.dels.train.options import LocalRecipe
 from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.text import TextSequence
 from vllm_specplug.train.trainer import StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -57,7 +57,7 @@ class LocalObjective:
         recipe, generator = self.recipe, trainer.step_generator()
         dense = trainer.head.config.kind == "markov"
 
-        def pick(sequence: TextSequence, left: int) -> torch.Tensor:
+        def pick(sequence: TokenSequence, left: int) -> torch.Tensor:
             if dense:
                 return local_anchors(sequence, 1 << 30, generator)
             at = local_anchors(sequence, recipe.anchors_per_sample, generator)
@@ -96,7 +96,7 @@ class LocalObjective:
         return StepLoss(loss, loss, int(batch.valid.sum()), batch.tokens.numel())
 
     def measure(
-        self, head: LocalHead, sequences: Sequence[TextSequence], tables: DraftTables
+        self, head: LocalHead, sequences: Sequence[TokenSequence], tables: DraftTables
     ) -> LocalReport:
         return LocalReport(
             heldout_losses(head, sequences, self.block_size, tables),

@@ -15,7 +15,6 @@ from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dels.unigram import log_prior
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.provenance import head_identity
 from vllm_specplug.train.run import HeadInTraining, Training, open_training
@@ -50,10 +49,7 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     if recipe.loss != "sft" and store.features is None:
         device = training.accelerator.device
         model = training.weights.load_frozen(device)
-        texts = (
-            TokenSequence(text.tokens.numpy(), text.prompt_len, text.source)
-            for text in map(store.__getitem__, range(len(store)))
-        )
+        texts = map(store.__getitem__, range(len(store)))
         beside = OnlineFeatures(run.data, texts, model, (), device)
         training = replace(training, store=beside)
     target, vocab_size = training.weights.config, training.vocab_size

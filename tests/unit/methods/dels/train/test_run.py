@@ -11,7 +11,7 @@ import torch
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dels.train.batch import local_anchors, pack_local
-from vllm_specplug.train.text import TextSequence
+from vllm_specplug.train.features import TokenSequence
 
 DIRECT = {"input_size": 10, "parameterization": "direct_vocab", "lm_head_mode": "low_rank"}
 
@@ -36,9 +36,10 @@ def test_run_with_a_backbone_leaves_a_loadable_head(make_job, target_folder, sha
     assert any("held-out" in line for line in job.lines)
 
 
-def text(prompt: list[int], answer: list[int]) -> TextSequence:
+def text(prompt: list[int], answer: list[int]) -> TokenSequence:
     tokens = torch.tensor(prompt + answer)
-    return TextSequence(tokens, len(prompt), "x", torch.arange(len(tokens)).float()[:, None])
+    states = torch.arange(len(tokens)).float()[:, None]
+    return TokenSequence(tokens, len(prompt), "x", hidden=states)
 
 
 def test_only_answers_are_supervised_and_read():
