@@ -179,7 +179,6 @@ class Trainer:
         labels: torch.Tensor,
         weights: torch.Tensor,
         lm_head: torch.Tensor | None = None,
-        teacher_lm_head: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the recipe's `head_loss`, by default with the draft rows of the LM head."""
         return head_loss(
@@ -191,7 +190,6 @@ class Trainer:
             recipe.loss,
             recipe.temperature,
             compiled=recipe.compile,
-            teacher_lm_head=teacher_lm_head,
         )
 
     def step_loss(self) -> StepLoss:

@@ -69,21 +69,15 @@ class LocalObjective:
     def forward(
         self, head: LocalHead, tokens: torch.Tensor, embed_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """[A, L] -> [A * L, H or r]: inputs of the target's LM head or of the head's own table."""
-        ranks = head.ranks(tokens, embed_tokens)[0]
-        if head.config.lm_head_mode == "target_lm_head":
-            ranks = head.rank_to_hidden(ranks)
-        return ranks.flatten(0, 1)
+        """[A, L] -> [A * L, H]: inputs of the target's LM head."""
+        return head.rank_to_hidden(head.ranks(tokens, embed_tokens)[0]).flatten(0, 1)
 
     def loss(self, trainer: Trainer, batch: LocalBatch) -> StepLoss:
-        recipe, head = self.recipe, trainer.head
+        recipe, table = self.recipe, trainer.tables.lm_head
         outputs = trainer.forward(batch.tokens)
-        own = head.config.lm_head_mode == "low_rank"
-        theirs = trainer.tables.lm_head
-        table = head.low_rank_lm_head.weight if own else theirs
         rows = self.step_vocabulary(trainer.step)
         if rows is not None:
-            table, theirs = table[rows], theirs[rows]
+            table = table[rows]
         loss = trainer.distil(
             recipe,
             outputs,
@@ -91,7 +85,6 @@ class LocalObjective:
             trainer.to_draft[batch.labels].flatten(),
             slot_weights(batch.valid, recipe.position_gamma),
             lm_head=table,
-            teacher_lm_head=theirs if own else None,
         )
         return StepLoss(loss, loss, int(batch.valid.sum()), batch.tokens.numel())
 

@@ -40,25 +40,6 @@ class LocalRun(RunOptions):
     ] = 0
     hidden_size: Annotated[int, Option(min=1, help="State size of the GRU.")] = 1024
     rank: Annotated[int, Option(min=1, help="Rank of the output.")] = 256
-    input_size: Annotated[
-        int, Option(min=0, help="Input size of the GRU; 0: the embedding's width.")
-    ] = 0
-    parameterization: Annotated[
-        str,
-        Option(
-            help="target_factorized: reads the target's embeddings; direct_vocab: a separate table."
-        ),
-    ] = "target_factorized"
-    lm_head_mode: Annotated[
-        str,
-        Option(
-            help="target_lm_head: the target's LM head times a matrix; low_rank: a separate table."
-        ),
-    ] = "target_lm_head"
-    rank_activation: Annotated[str, Option(help="silu or identity; gru only.")] = "silu"
-    anchor_input: Annotated[
-        bool, Option(help="Whether serving feeds the anchor (training does).")
-    ] = False
     min_supervised: Annotated[
         int, Option(min=2, help="Answers with fewer tokens are left out.")
     ] = 32

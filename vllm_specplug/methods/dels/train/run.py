@@ -21,24 +21,20 @@ from vllm_specplug.train.run import HeadInTraining, Training, open_training
 from vllm_specplug.train.text import TextStore
 from vllm_specplug.train.vocabulary import DraftTables
 
+_SHAPE = ("kind", "hidden_size", "input_size", "rank", "rank_activation")
 
-def local_config(run: LocalRun, target: dict[str, Any], drafted: int) -> LocalHeadConfig:
-    """Returns the shape of the head to train; a head with its own table scores `drafted` tokens."""
+
+def local_config(run: LocalRun, target: dict[str, Any]) -> LocalHeadConfig:
+    """Returns the shape of the head to train. The target's LM head scores every token, trained on
+    or not."""
     check_kind(run.kind)
-    gru = run.kind == "gru"
     return LocalHeadConfig(
         kind=run.kind,  # type: ignore[arg-type]
         vocab_size=int(target["vocab_size"]),
         target_hidden_size=int(target["hidden_size"]),
         rank=run.rank,
-        hidden_size=run.hidden_size if gru else 0,
-        input_size=run.input_size,
-        # The target's LM head scores every token, trained on or not.
-        draft_vocab_size=drafted if run.lm_head_mode == "low_rank" else 0,
-        parameterization=run.parameterization,  # type: ignore[arg-type]
-        lm_head_mode=run.lm_head_mode,  # type: ignore[arg-type]
-        rank_activation=run.rank_activation if gru else "identity",  # type: ignore[arg-type]
-        anchor_input=run.anchor_input,
+        hidden_size=run.hidden_size if run.kind == "gru" else 0,
+        lm_head_mode="target_lm_head",
     )
 
 
@@ -62,30 +58,24 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     if block_size < 2:
         raise ValueError(f"block_size = {block_size}, legal: an integer >= 2; raise it")
     counts = store.answer_counts(vocab_size)
-    config = local_config(run, target, len(ids))
+    config = local_config(run, target)
     trained = 2 if config.kind == "markov" else block_size
     ranked = torch.argsort(counts[ids], descending=True, stable=True)
     prior = log_prior(counts, vocab_size)
     # The head is small, so its embeddings keep the precision of its parameters.
     embed_tokens = training.tables.embed_tokens.float()
     tables = DraftTables(embed_tokens, training.draft_tables(ids).lm_head, ids)
-    target_ids = ids if config.draft_vocab_size < vocab_size else None
     torch.manual_seed(recipe.seed)
     return HeadInTraining(
         training=training,
         head=LocalHead(config),
         tables=tables,
         objective=LocalObjective(recipe, trained, ranked, prior),
-        shape={"block_size": trained, **_shape(config)},
+        shape={"block_size": trained, **{name: getattr(config, name) for name in _SHAPE}},
         data={
             "kind": "answers" if store.features is None else "features",
             "answer_tokens": int(counts.sum()),
         },
         origin={"backbone": head_identity(run.backbone)} if run.backbone else {},
-        save=lambda folder, head: save_local_head(folder, head, target_ids=target_ids),
+        save=save_local_head,
     )
-
-
-def _shape(config: LocalHeadConfig) -> dict[str, Any]:
-    names = ("kind", "hidden_size", "input_size", "rank", "parameterization", "lm_head_mode")
-    return {name: getattr(config, name) for name in (*names, "rank_activation", "anchor_input")}
