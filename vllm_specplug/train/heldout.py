@@ -74,9 +74,13 @@ class ChainAcceptance:
         }
 
     def curves(self) -> dict[str, float]:
-        """Returns the mean acceptance length of all answers and by their source."""
-        by_source = {source: _mean_length(found) for source, found in sorted(self.rounds.items())}
-        return {"all": _mean_length(sum(self.rounds.values(), Counter())), **by_source}
+        """Returns the mean acceptance length of all answers and by the first part of their
+        source."""
+        parts: dict[str, Counter[int]] = defaultdict(Counter)
+        for source, found in sorted(self.rounds.items()):
+            for name in ("all", source.split("/")[0]):
+                parts[name].update(found)
+        return {name: _mean_length(found) for name, found in parts.items()}
 
     def summary(self) -> str:
         """Returns the results as one line."""

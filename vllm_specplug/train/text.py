@@ -51,15 +51,14 @@ class TextStore(SequenceStore):
         self._texts: list[TokenSequence] = []
         files = answer_shards(self.folder)
         if files:
-            rng = random.Random(0)
-            answers = [answer for path in files for answer in read_answers(path)]
-            kept = [answer for answer in answers if keep_answer(answer, rng, repetitive_share)]
-            self._texts = [
-                TokenSequence.of(answer)
-                for answer in kept
-                if len(answer.answer_ids) >= min_supervised
-            ]
-            self._length, total = len(self._texts), len(answers)
+            rng, left_out = random.Random(0), 0
+            for answer in (a for path in files for a in read_answers(path)):
+                is_kept = keep_answer(answer, rng, repetitive_share)
+                if is_kept and len(answer.answer_ids) >= min_supervised:
+                    self._texts.append(TokenSequence.of(answer))
+                else:
+                    left_out += 1
+            self._length = len(self._texts)
         else:
             try:
                 self.features = FeatureStore(folder)
@@ -74,12 +73,13 @@ class TextStore(SequenceStore):
                 for index, (shard, i) in enumerate(self.features.items)
                 if self.features.length(index) - int(shards[shard].prompt_lens[i]) >= min_supervised
             ]
-            self._length, total = len(self._rows), len(self.features)
-        if self._length < total:
+            self._length = len(self._rows)
+            left_out = len(self.features) - self._length
+        if left_out:
             logger.warning(
                 "%s: %d of %d answers left out: shorter than %d tokens, or ending in a loop (a "
                 "share of %s of those stays)",
-                folder, total - self._length, total, max(min_supervised, MIN_ANSWER_TOKENS),
+                folder, left_out, left_out + self._length, max(min_supervised, MIN_ANSWER_TOKENS),
                 repetitive_share,
             )  # fmt: skip
         if not self._length:
