@@ -141,6 +141,17 @@ def test_make_counts_are_parsed_strictly():
             parse_counts([bad])
 
 
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("jetspec", "--ema-decay=1.5"), ("dspark", "--markov-rank=0"), ("dels", "--total-steps=0"),
+     ("longspec", "--tokens-per-step=1"), ("dels", "--position-gamma=-1")],
+)  # fmt: skip
+def test_numbers_outside_their_range_are_named(kind, option, tmp_path):
+    result = run(train_app, kind, option, target="t", out=tmp_path)
+    assert result.exit_code == 2
+    assert option.split("=")[0] in result.output and "is not in the range" in result.output
+
+
 def test_every_option_is_explained():
     apps = [typer.main.get_command(app) for app in (data_app, train_app)]
     named = [(name, option.name) for app in apps for name, command in app.commands.items()

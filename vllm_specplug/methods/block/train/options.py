@@ -35,10 +35,6 @@ class AnchorRecipe(Recipe):
         int, Option(min=0, help="Maximum blocks of an answer; 0: no limit.")
     ] = 0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_least(anchors_per_step=1, anchor_stride=1, anchors_per_sequence=0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRun(NewHeadOptions):
@@ -85,7 +81,6 @@ class BlockRecipe(AnchorRecipe, DistillationRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_share("short_block_share")
         if (self.short_block_size > 0) != (self.short_block_share > 0):
             raise ValueError(
                 f"--short-block-size {self.short_block_size} with --short-block-share "

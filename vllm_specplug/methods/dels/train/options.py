@@ -65,7 +65,7 @@ class LocalRecipe(DistillationRecipe):
         ),
     ] = "sft"
     position_gamma: Annotated[
-        float, Option(help="Offset k has weight exp(-k/gamma); 0: equal weights.")
+        float, Option(min=0, help="Offset k has weight exp(-k/gamma); 0: equal weights.")
     ] = 7.0
     anchors_per_step: Annotated[int, Option(min=1, help="Blocks per step and process.")] = 1024
     anchors_per_sample: Annotated[int, Option(min=1, help="Maximum blocks per answer.")] = 64
@@ -80,9 +80,6 @@ class LocalRecipe(DistillationRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_least(
-            anchors_per_step=1, anchors_per_sample=1, position_gamma=0, vocab_per_step=0
-        )
         if self.loss == "sft" and self.vocab_per_step:
             raise ValueError(
                 f"vocab_per_step = {self.vocab_per_step}, legal with loss sft: 0, since an "

@@ -61,10 +61,6 @@ class DSparkRecipe(AnchorRecipe):
         float, Option(min=0, help="Slot k has weight exp(-k/gamma); 0: equal weights.")
     ] = 4.0
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_least(ce_weight=0, l1_weight=0, confidence_weight=0, position_gamma=0)
-
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""

@@ -32,8 +32,6 @@ from vllm_specplug.train.run import (
 
 def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
     """Returns a new head from the target's layers, or the head in `run.init_from`."""
-    if run.markov_rank < 1:
-        raise ValueError(f"--markov-rank {run.markov_rank}, legal: 1 or more; raise it")
     training = open_features(run, recipe)
     store, weights = training.store, training.weights
     if run.init_from:

@@ -60,7 +60,6 @@ class Eagle3Recipe(DistillationRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_least(steps=1, anchors_per_step=1, anchors_per_sequence=1)
         self.require_positive("step_decay")
 
 
