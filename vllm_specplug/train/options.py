@@ -41,7 +41,7 @@ class Recipe:
         ),
     ] = "linear"
     warmup_steps: Annotated[int, Option(min=0, help="Steps over which the rate rises.")] = 50
-    total_steps: Annotated[int, Option(min=1, help="May be changed on --resume.")] = 2000
+    total_steps: Annotated[int, Option(min=1, help="Steps; may be changed on --resume.")] = 2000
     gradient_accumulation: Annotated[
         int, Option(min=1, help="Batches per step; the sizes below are of one batch.")
     ] = 1

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -107,6 +110,18 @@ def test_held_out_answers_that_are_most_of_the_data_are_told(
     assert result.exit_code == 0, result.output
     assert told in " ".join(result.stderr.split())
     assert bool(told) == ("--heldout-answers" in result.stderr)
+
+
+def test_a_disk_that_is_too_small_is_named_before_the_target_runs(
+    data, tmp_path, target_folder, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    result = run(data_app, "features", target=target_folder, data=data, out=tmp_path / "f",
+                 heldout=tmp_path / "h", heldout_answers=3, layers="0,2")  # fmt: skip
+    assert result.exit_code == 2
+    # 10 sequences of 24 tokens, 3 states of 32 numbers each.
+    told = "features take 0.00 GB, the disk of .* has 0.00 GB free; use another disk"
+    assert re.search(told, result.stderr) and not (tmp_path / "f" / "shard-00000").exists()
 
 
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):
