@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +16,9 @@ from vllm_specplug.options import check_target
 from vllm_specplug.registry import methods
 from vllm_specplug.train import cli_common as common
 from vllm_specplug.train.options import REPETITIVE_SHARE
+
+if TYPE_CHECKING:
+    from vllm_specplug.train.answers import Generate
 
 data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
 train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
@@ -102,6 +105,8 @@ def generate(
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
             raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
+        if planned:
+            answers.refuse_other_settings(out, {"shard_size": shard_size})
         if planned and not answers.missing_shards(out, shard_size):
             typer.echo(f"all {len(answers.read_plan(out)):,} answers of the plan are in {out}")
             return
@@ -118,6 +123,7 @@ def generate(
             "sampled_share": sampled_share,
             "temperatures": heat,
             "chat_template_kwargs": template,
+            "shard_size": shard_size,
             "seed": seed,
         }
         given: list[tuple[str, Sequence[int]]]
@@ -158,15 +164,21 @@ def generate(
             if len(requests) < len(given):
                 typer.echo(f"{len(given) - len(requests):,} repeated prompts left out", err=True)
             answers.write_plan(out, requests, settings)
-        tokens = 0
-        left = len(answers.missing_shards(out, shard_size)) * shard_size
-        with common.progress() as bar:
-            task = bar.add_task("answers", total=min(left, len(answers.read_plan(out))))
-            for shard in answers.generate_missing(out, generator, shard_size):
-                tokens += sum(len(answer.answer_ids) for answer in shard)
-                described = f"answers, {tokens:,} new tokens"
-                bar.update(task, advance=len(shard), description=described)
-        typer.echo(f"{tokens:,} new answer tokens in {out}")
+        _answer(out, generator, shard_size)
+
+
+def _answer(out: Path, generate: Generate, shard_size: int) -> None:
+    """Makes the shards of a plan that are missing, under a progress bar."""
+    from vllm_specplug.train import answers
+
+    tokens, left = 0, len(answers.missing_shards(out, shard_size)) * shard_size
+    with common.progress() as bar:
+        task = bar.add_task("answers", total=min(left, len(answers.read_plan(out))))
+        for shard in answers.generate_missing(out, generate, shard_size):
+            tokens += sum(len(answer.answer_ids) for answer in shard)
+            described = f"answers, {tokens:,} new tokens"
+            bar.update(task, advance=len(shard), description=described)
+    typer.echo(f"{tokens:,} new answer tokens in {out}")
 
 
 @data_app.command("import")
