@@ -265,18 +265,20 @@ def features(
         shard_meta,
         write_shard,
     )
+    from vllm_specplug.train.run import new_accelerator
     from vllm_specplug.train.target import decoder_of, load_target
 
     with common.friendly_errors():
         files = finished_answers(data)
         if not (target / "config.json").is_file():
             raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
-        process = common.Process()
+        accelerator = new_accelerator()
         split = common.checked_split(files, heldout_answers, repetitive_share)
-        model = load_target(target, torch.bfloat16).to(process.device)
+        model = load_target(target, torch.bfloat16).to(accelerator.device)
         ids = chosen_layers(layers, len(decoder_of(model).layers))
 
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, process, shard_meta(model.config, ids))
+        meta = shard_meta(model.config, ids)
+        common.write_split(split, out, heldout, write, accelerator, meta)

@@ -19,6 +19,8 @@ from vllm_specplug.progress import is_main_process, progress
 from vllm_specplug.train.options import Recipe, RunOptions
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from vllm_specplug.rows import LeftOut
     from vllm_specplug.train.answers import Split
     from vllm_specplug.train.features import TokenSequence
@@ -82,25 +84,6 @@ def length_limit(target: Path, option: str, wanted: int, max_tokens: int = 0) ->
     return wanted or most
 
 
-class Process:
-    """This process of an `accelerate launch`: its device and its share of the work."""
-
-    def __init__(self) -> None:
-        from vllm_specplug.train.run import new_accelerator
-
-        # Unlike PartialState, it follows ACCELERATE_USE_CPU, and waits longer for a slow process.
-        self._state = new_accelerator()
-        self.device = self._state.device
-
-    def takes(self, number: int) -> bool:
-        """Whether a numbered piece of work is this process's."""
-        return number % self._state.num_processes == self._state.process_index
-
-    def wait(self) -> None:
-        """Waits for all processes."""
-        self._state.wait_for_everyone()
-
-
 def checked_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> Split:
     """Returns a split of answers; the main process prints what a user should know about it.
 
@@ -121,7 +104,7 @@ def write_split(
     out: Path,
     heldout: Path | None,
     write: Callable[[Path, list[TokenSequence], int], None],
-    process: Process,
+    accelerator: Accelerator,
     meta: Mapping[str, Any],
 ) -> None:
     """Writes shards of each file of answers, to `out` and to `heldout`; keeps finished shards. Each
@@ -141,8 +124,9 @@ def write_split(
     with progress() as bar:
         task = bar.add_task("features", total=len(split.files))
         for number, (name, aside, rest) in enumerate(split.parts()):
+            is_own = number % accelerator.num_processes == accelerator.process_index
             for folder, part in ((heldout, aside), (out, rest)):
-                if folder is None or not part or not process.takes(number):
+                if folder is None or not part or not is_own:
                     continue
                 sequences = [TokenSequence.of(answer) for answer in part]
                 if (folder / name / "meta.json").is_file():
@@ -150,7 +134,7 @@ def write_split(
                 else:
                     write(folder / name, sequences, number)
             bar.update(task, completed=number + 1)
-    process.wait()
+    accelerator.wait_for_everyone()
 
 
 def _check_disk(out: Path, size: int) -> None:

@@ -43,17 +43,18 @@ def features(
     )
     from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import TokenSequence
+    from vllm_specplug.train.run import new_accelerator
 
     with common.friendly_errors():
         files = finished_answers(data)
         aside = 0 if heldout is None else heldout_answers
         split = common.checked_split(files, aside, REPETITIVE_SHARE)
         check_target(str(target))
-        process = common.Process()
+        accelerator = new_accelerator()
         model = AutoModelForCausalLM.from_pretrained(
             target, dtype=torch.bfloat16, local_files_only=True
         )
-        model = model.eval().to(process.device)
+        model = model.eval().to(accelerator.device)
         most = model.config.max_position_embeddings
 
         def write(folder: Path, part: list[TokenSequence], salt: int) -> None:
@@ -62,7 +63,7 @@ def features(
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
             write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, process, kv_meta(model.config))
+        common.write_split(split, out, heldout, write, accelerator, kv_meta(model.config))
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
