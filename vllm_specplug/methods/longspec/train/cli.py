@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -34,7 +34,6 @@ def features(
     """Runs the target once and stores its last layer's keys and values, as LongSpec reads them."""
     import numpy as np
     import torch
-    from transformers import AutoModelForCausalLM
 
     from vllm_specplug.methods.longspec.train.features import (
         draw_offset,
@@ -44,6 +43,7 @@ def features(
     from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import TokenSequence
     from vllm_specplug.train.run import new_accelerator
+    from vllm_specplug.train.target import load_target
 
     with common.friendly_errors():
         files = finished_answers(data)
@@ -51,10 +51,7 @@ def features(
         split = common.checked_split(files, aside, REPETITIVE_SHARE)
         check_target(str(target))
         accelerator = new_accelerator()
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=torch.bfloat16, local_files_only=True
-        )
-        model = model.eval().to(accelerator.device)
+        model: Any = load_target(target, torch.bfloat16).to(accelerator.device)
         most = model.config.max_position_embeddings
 
         def write(folder: Path, part: list[TokenSequence], salt: int) -> None:
