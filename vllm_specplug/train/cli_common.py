@@ -121,6 +121,8 @@ def write_split(
     from vllm_specplug.train.features import TokenSequence, check_shard
 
     _check_disk(out, split.count_tokens() * 2 * (meta["aux_size"] + meta["hidden_size"]))
+    # Files must not be renamed while another process counts them.
+    accelerator.wait_for_everyone()
     with progress() as bar:
         task = bar.add_task("features", total=len(split.files))
         for number, (name, aside, rest) in enumerate(split.parts()):
