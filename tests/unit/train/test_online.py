@@ -181,7 +181,8 @@ def test_what_processes_cannot_share_is_refused(jobs: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["stored", "online"])
 def test_a_dry_run_tells_what_is_needed_and_writes_nothing(kind: str, jobs: Any) -> None:
     stored, online = jobs("jetspec")
-    store = online.start(online.run, online.recipe).training.store
+    dry = online.changed(dry_run=True)
+    store = dry.start(dry.run, dry.recipe).training.store
     states = FeatureStore(stored.run.features).shards
     assert store.stored_bytes() == sum(part.aux.nbytes + part.hidden.nbytes for part in states)
     job = (stored if kind == "stored" else online).changed(dry_run=True)
