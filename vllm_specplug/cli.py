@@ -382,13 +382,13 @@ def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[ty
     def command(ctx: typer.Context) -> None:
         try:
             sub_app = getattr(importlib.import_module(module), attribute)
+            sub_app(args=list(ctx.args), prog_name=f"specplug {name}")
         except ModuleNotFoundError as error:
             _fail(
                 f"`specplug {name}` needs the package {error.name!r}, which is not installed. "
                 f"Run `make setup`, or install the extra in a clone of the repository: "
                 f"pip install --no-build-isolation -e '.[{extra}]'."
             )
-        sub_app(args=list(ctx.args), prog_name=f"specplug {name}")
 
     return command
 

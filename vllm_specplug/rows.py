@@ -229,7 +229,7 @@ class RowFile:
     file is one row.
 
     Raises:
-        ValueError: for a file that cannot be read or of another kind.
+        ValueError: for a file that cannot be read, holds no rows or is of another kind.
     """
 
     def __init__(self, path: str | Path):
@@ -254,6 +254,8 @@ class RowFile:
                     self._index(stream)
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"data file {path} cannot be read: {error}.") from error
+        if not len(self):
+            raise ValueError(f"data file {path} holds no rows; leave it out")
 
     def _index(self, stream: Any) -> None:
         offset = 0

@@ -174,7 +174,7 @@ def _train_target(folder: Path, config: Any) -> None:
     if has_tower:
         assert make_tokenizer(folder / "target") <= config.get_text_config().vocab_size
     for part, seed in (("train", 2), ("held", 3)):
-        sequences = [TokenSequence(row.numpy(), 4, "text") for row in texts(48, 64, seed)]
+        sequences = [TokenSequence(row, 4, "text") for row in texts(48, 64, seed)]
         shard = folder / part / "shard-00000"
         write_shard(shard, sequences[: 48 if part == "train" else 4], model, LAYERS)
 

@@ -94,7 +94,7 @@ def greedy_sequences(model, count: int, seed: int) -> list[TokenSequence]:
             out = model.generate(
                 prompt, max_new_tokens=24, do_sample=False, eos_token_id=None, pad_token_id=2
             )
-        sequences.append(TokenSequence(out[0].numpy(), prompt.shape[1], f"kind{i % 2}/x"))
+        sequences.append(TokenSequence(out[0], prompt.shape[1], f"kind{i % 2}/x"))
     return sequences
 
 

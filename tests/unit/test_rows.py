@@ -184,6 +184,10 @@ def test_lists_and_text_files_are_files_of_rows(tmp_path: Path) -> None:
         RowFile(table)
     with pytest.raises(ValueError, match="cannot be read"):
         RowFile(tmp_path / "nowhere.jsonl")
+    for name, content in (("empty.jsonl", "\n"), ("empty.json", "[]")):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=f"{name} holds no rows; leave it out"):
+            RowFile(tmp_path / name)
 
 
 def test_what_is_left_out_is_counted_with_its_places() -> None:

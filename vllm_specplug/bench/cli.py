@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from vllm_specplug.bench.evaluate import (
-    Cell,
     acceptance_table,
     data_files,
+    earlier_results,
     measure,
     read_questions,
     set_name,
@@ -25,6 +24,7 @@ from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
+from vllm_specplug.progress import progress
 from vllm_specplug.provenance import provenance
 from vllm_specplug.registry import BY_HEAD
 from vllm_specplug.rows import LeftOut
@@ -130,7 +130,9 @@ def evaluate(
     eager: Annotated[
         bool, typer.Option("--eager", help="No compilation: faster start, slower server.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="JSON file of the results.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="JSON file of the results; an unfinished one is continued.")
+    ] = None,
 ) -> None:
     """Measure a head's acceptance by data set, tree size and depth, in a server.
 
@@ -144,10 +146,8 @@ def evaluate(
         if not data:
             raise ValueError("no prompts: point --data at a JSONL or JSON file")
         target, head = _target_and_head(model, head, console)
-        left_out = LeftOut()
-        sets = {
-            set_name(path): read_questions(path, requests, left_out) for path in data_files(data)
-        }
+        files, left_out = data_files(data), LeftOut()
+        sets = {set_name(path): read_questions(path, requests, left_out) for path in files}
         config: dict[str, Any] = {
             "method": method, **more,
             "num_speculative_tokens": max(counts), "max_request_budget": max(counts),
@@ -157,30 +157,40 @@ def evaluate(
         spec = ServerSpec(
             "evaluate", target, config, max_model_len, dtype=dtype, enforce_eager=eager
         )
-        total = len(counts) * sum(map(len, sets.values()))
-        cells: list[Cell] = []
+        settings = {
+            "model": target, "speculative_config": config, "requests": requests,
+            "output_len": output_len, "temperature": temperature, "files": [*map(str, files)],
+        }  # fmt: skip
+        results = earlier_results(out, settings, left_out)
+        done = {(cell["data"], cell["tree_size"]) for cell in results}
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+        total = sum(len(sets[name]) for name in sets for size in counts if (name, size) not in done)
         try:
+            if not any(sets.values()):
+                raise ValueError("no prompt can be read")
+            if not total:
+                return
             with VllmServer(spec, cache_dir() / "logs" / "evaluate.log") as server:
                 with console.status("starting the server") as status:
                     server.wait_healthy(progress=status.update)
-                with Progress(console=console) as bar:
+                with progress(console) as bar:
                     task = bar.add_task("answers", total=total)
                     for cell in measure(
                         server, sets, counts, concurrency=concurrency, left_out=left_out,
                         sampling={"max_tokens": output_len, "temperature": temperature},
-                        on_answer=lambda: bar.advance(task),
+                        done=done, on_answer=lambda: bar.advance(task),
                     ):  # fmt: skip
-                        cells.append(cell)
+                        results.append(cell.to_json())
         finally:
             # Cells that were measured before an error are kept.
             for line in left_out.lines():
                 console.print(f"left out: {line}", markup=False, soft_wrap=True)
-            if cells:
-                console.print(acceptance_table(cells))
-            if cells and out is not None:
-                results = {
-                    "provenance": provenance(), "speculative_config": config,
-                    "output_len": output_len, "temperature": temperature,
-                    "results": [cell.to_json() for cell in cells], "left_out": left_out.places,
+            if results:
+                console.print(acceptance_table(results))
+            if results and out is not None:
+                found = {
+                    "provenance": provenance(), **settings, "results": results,
+                    "left_out": left_out.places,
                 }  # fmt: skip
-                out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -8,8 +8,9 @@ One server answers every prompt once per tree size; a request asks for its size 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,36 @@ def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Question]:
     return questions
 
 
+def earlier_results(
+    path: Path | None, settings: Mapping[str, Any], left_out: LeftOut
+) -> list[dict[str, Any]]:
+    """Returns the results in the file of an interrupted evaluation with the same settings, and adds
+    what it left out.
+
+    Raises:
+        ValueError: for a file of other settings.
+    """
+    if path is None or not path.is_file():
+        return []
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        stored = None
+    if not isinstance(stored, dict) or not isinstance(stored.get("results"), list):
+        raise ValueError(f"--out {path} is not a file of results; name another one")
+    for name, value in settings.items():
+        if stored.get(name) != value:
+            raise ValueError(
+                f"--out {path} has results with {name} = {stored.get(name)!r}, not {value!r}; name "
+                "another file"
+            )
+    for what, places in stored.get("left_out", {}).items():
+        for place in places:
+            if place not in left_out.places.get(what, []):
+                left_out.add(what, place)
+    return list(stored["results"])
+
+
 def measure(
     server: VllmServer,
     sets: Mapping[str, Sequence[Question]],
@@ -117,6 +148,7 @@ def measure(
     concurrency: int,
     sampling: Mapping[str, Any],
     left_out: LeftOut,
+    done: Container[tuple[str, int]] = (),
     on_answer: Callable[[], None] = lambda: None,
 ) -> Iterator[Cell]:
     """Yields a cell for each data set and tree size, as soon as it is measured.
@@ -124,6 +156,7 @@ def measure(
     Args:
         sampling: fields of every request, such as `max_tokens` and `temperature`.
         left_out: counts prompts that the server refuses, once per prompt.
+        done: data sets and tree sizes to skip.
 
     Raises:
         ServerError: if the server does not answer any more.
@@ -132,6 +165,8 @@ def measure(
 
     for name, questions in sets.items():
         for size in sizes:
+            if (name, size) in done:
+                continue
             refused = left_out if size == sizes[0] else LeftOut()
             fields = {**sampling, "extra_body": {"vllm_xargs": {"specplug_tree_budget": size}}}
             try:
@@ -212,16 +247,16 @@ async def _ask(
         ]
 
 
-def acceptance_table(cells: Sequence[Cell]) -> Table:
+def acceptance_table(results: Sequence[Mapping[str, Any]]) -> Table:
     """Returns the results as a table."""
     table = Table(
         "data", "nodes", "answers", "drafts", "mean acceptance length", "to depth 1, 2, .."
     )
-    for cell in cells:
-        length = cell.counters.mean_acceptance_length
+    for cell in results:
+        length = cell["mean_acceptance_length"]
         table.add_row(
-            cell.data, str(cell.size), str(cell.answers), f"{cell.counters.drafts:.0f}",
+            cell["data"], str(cell["tree_size"]), str(cell["answers"]), f"{cell['drafts']:.0f}",
             "-" if length is None else f"{length:.2f}",
-            " ".join(f"{share:.2f}" for share in cell.by_depth),
+            " ".join(f"{share:.2f}" for share in cell["accepted_to_depth"]),
         )  # fmt: skip
     return table

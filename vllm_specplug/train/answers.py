@@ -12,12 +12,12 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 PLAN_NAME = "prompts.jsonl"
 # Shorter answers teach nothing and are left out.
@@ -57,15 +57,7 @@ def plan_requests(
     temperatures: Sequence[float],
     seed: int,
 ) -> list[Request]:
-    """Returns requests without duplicate prompts, a share of them sampled and the others greedy.
-
-    Raises:
-        ValueError: for a share outside 0..1 or a temperature that is not above 0.
-    """
-    if not 0 <= sampled_share <= 1:
-        raise ValueError(f"sampled_share = {sampled_share}, legal: 0..1; correct it")
-    if sampled_share and not all(t > 0 for t in temperatures):
-        raise ValueError(f"temperatures = {list(temperatures)}, legal: numbers > 0; correct them")
+    """Returns requests without duplicate prompts, a share of them sampled and the others greedy."""
     rng = random.Random(seed)
     seen: set[tuple[int, ...]] = set()
     requests = []
@@ -86,6 +78,17 @@ def write_plan(folder: Path, requests: Sequence[Request], settings: dict[str, ob
     folder.mkdir(parents=True, exist_ok=True)
     _write_lines(folder / PLAN_NAME, requests, _REQUEST)
     (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Raises ValueError if the plan in `folder` was made with other settings."""
+    stored = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    for name, value in settings.items():
+        if stored.get(name, value) != value:
+            raise ValueError(
+                f"{name} = {value!r}, but {folder} was begun with {stored[name]!r}; continue it "
+                "with that one, or name another folder"
+            )
 
 
 def read_plan(folder: Path) -> list[Request]:
@@ -231,6 +234,15 @@ class Split:
             rest = [answer for at, answer in enumerate(kept) if at not in held]
             yield path.stem.replace("answers", "shard"), [kept[at] for at in greedy], rest
 
+    def count_tokens(self) -> int:
+        """Returns the number of tokens of all sequences."""
+        return sum(
+            len(answer.prompt_ids) + len(answer.answer_ids)
+            for _, *both in self.parts()
+            for part in both
+            for answer in part
+        )
+
     def check(self) -> list[str]:
         """Returns the `remarks` on the split, for which it reads all answers."""
         aside = rest = 0
@@ -271,5 +283,11 @@ def _write_lines(path: Path, rows: Iterable[Any], kind: TypeAdapter[Any]) -> Non
 
 def _read_lines(path: Path, kind: TypeAdapter[Any]) -> Iterator[Any]:
     with path.open("rb") as lines:
-        for line in lines:
-            yield kind.validate_json(line)
+        for number, line in enumerate(lines, 1):
+            try:
+                yield kind.validate_json(line)
+            except ValidationError as error:
+                raise ValueError(
+                    f"{path}:{number} is damaged ({error.errors()[0]['msg']}); restore the file, "
+                    "or make it again"
+                ) from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +16,9 @@ from vllm_specplug.options import check_target
 from vllm_specplug.registry import methods
 from vllm_specplug.train import cli_common as common
 from vllm_specplug.train.options import REPETITIVE_SHARE
+
+if TYPE_CHECKING:
+    from vllm_specplug.train.answers import Generate
 
 data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
 train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
@@ -36,6 +40,21 @@ def parse_counts(values: list[str]) -> dict[str, int]:
             raise ValueError(f"--make {value!r}, legal: KIND=NUMBER such as code=2000; correct it")
         counts[kind] = int(number)
     return counts
+
+
+def parse_temperatures(text: str) -> list[float]:
+    """Returns the temperatures of an option.
+
+    Raises:
+        ValueError: for anything but numbers above 0.
+    """
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or not all(0 < value < math.inf for value in values):
+        raise ValueError(f"--temperatures {text!r}, legal: numbers > 0; correct them")
+    return values
 
 
 @data_app.command("generate")
@@ -82,18 +101,34 @@ def generate(
 
     with common.friendly_errors():
         counts, template = parse_counts(make or []), parse_template_kwargs(chat_template_kwargs)
+        heat = parse_temperatures(temperatures)
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
             raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
+        if planned:
+            answers.refuse_other_settings(out, {"shard_size": shard_size})
         if planned and not answers.missing_shards(out, shard_size):
             typer.echo(f"all {len(answers.read_plan(out)):,} answers of the plan are in {out}")
             return
         check_target(str(target))
-        heat = [float(t) for t in temperatures.split(",")]
         chat, left_out = ChatTokenizer.of(target, template), LeftOut()
+        generation.check_kinds(counts, chat)
         limit = common.length_limit(target, "--max-prompt-tokens", max_prompt_tokens, max_tokens)
+        settings = {
+            "target": str(target),
+            "files": [str(p) for p in prompts or []],
+            "make": counts,
+            "max_tokens": max_tokens,
+            "max_prompt_tokens": limit,
+            "sampled_share": sampled_share,
+            "temperatures": heat,
+            "chat_template_kwargs": template,
+            "shard_size": shard_size,
+            "seed": seed,
+        }
         given: list[tuple[str, Sequence[int]]]
         if planned:
+            answers.refuse_other_settings(out, settings)
             given = [(r.source, r.prompt_ids) for r in answers.read_plan(out)]
         else:
             rows = (row for path in prompts or [] for row in read_prompt_file(path, left_out))
@@ -101,8 +136,8 @@ def generate(
         longest = max((len(ids) for _, ids in given), default=0)
         if counts:
             longest = max(longest, min(limit, generation.MADE_PROMPT_TOKENS))
-        common.report(left_out)
         if not longest:
+            common.report(left_out, out)
             raise ValueError("no prompt is left to answer; see the lines above")
         generator = generation.VllmGenerator(
             target,
@@ -114,8 +149,10 @@ def generate(
             tensor_parallel_size=tensor_parallel_size,
         )
         if not planned:
-            left_out = LeftOut()
             made = generation.make_prompts(counts, seed, generator.texts)
+            if len(made) < sum(counts.values()):
+                told = f"{len(made):,} prompts made of {sum(counts.values()):,}"
+                typer.echo(f"{told}: material ran out, or turns were too short or long", err=True)
             given += generation.render_all(made, chat, longest, left_out)
             requests = answers.plan_requests(
                 given,
@@ -123,30 +160,25 @@ def generate(
                 sampled_share=sampled_share,
                 seed=seed,
             )
-            common.report(left_out)
+            common.report(left_out, out)
             if len(requests) < len(given):
                 typer.echo(f"{len(given) - len(requests):,} repeated prompts left out", err=True)
-            settings = {
-                "target": str(target),
-                "files": [str(p) for p in prompts or []],
-                "make": counts,
-                "max_tokens": max_tokens,
-                "max_prompt_tokens": limit,
-                "sampled_share": sampled_share,
-                "temperatures": heat,
-                "chat_template_kwargs": template,
-                "seed": seed,
-            }
             answers.write_plan(out, requests, settings)
-        tokens = 0
-        left = len(answers.missing_shards(out, shard_size)) * shard_size
-        with common.progress() as bar:
-            task = bar.add_task("answers", total=min(left, len(answers.read_plan(out))))
-            for shard in answers.generate_missing(out, generator, shard_size):
-                tokens += sum(len(answer.answer_ids) for answer in shard)
-                described = f"answers, {tokens:,} new tokens"
-                bar.update(task, advance=len(shard), description=described)
-        typer.echo(f"{tokens:,} new answer tokens in {out}")
+        _answer(out, generator, shard_size)
+
+
+def _answer(out: Path, generate: Generate, shard_size: int) -> None:
+    """Makes the shards of a plan that are missing, under a progress bar."""
+    from vllm_specplug.train import answers
+
+    tokens, left = 0, len(answers.missing_shards(out, shard_size)) * shard_size
+    with common.progress() as bar:
+        task = bar.add_task("answers", total=min(left, len(answers.read_plan(out))))
+        for shard in answers.generate_missing(out, generate, shard_size):
+            tokens += sum(len(answer.answer_ids) for answer in shard)
+            described = f"answers, {tokens:,} new tokens"
+            bar.update(task, advance=len(shard), description=described)
+    typer.echo(f"{tokens:,} new answer tokens in {out}")
 
 
 @data_app.command("import")
@@ -169,7 +201,7 @@ def import_(
 ) -> None:
     """Imports answers that you have, as the target's chat template renders them."""
     from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
-    from vllm_specplug.train.imports import LEFT_OUT_NAME, import_answers
+    from vllm_specplug.train.imports import import_answers
 
     with common.friendly_errors():
         template = parse_template_kwargs(chat_template_kwargs)
@@ -195,9 +227,7 @@ def import_(
             "seed": seed,
         }
         (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
-    common.report(done.left_out)
-    if done.left_out.places:
-        typer.echo(f"all places: {out / LEFT_OUT_NAME}", err=True)
+    common.report(done.left_out, out)
     typer.echo(
         f"{done.answers:,} answers of {done.rows:,} rows in {out}: {done.answer_tokens:,} tokens "
         f"after {done.prompt_tokens:,} of prompts"
@@ -223,25 +253,32 @@ def features(
     repetitive_share: Annotated[
         float, typer.Option(min=0, max=1, help="Share of answers ending in a loop that is kept.")
     ] = REPETITIVE_SHARE,
-    tokens_per_batch: Annotated[int, typer.Option(min=64)] = 4096,
+    tokens_per_batch: common.TokensPerBatch = 4096,
 ) -> None:
     """Runs the target once over its answers and stores the features for training."""
     import torch
 
     from vllm_specplug.train.answers import finished_answers
-    from vllm_specplug.train.features import TokenSequence, chosen_layers, write_shard
+    from vllm_specplug.train.features import (
+        TokenSequence,
+        chosen_layers,
+        shard_meta,
+        write_shard,
+    )
+    from vllm_specplug.train.run import new_accelerator
     from vllm_specplug.train.target import decoder_of, load_target
 
     with common.friendly_errors():
         files = finished_answers(data)
         if not (target / "config.json").is_file():
             raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
-        process = common.Process()
+        accelerator = new_accelerator()
         split = common.checked_split(files, heldout_answers, repetitive_share)
-        model = load_target(target, torch.bfloat16).to(process.device)
+        model = load_target(target, torch.bfloat16).to(accelerator.device)
         ids = chosen_layers(layers, len(decoder_of(model).layers))
 
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, process)
+        meta = shard_meta(model.config, ids)
+        common.write_split(split, out, heldout, write, accelerator, meta)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
+import json
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -13,18 +14,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
-from rich.progress import MofNCompleteColumn, Progress, ProgressColumn, Task
-from rich.text import Text
 
+from vllm_specplug.progress import is_main_process, progress
 from vllm_specplug.train.options import Recipe, RunOptions
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from vllm_specplug.rows import LeftOut
     from vllm_specplug.train.answers import Split
     from vllm_specplug.train.features import TokenSequence
 
+LEFT_OUT_NAME = "left_out.json"
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
-Seed = Annotated[int, typer.Option()]
+TokensPerBatch = Annotated[
+    int, typer.Option(min=64, help="Tokens that the target reads at once, with padding.")
+]
 ShardSize = Annotated[int, typer.Option(min=1, help="Answers per file.")]
 TemplateKwargs = Annotated[
     str,
@@ -45,29 +50,15 @@ def friendly_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
-class _Rate(ProgressColumn):
-    """The rate of a task."""
-
-    def render(self, task: Task) -> Text:
-        return Text("" if task.speed is None else f"{task.speed:,.1f}/s")
-
-
-def progress() -> Progress:
-    """Returns a progress bar with counts, rate and remaining time; only the main process of several
-    shows it."""
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), _Rate())
-    return Progress(*columns, disable=not _is_main())
-
-
-def _is_main() -> bool:
-    """Whether this is the main process of an `accelerate launch`, or the only one."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def report(left_out: LeftOut) -> None:
-    """Prints what was left out."""
+def report(left_out: LeftOut, folder: Path) -> None:
+    """Prints what was left out, and writes all places into a file in `folder`."""
     for line in left_out.lines():
         typer.echo(f"left out or changed: {line}", err=True)
+    if left_out.places:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / LEFT_OUT_NAME
+        path.write_text(json.dumps(left_out.places, indent=1) + "\n", "utf-8")
+        typer.echo(f"all places: {path}", err=True)
 
 
 def length_limit(target: Path, option: str, wanted: int, max_tokens: int = 0) -> int:
@@ -93,25 +84,6 @@ def length_limit(target: Path, option: str, wanted: int, max_tokens: int = 0) ->
     return wanted or most
 
 
-class Process:
-    """This process of an `accelerate launch`: its device and its share of the work."""
-
-    def __init__(self) -> None:
-        from vllm_specplug.train.run import new_accelerator
-
-        # Unlike PartialState, it follows ACCELERATE_USE_CPU, and waits longer for a slow process.
-        self._state = new_accelerator()
-        self.device = self._state.device
-
-    def takes(self, number: int) -> bool:
-        """Whether a numbered piece of work is this process's."""
-        return number % self._state.num_processes == self._state.process_index
-
-    def wait(self) -> None:
-        """Waits for all processes."""
-        self._state.wait_for_everyone()
-
-
 def checked_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> Split:
     """Returns a split of answers; the main process prints what a user should know about it.
 
@@ -122,7 +94,7 @@ def checked_split(files: list[Path], heldout_answers: int, repetitive_share: flo
 
     split = Split(files, heldout_answers, repetitive_share)
     for line in split.check():
-        if _is_main():
+        if is_main_process():
             typer.echo(line, err=True)
     return split
 
@@ -132,26 +104,58 @@ def write_split(
     out: Path,
     heldout: Path | None,
     write: Callable[[Path, list[TokenSequence], int], None],
-    process: Process,
+    accelerator: Accelerator,
+    meta: Mapping[str, Any],
 ) -> None:
     """Writes shards of each file of answers, to `out` and to `heldout`; keeps finished shards. Each
     process writes those of its share of the files.
 
     Args:
         write: called with the folder of a shard, its sequences and the number of its file.
-    """
-    from vllm_specplug.train.features import TokenSequence
+        meta: what the shards' metadata will hold, with `aux_size` and `hidden_size`.
 
+    Raises:
+        ValueError: if the features do not fit on the disk, or a finished shard is of other answers,
+            layers or another target.
+    """
+    from vllm_specplug.train.features import TokenSequence, check_shard
+
+    _check_disk(out, split.count_tokens() * 2 * (meta["aux_size"] + meta["hidden_size"]))
+    # Files must not be renamed while another process counts them.
+    accelerator.wait_for_everyone()
     with progress() as bar:
         task = bar.add_task("features", total=len(split.files))
         for number, (name, aside, rest) in enumerate(split.parts()):
+            is_own = number % accelerator.num_processes == accelerator.process_index
             for folder, part in ((heldout, aside), (out, rest)):
-                if folder is None or not part or not process.takes(number):
+                if folder is None or not part or not is_own:
                     continue
-                if not (folder / name / "meta.json").is_file():
-                    write(folder / name, [TokenSequence.of(answer) for answer in part], number)
+                sequences = [TokenSequence.of(answer) for answer in part]
+                if (folder / name / "meta.json").is_file():
+                    check_shard(folder / name, sequences, meta)
+                else:
+                    write(folder / name, sequences, number)
             bar.update(task, completed=number + 1)
-    process.wait()
+    accelerator.wait_for_everyone()
+
+
+def _check_disk(out: Path, size: int) -> None:
+    """Prints the bytes that features take.
+
+    Raises:
+        ValueError: if the disk does not hold them beside what is there of them.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    there = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    free = shutil.disk_usage(out).free
+    told = f"features take {size / 1e9:.2f} GB, the disk of {out} has {free / 1e9:.2f} GB free"
+    if size - there > free:
+        raise ValueError(
+            f"{told}; use another disk, fewer --layers or fewer answers, or train with --answers, "
+            "which stores none"
+        )
+    if is_main_process():
+        typer.echo(told, err=True)
 
 
 def add_training(

@@ -20,7 +20,7 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
 from vllm_specplug.train.answers import Answer
 from vllm_specplug.train.target import decoder_of
@@ -38,16 +39,19 @@ TOKENS_PER_BATCH = 8192
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One prompt with its answer: `tokens` int [S], the first `prompt_len` are the prompt."""
+    """One prompt with its answer: `tokens` int [S], the first `prompt_len` are the prompt. `index`
+    is its place in a store. `hidden` [S, Ht] are the target's final normed states, if known."""
 
-    tokens: np.ndarray
+    tokens: torch.Tensor
     prompt_len: int
     source: str = ""
+    index: int = 0
+    hidden: torch.Tensor | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> TokenSequence:
-        """Returns an answer after its prompt."""
-        tokens = np.array(answer.prompt_ids + answer.answer_ids, np.int32)
+        """Returns an answer after its prompt, int32."""
+        tokens = torch.tensor(answer.prompt_ids + answer.answer_ids, dtype=torch.int32)
         return cls(tokens, len(answer.prompt_ids), answer.source)
 
 
@@ -115,7 +119,7 @@ class Features(SequenceStore):
     target_layer_ids: tuple[int, ...]
 
     @abstractmethod
-    def answers(self) -> Iterator[np.ndarray]:
+    def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
         """Yields the tokens after each prompt."""
 
     @abstractmethod
@@ -141,8 +145,9 @@ class FeatureStore(Features):
             )
         self.items = [(s, i) for s, shard in enumerate(self.shards) for i in range(len(shard))]
         self.target_layer_ids = tuple(self.shards[0].meta["target_layer_ids"])
+        self.hidden_size = int(self.shards[0].meta["hidden_size"])
 
-    def answers(self) -> Iterator[np.ndarray]:
+    def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
         for shard in self.shards:
             for i in range(len(shard)):
                 start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
@@ -193,6 +198,30 @@ def chosen_layers(text: str, num_target_layers: int) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def shard_meta(config: Any, target_layer_ids: Sequence[int]) -> dict[str, Any]:
+    """Returns what the metadata of shards say of a target and its layers."""
+    hidden_size = int(config.get_text_config().hidden_size)
+    return {
+        "target_layer_ids": list(target_layer_ids),
+        "aux_size": len(target_layer_ids) * hidden_size,
+        "hidden_size": hidden_size,
+    }
+
+
+def check_shard(folder: Path, sequences: Sequence[TokenSequence], meta: Mapping[str, Any]) -> None:
+    """Raises ValueError unless a finished shard holds the states `meta` of `sequences`."""
+    shard = FeatureShard(folder)
+    differ = [f"{name} {shard.meta.get(name)}, not {value}" for name, value in meta.items()
+              if shard.meta.get(name) != value]  # fmt: skip
+    tokens = torch.cat([sequence.tokens for sequence in sequences])
+    if not differ and not np.array_equal(shard.tokens, tokens.numpy()):
+        differ = ["other answers"]
+    if differ:
+        raise ValueError(
+            f"{folder} is there with {', '.join(differ)}; name another folder, or remove that one"
+        )
+
+
 def write_shard(
     folder: Path,
     sequences: Sequence[TokenSequence],
@@ -202,14 +231,11 @@ def write_shard(
     tokens_per_batch: int = 4096,
 ) -> None:
     """Runs the target over `sequences` and writes a shard, which is visible when complete."""
-    hidden_size = int(model.config.get_text_config().hidden_size)  # type: ignore[union-attr, operator]
     write_features(
         folder,
         sequences,
         lambda rows: forward_features(model, [sequences[r].tokens for r in rows], target_layer_ids),
-        aux_size=len(target_layer_ids) * hidden_size,
-        hidden_size=hidden_size,
-        meta={"target_layer_ids": list(target_layer_ids)},
+        meta=shard_meta(model.config, target_layer_ids),
         tokens_per_batch=tokens_per_batch,
     )
 
@@ -220,23 +246,22 @@ def write_features(
     # rows of `sequences` -> aux [S, aux_size] and hidden [S, hidden_size] of each, bfloat16
     forward: Callable[[list[int]], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
     *,
-    aux_size: int,
-    hidden_size: int,
-    meta: dict[str, Any],
+    meta: Mapping[str, Any],
     tokens_per_batch: int = 4096,
 ) -> None:
-    """Writes a shard of what `forward` computes, which is visible when complete."""
+    """Writes a shard of what `forward` computes, which is visible when complete. `meta` holds
+    `aux_size` and `hidden_size`."""
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     offsets = np.zeros(len(sequences) + 1, np.int64)
     offsets[1:] = np.cumsum([len(s.tokens) for s in sequences])
     total = int(offsets[-1])
-    np.save(partial / "tokens.npy", np.concatenate([s.tokens for s in sequences]).astype(np.int32))
+    np.save(partial / "tokens.npy", torch.cat([s.tokens for s in sequences]).int().numpy())
     np.save(partial / "offsets.npy", offsets)
     np.save(partial / "prompt_lens.npy", np.array([s.prompt_len for s in sequences], np.int32))
-    aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, aux_size))
-    hidden = np.memmap(partial / "hidden.bf16", np.uint16, "w+", shape=(total, hidden_size))
+    aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, meta["aux_size"]))
+    hidden = np.memmap(partial / "hidden.bf16", np.uint16, "w+", shape=(total, meta["hidden_size"]))
     for rows in length_batches([len(s.tokens) for s in sequences], tokens_per_batch):
         states, final = forward(rows)
         for row, state, last in zip(rows, states, final, strict=True):
@@ -247,8 +272,6 @@ def write_features(
     hidden.flush()
     record = {
         **meta,
-        "aux_size": aux_size,
-        "hidden_size": hidden_size,
         "sources": [s.source for s in sequences],
         "answer_tokens": int(total - sum(s.prompt_len for s in sequences)),
     }
@@ -273,7 +296,7 @@ def length_batches(lengths: Sequence[int], tokens_per_batch: int) -> Iterator[li
 @torch.no_grad()
 def forward_features(
     model: nn.Module,
-    tokens: Sequence[np.ndarray],
+    tokens: Sequence[torch.Tensor],
     target_layer_ids: Sequence[int],
     to: torch.device | str = "cpu",
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -282,11 +305,8 @@ def forward_features(
 
     Sequences are padded on the right, so causal attention needs no mask.
     """
-    width = max(len(t) for t in tokens)
     device = next(model.parameters()).device
-    ids = torch.zeros(len(tokens), width, dtype=torch.int64)
-    for row, sequence in enumerate(tokens):
-        ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
+    ids = pad_sequence([sequence.long() for sequence in tokens], batch_first=True)
     decoder = decoder_of(model)
     captured: dict[int, torch.Tensor] = {}
 

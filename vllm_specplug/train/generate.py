@@ -152,6 +152,18 @@ def render_all(
             yield prompt.source, ids
 
 
+def check_kinds(counts: Mapping[str, int], chat: ChatTokenizer) -> None:
+    """Raises ValueError for kinds of prompts that cannot be made."""
+    unknown = sorted(set(counts) - set(KINDS))
+    if unknown:
+        raise ValueError(f"--make {unknown[0]}, legal: {', '.join(KINDS)}; correct the name")
+    if counts.get("self") and not chat.has_template:
+        raise ValueError(
+            f"--make self={counts['self']}, legal: 0, because the target has no chat template; "
+            "leave it out"
+        )
+
+
 def make_prompts(
     counts: Mapping[str, int],
     seed: int,
@@ -160,15 +172,10 @@ def make_prompts(
     """Returns `counts[kind]` new prompts of every kind.
 
     Args:
+        counts: of `check_kinds`.
         write_texts: called with prompts, temperature, most tokens and seed, lets the target write
             user turns (`self`).
-
-    Raises:
-        ValueError: for an unknown kind.
     """
-    unknown = sorted(set(counts) - set(KINDS))
-    if unknown:
-        raise ValueError(f"prompt kinds {unknown}, legal: {', '.join(KINDS)}; correct the name")
     prompts: list[Prompt] = []
     for offset, kind in enumerate(KINDS):
         count, rng = counts.get(kind, 0), random.Random(seed * 101 + offset)

@@ -28,6 +28,8 @@ class ChainAcceptance:
     """Rounds by source and number of accepted drafts, and how often the draft of slot 1, 2, .. was
     right, over all anchors. Mean acceptance length = 1 + accepted / rounds."""
 
+    axis: ClassVar[str] = "mean acceptance length of chains"
+
     rounds: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     right: Counter[int] = field(default_factory=Counter)
     seen: Counter[int] = field(default_factory=Counter)
@@ -70,6 +72,15 @@ class ChainAcceptance:
                 round(right / max(self.seen[slot], 1), 3) for slot, right in self.right.items()
             ],
         }
+
+    def curves(self) -> dict[str, float]:
+        """Returns the mean acceptance length of all answers and by the first part of their
+        source."""
+        parts: dict[str, Counter[int]] = defaultdict(Counter)
+        for source, found in sorted(self.rounds.items()):
+            for name in ("all", source.split("/")[0]):
+                parts[name].update(found)
+        return {name: _mean_length(found) for name, found in parts.items()}
 
     def summary(self) -> str:
         """Returns the results as one line."""

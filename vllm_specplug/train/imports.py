@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,8 +11,6 @@ from pathlib import Path
 from vllm_specplug.rows import LeftOut, RowFile
 from vllm_specplug.train.answers import MIN_ANSWER_TOKENS, Answer, AnswerWriter
 from vllm_specplug.train.chat import ChatTokenizer
-
-LEFT_OUT_NAME = "left_out.json"
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,6 @@ def import_answers(
                     prompt_tokens += len(given)
         if not writer.count:
             raise ValueError("the files hold no answer to train on: " + "; ".join(left_out.lines()))
-    (out / LEFT_OUT_NAME).write_text(json.dumps(left_out.places, indent=1) + "\n")
     return Imported(len(order), writer.count, answer_tokens, prompt_tokens, left_out)
 
 

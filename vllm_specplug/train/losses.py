@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm_specplug.train.options import LOSSES
-
 # Each slope function takes logits [n, V'] of draft and target (already divided by the temperature)
 # and returns the rows' losses [n, 1] and their gradient in the draft logits [n, V'].
 
@@ -56,22 +54,10 @@ _compiled_chunk_slope = torch.compile(_chunk_slope, dynamic=False)
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Weighted sum over rows of a loss between softmax(h W^T) and softmax(t Wt^T)."""
+    """Weighted sum over rows of a loss between softmax(h W^T) and softmax(t W^T)."""
 
     @staticmethod
-    def forward(
-        ctx,
-        hidden,
-        teacher,
-        lm_head,
-        teacher_lm_head,
-        labels,
-        weights,
-        kind,
-        temperature,
-        chunk,
-        compiled,
-    ):
+    def forward(ctx, hidden, teacher, lm_head, labels, weights, kind, temperature, chunk, compiled):
         count = hidden.shape[0]
         # With equal chunks one compiled kernel serves all. Padding rows have weight 0.
         padding = -count % chunk if compiled else 0
@@ -81,27 +67,22 @@ class _HeadLoss(torch.autograd.Function):
             labels, weights = F.pad(labels, (0, padding)), F.pad(weights, (0, padding))
         slope_of = _compiled_chunk_slope if compiled else _chunk_slope
         table = lm_head.to(hidden.dtype)
-        table_grad = torch.zeros_like(lm_head) if ctx.needs_input_grad[2] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         grad = torch.empty_like(hidden)
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             logits = hidden[rows] @ table.t()
-            target = None if kind == "sft" else teacher[rows] @ teacher_lm_head.t()
+            target = None if kind == "sft" else teacher[rows] @ lm_head.t()
             loss, slope = slope_of(kind, logits, target, labels[rows], weights[rows], temperature)
             total += loss
             grad[rows] = slope @ table
-            if table_grad is not None:
-                table_grad += slope.t() @ hidden[rows]
-        ctx.save_for_backward(grad[:count], table_grad)
+        ctx.save_for_backward(grad[:count])
         return total
 
     @staticmethod
     def backward(ctx, grad_output):
-        grad, table_grad = ctx.saved_tensors
-        if table_grad is not None:
-            table_grad = table_grad * grad_output
-        return (grad * grad_output.to(grad.dtype), None, table_grad, *[None] * 7)
+        (grad,) = ctx.saved_tensors
+        return (grad * grad_output.to(grad.dtype), *[None] * 8)
 
 
 def head_loss(
@@ -119,8 +100,6 @@ def head_loss(
     temperature: float = 1.0,
     chunk: int = 512,
     compiled: bool = False,
-    # [V', Ht]
-    teacher_lm_head: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Returns the sum over rows of weight times the loss of one predicted token.
 
@@ -130,25 +109,18 @@ def head_loss(
 
     Args:
         hidden: the head's final normed states.
-        teacher: the target's final normed states, whose logits are `teacher @ teacher_lm_head.T`.
+        teacher: the target's final normed states, whose logits are `teacher @ lm_head.T`.
         labels: draft ids, -1 for tokens outside the draft vocabulary.
-        lm_head: rows of the draft vocabulary; a parameter gets its gradient, in its own dtype.
+        lm_head: frozen rows of the draft vocabulary.
         weights: float32; rows of weight 0 add nothing.
         chunk: rows whose logits are alive at a time.
         compiled: fuses the elementwise work with torch.compile.
-        teacher_lm_head: frozen rows of the target's LM head; None: `lm_head`.
-
-    Raises:
-        ValueError: for an unknown loss.
     """
-    if kind not in LOSSES:
-        raise ValueError(f"loss = {kind!r}, legal: {', '.join(LOSSES)}; choose one of them")
-    theirs = lm_head if teacher_lm_head is None else teacher_lm_head
     # Without the token in the draft vocabulary, the target's distribution over the other tokens is
     # renormalised and would teach the head a wrong token.
     weights = torch.where(labels >= 0, weights, 0.0)
     return _HeadLoss.apply(
-        hidden, teacher, lm_head, theirs, labels, weights, kind, temperature, chunk, compiled
+        hidden, teacher, lm_head, labels, weights, kind, temperature, chunk, compiled
     )
 
 

@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -22,19 +21,6 @@ from vllm_specplug.train.features import (
     forward_features,
     length_batches,
 )
-
-
-@dataclass(frozen=True)
-class Text:
-    """A sequence without states: tokens int64 [S], and its index in the store."""
-
-    tokens: torch.Tensor
-    prompt_len: int
-    source: str
-    index: int
-
-    def __len__(self) -> int:
-        return len(self.tokens)
 
 
 class OnlineFeatures(Features):
@@ -68,26 +54,33 @@ class OnlineFeatures(Features):
     def __getitem__(self, index: int) -> Any:
         return self._run([self.text(index)], "cpu", is_training=False)[0]
 
-    def text(self, index: int) -> Text:
+    def text(self, index: int) -> TokenSequence:
         stored = self._sequences[index]
-        tokens = torch.from_numpy(stored.tokens.astype(np.int64))
-        return Text(tokens, stored.prompt_len, stored.source, index)
+        return replace(stored, tokens=stored.tokens.long(), index=index)
 
     def with_states(self, sequences: list[Any]) -> list[Any]:
         return self._run(sequences, self.device, is_training=True)
 
-    def answers(self) -> Iterator[np.ndarray]:
+    def answers(self) -> Iterator[torch.Tensor]:
         for stored in self._sequences:
             yield stored.tokens[stored.prompt_len :]
+
+    def stored_bytes(self) -> int:
+        """Returns what the states of all sequences would take on a disk."""
+        one = self[0]
+        tensors = (part for part in vars(one).values() if isinstance(part, torch.Tensor))
+        states = sum(part.nbytes for part in tensors if part.dtype == torch.bfloat16)
+        tokens = sum(len(sequence.tokens) for sequence in self._sequences)
+        return tokens * states // len(one.tokens)
 
     def sources(self) -> dict[str, int]:
         return count_sources(stored.source for stored in self._sequences)
 
     def _run(
-        self, texts: Sequence[Text], device: torch.device | str, is_training: bool
+        self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool
     ) -> list[Any]:
         made: list[Any] = [None] * len(texts)
-        batches = list(length_batches([len(text) for text in texts], TOKENS_PER_BATCH))
+        batches = list(length_batches([len(text.tokens) for text in texts], TOKENS_PER_BATCH))
         if self.is_sharded:
             # A process that runs fewer batches than another would leave it waiting for weights.
             most = torch.tensor(len(batches), device=self.device)
@@ -100,11 +93,11 @@ class OnlineFeatures(Features):
         return made
 
     def forward(
-        self, texts: Sequence[Text], device: torch.device | str, is_training: bool
+        self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool
     ) -> list[Any]:
         """Returns sequences with their states on a device; a method may need other states, and
         others in training."""
-        tokens = [text.tokens.numpy() for text in texts]
+        tokens = [text.tokens for text in texts]
         aux, hidden = forward_features(self.model, tokens, self.target_layer_ids, device)
         return [
             FeatureSequence(text.tokens, text.prompt_len, a, h, text.source)

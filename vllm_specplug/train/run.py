@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, Generic, TypeVar
+from zlib import crc32
 
 import torch
 from accelerate import Accelerator
@@ -18,6 +20,7 @@ from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
 from vllm_specplug.train.answers import Split, finished_answers
 from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
+from vllm_specplug.train.history import HISTORY_NAME, add_to_history
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
     REPETITIVE_SHARE,
@@ -154,6 +157,12 @@ def open_features(
                 f"features hold layers {store.target_layer_ids}, held-out features "
                 f"{held.target_layer_ids}; make both with the same layers"
             )
+        own, theirs = store.hidden_size, int(TargetWeights(run.target).config["hidden_size"])
+        if own != theirs:
+            raise ValueError(
+                f"features hold states of width {own}, those of the target have {theirs}; make "
+                "features with this target"
+            )
         return open_training(run, recipe, store, held)
     split = Split(finished_answers(run.answers), run.heldout_answers, REPETITIVE_SHARE)
     accelerator = new_accelerator()
@@ -192,10 +201,15 @@ def draft_ids(training: Training[Features], size: int, vocab_from: str = "") -> 
     saved = _saved_ids(training)
     if saved is not None:
         return saved  # the counts may have changed with more data
+    vocab, always = training.vocab_size, training.weights.end_token_ids
     if vocab_from:
         ids = vocabulary_of(vocab_from)
+        if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+            raise ValueError(
+                f"--vocab-from {vocab_from!r} drafts token {int(ids.max())}, legal: 0..{vocab - 1} "
+                "(the target's); name a head of this target"
+            )
     else:
-        vocab, always = training.vocab_size, training.weights.end_token_ids
         ids = draft_vocabulary(training.store, min(size, vocab), vocab, always)
     _save_ids(training, ids)
     return ids
@@ -271,8 +285,9 @@ def train_head(
 ) -> dict[str, Any]:
     """Trains the head of `start(run, recipe)` until `total_steps` or `max_minutes`.
 
-    Writes into `run.out` the state for `resume`, and at every evaluation and at the end `head/`
-    (config.json, model.safetensors, provenance.json). Returns the facts of provenance.json.
+    Writes into `run.out` the state for `resume`, and at every evaluation and at the end
+    history.jsonl with a plot, and `head/` (config.json, model.safetensors, provenance.json).
+    Returns the facts of provenance.json.
 
     Raises:
         ValueError: if a new run would overwrite a saved one, and for data or heads that do not
@@ -293,6 +308,8 @@ def train_head(
         return {}
     if run.resume:
         trainer.resume(run.out)
+    elif training.accelerator.is_main_process:
+        (run.out / HISTORY_NAME).unlink(missing_ok=True)
     store = training.store
     data = {
         "sequences": len(store),
@@ -329,6 +346,8 @@ def train_head(
             }
         )
         log(f"step {trainer.step}: {measured.summary()}")
+        row = {"step": trainer.step, "loss": trainer.loss_average, "curves": measured.curves()}
+        add_to_history(run.out, row, measured.axis)
         made.save(run.out / "head", head)
         write_provenance(run.out / "head", facts)
 
@@ -348,12 +367,15 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
         fixed["target_layer_ids"] = list(store.target_layer_ids)
     if isinstance(run, FeatureRunOptions) and run.answers is not None:
         fixed["heldout_answers"] = run.heldout_answers
+    # Data may grow at their end.
+    tokens = store.text(0).tokens
+    fixed["first_sequence"] = f"{len(tokens)} tokens, CRC {crc32(tokens.numpy().tobytes()):08x}"
     return fixed
 
 
 def estimate(trainer: Trainer) -> str:
-    """Returns steps per epoch, time and memory of a run as text, measured with a few steps, which
-    are not kept."""
+    """Returns steps per epoch, time, disk and memory of a run as text, measured with a few steps,
+    which are not kept."""
     seconds = []
     for _ in range(_MEASURED_STEPS):
         before = trainer.seconds
@@ -367,12 +389,19 @@ def estimate(trainer: Trainer) -> str:
         f"an epoch is about {epoch:,} steps; --total-steps {total:,} is {total / epoch:.1f} epochs "
         f"and takes {step * total / 60:,.0f} minutes, {step:.2f} s per step"
     ]
+    saved = trainer.saved_bytes() / 1e9
+    disk = f"the output folder takes {saved:.2f} GB, and twice as much while the run saves"
     if isinstance(trainer.store, OnlineFeatures):
-        size = local_bytes(trainer.store.model) / 2**30
-        lines.append(f"weights of the target on each process: {size:.2f} GiB")
+        stored, weights = trainer.store.stored_bytes(), local_bytes(trainer.store.model)
+        disk += f"; stored features would take {stored / 1e9:.2f} GB more"
+        lines.append(f"weights of the target on each process: {weights / 2**30:.2f} GiB")
+    lines.append(disk)
     if trainer.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(trainer.device)
         lines.append(f"peak of device memory: {peak / 2**30:.1f} GiB")
+    # Kibibytes, as Linux counts.
+    peak = getrusage(RUSAGE_SELF).ru_maxrss
+    lines.append(f"peak of each process's host memory: {peak / 2**20:.1f} GiB")
     return "\n".join(lines)
 
 

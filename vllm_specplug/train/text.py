@@ -3,40 +3,28 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
-from vllm_specplug.train.answers import answer_shards, keep_answer, read_answers
+from vllm_specplug.train.answers import (
+    MIN_ANSWER_TOKENS,
+    answer_shards,
+    keep_answer,
+    read_answers,
+)
 from vllm_specplug.train.features import (
-    TOKENS_PER_BATCH,
     FeatureStore,
     SequenceStore,
+    TokenSequence,
     count_sources,
-    forward_features,
-    length_batches,
 )
 from vllm_specplug.train.options import REPETITIVE_SHARE
 
-
-@dataclass(frozen=True)
-class TextSequence:
-    """Tokens int64 [S], supervised from `prompt_len` on; `hidden` [S, Ht] are the target's final
-    normed states, None where they are not needed."""
-
-    tokens: torch.Tensor
-    prompt_len: int
-    source: str = ""
-    hidden: torch.Tensor | None = None
-
-    @property
-    def num_supervised(self) -> int:
-        """Number of tokens of the answer."""
-        return len(self.tokens) - self.prompt_len
+logger = logging.getLogger(__name__)
 
 
 class TextStore(SequenceStore):
@@ -60,17 +48,16 @@ class TextStore(SequenceStore):
     ):
         self.folder = Path(folder)
         self.features: FeatureStore | None = None
-        self.model: nn.Module | None = None
-        self.device: torch.device | str = "cpu"
-        self._texts: list[TextSequence] = []
+        self._texts: list[TokenSequence] = []
         files = answer_shards(self.folder)
         if files:
-            rng = random.Random(0)
+            rng, left_out = random.Random(0), 0
             for answer in (a for path in files for a in read_answers(path)):
-                if keep_answer(answer, rng, repetitive_share):
-                    tokens = torch.tensor(answer.prompt_ids + answer.answer_ids, dtype=torch.int32)
-                    self._texts.append(TextSequence(tokens, len(answer.prompt_ids), answer.source))
-            self._texts = [t for t in self._texts if t.num_supervised >= min_supervised]
+                is_kept = keep_answer(answer, rng, repetitive_share)
+                if is_kept and len(answer.answer_ids) >= min_supervised:
+                    self._texts.append(TokenSequence.of(answer))
+                else:
+                    left_out += 1
             self._length = len(self._texts)
         else:
             try:
@@ -87,36 +74,29 @@ class TextStore(SequenceStore):
                 if self.features.length(index) - int(shards[shard].prompt_lens[i]) >= min_supervised
             ]
             self._length = len(self._rows)
+            left_out = len(self.features) - self._length
+        if left_out:
+            logger.warning(
+                "%s: %d of %d answers left out: shorter than %d tokens, or ending in a loop (a "
+                "share of %s of those stays)",
+                folder, left_out, left_out + self._length, max(min_supervised, MIN_ANSWER_TOKENS),
+                repetitive_share,
+            )  # fmt: skip
         if not self._length:
             raise ValueError(
                 f"data folder {str(folder)!r} holds no answer of {min_supervised} tokens or more; "
                 "make longer ones, or lower min_supervised"
             )
 
-    def run_beside(self, model: nn.Module, device: torch.device) -> None:
-        """Lets the frozen target compute the states of a step's answers, on a device."""
-        self.model, self.device = model, device
-
-    def with_states(self, sequences: list[Any]) -> list[Any]:
-        if self.model is None:
-            return sequences
-        made = list(sequences)
-        for rows in length_batches([len(text.tokens) for text in sequences], TOKENS_PER_BATCH):
-            tokens = [sequences[row].tokens.numpy() for row in rows]
-            _, states = forward_features(self.model, tokens, (), self.device)
-            for row, hidden in zip(rows, states, strict=True):
-                made[row] = replace(made[row], hidden=hidden)
-        return made
-
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> TextSequence:
+    def __getitem__(self, index: int) -> TokenSequence:
         if self.features is None:
             text = self._texts[index]
-            return TextSequence(text.tokens.long(), text.prompt_len, text.source)
+            return replace(text, tokens=text.tokens.long())
         row = self.features[self._rows[index]]
-        return TextSequence(row.tokens, row.prompt_len, row.source, row.hidden)
+        return TokenSequence(row.tokens, row.prompt_len, row.source, hidden=row.hidden)
 
     def sources(self) -> dict[str, int]:
         """Returns the number of sequences by the first part of their source."""

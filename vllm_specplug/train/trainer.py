@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -43,6 +43,11 @@ class Measured(Protocol):
     def facts(self) -> dict[str, Any]: ...
 
     def summary(self) -> str: ...
+
+    axis: ClassVar[str]
+    """What the values of `curves` are."""
+
+    def curves(self) -> dict[str, float]: ...
 
 
 class Objective(Protocol):
@@ -174,7 +179,6 @@ class Trainer:
         labels: torch.Tensor,
         weights: torch.Tensor,
         lm_head: torch.Tensor | None = None,
-        teacher_lm_head: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns the recipe's `head_loss`, by default with the draft rows of the LM head."""
         return head_loss(
@@ -186,7 +190,6 @@ class Trainer:
             recipe.loss,
             recipe.temperature,
             compiled=recipe.compile,
-            teacher_lm_head=teacher_lm_head,
         )
 
     def step_loss(self) -> StepLoss:
@@ -272,6 +275,19 @@ class Trainer:
         }
         torch.save(state, path.with_suffix(".tmp"))
         path.with_suffix(".tmp").replace(path)
+
+    def saved_bytes(self) -> int:
+        """Returns the size of the state, once there is one, and of an exported head."""
+        own = sum(parameter.numel() for parameter in self.head.parameters())
+        moments = (
+            value.nbytes
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        )
+        # Parameters and their averages in float32, and the head in bfloat16.
+        return own * (4 + 4 + 2) + sum(moments)
 
     def resume(self, folder: str | Path) -> None:
         """Continues a saved run; learning rates and schedule come from the current options."""

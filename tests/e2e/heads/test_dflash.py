@@ -38,7 +38,7 @@ def make_head(folder: Path) -> Path:
     )
     head = BlockHead(config)
     head.load_state_dict(block.state_dict())
-    made_for = HeadTarget.of(weights.folder, config.unlike_speculators(None))
+    made_for = HeadTarget.of(weights.folder, config, None, "")
     save_block_head(folder, head, target=made_for, dtype=torch.float32)
     return folder
 

@@ -29,7 +29,7 @@ from tests.e2e.pair import (
 )
 from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_eagle3_head
-from vllm_specplug.methods.block.speculators_format import HeadTarget, unlike_speculators
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
 from vllm_specplug.train.target import TargetWeights
 
@@ -59,9 +59,9 @@ def test_the_same_drafts_in_a_batch_and_after_prefix_hits() -> None:
 def test_the_same_drafts_from_the_format_of_speculators(tmp_path: Path) -> None:
     weights, options = TargetWeights(target()), head_options("eagle3_tree")
     head, extras = load_eagle3_head(options["model"], weights.config)
-    unlike = unlike_speculators(head.config, extras.target_ids)
+    made_for = HeadTarget.of(weights.folder, head.config, extras.target_ids, "")
     save_eagle3_head(
-        tmp_path, head, target=HeadTarget.of(weights.folder, unlike), depth=3,
+        tmp_path, head, target=made_for, depth=3,
         target_ids=extras.target_ids, lm_head=extras.lm_head,
         embed_tokens=weights.tables().embed_tokens, dtype=torch.float32,
     )  # fmt: skip

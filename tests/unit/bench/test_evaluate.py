@@ -151,7 +151,7 @@ def test_a_refused_turn_leaves_the_answers_before_it(server: Server, tmp_path: P
     assert list(left_out.places.values()) == [[str(tmp_path / "a.jsonl:1")]]
 
 
-def test_cells_before_a_servers_death_are_written(
+def test_an_evaluation_that_a_servers_death_ends_is_continued(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "VllmServer", Running)
@@ -174,6 +174,18 @@ def test_cells_before_a_servers_death_are_written(
     }  # fmt: skip
     (cell,) = written["results"]
     assert (cell["data"], cell["answers"]) == ("first", 1)
+    result = CliRunner().invoke(cli.evaluate_app, [*command, "--output-len", "9"])
+    assert result.exit_code == 2 and "has results with output_len = 256, not 9" in result.output
+    server.is_dead = False
+    sets_of(tmp_path, LeftOut(), second=[{"prompt": "two"}, {"wrong": 1}])
+    asked = len(server.asked)
+    for _ in range(2):  # the second time, nothing is left to do
+        result = CliRunner().invoke(cli.evaluate_app, command)
+        assert result.exit_code == 0 and "second" in result.output, result.output
+        written = json.loads(out.read_text())
+        assert [cell["data"] for cell in written["results"]] == ["first", "second"]
+        assert written["results"][0] == cell and len(server.asked) == asked + 1
+        assert list(written["left_out"].values()) == [[f"{tmp_path / 'second.jsonl'}:2"]]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from vllm_specplug.train.answers import (
     plan_requests,
     read_answers,
     read_plan,
+    refuse_other_settings,
     write_plan,
 )
 
@@ -70,13 +71,22 @@ def test_interrupted_generation_resumes_without_redoing(tmp_path):
     assert third.calls == 0
 
 
-def test_bad_shares_and_missing_plan_are_named(tmp_path):
-    with pytest.raises(ValueError, match="sampled_share = 2"):
-        plan_requests(PROMPTS, sampled_share=2, temperatures=[1.0], seed=0)
-    with pytest.raises(ValueError, match="temperatures"):
-        plan_requests(PROMPTS, sampled_share=0.5, temperatures=[0.0], seed=0)
+def test_missing_and_damaged_files_are_named(tmp_path):
     with pytest.raises(ValueError, match="specplug data generate"):
         read_plan(tmp_path)
+    requests = plan_requests(PROMPTS, sampled_share=0.0, temperatures=[1.0], seed=1)
+    write_plan(tmp_path, requests, {"max_tokens": 8})
+    with (tmp_path / "prompts.jsonl").open("a") as plan:
+        plan.write('{"source": "a", "prom')
+    with pytest.raises(ValueError, match=f"prompts.jsonl:{len(requests) + 1} is damaged"):
+        read_plan(tmp_path)
+
+
+def test_a_plan_is_continued_with_its_own_settings(tmp_path):
+    write_plan(tmp_path, [], {"max_tokens": 8, "make": {"code": 2}})
+    refuse_other_settings(tmp_path, {"max_tokens": 8, "make": {"code": 2}, "seed": 0})
+    with pytest.raises(ValueError, match=f"max_tokens = 9, but {tmp_path} was begun with 8"):
+        refuse_other_settings(tmp_path, {"max_tokens": 9})
 
 
 def test_loops_are_recognised_and_partly_dropped():

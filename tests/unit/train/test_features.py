@@ -42,17 +42,16 @@ def test_features_are_the_layers_outputs_and_the_teacher(feature_folders, target
 
 
 def test_an_interrupted_shard_is_not_seen(tmp_path, target_model):
-    import numpy as np
 
-    sequences = [TokenSequence(np.arange(3, 20), 5, "a")] * 4
+    sequences = [TokenSequence(torch.arange(3, 20), 5, "a")] * 4
     write_shard(tmp_path / "shard-00000", sequences, target_model, (1,))
 
     def stop(_rows):
         raise KeyboardInterrupt
 
-    sizes = {"aux_size": 8, "hidden_size": 8, "meta": {}}
+    meta = {"aux_size": 8, "hidden_size": 8}
     with pytest.raises(KeyboardInterrupt):
-        write_features(tmp_path / "shard-00001", sequences, stop, **sizes)
+        write_features(tmp_path / "shard-00001", sequences, stop, meta=meta)
     assert len(FeatureStore(tmp_path)) == 4
     write_shard(tmp_path / "shard-00001", sequences, target_model, (1,))
     assert len(FeatureStore(tmp_path)) == 8

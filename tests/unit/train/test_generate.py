@@ -73,6 +73,14 @@ class Generator:
         return [([9, 10, 11, 2], True) for _ in requests]
 
 
+def test_a_base_model_writes_no_turns_of_users(tmp_path: Path, target_folder: Path) -> None:
+    target = chat_target(tmp_path / "chat", target_folder, None)
+    command = ["generate", "--target", str(target), "--out", str(tmp_path / "data")]
+    result = runner.invoke(data_app, [*command, "--make", "self=3"])
+    assert result.exit_code == 2
+    assert "--make self=3, legal: 0, because the target has no chat template" in result.stderr
+
+
 @pytest.mark.parametrize("template", ["plain", None])
 def test_prompts_of_any_length_are_answered_also_by_base_models(
     tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch, template: str | None

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.train.heads import Job
+from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.heldout import ChainAcceptance, ChainObjective
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -53,15 +54,10 @@ class Successor(ChainObjective):
 def test_a_head_that_knows_the_answer_is_accepted_to_the_full_depth(monkeypatch) -> None:
     monkeypatch.setattr(Successor, "anchors_per_batch", 2)
     tables = DraftTables(torch.zeros(60, 2), torch.zeros(50, 2), torch.arange(10, 60))
-    texts = [Text(torch.arange(20, 20 + n), 2, "x") for n in (2, 11)]
+    texts = [TokenSequence(torch.arange(20, 20 + n), 2, "x") for n in (2, 11)]
     found = Successor().measure(None, texts, tables)
     # Nine tokens after the prompt are an anchor, three drafts and a token of the target twice.
     assert found.rounds == {"x": Counter({3: 2})}
-
-
-class Text:
-    def __init__(self, tokens: torch.Tensor, prompt_len: int, source: str) -> None:
-        self.tokens, self.prompt_len, self.source = tokens, prompt_len, source
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.unit.conftest import LAYERS, greedy_sequences
 from tests.unit.train.heads import Job, write_answers
 from vllm_specplug.methods.longspec.train import features as longspec
 from vllm_specplug.train.answers import Answer, AnswerWriter, Split, answer_shards
-from vllm_specplug.train.features import TokenSequence, write_shard
+from vllm_specplug.train.features import FeatureStore, TokenSequence, write_shard
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.target import TargetWeights
 from vllm_specplug.train.text import TextStore
@@ -93,8 +93,8 @@ def test_a_local_head_learns_the_distribution_of_a_target_beside_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(TargetWeights, "load", lambda *_: target_float32)
-    texts = TextStore(answers)
-    rows = [TokenSequence(text.tokens.numpy(), text.prompt_len, text.source) for text in texts]
+    store = TextStore(answers)
+    rows = [store[index] for index in range(len(store))]
     write_shard(tmp_path / "stored" / "shard-00000", rows, target_float32, LAYERS)
     frozen = {"learning_rate": 1e-30, "adam_learning_rate": 1e-30, "ema_decay": 0.0}
     stored = make_job("gru by KL", "a", **frozen).changed(data=tmp_path / "stored")
@@ -181,11 +181,18 @@ def test_what_processes_cannot_share_is_refused(jobs: Any, monkeypatch: pytest.M
 @pytest.mark.parametrize("kind", ["stored", "online"])
 def test_a_dry_run_tells_what_is_needed_and_writes_nothing(kind: str, jobs: Any) -> None:
     stored, online = jobs("jetspec")
+    dry = online.changed(dry_run=True)
+    store = dry.start(dry.run, dry.recipe).training.store
+    states = FeatureStore(stored.run.features).shards
+    assert store.stored_bytes() == sum(part.aux.nbytes + part.hidden.nbytes for part in states)
     job = (stored if kind == "stored" else online).changed(dry_run=True)
     assert job.train() == ([], {})
     (told,) = job.lines
-    beside = r"\nweights of the target on each process: 0\.00 GiB$"
+    beside = r"\nweights of the target on each process: 0\.00 GiB\n"
     assert bool(re.search(beside, told)) == (kind == "online")
+    assert ("stored features would take 0.00 GB more" in told) == (kind == "online")
+    assert re.search(r"\nthe output folder takes 0\.00 GB", told)
+    assert re.search(r"\npeak of each process's host memory: \d+\.\d GiB$", told)
     assert re.search(r"an epoch is about \d+ steps; --total-steps 12 is .* s per step", told)
     assert not job.run.out.exists()
 

@@ -11,7 +11,7 @@ import pytest
 
 from vllm_specplug.rows import LeftOut
 from vllm_specplug.train import prompts
-from vllm_specplug.train.generate import KINDS, make_prompts
+from vllm_specplug.train.generate import make_prompts
 
 
 @pytest.mark.parametrize("maker", [prompts.topic_prompts, prompts.self_instruct_prompts])
@@ -78,5 +78,3 @@ def test_make_prompts_uses_the_target_for_turns(tmp_path):
     assert kinds.count("topic") == 3
     assert kinds.count("self") == 5
     assert asked == [(5, 1.0)]
-    with pytest.raises(ValueError, match=", ".join(KINDS)):
-        make_prompts({"poems": 1}, 0, write_texts)

@@ -30,8 +30,8 @@ STEPS = 3
 # Options of our trainer, by the kind of head.
 OURS: dict[str, dict[str, Any]] = {
     "eagle3": {"speculators": True},
-    "dflash": {"mask_token_id": MASK, "speculators": True},
-    "dspark": {"mask_token_id": MASK, "speculators": True},
+    "dflash": {"mask_token_id": MASK},
+    "dspark": {"mask_token_id": MASK},
 }
 METHODS = {"eagle3": "eagle3_tree", "dflash": "ddtree", "dspark": "dspark_tree"}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -61,10 +60,10 @@ def test_tables_and_features_are_the_targets(tmp_path: Path, family: str) -> Non
     assert weights.config["num_hidden_layers"] == LAYERS
     assert weights.config["intermediate_size"] in (48, 4 * HIDDEN)
     assert torch.equal(tables.embed_tokens, model.get_input_embeddings().weight)
-    tokens = np.arange(3, 20)
+    tokens = torch.arange(3, 20)
     aux, final = forward_features(model, [tokens], (0, LAYERS - 1))
     with torch.no_grad():
-        out = model(torch.from_numpy(tokens)[None], output_hidden_states=True)
+        out = model(tokens[None], output_hidden_states=True)
     hidden = out.hidden_states[1][0]
     torch.testing.assert_close(aux[0][:, :HIDDEN].float(), hidden, rtol=0.02, atol=0.02)
     cap = getattr(model.config, "final_logit_softcapping", None)

@@ -37,8 +37,9 @@ def answers(tmp_path):
     return write_answers(tmp_path / "answers", made)
 
 
-def test_answers_are_read_and_short_ones_left_out(answers):
+def test_answers_are_read_and_short_ones_left_out(answers, caplog):
     store = TextStore(answers, min_supervised=5)
+    assert "2 of 4 answers left out: shorter than 5 tokens" in caplog.text
     assert [s.tokens.tolist() for s in store] == [
         [1, 9, 9, 4, 5, 4, 6, 2],
         [1, 7, 7, 7, 8, 8, 8, 3, 2, 10, 10],

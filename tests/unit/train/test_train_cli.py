@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from types import SimpleNamespace
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from tests.unit.train.chat_targets import chat_target
@@ -48,6 +52,12 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
                      layers="0,2", heldout_answers=3)  # fmt: skip
         assert result.exit_code == 0, result.output
 
+    for changed, words in (({"layers": "0,1"}, "is there with target_layer_ids [0, 2], not [0, 1]"),
+                           ({"heldout_answers": 2}, "is there with other answers")):  # fmt: skip
+        given = {"layers": "0,2", "heldout_answers": 3, **changed}
+        result = run(data_app, "features", target=target_folder, data=data, **folders, **given)
+        assert result.exit_code == 2 and words in " ".join(result.stderr.split()), result.output
+
     def train(kind, **options):
         out = tmp_path / kind
         result = run(train_app, kind, "--no-compile", target=target_folder, out=out,
@@ -71,6 +81,9 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
         ("generate", {"max_tokens": 300}, "--max-tokens 300, legal: up to 255"),
         ("generate", {"max_tokens": 200, "max_prompt_tokens": 100},
          "--max-prompt-tokens 100, legal: 0..56 for this target beside --max-tokens 200"),
+        ("generate", {"make": "poems=2"}, "--make poems, legal: topic, code, self"),
+        ("generate", {"temperatures": "0.7,hot"}, "--temperatures '0.7,hot', legal: numbers > 0"),
+        ("generate", {"temperatures": "0"}, "--temperatures '0', legal: numbers > 0"),
         ("longspec-features", {"heldout_answers": 64}, "64 holds 10 of 10 answers out"),
         ("features", {"heldout_answers": 64},
          "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),
@@ -97,6 +110,18 @@ def test_held_out_answers_that_are_most_of_the_data_are_told(
     assert result.exit_code == 0, result.output
     assert told in " ".join(result.stderr.split())
     assert bool(told) == ("--heldout-answers" in result.stderr)
+
+
+def test_a_disk_that_is_too_small_is_named_before_the_target_runs(
+    data, tmp_path, target_folder, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000))
+    result = run(data_app, "features", target=target_folder, data=data, out=tmp_path / "f",
+                 heldout=tmp_path / "h", heldout_answers=3, layers="0,2")  # fmt: skip
+    assert result.exit_code == 2
+    # 10 sequences of 24 tokens, 3 states of 32 numbers each.
+    told = "features take 0.00 GB, the disk of .* has 0.00 GB free; use another disk"
+    assert re.search(told, result.stderr) and not (tmp_path / "f" / "shard-00000").exists()
 
 
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):
@@ -129,6 +154,24 @@ def test_make_counts_are_parsed_strictly():
     for bad in ("code", "code=", "code=-1", "code=x"):
         with pytest.raises(ValueError, match="KIND=NUMBER"):
             parse_counts([bad])
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [("jetspec", "--ema-decay=1.5"), ("dspark", "--markov-rank=0"), ("dels", "--total-steps=0"),
+     ("longspec", "--tokens-per-step=1"), ("dels", "--position-gamma=-1")],
+)  # fmt: skip
+def test_numbers_outside_their_range_are_named(kind, option, tmp_path):
+    result = run(train_app, kind, option, target="t", out=tmp_path)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option.split('=')[0]}'" in result.output
+
+
+def test_every_option_is_explained():
+    apps = [typer.main.get_command(app) for app in (data_app, train_app)]
+    named = [(name, option.name) for app in apps for name, command in app.commands.items()
+             for option in command.params if not option.help]  # fmt: skip
+    assert not named
 
 
 def test_default_layers_spread_to_the_last():

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import torch
-
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
@@ -26,12 +24,7 @@ from vllm_specplug.methods.block.layer_config import (
     written_windows,
 )
 from vllm_specplug.methods.block.rotary import Rotary
-from vllm_specplug.methods.block.speculators_format import (
-    HeadTarget,
-    head_fields,
-    layer_fields,
-    unlike_speculators,
-)
+from vllm_specplug.methods.block.speculators_format import HeadTarget, head_fields, layer_fields
 from vllm_specplug.options import is_integer
 
 logger = logging.getLogger(__name__)
@@ -267,8 +260,8 @@ class BlockHeadConfig:
         }
 
     def to_speculators(self, target: HeadTarget) -> dict[str, Any]:
-        """Returns a speculators `config.json` object, which `from_dict` reads back unchanged unless
-        `unlike_speculators` says why not."""
+        """Returns a speculators `config.json` object of a bidirectional head whose masks read a
+        token. `from_dict` reads it back unchanged unless `unlike_speculators` says why not."""
         return {
             **head_fields("dflash", "DFlashDraftModel", self.num_draft_tokens, target),
             "transformer_layer_config": layer_fields(self, "qwen3", self.layer_windows),
@@ -280,14 +273,6 @@ class BlockHeadConfig:
             "sample_from_anchor": self.sample_from_anchor,
             "sliding_window_non_causal": not (self.windows and self.sliding_causal),
         }
-
-    def unlike_speculators(self, target_ids: torch.Tensor | None) -> str:
-        """Returns why speculators cannot load a head that drafts `target_ids`; empty if it can."""
-        if self.causal:
-            return "causal = True, legal: False (a slot attends its whole block)"
-        if self.mask_token_id is None:
-            return "mask_token_id = None (a trained vector), legal: a token (--mask-token-id)"
-        return unlike_speculators(self, target_ids)
 
 
 def _stated_names(raw: Mapping[str, Any]) -> list[str]:

@@ -29,14 +29,20 @@ class HeadTarget:
     architectures: tuple[str, ...]
 
     @classmethod
-    def of(cls, folder: Path, unlike: str) -> Self:
-        """Returns the target in `folder`.
+    def of(cls, folder: Path, config: Any, target_ids: torch.Tensor | None, option: str) -> Self:
+        """Returns the target in `folder`, for a head that drafts `target_ids`.
+
+        Args:
+            option: what asked for the format.
 
         Raises:
-            ValueError: if speculators cannot load the head for the reason `unlike`.
+            ValueError: if speculators cannot load the head.
         """
+        unlike = unlike_speculators(config, target_ids)
         if unlike:
-            raise ValueError(f"--speculators with {unlike}; correct it, or leave --speculators out")
+            raise ValueError(
+                f"{option} with {unlike} in the format of speculators; leave {option} out"
+            )
         config = read_json_object(folder / "config.json", "a target's config")
         return cls(str(folder), tuple(config.get("architectures") or ()))
 

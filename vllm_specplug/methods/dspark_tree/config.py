@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
-
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size
 from vllm_specplug.drafting.head_config import require, require_size
 from vllm_specplug.methods.block.config import (
@@ -149,11 +147,6 @@ class DSparkConfig(BlockHeadConfig):
             **head_fields("dspark", "DSparkDraftModel", self.num_draft_tokens, target),
             **self._markov_fields(),
         }
-
-    def unlike_speculators(self, target_ids: torch.Tensor | None) -> str:
-        if self.markov_head_type == "domino":
-            return f"markov_head_type = 'domino', legal: {', '.join(_HEAD_TYPES)}"
-        return super().unlike_speculators(target_ids)
 
     def _markov_fields(self) -> dict[str, Any]:
         return {

@@ -246,16 +246,15 @@ class Eagle3Config:
         }
 
     def to_speculators(self, target: HeadTarget, depth: int) -> dict[str, Any]:
-        """Returns a speculators `config.json` object, which vLLM's own method reads too.
+        """Returns a speculators `config.json` object of a head that drafts token by token, which
+        vLLM's own method reads too.
 
         Args:
             depth: tokens that the head was trained to draft in a row.
         """
-        kind = "eagle3" if self.mask_token_id is None else "peagle"
-        architecture = "Eagle3DraftModel" if kind == "eagle3" else "PEagleDraftModel"
         flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         return {
-            **head_fields(kind, architecture, depth, target),
+            **head_fields("eagle3", "Eagle3DraftModel", depth, target),
             "transformer_layer_config": {
                 **layer_fields(self, "qwen3" if self.qk_norm else "llama", self.windows),
                 # vLLM's own method looks for it there, and takes 3 without it.
@@ -263,7 +262,6 @@ class Eagle3Config:
             },
             "draft_vocab_size": self.draft_vocab_size,
             **{name: getattr(self, name) for name in flags},
-            **({} if self.mask_token_id is None else {"mask_token_id": self.mask_token_id}),
             **self._layers(),
         }
 

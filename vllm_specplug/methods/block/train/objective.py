@@ -53,13 +53,18 @@ def completed(recipe: BlockRecipe, config: BlockHeadConfig) -> BlockRecipe:
     """Returns the recipe with the head's default decay if it names none.
 
     Raises:
-        ValueError: for short blocks of a bidirectional head.
+        ValueError: for short blocks of a bidirectional head, or that are not shorter.
     """
     if recipe.short_block_share > 0 and not config.causal:
         raise ValueError(
             f"short_block_share = {recipe.short_block_share}, legal: 0 for a bidirectional "
             "head, whose slots attend the whole block: shorter blocks are another task; "
             "leave it out"
+        )
+    if recipe.short_block_share > 0 and not 2 <= recipe.short_block_size < config.block_size:
+        raise ValueError(
+            f"--short-block-size {recipe.short_block_size}, legal: 2..{config.block_size - 1}, "
+            f"below the head's block of {config.block_size}; correct it"
         )
     if recipe.position_gamma is None:
         return replace(recipe, position_gamma=default_gamma(config))
@@ -107,7 +112,7 @@ class BlockObjective(ChainObjective):
         config: BlockHeadConfig = trainer.head.config
         size = config.block_size
         short = torch.rand((), generator=generator).item() < recipe.short_block_share
-        if short and recipe.short_block_size >= 2:
+        if short:
             size = recipe.short_block_size
         wanted = recipe.anchors_per_step * config.block_size // size
         return draw_blocks(trainer, recipe, size, wanted, config.first_slot, generator)

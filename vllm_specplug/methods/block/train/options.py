@@ -17,17 +17,10 @@ MaskToken = Annotated[
     int | None,
     Option(
         min=0,
-        help="Token whose embedding the masked slots read, one not in any text. speculators "
-        "and vLLM's own methods need it. Default: a trained vector.",
+        help="Token whose embedding the masked slots read, one not in any text. The head is then "
+        "written in the format of the library speculators, which vLLM's own methods read too. "
+        "Default: a trained vector.",
         show_default=False,
-    ),
-]
-Speculators = Annotated[
-    bool,
-    Option(
-        "--speculators",
-        help="Write the head in the format of the library speculators, with the tables that it "
-        "needs.",
     ),
 ]
 
@@ -41,10 +34,6 @@ class AnchorRecipe(Recipe):
     anchors_per_sequence: Annotated[
         int, Option(min=0, help="Maximum blocks of an answer; 0: no limit.")
     ] = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_least(anchors_per_step=1, anchor_stride=1, anchors_per_sequence=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +55,6 @@ class BlockRun(NewHeadOptions):
 class WholeBlockRun(BlockRun):
     """Folders and shape of a bidirectional block head's run."""
 
-    speculators: Speculators = False
     mask_token_id: MaskToken = None
 
 
@@ -89,11 +77,15 @@ class BlockRecipe(AnchorRecipe, DistillationRecipe):
             min=0, help="Train a share of the steps on blocks of this size; 0: none. jetspec only."
         ),
     ] = 0
-    short_block_share: Annotated[float, Option(min=0, max=1)] = 0.0
+    short_block_share: Annotated[float, Option(min=0, max=1, help="That share; 0: none.")] = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_share("short_block_share")
+        if (self.short_block_size > 0) != (self.short_block_share > 0):
+            raise ValueError(
+                f"--short-block-size {self.short_block_size} with --short-block-share "
+                f"{self.short_block_share}, legal: both or neither; add the other"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ import torch
 
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.block.train.objective import BlockObjective, compile_head, completed
 from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun, WholeBlockRun
 from vllm_specplug.methods.block.train.start import (
     continued_block,
     head_config_for,
     init_from_target,
+    speculators_target,
 )
 from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
@@ -36,9 +36,7 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
     if recipe.compile:
         compile_head(head)
     tables = training.draft_tables(ids)
-    target: HeadTarget | None = None
-    if isinstance(run, WholeBlockRun) and run.speculators:
-        target = HeadTarget.of(run.target, config.unlike_speculators(ids))
+    target = speculators_target(training, config, ids)
     return HeadInTraining(
         training=training,
         head=head,

@@ -15,6 +15,7 @@ from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import Training, continued_ids
 from vllm_specplug.train.target import (
@@ -72,6 +73,20 @@ def check_mask_token(token: int | None, vocab_size: int) -> None:
             f"--mask-token-id {token}, legal: 0..{vocab_size - 1} (the target's tokens); name one "
             "of them"
         )
+
+
+def speculators_target(
+    training: Training[Features], config: BlockHeadConfig, target_ids: torch.Tensor
+) -> HeadTarget | None:
+    """Returns the target to write a head for in the format of speculators. None for a head whose
+    masks read a trained vector, which that format cannot hold.
+
+    Raises:
+        ValueError: if speculators cannot load the head.
+    """
+    if config.mask_token_id is None:
+        return None
+    return HeadTarget.of(training.run.target, config, target_ids, "--mask-token-id")
 
 
 def _longest(target: dict[str, Any]) -> int:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.text import TextSequence
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class LocalBatch:
     teacher: torch.Tensor | None
 
 
-def local_anchors(sequence: TextSequence, limit: int, generator: torch.Generator) -> torch.Tensor:
+def local_anchors(sequence: TokenSequence, limit: int, generator: torch.Generator) -> torch.Tensor:
     """Returns at most `limit` random anchors, int64 ascending: supervised positions whose next
     token is supervised too."""
     legal = torch.arange(sequence.prompt_len, len(sequence.tokens) - 1)
@@ -31,7 +31,7 @@ def local_anchors(sequence: TextSequence, limit: int, generator: torch.Generator
 
 
 def pack_local(
-    sequences: list[TextSequence], anchors: list[torch.Tensor], block_size: int
+    sequences: list[TokenSequence], anchors: list[torch.Tensor], block_size: int
 ) -> LocalBatch:
     """Returns the blocks at the anchors of several sequences. Tokens past the end of a sequence
     repeat its last token and are not valid."""

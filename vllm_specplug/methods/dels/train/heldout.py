@@ -6,14 +6,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from vllm_specplug.methods.dels.train.batch import pack_local
 from vllm_specplug.methods.local.head import LocalHead
-from vllm_specplug.train.text import TextSequence
+from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.trainer import to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -23,8 +23,15 @@ class LocalReport:
     """Mean cross-entropies in nats: of the head after it has read 1, 2, .. tokens, and of the
     unigram prior, which reads none."""
 
+    axis: ClassVar[str] = "cross-entropy in nats"
+
     by_tokens_read: list[float]
     unigram: float
+
+    def curves(self) -> dict[str, float]:
+        """Returns the cross-entropies by what is read."""
+        read = enumerate(self.by_tokens_read, 1)
+        return {"unigram": self.unigram, **{f"{count} read": value for count, value in read}}
 
     def facts(self) -> dict[str, Any]:
         """Returns the values for provenance.json."""
@@ -41,7 +48,7 @@ class LocalReport:
 @torch.no_grad()
 def heldout_losses(
     head: LocalHead,
-    sequences: Sequence[TextSequence],
+    sequences: Sequence[TokenSequence],
     block_size: int,
     tables: DraftTables,
 ) -> list[float]:
@@ -67,7 +74,7 @@ def heldout_losses(
 
 
 def unigram_loss(
-    log_prior: torch.Tensor, sequences: Sequence[TextSequence], target_ids: torch.Tensor
+    log_prior: torch.Tensor, sequences: Sequence[TokenSequence], target_ids: torch.Tensor
 ) -> float:
     """Returns the mean cross-entropy in nats of the prior, renormalised to the scored tokens."""
     scored = torch.full_like(log_prior, -math.inf)

@@ -17,9 +17,9 @@ from vllm_specplug.methods.dels.train.batch import LocalBatch, local_anchors, pa
 from vllm_specplug.methods.dels.train.heldout import LocalReport, heldout_losses, unigram_loss
 from vllm_specplug.methods.dels.train.options import LocalRecipe
 from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.text import TextSequence
 from vllm_specplug.train.trainer import StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
@@ -57,7 +57,7 @@ class LocalObjective:
         recipe, generator = self.recipe, trainer.step_generator()
         dense = trainer.head.config.kind == "markov"
 
-        def pick(sequence: TextSequence, left: int) -> torch.Tensor:
+        def pick(sequence: TokenSequence, left: int) -> torch.Tensor:
             if dense:
                 return local_anchors(sequence, 1 << 30, generator)
             at = local_anchors(sequence, recipe.anchors_per_sample, generator)
@@ -69,21 +69,15 @@ class LocalObjective:
     def forward(
         self, head: LocalHead, tokens: torch.Tensor, embed_tokens: torch.Tensor
     ) -> torch.Tensor:
-        """[A, L] -> [A * L, H or r]: inputs of the target's LM head or of the head's own table."""
-        ranks = head.ranks(tokens, embed_tokens)[0]
-        if head.config.lm_head_mode == "target_lm_head":
-            ranks = head.rank_to_hidden(ranks)
-        return ranks.flatten(0, 1)
+        """[A, L] -> [A * L, H]: inputs of the target's LM head."""
+        return head.rank_to_hidden(head.ranks(tokens, embed_tokens)[0]).flatten(0, 1)
 
     def loss(self, trainer: Trainer, batch: LocalBatch) -> StepLoss:
-        recipe, head = self.recipe, trainer.head
+        recipe, table = self.recipe, trainer.tables.lm_head
         outputs = trainer.forward(batch.tokens)
-        own = head.config.lm_head_mode == "low_rank"
-        theirs = trainer.tables.lm_head
-        table = head.low_rank_lm_head.weight if own else theirs
         rows = self.step_vocabulary(trainer.step)
         if rows is not None:
-            table, theirs = table[rows], theirs[rows]
+            table = table[rows]
         loss = trainer.distil(
             recipe,
             outputs,
@@ -91,12 +85,11 @@ class LocalObjective:
             trainer.to_draft[batch.labels].flatten(),
             slot_weights(batch.valid, recipe.position_gamma),
             lm_head=table,
-            teacher_lm_head=theirs if own else None,
         )
         return StepLoss(loss, loss, int(batch.valid.sum()), batch.tokens.numel())
 
     def measure(
-        self, head: LocalHead, sequences: Sequence[TextSequence], tables: DraftTables
+        self, head: LocalHead, sequences: Sequence[TokenSequence], tables: DraftTables
     ) -> LocalReport:
         return LocalReport(
             heldout_losses(head, sequences, self.block_size, tables),

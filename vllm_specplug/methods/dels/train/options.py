@@ -40,25 +40,6 @@ class LocalRun(RunOptions):
     ] = 0
     hidden_size: Annotated[int, Option(min=1, help="State size of the GRU.")] = 1024
     rank: Annotated[int, Option(min=1, help="Rank of the output.")] = 256
-    input_size: Annotated[
-        int, Option(min=0, help="Input size of the GRU; 0: the embedding's width.")
-    ] = 0
-    parameterization: Annotated[
-        str,
-        Option(
-            help="target_factorized: reads the target's embeddings; direct_vocab: a separate table."
-        ),
-    ] = "target_factorized"
-    lm_head_mode: Annotated[
-        str,
-        Option(
-            help="target_lm_head: the target's LM head times a matrix; low_rank: a separate table."
-        ),
-    ] = "target_lm_head"
-    rank_activation: Annotated[str, Option(help="silu or identity; gru only.")] = "silu"
-    anchor_input: Annotated[
-        bool, Option(help="Whether serving feeds the anchor (training does).")
-    ] = False
     min_supervised: Annotated[
         int, Option(min=2, help="Answers with fewer tokens are left out.")
     ] = 32
@@ -84,7 +65,7 @@ class LocalRecipe(DistillationRecipe):
         ),
     ] = "sft"
     position_gamma: Annotated[
-        float, Option(help="Offset k has weight exp(-k/gamma); 0: equal weights.")
+        float, Option(min=0, help="Offset k has weight exp(-k/gamma); 0: equal weights.")
     ] = 7.0
     anchors_per_step: Annotated[int, Option(min=1, help="Blocks per step and process.")] = 1024
     anchors_per_sample: Annotated[int, Option(min=1, help="Maximum blocks per answer.")] = 64
@@ -99,9 +80,6 @@ class LocalRecipe(DistillationRecipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_least(
-            anchors_per_step=1, anchors_per_sample=1, position_gamma=0, vocab_per_step=0
-        )
         if self.loss == "sft" and self.vocab_per_step:
             raise ValueError(
                 f"vocab_per_step = {self.vocab_per_step}, legal with loss sft: 0, since an "

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,39 +15,39 @@ from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dels.unigram import log_prior
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.provenance import head_identity
-from vllm_specplug.train.run import HeadInTraining, open_training
+from vllm_specplug.train.run import HeadInTraining, Training, open_training
 from vllm_specplug.train.text import TextStore
 from vllm_specplug.train.vocabulary import DraftTables
 
+_SHAPE = ("kind", "hidden_size", "input_size", "rank", "rank_activation")
 
-def local_config(run: LocalRun, target: dict[str, Any], drafted: int) -> LocalHeadConfig:
-    """Returns the shape of the head to train; a head with its own table scores `drafted` tokens."""
+
+def local_config(run: LocalRun, target: dict[str, Any]) -> LocalHeadConfig:
+    """Returns the shape of the head to train. The target's LM head scores every token, trained on
+    or not."""
     check_kind(run.kind)
-    gru = run.kind == "gru"
     return LocalHeadConfig(
         kind=run.kind,  # type: ignore[arg-type]
         vocab_size=int(target["vocab_size"]),
         target_hidden_size=int(target["hidden_size"]),
         rank=run.rank,
-        hidden_size=run.hidden_size if gru else 0,
-        input_size=run.input_size,
-        # The target's LM head scores every token, trained on or not.
-        draft_vocab_size=drafted if run.lm_head_mode == "low_rank" else 0,
-        parameterization=run.parameterization,  # type: ignore[arg-type]
-        lm_head_mode=run.lm_head_mode,  # type: ignore[arg-type]
-        rank_activation=run.rank_activation if gru else "identity",  # type: ignore[arg-type]
-        anchor_input=run.anchor_input,
+        hidden_size=run.hidden_size if run.kind == "gru" else 0,
+        lm_head_mode="target_lm_head",
     )
 
 
 def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     """Returns a new head."""
     store, heldout = TextStore(run.data, run.min_supervised), TextStore(run.heldout)
-    training = open_training(run, recipe, store, heldout)
+    training: Training[Any] = open_training(run, recipe, store, heldout)
     if recipe.loss != "sft" and store.features is None:
         device = training.accelerator.device
-        store.run_beside(training.weights.load_frozen(device), device)
+        model = training.weights.load_frozen(device)
+        texts = map(store.__getitem__, range(len(store)))
+        beside = OnlineFeatures(run.data, texts, model, (), device)
+        training = replace(training, store=beside)
     target, vocab_size = training.weights.config, training.vocab_size
     ids, block_size = torch.arange(vocab_size), run.block_size
     if run.backbone:
@@ -57,30 +58,24 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     if block_size < 2:
         raise ValueError(f"block_size = {block_size}, legal: an integer >= 2; raise it")
     counts = store.answer_counts(vocab_size)
-    config = local_config(run, target, len(ids))
+    config = local_config(run, target)
     trained = 2 if config.kind == "markov" else block_size
     ranked = torch.argsort(counts[ids], descending=True, stable=True)
     prior = log_prior(counts, vocab_size)
     # The head is small, so its embeddings keep the precision of its parameters.
     embed_tokens = training.tables.embed_tokens.float()
     tables = DraftTables(embed_tokens, training.draft_tables(ids).lm_head, ids)
-    target_ids = ids if config.draft_vocab_size < vocab_size else None
     torch.manual_seed(recipe.seed)
     return HeadInTraining(
         training=training,
         head=LocalHead(config),
         tables=tables,
         objective=LocalObjective(recipe, trained, ranked, prior),
-        shape={"block_size": trained, **_shape(config)},
+        shape={"block_size": trained, **{name: getattr(config, name) for name in _SHAPE}},
         data={
             "kind": "answers" if store.features is None else "features",
             "answer_tokens": int(counts.sum()),
         },
         origin={"backbone": head_identity(run.backbone)} if run.backbone else {},
-        save=lambda folder, head: save_local_head(folder, head, target_ids=target_ids),
+        save=save_local_head,
     )
-
-
-def _shape(config: LocalHeadConfig) -> dict[str, Any]:
-    names = ("kind", "hidden_size", "input_size", "rank", "parameterization", "lm_head_mode")
-    return {name: getattr(config, name) for name in (*names, "rank_activation", "anchor_input")}

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 from typer import Option
 
-from vllm_specplug.methods.block.train.options import AnchorRecipe, MaskToken, Speculators
+from vllm_specplug.methods.block.train.options import AnchorRecipe, MaskToken
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import NewHeadOptions
@@ -37,7 +37,6 @@ class DSparkRun(NewHeadOptions):
         ),
     ] = 64
     mask_token_id: MaskToken = None
-    speculators: Speculators = False
     confidence: Annotated[
         bool,
         Option("--confidence/--no-confidence", help="Train the confidence head too."),
@@ -61,10 +60,6 @@ class DSparkRecipe(AnchorRecipe):
     position_gamma: Annotated[
         float, Option(min=0, help="Slot k has weight exp(-k/gamma); 0: equal weights.")
     ] = 4.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_least(ce_weight=0, l1_weight=0, confidence_weight=0, position_gamma=0)
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
-from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.block.train.objective import compile_head
 from vllm_specplug.methods.block.train.start import (
     continued_block,
     head_config_for,
     init_from_target,
+    speculators_target,
 )
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head, save_dspark_head
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
@@ -32,8 +32,6 @@ from vllm_specplug.train.run import (
 
 def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
     """Returns a new head from the target's layers, or the head in `run.init_from`."""
-    if run.markov_rank < 1:
-        raise ValueError(f"--markov-rank {run.markov_rank}, legal: 1 or more; raise it")
     training = open_features(run, recipe)
     store, weights = training.store, training.weights
     if run.init_from:
@@ -50,9 +48,7 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
     if recipe.compile:
         compile_head(model.block)
     config, tables = model.config, training.draft_tables(ids)
-    target: HeadTarget | None = None
-    if run.speculators:
-        target = HeadTarget.of(run.target, config.unlike_speculators(ids))
+    target = speculators_target(training, config, ids)
 
     def save(folder: Path, model: DSparkModel) -> None:
         confidence = model.confidence_head.proj if config.confidence_size else None

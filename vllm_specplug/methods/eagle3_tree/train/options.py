@@ -9,7 +9,6 @@ from typing import Annotated, ClassVar
 import typer
 from typer import Option
 
-from vllm_specplug.methods.block.train.options import Speculators
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import DistillationRecipe, NewHeadOptions
@@ -28,7 +27,14 @@ class Eagle3Run(NewHeadOptions):
             "rows where it is missing.",
         ),
     ] = True
-    speculators: Speculators = False
+    speculators: Annotated[
+        bool,
+        Option(
+            "--speculators",
+            help="Write the head in the format of the library speculators, with the tables that it "
+            "needs.",
+        ),
+    ] = False
     norm_output: Annotated[
         bool,
         Option(
@@ -49,12 +55,11 @@ class Eagle3Recipe(DistillationRecipe):
     step_decay: Annotated[
         float, Option(help="Weight of each of them relative to the one before.")
     ] = 0.8
-    anchors_per_step: Annotated[int, Option(min=1)] = 512
-    anchors_per_sequence: Annotated[int, Option(min=1)] = 96
+    anchors_per_step: Annotated[int, Option(min=1, help="Anchors per step and process.")] = 512
+    anchors_per_sequence: Annotated[int, Option(min=1, help="Maximum anchors of an answer.")] = 96
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.require_least(steps=1, anchors_per_step=1, anchors_per_sequence=1)
         self.require_positive("step_decay")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
-from vllm_specplug.methods.block.speculators_format import HeadTarget, unlike_speculators
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_eagle3_head
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
@@ -103,7 +103,7 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
     tables = training.draft_tables(ids, lm_head)
     made_for: HeadTarget | None = None
     if run.speculators:
-        made_for = HeadTarget.of(run.target, unlike_speculators(head.config, ids))
+        made_for = HeadTarget.of(run.target, head.config, ids, "--speculators")
 
     def save(folder: Path, head: Eagle3Head) -> None:
         # speculators 0.9.0 leaves tables that are missing uninitialised.

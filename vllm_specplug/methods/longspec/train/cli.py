@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,29 +25,33 @@ def features(
     anchor_offsets: Annotated[
         bool, typer.Option(help="Shift positions, for sequences shorter than those to be served.")
     ] = True,
-    heldout_answers: Annotated[int, typer.Option(min=0)] = 64,
-    tokens_per_batch: Annotated[int, typer.Option(min=1)] = 4096,
-    seed: common.Seed = 0,
+    heldout_answers: Annotated[
+        int, typer.Option(min=0, help="With --heldout: greedy answers kept for it.")
+    ] = 64,
+    tokens_per_batch: common.TokensPerBatch = 4096,
+    seed: Annotated[int, typer.Option(help="Seed of the shifts.")] = 0,
 ) -> None:
     """Runs the target once and stores its last layer's keys and values, as LongSpec reads them."""
     import numpy as np
     import torch
-    from transformers import AutoModelForCausalLM
 
-    from vllm_specplug.methods.longspec.train.features import draw_offset, write_kv_shard
+    from vllm_specplug.methods.longspec.train.features import (
+        draw_offset,
+        kv_meta,
+        write_kv_shard,
+    )
     from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import TokenSequence
+    from vllm_specplug.train.run import new_accelerator
+    from vllm_specplug.train.target import load_target
 
     with common.friendly_errors():
         files = finished_answers(data)
         aside = 0 if heldout is None else heldout_answers
         split = common.checked_split(files, aside, REPETITIVE_SHARE)
         check_target(str(target))
-        process = common.Process()
-        model = AutoModelForCausalLM.from_pretrained(
-            target, dtype=torch.bfloat16, local_files_only=True
-        )
-        model = model.eval().to(process.device)
+        accelerator = new_accelerator()
+        model: Any = load_target(target, torch.bfloat16).to(accelerator.device)
         most = model.config.max_position_embeddings
 
         def write(folder: Path, part: list[TokenSequence], salt: int) -> None:
@@ -56,7 +60,7 @@ def features(
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
             write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, process)
+        common.write_split(split, out, heldout, write, accelerator, kv_meta(model.config))
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

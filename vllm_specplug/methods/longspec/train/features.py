@@ -20,9 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 
-from vllm_specplug.train.features import FeatureStore, TokenSequence, write_features
-from vllm_specplug.train.online import OnlineFeatures, Text
+from vllm_specplug.train.features import (
+    FeatureSequence,
+    FeatureStore,
+    TokenSequence,
+    write_features,
+)
+from vllm_specplug.train.online import OnlineFeatures
 
 # Of the paper; its code draws 0 to 4.
 KEPT_POSITIONS = 4
@@ -56,48 +62,43 @@ class KVFeatureStore(FeatureStore):
                 f"feature folder {str(folder)!r} holds outputs of layers, legal: last-layer keys "
                 "and values; make them with `specplug data longspec-features`"
             )
-        self.num_kv_heads, self.head_dim = meta["num_kv_heads"], meta["head_dim"]
+        self.shape = meta["num_kv_heads"], meta["head_dim"]
 
     def __getitem__(self, index: int) -> KVSequence:  # type: ignore[override]
         shard, i = self.items[index]
-        features = self.shards[shard][i]
-        keep, offset = self.shards[shard].meta["offsets"][i]
-        key, value = features.aux.unflatten(-1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
-        return KVSequence(
-            features.tokens,
-            torch.from_numpy(offset_positions(len(features.tokens), keep, offset)),
-            features.prompt_len,
-            key,
-            value,
-            features.hidden,
-            features.source,
-        )
+        features, offset = self.shards[shard][i], self.shards[shard].meta["offsets"][i]
+        return _shifted(features, features.aux, features.hidden, offset, self.shape)
 
 
 class OnlineKV(OnlineFeatures):
     """Answers as `KVSequence`, with shifted positions in training."""
 
     def forward(
-        self, texts: Sequence[Text], device: torch.device | str, is_training: bool
+        self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool
     ) -> list[KVSequence]:
         most = int(self.model.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
         offsets = [
-            draw_offset(len(text), most, np.random.default_rng(text.index))
+            draw_offset(len(text.tokens), most, np.random.default_rng(text.index))
             if is_training
             else (0, 0)
             for text in texts
         ]
-        shape = kv_shape(self.model.config)
-        tokens = [text.tokens.numpy() for text in texts]
+        shape, tokens = kv_shape(self.model.config), [text.tokens for text in texts]
         pairs, hidden = forward_kv(self.model, tokens, offsets, device)
-        made = []
-        for text, pair, final, (keep, offset) in zip(texts, pairs, hidden, offsets, strict=True):
-            key, value = pair.unflatten(-1, (2, *shape)).unbind(1)
-            positions = torch.from_numpy(offset_positions(len(text), keep, offset))
-            made.append(
-                KVSequence(text.tokens, positions, text.prompt_len, key, value, final, text.source)
-            )
-        return made
+        return [_shifted(*made, shape) for made in zip(texts, pairs, hidden, offsets, strict=True)]
+
+
+def _shifted(
+    text: TokenSequence | FeatureSequence,
+    pairs: torch.Tensor,
+    hidden: torch.Tensor,
+    offset: Sequence[int],
+    shape: tuple[int, int],
+) -> KVSequence:
+    """Returns a sequence with its [keys | values] [S, 2 * Hkv * Dh] of `shape`."""
+    key, value = pairs.unflatten(-1, (2, *shape)).unbind(1)
+    positions = offset_positions(len(text.tokens), *offset)
+    return KVSequence(text.tokens, positions, text.prompt_len, key, value, hidden, text.source)
 
 
 def kv_shape(config: Any) -> tuple[int, int]:
@@ -107,9 +108,21 @@ def kv_shape(config: Any) -> tuple[int, int]:
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def offset_positions(length: int, keep: int, offset: int) -> np.ndarray:
+def kv_meta(config: Any) -> dict[str, Any]:
+    """Returns what the metadata of shards say of a target."""
+    kv_heads, head_dim = kv_shape(config)
+    return {
+        "target_layer_ids": [config.num_hidden_layers - 1],
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "aux_size": 2 * kv_heads * head_dim,
+        "hidden_size": int(config.hidden_size),
+    }
+
+
+def offset_positions(length: int, keep: int, offset: int) -> torch.Tensor:
     """Returns positions int64 [length], all but the first `keep` shifted by `offset`."""
-    positions = np.arange(length, dtype=np.int64)
+    positions = torch.arange(length)
     positions[keep:] += offset
     return positions
 
@@ -129,8 +142,6 @@ def write_kv_shard(
     tokens_per_batch: int = 4096,
 ) -> None:
     """Runs the target over `sequences` with shifted positions and writes one shard."""
-    config: Any = model.config
-    kv_heads, head_dim = kv_shape(config)
 
     def forward(rows: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return forward_kv(model, [sequences[r].tokens for r in rows], [offsets[r] for r in rows])
@@ -139,14 +150,7 @@ def write_kv_shard(
         folder,
         sequences,
         forward,
-        aux_size=2 * kv_heads * head_dim,
-        hidden_size=int(config.hidden_size),
-        meta={
-            "target_layer_ids": [config.num_hidden_layers - 1],
-            "num_kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "offsets": [list(pair) for pair in offsets],
-        },
+        meta={**kv_meta(model.config), "offsets": [list(pair) for pair in offsets]},
         tokens_per_batch=tokens_per_batch,
     )
 
@@ -155,7 +159,7 @@ def write_kv_shard(
 @torch.no_grad()
 def forward_kv(
     model: nn.Module,
-    tokens: Sequence[np.ndarray],
+    tokens: Sequence[torch.Tensor],
     offsets: Sequence[tuple[int, int]],
     to: torch.device | str = "cpu",
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -163,13 +167,9 @@ def forward_kv(
     right-padded sequences, bfloat16, on a device."""
     from transformers import DynamicCache
 
-    width = max(len(t) for t in tokens)
     device = next(model.parameters()).device
-    ids = torch.zeros(len(tokens), width, dtype=torch.int64)
-    positions = torch.zeros_like(ids)
-    for row, (sequence, (keep, offset)) in enumerate(zip(tokens, offsets, strict=True)):
-        ids[row, : len(sequence)] = torch.from_numpy(np.asarray(sequence, np.int64))
-        positions[row] = torch.from_numpy(offset_positions(width, keep, offset))
+    ids = pad_sequence([sequence.long() for sequence in tokens], batch_first=True)
+    positions = torch.stack([offset_positions(ids.shape[1], *offset) for offset in offsets])
     cache: Any = DynamicCache(config=getattr(model, "config", None))
     # With a mask, transformers does not take a jump of the positions for another sequence.
     output = getattr(model, "model", model)(

@@ -36,7 +36,3 @@ class LongSpecRecipe(DistillationRecipe):
     gradient_checkpointing: Annotated[
         bool, Option(help="Recompute the layer in the backward pass.")
     ] = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_least(tokens_per_step=2, max_staleness=1)

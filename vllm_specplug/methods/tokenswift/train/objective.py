@@ -9,6 +9,7 @@ tokens are predicted, because the target chose them.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from vllm_specplug.train.features import Features, FeatureSequence
 from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.trainer import StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
+
+logger = logging.getLogger(__name__)
 
 
 def last_layer_columns(store: Features, num_layers: int, hidden_size: int) -> slice:
@@ -45,13 +48,23 @@ def training_rows(sequence: FeatureSequence, num_heads: int) -> tuple[int, int]:
 
 
 def require_rows(store: Features, num_heads: int) -> None:
-    """Raises ValueError for features without a position to train on."""
+    """Counts answers without a position to train on.
+
+    Raises:
+        ValueError: if none has one.
+    """
     bounds = (training_rows(store.text(index), num_heads) for index in range(len(store)))
-    if not any(end > first for first, end in bounds):
+    short = sum(end == first for first, end in bounds)
+    if short == len(store):
         raise ValueError(
             f"no answer in {str(store.folder)!r} is longer than {num_heads + 1} tokens; "
             "make longer ones"
         )
+    if short:
+        logger.warning(
+            "%s: %d of %d answers have %d tokens or fewer, and are not trained on",
+            store.folder, short, len(store), num_heads + 1,
+        )  # fmt: skip
 
 
 def new_heads(config: TokenSwiftConfig, final_norm: torch.Tensor) -> TokenSwiftHeads:

@@ -39,10 +39,6 @@ class TokenSwiftRecipe(DistillationRecipe):
     compile: bool = True
     tokens_per_step: Annotated[int, Option(min=1, help="Positions per step.")] = 1024
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.require_least(tokens_per_step=1)
-
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""

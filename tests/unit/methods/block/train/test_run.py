@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vllm_specplug.methods.block.checkpoint import load_block_head
+from vllm_specplug.methods.block.speculators_format import HeadTarget
 from vllm_specplug.methods.block.train.objective import default_gamma
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
 from vllm_specplug.train.target import TargetWeights
@@ -70,6 +71,15 @@ def test_bidirectional_heads_refuse_short_blocks(make_job):
 
 
 @pytest.mark.parametrize(
+    ("size", "share", "words"),
+    [(3, 0.0, "legal: both or neither"), (0, 0.5, "legal: both or neither"), (4, 0.5, r"2\.\.3")],
+)
+def test_short_blocks_have_a_size_and_a_share(size, share, words, make_job):
+    with pytest.raises(ValueError, match=f"--short-block-size {size}.*{words}"):
+        make_job("jetspec", short_block_share=share, short_block_size=size).train()
+
+
+@pytest.mark.parametrize(
     ("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (12, 5.0 + 2 / 3), (4, 2.0)]
 )
 def test_default_gamma_follows_the_block_size_of_bidirectional_heads(block_size, gamma):
@@ -92,32 +102,27 @@ def test_masks_may_read_a_token_of_the_target(kind, make_job, target_folder):
     new = make_job(kind, "new", total_steps=3, mask_token_id=5)
     continued = make_job(kind, "next", total_steps=3, mask_token_id=5, init_from=str(first.head))
     for job in (new, continued):
+        trained = job.trainer().head
+        block = trained.block if kind == "dspark" else trained
+        assert not isinstance(block.mask_embedding, nn.Parameter)
+        assert torch.equal(block.mask_embedding.float(), row)
         job.train()
-        head, _, *_ = LOADERS[kind](job.head, target.config)
-        assert head.config.mask_token_id == 5 and not isinstance(head.mask_embedding, nn.Parameter)
-        assert torch.equal(head.mask_embedding.float(), row)
+        written = json.loads((job.head / "config.json").read_text())
+        assert written["speculators_model_type"] == kind
+        head, extras, *_ = LOADERS[kind](job.head, target.config)
+        assert head.config.mask_token_id == 5 and extras.mask_from_embedding
         with pytest.raises(ValueError, match="mask_token_id = None, but the checkpoint has 5"):
             job.changed(resume=True, total_steps=4, mask_token_id=None).train()
     with pytest.raises(ValueError, match=r"--mask-token-id 64, legal: 0\.\.63"):
         make_job(kind, "other", mask_token_id=64).train()
 
 
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        ("dflash", r"mask_token_id = None \(a trained vector\), legal: a token"),
-        ("dspark", r"mask_token_id = None \(a trained vector\), legal: a token"),
-    ],
-)
-def test_a_head_that_speculators_cannot_load_is_refused(kind, words, make_job):
-    with pytest.raises(ValueError, match=f"--speculators with {words}.*leave --speculators out"):
-        make_job(kind, speculators=True).train()
-
-
-def test_other_layers_and_orders_of_draft_tokens_than_those_of_speculators(make_job):
+def test_a_head_that_speculators_cannot_load_is_refused(make_job):
     job = make_job("dflash", mask_token_id=5)
-    config = job.start(job.run, job.recipe).head.config
-    assert not config.unlike_speculators(torch.tensor([1, 4, 6]))
-    assert "ascending" in config.unlike_speculators(torch.tensor([4, 1, 6]))
+    config, ids = job.trainer().head.config, torch.tensor([1, 4, 6])
+    assert HeadTarget.of(job.run.target, config, ids, "--x").name == str(job.run.target)
     partial = replace(config, partial_rotary_factor=0.5)
-    assert "partial_rotary_factor = 0.5, legal: 1" in partial.unlike_speculators(None)
+    with pytest.raises(ValueError, match=r"--x with partial_rotary_factor = 0\.5, legal: 1 .*out"):
+        HeadTarget.of(job.run.target, partial, ids, "--x")
+    with pytest.raises(ValueError, match="tokens in another order, legal: ascending tokens"):
+        HeadTarget.of(job.run.target, config, ids.flip(0), "--x")

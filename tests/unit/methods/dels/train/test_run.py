@@ -11,34 +11,29 @@ import torch
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dels.train.batch import local_anchors, pack_local
-from vllm_specplug.train.text import TextSequence
-
-DIRECT = {"input_size": 10, "parameterization": "direct_vocab", "lm_head_mode": "low_rank"}
+from vllm_specplug.train.features import TokenSequence
 
 
-@pytest.mark.parametrize("shape", [{}, DIRECT], ids=["gru", "own"])
-def test_run_with_a_backbone_leaves_a_loadable_head(make_job, target_folder, shape):
+def test_run_with_a_backbone_leaves_a_loadable_head(make_job, target_folder):
     backbone = make_job("dflash", "backbone", total_steps=3)
     backbone.train()
-    job = make_job("gru", backbone=str(backbone.head), block_size=0, **shape)
+    job = make_job("gru", backbone=str(backbone.head), block_size=0)
     _, facts = job.train()
     config = json.loads((target_folder / "config.json").read_text())
     head, ids = load_local_head(job.head, config)
     assert head.config.hidden_size == 12
-    block, extras = load_block_head(backbone.head, config)
-    if shape:
-        assert torch.equal(ids, extras.target_ids)
-    else:
-        assert ids is None  # the target's LM head scores every token
+    block, _ = load_block_head(backbone.head, config)
+    assert ids is None  # the target's LM head scores every token
     assert facts["shape"]["block_size"] == block.config.block_size == 4
     assert facts["backbone"]["name"] == "head"
     assert len(facts["heldout"]["cross_entropy_by_tokens_read"]) == 3
     assert any("held-out" in line for line in job.lines)
 
 
-def text(prompt: list[int], answer: list[int]) -> TextSequence:
+def text(prompt: list[int], answer: list[int]) -> TokenSequence:
     tokens = torch.tensor(prompt + answer)
-    return TextSequence(tokens, len(prompt), "x", torch.arange(len(tokens)).float()[:, None])
+    states = torch.arange(len(tokens)).float()[:, None]
+    return TokenSequence(tokens, len(prompt), "x", hidden=states)
 
 
 def test_only_answers_are_supervised_and_read():
