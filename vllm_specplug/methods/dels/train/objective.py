@@ -70,7 +70,7 @@ class LocalObjective:
         self, head: LocalHead, tokens: torch.Tensor, embed_tokens: torch.Tensor
     ) -> torch.Tensor:
         """[A, L] -> [A * L, H or r]: inputs of the target's LM head or of the head's own table."""
-        ranks = head.ranks(tokens, embed_tokens)[0]
+        ranks = head.ranks(tokens, embed_tokens)
         if head.config.lm_head_mode == "target_lm_head":
             ranks = head.rank_to_hidden(ranks)
         return ranks.flatten(0, 1)
