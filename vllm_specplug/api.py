@@ -33,7 +33,7 @@ from vllm_specplug.drafting.method import (
     TargetInfo,
 )
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
-from vllm_specplug.drafting.requests import DraftPenalty, DraftRequests
+from vllm_specplug.drafting.requests import DraftPenalties, DraftRequests
 from vllm_specplug.options import option_error
 from vllm_specplug.registry import get_method, method_names, register
 from vllm_specplug.tree import DraftTree, build_tree, merge_trees
@@ -46,7 +46,7 @@ __all__ = [
     "CommittedTokens",
     "DraftCache",
     "DraftCacheSpec",
-    "DraftPenalty",
+    "DraftPenalties",
     "DraftPlan",
     "DraftRequests",
     "DraftTree",

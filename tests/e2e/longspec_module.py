@@ -50,7 +50,14 @@ def module_tree(
     embeddings and LM head."""
     embed_tokens, lm_head = tables
     window = slice(max(0, anchor - head.config.window_size), anchor)
-    seen = head.window_kv(embed_tokens[sequence.tokens[window]], sequence.positions[window])
+    seen: list[torch.Tensor] = []
+
+    def remember(q: torch.Tensor, *own: torch.Tensor) -> torch.Tensor:
+        seen.extend(own)
+        return q
+
+    embeds = embed_tokens[sequence.tokens[window]]
+    head(embeds, sequence.positions[window], remember, lambda q: q)
     key, value = (x[None, :anchor].to(lm_head) for x in (sequence.key, sequence.value))
 
     def logits(branch: list[int]) -> torch.Tensor:

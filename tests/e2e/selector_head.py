@@ -10,9 +10,8 @@ import torch
 
 from tests.e2e.fork_server import REPO
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
-from vllm_specplug.methods.block.checkpoint import load_block_head
+from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.methods.dflash2_tree.checkpoint import save_dflash2_head
 from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
 _TARGET = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
@@ -49,4 +48,5 @@ def _make(folder: Path) -> None:
     codebooks = (random(config.vocab_size, _RANK) * 0.3 for _ in range(2))
     projection = random(_RANK, config.hidden_size) / config.hidden_size**0.5
     ids = target_ids_or_all(extras.target_ids, config.vocab_size)
-    save_dflash2_head(folder, head, *codebooks, projection, target_ids=ids)
+    extra = dict(zip(config.extra_tensors, (*codebooks, projection), strict=True))
+    save_block_head(folder, head, extra=extra, target_ids=ids)

@@ -208,7 +208,6 @@ def make_dflash2_head(
     windows: tuple[int | None, ...] = (24, None),
 ) -> Path:
     """A random DFlash2 head for `make_target`'s model; a layer, with its sliding window, each."""
-    from vllm_specplug.methods.dflash2_tree.checkpoint import save_dflash2_head
     from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
     block = make_block_head(
@@ -226,7 +225,9 @@ def make_dflash2_head(
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     predecessors, successors = torch.randn(2, vocab_size, 16) * 0.5
     projection = torch.randn(16, HIDDEN) / HIDDEN**0.5
-    save_dflash2_head(folder, head, predecessors, successors, projection, dtype=torch.float32)
+    tables = (predecessors, successors, projection)
+    extra = dict(zip(head.config.extra_tensors, tables, strict=True))
+    save_block_head(folder, head, extra=extra, dtype=torch.float32)
     return folder
 
 

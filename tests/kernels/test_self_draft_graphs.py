@@ -37,11 +37,11 @@ pytest.importorskip("vllm")
 
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import (
-    DevicePenalties,
     DeviceRequests,
     DeviceTrees,
     TokenHistory,
 )
+from vllm_specplug.drafting.requests import DraftPenalties
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -266,7 +266,7 @@ def test_penalties_ranks_and_adapters_are_launched(
     drafts.graphs.capture_drafts()
     requests = drafts.requests(STEPS[0][0])
     assert drafts.graphs(requests) is not None
-    penalties = DevicePenalties(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2))
+    penalties = DraftPenalties(torch.zeros(2, 3, dtype=torch.int64), torch.ones(2))
     assert requests.history is not None
     given = replace(requests, history=replace(requests.history, penalties=penalties))
     before = PretendedGraph.replays

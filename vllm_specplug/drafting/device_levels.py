@@ -120,9 +120,7 @@ def _best_nodes(
 ) -> DeviceTrees:
     device = budgets.device
     if not levels:
-        shape = (len(budgets), num_nodes)
-        numbers = torch.zeros(shape, dtype=torch.int32, device=device)
-        return DeviceTrees(numbers.long(), numbers, numbers, numbers.float(), numbers[:, 0])
+        return DeviceTrees.none(len(budgets), num_nodes, device)
     # [R, C] each
     tokens, parents, scores = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     node_depths = torch.cat([

@@ -7,45 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from vllm_specplug.drafting.requests import DraftPenalties
+
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class DevicePenalties:
-    """`DraftPenalty` of R requests whose tokens are on the device."""
-
-    # [R, W] int64 last tokens of each request, -1 for none
-    token_ids: torch.Tensor
-    # [R] float32
-    thetas: torch.Tensor
-
-    def select(self, rows: torch.Tensor) -> DevicePenalties:
-        """Returns the penalties of the requests at `rows` [n]."""
-        return DevicePenalties(self.token_ids[rows], self.thetas[rows])
-
-    def apply(self, logits: torch.Tensor, first: int, draft_ids: torch.Tensor | None) -> None:
-        """Penalises logits [n, D, V'] of n requests in place, starting with request `first`.
-
-        Args:
-            draft_ids: int64 [V] draft id of each target token, -1 for none; None if both
-                vocabularies are the same.
-        """
-        import torch
-
-        rows = slice(first, first + len(logits))
-        tokens, thetas = self.token_ids[rows], self.thetas[rows]
-        if draft_ids is not None:
-            kept = (tokens >= 0) & (tokens < len(draft_ids))
-            tokens = torch.where(kept, draft_ids[torch.where(kept, tokens, 0)], -1)
-        is_recent = (tokens >= 0) & (tokens < logits.shape[-1])
-        # Entries without a token write to token 0, with the same value as token 0's own entry.
-        tokens = torch.where(is_recent, tokens, 0)
-        is_recent = is_recent | (is_recent & (tokens == 0)).any(1, keepdim=True)
-        theta = torch.where(is_recent, thetas[:, None], 1.0)[:, None]
-        tokens = tokens[:, None].expand(-1, logits.shape[1], -1)
-        before = logits.gather(2, tokens)
-        logits.scatter_(2, tokens, torch.where(before > 0, before / theta, before * theta))
 
 
 @dataclass(frozen=True)
@@ -66,7 +31,7 @@ class TokenHistory:
     min_context_lens: list[int]
     max_context_lens: list[int]
     # None if no request has a penalty
-    penalties: DevicePenalties | None = None
+    penalties: DraftPenalties | None = None
 
     def select(self, rows: torch.Tensor, host_rows: Sequence[int]) -> TokenHistory:
         """Returns the history of the requests at `rows` [n], which `host_rows` repeats."""

@@ -18,6 +18,8 @@ _SIZES = (
     "draft_vocab_size",
     "target_hidden_size",
 )
+# Head sizes of model types that set one, for configs without a head size.
+_HEAD_DIMS = {"qwen3": 128}
 
 
 def require(condition: bool, name: str, value: object, legal: str) -> None:
@@ -46,6 +48,28 @@ def required_size(raw: Mapping[str, Any], name: str, max_value: int = MAX_SIZE) 
     """Returns a field of a parsed config. Raises as `require_size`."""
     require_size(name, raw.get(name), max_value)
     return raw[name]
+
+
+def read_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the sizes of a decoder layer and its norms' epsilon from a parsed config.
+
+    Raises:
+        ValueError: for the first size that is missing or illegal.
+    """
+    hidden, heads = required_size(raw, "hidden_size"), required_size(raw, "num_attention_heads")
+    model_type, eps = raw.get("model_type"), raw.get("rms_norm_eps")
+    usual = _HEAD_DIMS.get(model_type) if isinstance(model_type, str) else None
+    head_dim = raw.get("head_dim") or usual or hidden // heads
+    require_size("head_dim", head_dim)
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": required_size(raw, "intermediate_size"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "vocab_size": required_size(raw, "vocab_size"),
+        "rms_norm_eps": 1e-6 if eps is None else eps,
+    }
 
 
 def check_layer_shape(config: Any) -> None:

@@ -129,12 +129,9 @@ class BranchStatistics:
 class NgramBranches:
     """N-gram branches for every running request."""
 
-    def __init__(
-        self, count: int, max_length: int, suffix: int = MAX_SUFFIX, vocab_size: int = 1 << 31
-    ) -> None:
+    def __init__(self, count: int, max_length: int, vocab_size: int = 1 << 31) -> None:
         self.count = count
         self.vocab_size = vocab_size
-        self.suffix = suffix
         self.max_length = max_length
         self.statistics = BranchStatistics()
         self._indices: dict[str, NgramIndex] = {}
@@ -152,7 +149,7 @@ class NgramBranches:
         if index is None or index.num_tokens > len(tokens):
             from vllm_specplug.kernels import make_ngram_index
 
-            index = self._indices[req_id] = make_ngram_index(self.suffix)
+            index = self._indices[req_id] = make_ngram_index(MAX_SUFFIX)
             self._pending.pop(req_id, None)
             self._latest.pop(req_id, None)
         self._learn(req_id, tokens)
@@ -188,7 +185,7 @@ class NgramBranches:
         merged = list(trees)
         if requests.width == 1:
             return merged
-        rates = self.statistics.first_token_rates(self.suffix)
+        rates = self.statistics.first_token_rates(MAX_SUFFIX)
         for r, tree in enumerate(trees):
             req_id, tokens = requests.req_ids[r], requests.token_ids[r]
             # Also updates the index, and keeps the branches for `_learn`.

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,36 @@ def device_tensor(
 
 
 @dataclass(frozen=True)
-class DraftPenalty:
-    """The change that the target's sampler will make to the logits of some tokens, for drafts to
-    make as well."""
+class DraftPenalties:
+    """The contextual penalties (`tree.contextual_penalty`) that the target's sampler will apply to
+    R requests, for drafts to apply as well."""
 
-    # [n] int64, distinct
+    # [R, W] int64 last tokens of each request, -1 for none
     token_ids: torch.Tensor
-    apply: Callable[[torch.Tensor, torch.Tensor], None]
-    """Changes logits [..., V] in place; takes the indices int64 [n] of the tokens in them."""
+    # [R] float32
+    thetas: torch.Tensor
+
+    def select(self, rows: torch.Tensor) -> DraftPenalties:
+        """Returns the penalties of the requests at `rows` [n]."""
+        return DraftPenalties(self.token_ids[rows], self.thetas[rows])
+
+    def apply(self, logits: torch.Tensor, first: int, draft_ids: torch.Tensor | None) -> None:
+        """Penalises logits [n, D, V'] of n requests in place, starting with request `first`.
+
+        Args:
+            draft_ids: int64 [V] draft id of each target token, -1 for none; None if both
+                vocabularies are the same.
+        """
+        import torch
+
+        from vllm_specplug.tree.contextual_penalty import penalise
+
+        rows = slice(first, first + len(logits))
+        tokens = self.token_ids[rows]
+        if draft_ids is not None:
+            kept = (tokens >= 0) & (tokens < len(draft_ids))
+            tokens = torch.where(kept, draft_ids[torch.where(kept, tokens, 0)], -1)
+        penalise(logits, tokens, self.thetas[rows])
 
 
 @dataclass(frozen=True)
@@ -51,8 +73,8 @@ class DraftRequests:
     depths: list[int] = field(default_factory=list)
     # [R] maximum depth of a draft forward; 0 for requests with lookups only. Empty for `depths`
     forward_depths: list[int] = field(default_factory=list)
-    # [R] the contextual penalty of each request, None for none. Empty if no request has one
-    penalties: list[DraftPenalty | None] = field(default_factory=list)
+    # None if no request has a penalty
+    penalties: DraftPenalties | None = None
     width: int = 1
     """Maximum children per node; 1 requests chains."""
     min_node_prob: float = 0.0
@@ -79,8 +101,12 @@ class DraftRequests:
             for name, values in vars(self).items()
             if isinstance(values, list) and name not in ("depths", "forward_depths") and values
         }
+        penalties = self.penalties
+        if penalties is not None:
+            penalties = penalties.select(device_tensor(chosen, penalties.thetas.device))
         return chosen, DraftRequests(
             **columns,
+            penalties=penalties,
             depths=[self.forward_depths[r] for r in chosen],
             width=self.width,
             min_node_prob=self.min_node_prob,

@@ -12,26 +12,23 @@ the same function to the same tokens, so drafts do not change the output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 
-def recent_tokens(prompt: Sequence[int], output: Sequence[int], window: int) -> list[int]:
-    """Returns the distinct tokens among the last `window` of prompt and output, ascending.
-
-    Negative ids (vLLM's placeholders for unknown tokens) are left out.
-    """
-    if window <= 0:
-        return []
-    missing = window - len(output)
-    recent = set(output[-window:])
-    if missing > 0:
-        recent.update(prompt[-missing:])
-    return sorted(token for token in recent if token >= 0)
-
-
-def penalise(logits: torch.Tensor, token_ids: torch.Tensor, theta: float) -> None:
-    """Applies the penalty to logits [..., V] in place, for distinct tokens int64 [n]."""
-    values = logits[..., token_ids]
-    logits[..., token_ids] = torch.where(values > 0, values / theta, values * theta)
+def penalise(
+    # [n, D, V], changed in place
+    logits: torch.Tensor,
+    # [n, W] int64 recent tokens, in any order and number; ids outside 0, ..., V - 1 are ignored
+    token_ids: torch.Tensor,
+    # [n] float32
+    thetas: torch.Tensor,
+) -> None:
+    """Applies the penalty without reading the device."""
+    is_recent = (token_ids >= 0) & (token_ids < logits.shape[-1])
+    # Entries without a token write to token 0, with the same value as token 0's own entry.
+    tokens = torch.where(is_recent, token_ids, 0)
+    is_recent |= (is_recent & (tokens == 0)).any(1, keepdim=True)
+    theta = torch.where(is_recent, thetas[:, None], 1.0)[:, None]
+    tokens = tokens[:, None].expand(-1, logits.shape[1], -1)
+    before = logits.gather(2, tokens)
+    logits.scatter_(2, tokens, torch.where(before > 0, before / theta, before * theta))

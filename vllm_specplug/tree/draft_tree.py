@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -41,8 +41,6 @@ class DraftTree:
     # [N] cumulative draft log-probability of the path from the root, at most the parent's; zeros if
     # a drafter has none
     scores: npt.NDArray[np.float32]
-
-    _children: dict[tuple[int, int], int] | None = field(default=None, init=False, repr=False)
 
     @classmethod
     @cache
@@ -133,13 +131,8 @@ class DraftTree:
 
     def child_of(self, parent_index: int, token_id: int) -> int | None:
         """Returns the child of `parent_index` (or ROOT) with `token_id`; None if there is none."""
-        children = self._children
-        if children is None:
-            keys = zip(self.parent_indices.tolist(), self.token_ids.tolist(), strict=True)
-            children = {key: node for node, key in enumerate(keys)}
-            # The arrays are never written after construction, so the index cannot go stale.
-            object.__setattr__(self, "_children", children)
-        return children.get((parent_index, token_id))
+        is_child = (self.parent_indices == parent_index) & (self.token_ids == token_id)
+        return int(is_child.argmax()) if is_child.any() else None
 
     def fault(self, vocab_size: int = 1 << 62) -> str | None:
         """Returns the violated invariant of the class and the first node that violates it; None for

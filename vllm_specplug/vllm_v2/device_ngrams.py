@@ -15,7 +15,7 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import StagedWriteTensor
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.ngram import NgramBranches
+from vllm_specplug.drafting.ngram import MAX_SUFFIX, NgramBranches
 from vllm_specplug.kernels import to_device
 
 # Matched suffix lengths int32 [R, C], and tokens int32 [R, C, L], of `kernels.ngram_lookup_triton`.
@@ -54,7 +54,7 @@ class DeviceNgrams:
         from vllm_specplug.kernels.ngram_lookup_triton import NgramLookup
 
         self.statistics = branches.statistics
-        self.longest, self.length = branches.suffix, branches.max_length
+        self.longest, self.length = MAX_SUFFIX, branches.max_length
         self.device = device
         self._lookup = NgramLookup(self.longest, count, self.length, max_tokens)
         self._table = torch.empty(0)

@@ -44,7 +44,7 @@ from vllm_specplug.vllm_v2.host_step import (
     StepCopy,
     TreesCopy,
 )
-from vllm_specplug.vllm_v2.penalty_processor import device_penalties
+from vllm_specplug.vllm_v2.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v2.pending_steps import HELD_STEPS, PendingDraft, PendingStep
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import HostRequest
@@ -417,7 +417,7 @@ class DeviceSpeculator(TreeSpeculator):
             # Contexts exclude the anchor. `bounds` does so already: the forward emits the anchor.
             min_context_lens=[self.len_lower_bound[req_id] - 1 for req_id in req_ids],
             max_context_lens=bounds.tolist(),
-            penalties=device_penalties(
+            penalties=draft_penalties(
                 [self.penalties.get(req_id) for req_id in req_ids], self.req_states, slots
             ),
         )

@@ -9,7 +9,6 @@ Seam: penalty_processor.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,10 +17,9 @@ import torch
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
-from vllm_specplug.drafting.device_requests import DevicePenalties
-from vllm_specplug.drafting.requests import DraftPenalty
+from vllm_specplug.drafting.requests import DraftPenalties
 from vllm_specplug.kernels import to_device
-from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
+from vllm_specplug.tree.contextual_penalty import penalise
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
 from vllm_specplug.vllm_worker.penalty import request_penalty
 
@@ -84,42 +82,21 @@ class ContextualPenalty(LogitsProcessor):
         all_token_ids = self.req_states.all_token_ids.gpu
         # [M, W]
         tokens = output_tail(paths, positions, total_lens, all_token_ids, slots)
-        is_recent = (tokens >= 0) & (tokens < logits.shape[1])
-        is_recent &= back < self.windows.gpu[slots][:, None]
-        # Tokens that are not recent stand for token 0, which gets its own value again.
-        tokens = torch.where(is_recent, tokens, 0)
-        is_recent |= (is_recent & (tokens == 0)).any(1, keepdim=True)
-        theta = torch.where(is_recent, self.thetas.gpu[slots][:, None], 1.0)
-        before = logits.gather(1, tokens)
-        logits.scatter_(1, tokens, torch.where(before > 0, before / theta, before * theta))
+        tokens = torch.where(back < self.windows.gpu[slots][:, None], tokens, -1)
+        penalise(logits[:, None], tokens, self.thetas.gpu[slots])
 
 
-def draft_penalty(
-    penalty: tuple[int, float] | None,
-    # [n] tokens of the request
-    token_ids: np.ndarray,
-    vocab_size: int,
-) -> DraftPenalty | None:
-    """Returns the penalty that the sampler applies in the next step; reads tokens on the host.
-
-    All depths of a draft see the first depth's window; the walk's window moves with every token.
-    """
-    if penalty is None:
-        return None
-    window, theta = penalty
-    recent = recent_tokens(token_ids[-window:].tolist(), (), window)
-    kept = torch.tensor([token for token in recent if token < vocab_size], dtype=torch.int64)
-    return DraftPenalty(kept, functools.partial(penalise, theta=theta))
-
-
-def device_penalties(
+def draft_penalties(
     # [R] window and theta of each request, None for no penalty
     penalties: Sequence[tuple[int, float] | None],
     req_states: Any,
     # [R] int64 slots of the requests
     slots: torch.Tensor,
-) -> DevicePenalties | None:
-    """Returns `draft_penalty` for requests whose tokens are on the device; None if none has one."""
+) -> DraftPenalties | None:
+    """Returns the penalties that the sampler applies in the next step; None if there are none.
+
+    All depths of a draft see the first depth's window; the walk's window moves with every token.
+    """
     if not any(penalties):
         return None
     all_token_ids, total_lens = req_states.all_token_ids.gpu, req_states.total_len.gpu
@@ -132,4 +109,4 @@ def device_penalties(
     positions = total_lens[slots].long()[:, None] - 1 - back
     tokens = all_token_ids[slots[:, None], positions.clamp_min(0)].long()
     is_recent = (positions >= 0) & (back < table[0][:, None])
-    return DevicePenalties(torch.where(is_recent, tokens, -1), table[1].float())
+    return DraftPenalties(torch.where(is_recent, tokens, -1), table[1].float())

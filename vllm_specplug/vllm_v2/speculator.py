@@ -24,7 +24,7 @@ from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import CommitMap, TreeStore, Walk
-from vllm_specplug.vllm_v2.penalty_processor import draft_penalty
+from vllm_specplug.vllm_v2.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v2.step_context import StepContext, StepRecord
 from vllm_specplug.vllm_v2.step_input import (
     HostRequest,
@@ -295,6 +295,10 @@ class TreeSpeculator(BaseSpeculator):
         """
         drafter = self.proposer.drafter
         requests, others = self._draft_requests(batch, most)
+        if self.penalties:
+            slots = input_batch.idx_mapping.long()[requests.req_indices]
+            asked = [self.penalties.get(req_id) for req_id in requests.req_ids]
+            requests = replace(requests, penalties=draft_penalties(asked, self.req_states, slots))
         others.req_ids = may_skip
         drafted = self.planner.draft(
             drafter, requests, others, self._room(requests), self.commit_buffer.flush
@@ -404,10 +408,6 @@ class TreeSpeculator(BaseSpeculator):
             requests.req_indices.append(request.index)
             requests.budgets.append(nodes)
             requests.depths.append(depth)
-            penalty = self.penalties.get(request.req_id)
-            requests.penalties.append(
-                draft_penalty(penalty, request.token_ids, self.store.vocab_size)
-            )
         return requests, others
 
 

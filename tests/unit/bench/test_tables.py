@@ -6,7 +6,6 @@ import io
 from rich.console import Console
 
 from vllm_specplug.bench.demo import Row, console_table, same_answers
-from vllm_specplug.bench.tables import markdown_table
 
 ROWS = [
     Row("1 at a time", "plain", 40.04, None, None, 110.4, 25.02),
@@ -23,10 +22,6 @@ def test_console_table_shows_every_number() -> None:
     assert ["1 at a time", "plain", "40.0", "1.00 x", "-", "110", "25.0"] in lines
     assert ["1 at a time", "jetspec", "56.1", "1.40 x", "1.73", "120", "17.8"] in lines
     assert ["4 at a time", "plain", "160.0", "1.00 x", "-", "200", "-"] in lines
-
-
-def test_markdown_table() -> None:
-    assert markdown_table(("a", "b"), [("1", "2")]) == "| a | b |\n|---|---|\n| 1 | 2 |"
 
 
 def test_same_answers() -> None:

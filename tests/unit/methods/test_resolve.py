@@ -78,7 +78,6 @@ REFUSED: list[tuple[str, Spec, Spec, str]] = [
     ("longspec", {"window_size": 32}, {}, "no longer an option: set it in the config.json of the"),
     ("longspec", {"local_head": "x"}, {}, "local_head='x' .* 'longspec' does not have it"),
     ("longspec", {"tree_depth": 17, "num_speculative_tokens": 16}, {}, "at least tree_depth=17"),
-    ("longspec", {}, {"rope_theta": 123.0}, "rope_theta = 123.0, legal: 10000.0"),
 ]
 
 

@@ -29,7 +29,6 @@ def test_empty_tree_has_no_nodes():
 @given(cases(), st.integers(0, 45))
 def test_every_prefix_is_a_tree(case, num_nodes):
     tree = case.build()
-    tree.child_of(ROOT, 0)  # what it remembers of children is not the prefix's
     shorter = tree.prefix(num_nodes)
     shorter.validate()
     assert shorter.num_nodes == min(num_nodes, tree.num_nodes)

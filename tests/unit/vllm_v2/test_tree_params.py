@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext
 
 from tests.unit.vllm_v2.pretended import Recorder
-from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty, draft_penalty
+from vllm_specplug.request_params import parse_penalty
+from vllm_specplug.vllm_v2.penalty_processor import ContextualPenalty, draft_penalties
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
@@ -372,9 +373,6 @@ def penalised(requests: list[Request], logits: torch.Tensor, in_trees: bool = Tr
 
 def expected_penalised(requests: list[Request], logits: torch.Tensor) -> torch.Tensor:
     """Token by token, from the definition."""
-    from vllm_specplug.request_params import parse_penalty
-    from vllm_specplug.tree.contextual_penalty import penalise, recent_tokens
-
     rows, logits, first = [], logits.clone(), 0
     for request in requests:
         penalty = parse_penalty(request.params.extra_args)
@@ -382,9 +380,10 @@ def expected_penalised(requests: list[Request], logits: torch.Tensor) -> torch.T
             path = [request.token_ids[r - 1] for r in request.path(row)]
             one = logits[first + row]
             if penalty is not None:
-                recent = recent_tokens(request.prompt, [*request.output, *path], penalty[0])
-                kept = [token for token in recent if token < VOCAB]
-                penalise(one, torch.tensor(kept, dtype=torch.int64), penalty[1])
+                window, theta = penalty
+                for token in {*[*request.prompt, *request.output, *path][-window:]}:
+                    if token < VOCAB:
+                        one[token] = one[token] / theta if one[token] > 0 else one[token] * theta
             rows.append(one)
         first += request.rows
     return torch.stack(rows)
@@ -415,13 +414,19 @@ def test_tokens_without_a_logit_are_not_penalised() -> None:
 
 
 def test_drafts_see_the_penalty_of_the_next_sample() -> None:
-    tokens = np.array([7, 3, 50, 3, 9, 4], dtype=np.int32)
-    assert draft_penalty(None, tokens, VOCAB) is None
-    penalty = draft_penalty((4, 2.0), tokens, VOCAB)
-    assert penalty is not None and penalty.token_ids.tolist() == [3, 4, 9]
-    logits = torch.ones(VOCAB)
-    penalty.apply(logits, penalty.token_ids)
-    assert logits[[3, 4, 9]].tolist() == [0.5] * 3 and logits.sum() == VOCAB - 1.5
+    requests, logits = contextual(3)
+    for request in requests:
+        request.token_ids, request.parents = [], []
+    logits = logits[: len(requests)]
+    expected = expected_penalised(requests, logits)
+    sampler = make_sampler(requests)
+    slots = torch.tensor(begin(sampler, requests))
+    asked = [parse_penalty(request.params.extra_args) for request in requests]
+    penalties = draft_penalties(asked, sampler.req_states, slots)
+    assert penalties is not None
+    penalties.apply(logits[:, None], 0, None)
+    assert torch.equal(logits, expected)
+    assert draft_penalties([None], sampler.req_states, slots[:1]) is None
 
 
 def on_pretended_device(state: Any) -> None:

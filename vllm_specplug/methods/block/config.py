@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, is_size, open_config
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
+    read_sizes,
     require,
     require_only,
     require_size,
@@ -77,8 +78,6 @@ _ANCHOR_ARCHITECTURES = ("Qwen3DSparkModel", "DSparkDraftModel")
 # Names of that flag in speculators and vLLM, and in SpecForge.
 ANCHOR_FLAGS = ("sample_from_anchor", "shift_label")
 SPECULATORS_ARCHITECTURES = ("DFlashSpeculator", "DFlashDraftModel")
-# Head sizes of model types that set one, for configs without a head size.
-_HEAD_DIMS = {"qwen3": 128}
 _AUX_LAYERS_NAME = "eagle_aux_hidden_state_layer_ids"
 # Fields that have their own names in a `config.json`.
 _WRITTEN = (
@@ -304,27 +303,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     require_only(raw, is_neox_style=True, attention_mode="gqa", logit_scale=1, hidden_act="silu")
 
 
-def default_head_dim(raw: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """Returns the head size of a layer whose config states none."""
-    model_type = raw.get("model_type")
-    known = _HEAD_DIMS.get(model_type) if isinstance(model_type, str) else None
-    return known or hidden // heads
-
-
 def _layer_shape(raw: Mapping[str, Any], container: Mapping[str, Any]) -> dict[str, Any]:
-    hidden, heads = required_size(raw, "hidden_size"), required_size(raw, "num_attention_heads")
+    sizes = read_sizes(raw)
     # Checked before anything is created per layer.
     layers = required_size(raw, "num_hidden_layers", _MAX_VALUES["num_hidden_layers"])
     _refuse_unsupported(raw)
     return {
-        "hidden_size": hidden,
-        "intermediate_size": required_size(raw, "intermediate_size"),
+        **sizes,
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": raw.get("num_key_value_heads") or heads,
-        "head_dim": raw.get("head_dim") or default_head_dim(raw, hidden, heads),
-        "vocab_size": required_size(raw, "vocab_size"),
-        "rms_norm_eps": 1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
         **read_rotary(raw),
         **read_windows(raw, container, layers),
         "attention_bias": bool(raw.get("attention_bias", False)),

@@ -92,13 +92,17 @@ def stated_values(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, A
     return values
 
 
-def without_keys(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Returns a config whose containers and top level lack `keys`."""
+def as_dflash(config: Mapping[str, Any], keys: Sequence[str], architecture: str) -> dict[str, Any]:
+    """Returns a config whose containers and top level lack `keys`, and which names DFlash in place
+    of `architecture`."""
     part = {key: value for key, value in config.items() if key not in keys}
     for name in _OWN_CONTAINERS:
         inner = config.get(name)
         if isinstance(inner, Mapping):
             part[name] = {key: value for key, value in inner.items() if key not in keys}
+    stated = part.get("architectures")
+    if isinstance(stated, list):
+        part["architectures"] = [ARCHITECTURES[0] if n == architecture else n for n in stated]
     return part
 
 

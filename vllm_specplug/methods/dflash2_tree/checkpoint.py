@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and writes DFlash2 heads (safetensors only), with the block head's strict checks."""
+"""Reads DFlash2 heads (safetensors only), with the block head's strict checks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from vllm_specplug.drafting.checkpoint_files import save_head
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.dflash2_tree.config import (
@@ -40,30 +37,3 @@ def load_dflash2_head(
         "markov", codebooks[PREDECESSORS], successors, {"slot_proj.weight": codebooks[PROJECTION]}
     )
     return head, extras, selector
-
-
-def save_dflash2_head(
-    directory: str | Path,
-    head: BlockHead,
-    predecessors: torch.Tensor,
-    successors: torch.Tensor,
-    projection: torch.Tensor,
-    *,
-    target_ids: torch.Tensor | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Path:
-    """Writes a head with z-lab's names, without the target's tables; see `save_head`.
-
-    Args:
-        head: its config is a `DFlash2Config`.
-        predecessors: [V, r] by target token, like `successors`.
-        projection: [r, H].
-    """
-    selector = {PREDECESSORS: predecessors, SUCCESSORS: successors, PROJECTION: projection}
-    return save_head(
-        directory,
-        {**head.state_dict(), **selector},
-        head.config.to_dict(),
-        target_ids=target_ids,
-        dtype=dtype,
-    )

@@ -17,8 +17,8 @@ from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.recognise import (
     SELECTOR_ARCHITECTURE,
     SELECTOR_KEYS,
+    as_dflash,
     stated_values,
-    without_keys,
 )
 from vllm_specplug.methods.local.settings import LOCAL_CANDIDATES
 
@@ -97,11 +97,7 @@ class DFlash2Config(BlockHeadConfig):
 
 def _block_part(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the block head, for its own reader."""
-    part = without_keys(raw, SELECTOR_KEYS)
-    stated = part.get("architectures")
-    if isinstance(stated, list):
-        block = "DFlashDraftModel"
-        part["architectures"] = [block if n == SELECTOR_ARCHITECTURE else n for n in stated]
+    part = as_dflash(raw, SELECTOR_KEYS, SELECTOR_ARCHITECTURE)
     if part.get("speculators_model_type") == "dflash2":
         part["speculators_model_type"] = "dflash"
     return part

@@ -21,8 +21,8 @@ from vllm_specplug.methods.block.config import (
 from vllm_specplug.methods.block.recognise import (
     DOMINO_ARCHITECTURE,
     MARKOV_KEYS,
+    as_dflash,
     stated_values,
-    without_keys,
 )
 from vllm_specplug.methods.block.speculators_format import HeadTarget, head_fields
 from vllm_specplug.options import is_integer
@@ -223,7 +223,7 @@ def _confidence_inputs(own: Mapping[str, Any], hidden: int, rank: int) -> int:
 
 def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of the block head without the Markov head, for its own reader."""
-    part = without_keys(raw, MARKOV_KEYS)
+    part = as_dflash(raw, MARKOV_KEYS, DOMINO_ARCHITECTURE)
     format_of = raw.get("speculators_model_type")
     require(
         format_of != "domino",
@@ -232,8 +232,15 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         "'dspark' (the tensors logits_correction.* of speculators' Domino heads are not read)",
     )
     if format_of == "dspark":
+        stated = raw.get("architectures") or []
+        require(
+            all(name in _ARCHITECTURES for name in stated),
+            "architectures",
+            stated,
+            f"{', '.join(_ARCHITECTURES)} in speculators' format",
+        )
         part["speculators_model_type"] = "dflash"
-        _rename(part, "DFlashSpeculator")
+        part["architectures"] = ["DFlashSpeculator"]
         return part
     projector = own.get("projector_type")
     require(
@@ -245,11 +252,6 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     if _names_domino(raw):
         legal = f"absent or 'domino' in a {DOMINO_ARCHITECTURE}"
         require(projector in (None, "domino"), "projector_type", projector, legal)
-        # The block's reader judges the other names.
-        part["architectures"] = [
-            "DFlashDraftModel" if name == DOMINO_ARCHITECTURE else name
-            for name in raw["architectures"]
-        ]
     if _is_domino(raw, own):
         return part
     stated = [source.get(flag) for source in (raw, block_containers(raw)) for flag in ANCHOR_FLAGS]
@@ -259,15 +261,3 @@ def _block_part(raw: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
         # architecture may be DFlash's.
         part["sample_from_anchor"] = True
     return part
-
-
-def _rename(part: dict[str, Any], name: str) -> None:
-    stated = part.get("architectures") or []
-    for architecture in stated:
-        require(
-            architecture in _ARCHITECTURES,
-            "architectures",
-            stated,
-            f"{', '.join(_ARCHITECTURES)} in speculators' format",
-        )
-    part["architectures"] = [name]

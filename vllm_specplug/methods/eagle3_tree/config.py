@@ -12,12 +12,12 @@ from typing import Any
 from vllm_specplug.drafting.checkpoint_files import MAX_SIZE, open_config
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
+    read_sizes,
     require,
     require_only,
     require_size,
     required_size,
 )
-from vllm_specplug.methods.block.config import default_head_dim
 from vllm_specplug.methods.block.layer_config import (
     read_rotary,
     read_windows,
@@ -190,31 +190,23 @@ class Eagle3Config:
                     return source[name]
             return default
 
-        hidden = required_size(layer, "hidden_size")
-        heads = required_size(layer, "num_attention_heads")
-        vocab = required_size(layer, "vocab_size")
-        rotary = read_rotary(layer)
+        sizes, rotary = read_sizes(layer), read_rotary(layer)
+        vocab = sizes["vocab_size"]
         rotary["max_position_embeddings"] = (
             rotary["max_position_embeddings"] or DEFAULT_MAX_POSITIONS
         )
         return cls(
-            hidden_size=hidden,
-            intermediate_size=required_size(layer, "intermediate_size"),
-            num_attention_heads=heads,
-            num_key_value_heads=layer.get("num_key_value_heads") or heads,
-            head_dim=layer.get("head_dim") or default_head_dim(layer, hidden, heads),
-            vocab_size=vocab,
+            **sizes,
             draft_vocab_size=raw.get("draft_vocab_size")
             or raw.get("truncated_vocab_size")
             or vocab,
-            target_hidden_size=raw.get("target_hidden_size") or hidden,
+            target_hidden_size=raw.get("target_hidden_size") or sizes["hidden_size"],
             target_layer_ids=_target_layers(
                 raw.get(_OWN_LAYERS_KEY),
                 eagle.get(AUX_LAYERS_KEY) or raw.get(AUX_LAYERS_KEY),
                 num_target_layers,
                 is_speculators,
             ),
-            rms_norm_eps=layer.get("rms_norm_eps", 1e-6),
             **rotary,
             windows=_windows(layer),
             mask_token_id=_mask_token(raw, vocab),

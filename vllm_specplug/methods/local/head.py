@@ -207,21 +207,17 @@ class LocalHead(nn.Module):
         token_ids: torch.Tensor,
         # [V, H]
         embed_tokens: torch.Tensor | None = None,
-        # [B, S]
-        state: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns rank vectors [B, L, r] and the last states [B, S] of sequences, for training.
+    ) -> torch.Tensor:
+        """Returns rank vectors [B, L, r] of sequences, for training.
 
         Row t of a sequence has read tokens 0..t, so it scores token t + 1. The head reads no slots.
         """
         assert not self.config.slot_size
         x = self.input_features(token_ids, embed_tokens)
         if self.config.kind == "markov":
-            return x, self.initial_state(len(token_ids))
-        x = x.to(self.rank_proj.weight.dtype)
-        start = None if state is None else state.unsqueeze(0).contiguous()
-        hidden, last = self.prefix_gru(x, start)
-        return self.rank_of(hidden), last.squeeze(0)
+            return x
+        hidden, _ = self.prefix_gru(x.to(self.rank_proj.weight.dtype))
+        return self.rank_of(hidden)
 
     def step(
         self,
@@ -312,7 +308,7 @@ class LocalHead(nn.Module):
         lm_head: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[B, L] -> [B, L, V']: row t scores token t + 1, from a state of zeros before token 0."""
-        return self.logits(self.ranks(token_ids, embed_tokens)[0], lm_head)
+        return self.logits(self.ranks(token_ids, embed_tokens), lm_head)
 
 
 def _with_slots(

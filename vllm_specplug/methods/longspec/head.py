@@ -58,25 +58,6 @@ class LongSpecHead(nn.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.norm: Any = RMSNorm(*norm) if config.final_norm else nn.Identity()
 
-    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `rotary_cos_sin` of positions [T]."""
-        return rotary_cos_sin(positions, self.config.rotary)
-
-    def window_kv(
-        self, embeds: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns self-attention keys (rotated) and values of tokens: [T, H], [T] -> 2 x
-        [T, Hkv, Dh]."""
-        return self._key_value(self.input_layernorm(embeds), self.rotary(positions))
-
-    def _key_value(
-        self, normed: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (self.config.num_key_value_heads, self.config.head_dim)
-        key = self.self_attn.k_proj(normed).unflatten(-1, shape)
-        value = self.self_attn.v_proj(normed).unflatten(-1, shape)
-        return apply_rotary(key, *rotary), value
-
     def forward(
         self,
         embeds: torch.Tensor,
@@ -92,12 +73,15 @@ class LongSpecHead(nn.Module):
             self_attend: attention over the token itself, its drafted ancestors and the window.
             cross_attend: attention over the target's last layer; zeros for an empty context.
         """
-        heads = (self.config.num_attention_heads, self.config.head_dim)
-        rotary = self.rotary(positions)
-        normed = self.input_layernorm(embeds)
-        query = apply_rotary(self.self_attn.q_proj(normed).unflatten(-1, heads), *rotary)
-        mixed = self_attend(query, *self._key_value(normed, rotary))
-        x = embeds + self.self_attn.o_proj(mixed.flatten(-2))
+        heads = (-1, self.config.head_dim)
+        rotary = rotary_cos_sin(positions, self.config.rotary)
+        normed, own = self.input_layernorm(embeds), self.self_attn
+        query, key, value = (
+            projection(normed).unflatten(-1, heads)
+            for projection in (own.q_proj, own.k_proj, own.v_proj)
+        )
+        mixed = self_attend(apply_rotary(query, *rotary), apply_rotary(key, *rotary), value)
+        x = embeds + own.o_proj(mixed.flatten(-2))
         normed = self.post_self_attention_layernorm(x)
         query = apply_rotary(self.cross_attn.q_proj(normed).unflatten(-1, heads), *rotary)
         x = x + self.cross_attn.o_proj(cross_attend(query).flatten(-2))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from vllm_specplug.drafting.checkpoint_files import open_config
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
+    read_sizes,
     require,
     require_only,
     required_size,
@@ -109,30 +110,19 @@ class MtpConfig:
             mtp_use_dedicated_embeddings=False,
             **_ONLY[family],
         )
-        hidden, heads = raw.get("hidden_size"), raw.get("num_attention_heads")
         rope = read_rotary({"partial_rotary_factor": 0.5, **raw} if family == "glm" else raw)
-        dim = raw.get("head_dim")
-        if dim is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-            dim = hidden // heads
-        require(isinstance(dim, int), "head_dim", dim, "an integer")
-        assert isinstance(dim, int)
         experts = None
         if family == "glm":
             experts = ExpertsConfig.of_glm(raw)
         elif kind in _QWEN_EXPERTS:
             experts = ExpertsConfig.of_qwen(raw)
+        sizes = read_sizes(raw if experts is None else {**raw, "intermediate_size": experts.width})
         # MiMo's layers have biases by default, GLM's do not.
         bias = raw.get("attention_bias")
         bias = family == "mimo" if bias is None else bias is not False
         return cls(
-            hidden_size=hidden,  # type: ignore[arg-type]  # checked with all sizes
-            intermediate_size=experts.width if experts else raw.get("intermediate_size"),  # type: ignore[arg-type]
-            num_attention_heads=heads,  # type: ignore[arg-type]
-            num_key_value_heads=raw.get("num_key_value_heads") or heads,  # type: ignore[arg-type]
-            head_dim=dim,
-            vocab_size=raw.get("vocab_size"),  # type: ignore[arg-type]
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rotary=rotary_of(rope, dim),
+            **sizes,
+            rotary=rotary_of(rope, sizes["head_dim"]),
             family=family,
             attention_bias=bias,
             qk_norm=family == "qwen" or raw.get("use_qk_norm") is True,

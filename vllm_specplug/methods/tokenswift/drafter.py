@@ -284,16 +284,6 @@ class TokenSwiftDrafter(Drafter):
         requests: DraftRequests | DeviceRequests,
     ) -> None:
         """Applies the sampler's penalties to the logits of the requests from `first` on."""
-        if isinstance(requests, DeviceRequests):
-            history = requests.history
-            if history is not None and history.penalties is not None:
-                history.penalties.apply(logits, first, self.draft_ids)
-            return
-        penalties = requests.penalties[first : first + len(logits)]
-        for r, penalty in enumerate(penalties):
-            if penalty is not None:
-                tokens = penalty.token_ids.to(logits.device)
-                if self.draft_ids is not None:
-                    tokens = self.draft_ids[tokens]
-                    tokens = tokens[tokens >= 0]
-                penalty.apply(logits[r], tokens)
+        owner = requests.history if isinstance(requests, DeviceRequests) else requests
+        if owner is not None and owner.penalties is not None:
+            owner.penalties.apply(logits, first, self.draft_ids)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.dense_trees import DenseCache
 from tests.unit.drafters import load_drafter, requests_of
-from tests.unit.methods.block.dense_cache import DenseCache, committed
 from tests.unit.methods.block.published import MODELOPT_NAMES, TINY_TARGET
 from tests.unit.methods.block.reference import block_hidden, layer_config
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.method import Method, TargetInfo
 from vllm_specplug.drafting.requests import DraftRequests
 
@@ -172,6 +173,7 @@ class PublishedHead:
             method.load_drafter(plan), plan.head_path, plan.settings, self.lm_head, self.embed,
             TINY_TARGET, num_nodes=24, tree_depth=plan.depth, max_depth=24,
         )  # fmt: skip
-        drafter.bind_cache(DenseCache([spec.window for spec in drafter.cache_specs()]))
-        drafter.observe(committed(self.context, self.layers))
+        drafter.bind_cache(DenseCache(drafter.cache_specs()))
+        at = torch.arange(CONTEXT)
+        drafter.observe(CommittedTokens(list(self.context.chunk(self.layers, -1)), at, at, at))
         return drafter, requests_of([[1] * CONTEXT + [ANCHOR]], 24, 4, plan.depth)

@@ -12,8 +12,8 @@ import torch
 
 from tests.e2e.hard_heads import KINDS, change_head
 from tests.e2e.tiny import HIDDEN, make_head, make_local_head
+from tests.unit.dense_trees import DenseCache
 from tests.unit.drafters import load_drafter, requests_of
-from tests.unit.methods.block.dense_cache import DenseCache
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.dels.checkpoint import save_local_head
@@ -34,11 +34,11 @@ def folder(tmp_path: Path) -> Path:
 
 
 def block(folder: Path, settings: Any = None, cls: type = BlockHeadDrafter, **options: Any) -> Any:
-    """A drafter without a context."""
+    """A drafter over contexts of zeros."""
     torch.manual_seed(0)
     embed, lm_head = torch.randn(2, VOCAB, HIDDEN)
     drafter = load_drafter(cls, folder / "head", settings, lm_head, embed, **options)
-    drafter.bind_cache(DenseCache())
+    drafter.bind_cache(DenseCache(drafter.cache_specs(), unwritten=0.0))
     return drafter
 
 

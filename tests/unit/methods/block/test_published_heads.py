@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.unit.methods.block.published import (
     ANGELSLIM_DFLASH_QWEN3_4B,
@@ -30,17 +28,20 @@ _LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 0], "mrope_interleaved": True}
 _QUARTER = {"partial_rotary_factor": 0.25}
 _LAYER = "transformer_layer_config"
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6,
             "use_sliding_window": True}  # fmt: skip
 
-# Name: config, the masks inside the block of both layers, and their windows.
+# Masks inside the block of both layers, and their windows.
+PLAIN: tuple[list[bool], list[int | None]] = ([False, False], [None, None])
+# By name: config, masks and windows.
 HEADS: dict[str, tuple[dict[str, Any], list[bool], list[int | None]]] = {
-    "zlab": (tiny(ZLAB_QWEN3_8B), [False, False], [None, None]),
-    "angelslim": (tiny(ANGELSLIM_DFLASH_QWEN3_4B), [False, False], [None, None]),
+    "zlab": (tiny(ZLAB_QWEN3_8B), *PLAIN),
+    "angelslim": (tiny(ANGELSLIM_DFLASH_QWEN3_4B), *PLAIN),
     "zlab causal": (tiny(ZLAB_QWEN3_8B, is_causal=True), [True, True], [None, None]),
-    "speculators": (tiny(SPECULATORS_QWEN3_8B), [False, False], [None, None]),
+    "speculators": (tiny(SPECULATORS_QWEN3_8B), *PLAIN),
     # As Qwen3.6-27B's and gemma-4-31B's heads: sliding layers, and one that sees all.
     "mixed": (tiny(ZLAB_MIXED, sliding_window=6), [True, False], [6, None]),
     "mixed, stated": (
@@ -59,35 +60,19 @@ HEADS: dict[str, tuple[dict[str, Any], list[bool], list[int | None]]] = {
         [False, False],
         [6, None],
     ),
-    "linear": (
-        tiny(ZLAB_QWEN3_8B, rope_scaling={"type": "linear", "factor": 4.0}),
-        [False, False],
-        [None, None],
-    ),
-    "llama3": (tiny(ZLAB_QWEN3_8B, rope_scaling=_LLAMA3), [False, False], [None, None]),
-    "yarn": (tiny(ZLAB_QWEN3_8B, rope_scaling=_YARN), [False, False], [None, None]),
-    "yarn of kimi": (tiny(SPECFORGE_DFLASH_KIMI), [False, False], [None, None]),
+    "linear": (tiny(ZLAB_QWEN3_8B, rope_scaling={"type": "linear", "factor": 4.0}), *PLAIN),
+    "llama3": (tiny(ZLAB_QWEN3_8B, rope_scaling=_LLAMA3), *PLAIN),
+    "yarn": (tiny(ZLAB_QWEN3_8B, rope_scaling=_YARN), *PLAIN),
+    "yarn of kimi": (tiny(SPECFORGE_DFLASH_KIMI), *PLAIN),
     "yarn in parameters": (
         tiny(SPECULATORS_QWEN3_8B, **{_LAYER: {"rope_parameters": {**_YARN, "rope_theta": 1e4}}}),
-        [False, False],
-        [None, None],
+        *PLAIN,
     ),
-    "partial": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5), [False, False], [None, None]),
+    "partial": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5), *PLAIN),
     # A draft is text, whose three positions are one.
-    "mrope": (
-        tiny(
-            ZLAB_QWEN3_8B,
-            partial_rotary_factor=0.5,
-            rope_scaling={"rope_type": "default", "mrope_section": [1, 1, 0],
-                          "mrope_interleaved": True},
-        ),
-        [False, False],
-        [None, None],
-    ),
+    "mrope": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5, rope_scaling=_MROPE), *PLAIN),
     "partial in parameters": (
-        tiny(SPECULATORS_QWEN3_8B, **{_LAYER: {"rope_parameters": _QUARTER}}),
-        [False, False],
-        [None, None],
+        tiny(SPECULATORS_QWEN3_8B, **{_LAYER: {"rope_parameters": _QUARTER}}), *PLAIN,
     ),
 }  # fmt: skip
 
@@ -127,28 +112,3 @@ def test_windows_are_asked_of_the_device(tmp_path: Path) -> None:
         options = get_method("ddtree").parse_options({})
         assert options.resolve("ddtree", Shared(head.folder, 8, 4), target).needs == needs
     assert all(Capability.CONTEXT_WINDOW in given for given in CAPABILITIES.values())
-
-
-def test_unused_folders_of_a_jetspec_plus_plus_checkpoint_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its block head is a JetSpec head, and drafts as one."""
-    caplog.set_level(logging.INFO)
-    for kind, folders, said in (
-        ("zlab causal", ("adapter", "calibration"), True),
-        ("zlab causal", ("adapter",), False),
-        ("zlab", ("adapter", "calibration"), False),
-    ):
-        head = PublishedHead(tmp_path / f"{kind}, {len(folders)}", HEADS[kind][0])
-        plain, both = None, f"{head.folder}: adapter/ and calibration/ are not used"
-        for extra in ((), folders):
-            for name in extra:
-                (head.folder / name).mkdir()
-                save_file({"w": torch.zeros(2)}, head.folder / name / "model.safetensors")
-            caplog.clear()
-            drafter, requests = head.drafter(recognise_head(head.folder))
-            (tree,) = drafter.propose(requests)
-            plain = plain or tree.token_ids.tolist()
-        messages = [record.getMessage() for record in caplog.records]
-        assert any(message.startswith(both) for message in messages) == said
-        assert tree.token_ids.tolist() == plain

@@ -127,8 +127,8 @@ def test_what_a_context_lacks_is_noticed(layout: str, tmp_path: Path) -> None:
     )
     world.commit_all()
     if layout == "speculators_window":
-        assert world.cache.windows == (6,)
-        world.cache.windows = (None,)
+        assert world.cache.windows == [6]
+        world.cache.windows = [None]
     tree = world.drafter.propose(world.requests([8] * 4, 8))[-1]
     with pytest.raises(AssertionError):
         world.check([tree], first=3)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.dense_trees import tree_attention
+from tests.unit.dense_trees import DenseCache
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.block.published_heads import Shared
 from tests.unit.methods.eagle3_tree.heads import write_head
@@ -26,75 +26,9 @@ from vllm_specplug.methods.block.fused_parts import plain_linear
 from vllm_specplug.methods.eagle3_tree import METHOD
 from vllm_specplug.tree import DraftTree
 
-VOCAB, HIDDEN, KV_HEADS, DIM = 40, 16, 2, 8
+VOCAB, HIDDEN = 40, 16
 # Tokens of each request, the anchor last; the shortest has one before it.
 LENGTHS = [2, 7, 20, 33]
-
-
-class DenseCache:
-    """Pages as one table of slots; request r owns the slots from 100 * r on."""
-
-    on_device = False
-
-    def __init__(self) -> None:
-        self.bind((None,))
-
-    def bind(self, windows: tuple[int | None, ...]) -> None:
-        """Makes room for layers with these sliding windows."""
-        self.windows = windows
-        self.key = torch.full((len(windows), 1000, KV_HEADS, DIM), float("nan"))
-        self.value = self.key.clone()
-
-    def write(
-        self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
-    ) -> None:
-        layers = slice(first_layer, first_layer + len(keys))
-        self.key[layers, slots], self.value[layers, slots] = keys, values
-
-    def context_attention(
-        self, table_rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
-    ) -> Any:
-        requests: Any = SimpleNamespace(req_indices=table_rows.tolist())
-        alone = [np.zeros(0, np.int32)] * len(slots)
-        return self.attention(requests, positions, alone)
-
-    def block_attention(self, requests: Any, rows: int, causal: bool) -> Any:
-        assert causal
-        chains = [np.arange(-1, rows - 2, dtype=np.int32)] * len(requests)
-        return self.attention(requests, torch.as_tensor(requests.context_lens), chains)
-
-    def tree_attention(
-        self, requests: DraftRequests, context_lens: torch.Tensor, parents: Any
-    ) -> Any:
-        return self.attention(requests, context_lens, parents)
-
-    def attention(
-        self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
-    ) -> Any:
-        indices = getattr(requests, "req_indices", range(len(parents)))
-        slots = [
-            slice(100 * index, 100 * index + length)
-            for index, length in zip(indices, context_lens.tolist(), strict=True)
-        ]
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            contexts = [(self.key[layer, at], self.value[layer, at]) for at in slots]
-            return tree_attention(q, k, v, contexts, parents, self.windows[layer])
-
-        return attend
-
-
-class DenseDeviceCache(DenseCache):
-    """The same as a device has it: rows of a level's places, some of which hold no node."""
-
-    on_device = True
-
-    def tree_attention(
-        self, requests: DraftRequests, context_lens: torch.Tensor, parents: Any
-    ) -> Any:
-        assert (parents[:, 0] == -1).all()
-        arrays = [np.asarray(line[1:]) - 1 for line in parents.tolist()]
-        return self.attention(requests, context_lens, arrays)
 
 
 class World:
@@ -130,8 +64,7 @@ class World:
         )  # fmt: skip
         self.drafter.frontier_width = expand  # type: ignore[misc]
         self.drafter.lm_head = plain_linear(self.lm_head, None)
-        self.cache = DenseDeviceCache() if device_cache else DenseCache()
-        self.cache.bind(tuple(spec.window for spec in self.drafter.cache_specs()))
+        self.cache = DenseCache(self.drafter.cache_specs(), device_cache)
         self.drafter.bind_cache(self.cache)  # type: ignore[arg-type]
         self.tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
         self.aux = [[torch.randn(n, HIDDEN) for _ in range(3)] for n in LENGTHS]

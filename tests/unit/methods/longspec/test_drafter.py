@@ -19,7 +19,7 @@ from tests.unit.drafters import load_drafter, requests_of
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
-from vllm_specplug.methods.longspec.drafter import FusedLongSpecHead, LongSpecDrafter
+from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.vllm_worker.memory.window_cache import WindowCache
 
@@ -120,27 +120,6 @@ def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
         text.tokens[:-9:3] = VOCAB + 1
     trees = drafter.propose(requests_for(texts, [8] * 5, 8))
     assert all(tree.fault(VOCAB) is None and tree.num_nodes for tree in trees)
-
-
-def test_fused_layer_equals_the_module(head: Path) -> None:
-    module, _ = load_longspec_head(head, TARGET)
-    fused = FusedLongSpecHead(module, MAX_LEN)
-    embeds, positions = torch.randn(6, HIDDEN), torch.tensor([0, 3, 4, 50, 51, 99])
-
-    def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return q + torch.cat([k, v], dim=1)
-
-    def cross_attend(q: torch.Tensor) -> torch.Tensor:
-        return q.cumsum(0)
-
-    expected = module(embeds, positions, self_attend, cross_attend)
-    torch.testing.assert_close(
-        fused(embeds, positions, self_attend, cross_attend), expected, atol=1e-5, rtol=1e-5
-    )
-    for ours, theirs in zip(
-        fused.window_kv(embeds, positions), module.window_kv(embeds, positions), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("max_model_len", "size"), [(MAX_LEN, WINDOW), (10, 10)])

@@ -93,20 +93,6 @@ def test_a_target_that_keeps_a_window_of_its_last_layer_is_refused(tmp_path: Pat
         inspect_longspec_head(tmp_path, sliding)
 
 
-def test_window_keys_are_those_of_the_forward() -> None:
-    head = make_head().eval()
-    embeds, positions = torch.randn(5, 32), torch.tensor([3, 4, 5, 9, 10])
-    seen: list[torch.Tensor] = []
-
-    def self_attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        seen.extend((k, v))
-        return q
-
-    head(embeds, positions, self_attend, lambda q: q)
-    for ours, theirs in zip(head.window_kv(embeds, positions), seen, strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
 LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
     "high_freq_factor": 4.0, "original_max_position_embeddings": 64,

@@ -17,13 +17,13 @@ from safetensors.torch import save_file
 
 from tests.e2e import mtp_modules
 from tests.e2e.mimo import PREFIX, module_tensors
+from tests.unit.dense_trees import DenseCache
 from tests.unit.drafters import load_drafter, requests_of
 from tests.unit.methods.eagle3_tree.reference import rms
 from tests.unit.methods.eagle3_tree.world import (
     HIDDEN,
     LENGTHS,
     VOCAB,
-    DenseCache,
     check_branches,
 )
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
@@ -209,7 +209,7 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
     )  # fmt: skip
     (spec,) = drafter.cache_specs()
     assert (spec.num_kv_heads, spec.head_dim) == (2, 8)
-    drafter.bind_cache(DenseCache())  # type: ignore[arg-type]
+    drafter.bind_cache(DenseCache([spec]))
     tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
     states = [torch.randn(n, HIDDEN) for n in LENGTHS]
     counts = np.cumsum([n - 1 for n in LENGTHS])

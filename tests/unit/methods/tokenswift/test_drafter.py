@@ -8,11 +8,10 @@ import torch
 
 from tests.unit.drafters import load_drafter, requests_of
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.requests import DraftPenalty, DraftRequests
+from vllm_specplug.drafting.requests import DraftPenalties, DraftRequests
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
-from vllm_specplug.tree.contextual_penalty import penalise
 
 HIDDEN, VOCAB = 16, 40
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
@@ -52,8 +51,8 @@ def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False)
     return drafter, heads.eval(), lm_head
 
 
-def _requests(*texts, width: int = 3, budget: int = 12, penalties=()):
-    return requests_of(texts, budget, width, 8, penalties=list(penalties))
+def _requests(*texts, width: int = 3, budget: int = 12, penalties=None):
+    return requests_of(texts, budget, width, 8, penalties=penalties)
 
 
 def _observe(drafter, hidden, last_rows):
@@ -98,15 +97,16 @@ def test_drafts_are_penalised_like_samples(tmp_path, reduced) -> None:
     if reduced:
         assert set(free.token_ids.tolist()) <= set(DRAFT_IDS.tolist())
     tokens = torch.tensor([int(free.token_ids[0]), 1])
-    penalty = DraftPenalty(tokens, lambda logits, indices: penalise(logits, indices, 4.0))
-    (held,) = drafter.propose(_requests([1, 2], width=1, penalties=[penalty]))
+    penalties = DraftPenalties(tokens[None], torch.tensor([4.0]))
+    (held,) = drafter.propose(_requests([1, 2], width=1, penalties=penalties))
     logits = heads(hidden)[:, 0] @ lm_head.t()
     if reduced:
         logits = logits[:, DRAFT_IDS]
         indices = torch.tensor([int((tokens[0] == DRAFT_IDS).nonzero())])
     else:
         indices = tokens
-    penalise(logits, indices, 4.0)
+    before = logits[:, indices]
+    logits[:, indices] = torch.where(before > 0, before / 4, before * 4)
     best = logits.argmax(-1)
     expected = DRAFT_IDS[best] if reduced else best
     assert held.token_ids.tolist() == expected.tolist()

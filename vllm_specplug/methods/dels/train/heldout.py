@@ -63,7 +63,7 @@ def heldout_losses(
         batch = to_device(pack_local([sequence], [anchors], block_size), device)
         labels = draft_ids[batch.labels]
         known = batch.valid & (labels >= 0)
-        ranks = head.ranks(batch.tokens, tables.embed_tokens)[0]
+        ranks = head.ranks(batch.tokens, tables.embed_tokens)
         logits = head.logits(ranks.to(tables.lm_head.dtype).to(ranks.dtype), tables.lm_head)
         losses = F.cross_entropy(
             logits.float().flatten(0, 1), labels.clamp_min(0).flatten(), reduction="none"

@@ -70,7 +70,7 @@ class LocalObjective:
         self, head: LocalHead, tokens: torch.Tensor, embed_tokens: torch.Tensor
     ) -> torch.Tensor:
         """[A, L] -> [A * L, H]: inputs of the target's LM head."""
-        return head.rank_to_hidden(head.ranks(tokens, embed_tokens)[0]).flatten(0, 1)
+        return head.rank_to_hidden(head.ranks(tokens, embed_tokens)).flatten(0, 1)
 
     def loss(self, trainer: Trainer, batch: LocalBatch) -> StepLoss:
         recipe, table = self.recipe, trainer.tables.lm_head
