@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.methods.block.published import (
     ANGELSLIM_DFLASH_QWEN3_4B,
@@ -112,3 +114,28 @@ def test_windows_are_asked_of_the_device(tmp_path: Path) -> None:
         options = get_method("ddtree").parse_options({})
         assert options.resolve("ddtree", Shared(head.folder, 8, 4), target).needs == needs
     assert all(Capability.CONTEXT_WINDOW in given for given in CAPABILITIES.values())
+
+
+def test_unused_folders_of_a_jetspec_plus_plus_checkpoint_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its block head is a JetSpec head, and drafts as one."""
+    caplog.set_level(logging.INFO)
+    for kind, folders, said in (
+        ("zlab causal", ("adapter", "calibration"), True),
+        ("zlab causal", ("adapter",), False),
+        ("zlab", ("adapter", "calibration"), False),
+    ):
+        head = PublishedHead(tmp_path / f"{kind}, {len(folders)}", HEADS[kind][0])
+        plain, both = None, f"{head.folder}: adapter/ and calibration/ are not used"
+        for extra in ((), folders):
+            for name in extra:
+                (head.folder / name).mkdir()
+                save_file({"w": torch.zeros(2)}, head.folder / name / "model.safetensors")
+            caplog.clear()
+            drafter, requests = head.drafter(recognise_head(head.folder))
+            (tree,) = drafter.propose(requests)
+            plain = plain or tree.token_ids.tolist()
+        messages = [record.getMessage() for record in caplog.records]
+        assert any(message.startswith(both) for message in messages) == said
+        assert tree.token_ids.tolist() == plain
