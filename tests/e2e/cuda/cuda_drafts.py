@@ -12,19 +12,15 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from transformers import AutoConfig
 
 from tests.e2e.cuda.cuda_device import SCORES_WITHIN
 from tests.e2e.oracle import OracleDrafter
-from tests.e2e.pair import target
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import TreeAttnMetadata, to_device
 from vllm_specplug.kernels.metadata import plan_columns
-from vllm_specplug.kernels.reference import dense_attention
-from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head
-from vllm_specplug.methods.eagle3_tree.drafter import StateContext, StateDrafter
+from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import draft_level_by_level
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
@@ -141,51 +137,6 @@ def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> lis
         given.width, self.host_expand(given),
         frontier_width=self.frontier_width,
     )  # fmt: skip
-
-
-@contextmanager
-def knowing_contexts() -> Iterator[list[int]]:
-    """Keys and values of a head of several layers in the pages are those that its plain module
-    computes from whole sequences; yields the tokens of each comparison."""
-    write, checked = StateContext._write_context, []
-    # by slot: outputs of the target, the token after, the position
-    tokens: dict[int, tuple[torch.Tensor, int, int]] = {}
-
-    def compare(self: Any, row: int, length: int) -> None:
-        cache, at = self.cache, torch.arange(length)
-        size, table = cache.views[0][0].shape[1], cache.block_table()[row].cpu()
-        blocks, offsets = table[at // size].long(), at % size
-        known = [tokens[slot] for slot in (blocks * size + offsets).tolist()]
-        assert [position for _, _, position in known] == at.tolist()
-        head, _ = load_eagle3_head(self.options.head_path, AutoConfig.from_pretrained(target()))
-        pages = [[view[blocks, offsets].cpu() for view in views] for views in cache.views]
-
-        def attend(layer: int, *rows: torch.Tensor) -> torch.Tensor:
-            for ours, theirs in zip(rows[1:], pages[layer], strict=True):
-                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
-            window = self.windows[layer] or length
-            mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
-            group = rows[0].shape[1] // rows[1].shape[1]
-            return dense_attention(*rows, rows[0].shape[-1] ** -0.5, group, mask)[0]
-
-        embeds = self.embed(torch.tensor([following for _, following, _ in known])).cpu()
-        states = head.features(torch.stack([outputs for outputs, _, _ in known]).cpu())
-        head(embeds, states, at, attend)
-        checked.append(length)
-
-    def written(self: Any, *columns: torch.Tensor) -> None:
-        write(self, *columns)
-        outputs, following, positions, table_rows, slots = columns
-        ends: dict[int, int] = {}
-        for i in (slots >= 0).nonzero().flatten().tolist():
-            tokens[int(slots[i])] = outputs[i], int(following[i]), int(positions[i])
-            row = int(table_rows[i])
-            ends[row] = max(ends.get(row, 0), int(positions[i]) + 1)
-        for row, length in ends.items():
-            compare(self, row, length)
-
-    with patch.object(StateContext, "_write_context", written):
-        yield checked
 
 
 @contextmanager
