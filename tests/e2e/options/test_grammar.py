@@ -30,26 +30,6 @@ def test_all_kinds_beside_free_requests() -> None:
         every_kind(made, KINDS)
 
 
-def test_json_is_valid_and_trees_reach_into_it() -> None:
-    import json
-
-    schema = {
-        "type": "object",
-        "properties": {"tags": {"enum": ["red", "blue"]}, "ok": {"type": "boolean"}},
-        "required": ["tags", "ok"],
-        "additionalProperties": False,
-    }
-    params = [constrained({"json": schema}, seed=k, max_tokens=120) for k in range(5)]
-    for made in both_schedulers():
-        # No other requests in the engine: every counted tree is one of these.
-        outputs, counts = compare(made, PROMPTS[:1], params)
-        complete = [o.outputs[0].text for o in outputs if o.outputs[0].finish_reason == "stop"]
-        assert complete
-        for text in complete:
-            assert set(json.loads(text)) == {"tags", "ok"}
-        assert counts.accepted >= 10 and counts.branching > 0, counts
-
-
 @contextmanager
 def decoys_from_answers() -> Iterator[None]:
     """Drafts hold tokens of the answer at other depths: a mask of a wrong row allows them."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised targets: the formats that vLLM's CPU build computes with, with a quantised LM head and
-without. See test_quantised.py.
+without.
 
 Kernels for float32 activations are compared exactly. Four-bit weights, and int8 ones with AMX, need
 bfloat16, where tree rows round otherwise than vLLM's own attention and products do, and trees part

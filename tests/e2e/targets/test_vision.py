@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal targets with images in their prompts, on trees against plain decoding; see
-test_vision.py.
+"""Multimodal targets with images in their prompts, on trees against plain decoding.
 
 Images come as what an image processor makes of them: the processors of these families need
 torchvision, and so does the import of their models. Where it is missing, modules without any
