@@ -60,10 +60,9 @@ def test_greedy_and_seeded() -> None:
     assert compare("oracle", ahead=False).skipping > 3
 
 
-# Every method without a scheduler that works ahead is in tests/fuzz.
+# tests/fuzz has all methods with a scheduler that waits.
 @pytest.mark.parametrize(
-    "method",
-    ["oracle", "jetspec", "ddtree", "ngram_tree", "dels", "longspec", "eagle3_tree"],
+    "method", ["oracle", "jetspec", "ddtree", "ngram_tree", "dels", "longspec", "eagle3_tree"]
 )
 def test_greedy_and_seeded_scheduled_ahead(method: str) -> None:
     assert compare(method, ahead=True).skipping > 3 or method != "oracle"
