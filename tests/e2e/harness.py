@@ -135,10 +135,6 @@ class EngineResult:
     def accepted(self) -> int:
         return int(self.counters.get("vllm:spec_decode_num_accepted_tokens", 0))
 
-    @property
-    def preemptions(self) -> int:
-        return int(self.counters.get("vllm:num_preemptions", 0))
-
     def call_counter(self, call: int, name: str) -> float:
         """How much a counter grew during one call."""
         before = self.calls[call - 1]["counters"].get(name, 0.0) if call else 0.0
