@@ -66,20 +66,12 @@ def compared(made: Pair, **options: Any) -> Counts:
     return made.compare(prompts, params, **options)[1]
 
 
-def test_states_follow_trees() -> None:
-    counts = compared(engines(ahead=False), least_accepted=10)
-    assert counts.skipping > 1, counts
-
-
-def test_states_follow_trees_scheduled_ahead() -> None:
-    made = engines(ahead=True)
-    counts = compared(made, least_accepted=10)
-    assert counts.skipping > 1 and counts.stale > 0, counts
-    _check_one_state(made)
-
-
-def _check_one_state(made: Pair) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_states_follow_trees(ahead: bool) -> None:
     """Caches are laid out as without speculation, and vLLM's kernels find no states of drafts."""
+    made = engines(ahead=ahead)
+    counts = compared(made, least_accepted=10)
+    assert counts.skipping > 1 and (counts.stale > 0) == ahead, counts
     plain, tree = (core_of(llm).scheduler.kv_cache_config for llm in (made.plain, made.tree))
     shapes = [[(g.kv_cache_spec, len(g.layer_names)) for g in each.kv_cache_groups]
               for each in (plain, tree)]  # fmt: skip
