@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts on the device beside the host's trees of the same states."""
+"""Drafts on the device of heads that draft level by level."""
 
 from __future__ import annotations
 
@@ -17,21 +17,14 @@ from tests.e2e.cuda.cuda_device import SCORES_WITHIN
 from tests.e2e.oracle import OracleDrafter
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels import TreeAttnMetadata, to_device
-from vllm_specplug.kernels.metadata import plan_columns
 from vllm_specplug.methods.eagle3_tree.drafter import StateDrafter
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.beam import draft_level_by_level
-from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftCache
 
 
-def assert_same_trees(
-    made: DeviceTrees, expected: dict[int, DraftTree], tolerance: float = 1e-3
-) -> int:
-    """Raises unless the trees of these requests are the same; returns their nodes."""
+def assert_same_trees(made: DeviceTrees, expected: list[DraftTree], tolerance: float) -> int:
+    """Raises unless the trees are the same; returns their nodes."""
     nodes = 0
-    for r, (tree, oracle) in enumerate(zip(read_trees(made), expected.values(), strict=True)):
+    for r, (tree, oracle) in enumerate(zip(read_trees(made), expected, strict=True)):
         for name in ("token_ids", "parent_indices", "depths"):
             ours, theirs = getattr(tree, name), getattr(oracle, name)
             assert ours.tolist() == theirs.tolist(), (r, name, ours, theirs)
@@ -56,23 +49,23 @@ def known_tokens(requests: DeviceRequests) -> list[list[list[int]]]:
 
 @dataclass
 class LevelDrafts:
-    """Drafts of a head as it has them, beside the host's trees of the same states."""
+    """Drafts of a head as it has them."""
 
     nodes: int = 0
-    """Of drafts that are the host's."""
+    """Of drafts that are the expected ones, where some are expected."""
     differing: list[AssertionError] = field(default_factory=list)
 
 
-# Requests that were drafted for -> the trees that the host makes of the same states.
-HostTrees = Callable[[Any, DeviceRequests, list[int]], list[DraftTree]]
+# Requests that were drafted for -> the trees that are expected.
+Expected = Callable[[Any, DeviceRequests, list[int]], list[DraftTree]]
 
 
 @contextmanager
 def knowing(
-    drafter: Any, host_trees: HostTrees, within: float = SCORES_WITHIN
+    drafter: Any = StateDrafter, expected: Expected | None = None, within: float = SCORES_WITHIN
 ) -> Iterator[LevelDrafts]:
-    """Every draft on the device is made twice: as the head has it, to be compared, and with the
-    candidates that follow in any of the oracle's sequences.
+    """Every draft on the device is made twice: as the head has it, to be compared where trees are
+    expected, and with the candidates that follow in any of the oracle's sequences.
 
     Args:
         drafter: class with `device_expand` and `propose_on_device`.
@@ -103,11 +96,13 @@ def knowing(
     def proposed(self: Any, requests: DeviceRequests) -> DeviceTrees:
         made = propose(self, requests)
         drafted = (requests.budgets > 0).nonzero().flatten().tolist()
-        if drafted:
-            oracle = host_trees(self, requests, drafted)
+        if expected is None:
+            seen.nodes += int(made.counts[drafted].sum())
+        elif drafted:
             kept = DeviceTrees(*(part[drafted] for part in vars(made).values()))
             try:
-                seen.nodes += assert_same_trees(kept, dict(enumerate(oracle)), within)
+                trees = expected(self, requests, drafted)
+                seen.nodes += assert_same_trees(kept, trees, within)
             except AssertionError as error:
                 seen.differing.append(error)
         asked.append(requests)
@@ -119,49 +114,5 @@ def knowing(
     with (
         patch.object(drafter, "device_expand", knowing),
         patch.object(drafter, "propose_on_device", proposed),
-    ):
-        yield seen
-
-
-def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> list[DraftTree]:
-    columns = (requests.context_lens, requests.budgets, requests.depths)
-    contexts, budgets, depths = (c[drafted].tolist() for c in columns)
-    given = DraftRequests(
-        req_ids=[str(r) for r in drafted],
-        token_ids=[np.array([int(requests.anchors[r])]) for r in drafted],
-        context_lens=contexts, req_indices=drafted, budgets=budgets,
-        width=requests.width, depths=depths,
-    )  # fmt: skip
-    return draft_level_by_level(
-        given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
-        given.width, self.host_expand(given),
-        frontier_width=self.frontier_width,
-    )  # fmt: skip
-
-
-@contextmanager
-def knowing_levels() -> Iterator[LevelDrafts]:
-    """`knowing` for heads of draft layers with pages."""
-
-    tree_attention = CudaDraftCache.tree_attention
-
-    def branches(self: Any, requests: Any, contexts: Any, parents: Any) -> Any:
-        if isinstance(parents, torch.Tensor):
-            return tree_attention(self, requests, contexts, parents)
-        rows = [np.concatenate(([-1], p + 1)).astype(np.int32) for p in parents]
-        counts = [len(parent_rows) for parent_rows in rows]
-        starts = np.cumsum([0, *counts])[:-1].tolist()
-        plan = plan_columns(requests.req_indices, starts, counts, contexts.tolist())
-        device = self.backend.device
-        metadata = TreeAttnMetadata(
-            to_device(plan, device), self.block_table(), max(counts), int(contexts.max()),
-            torch.empty(sum(counts), -(-max(counts) // 64), dtype=torch.int64, device=device),
-            to_device(np.concatenate(rows), device),
-        )  # fmt: skip
-        return self.attention_of(metadata)
-
-    with (
-        knowing(StateDrafter, _layer_trees) as seen,
-        patch.object(CudaDraftCache, "tree_attention", branches),
     ):
         yield seen
