@@ -2,7 +2,7 @@
 """Heads that draft branch by branch as on CUDA.
 
 Their trees are compared with those of the host in tests/unit/methods, and in test_local_tree.py and
-test_cuda_draft_cache.py of tests/kernels.
+test_draft_cache.py of tests/kernels.
 """
 
 from __future__ import annotations
