@@ -22,14 +22,10 @@ from tests.e2e.tiny import (
     make_target,
     make_tokenswift_heads,
 )
-from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
+from tests.e2e.tiny_engine import CALLS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("two_ranks")]
 
-CALLS = [
-    {"prompts": PROMPTS, "params": PARAMS},
-    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
-]
 # What ranks share differs: states of layers and tables, or also a forward of the target.
 METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},

@@ -187,20 +187,9 @@ def test_fp8_weights_and_inputs() -> None:
     _is_exact("fp8-channels")
 
 
-def test_four_bit_weights() -> None:
-    _parts_at_ties_alone("w4a16")
-
-
-def test_four_bit_weights_with_zero_points() -> None:
-    _parts_at_ties_alone("w4a16-zeros")
-
-
-def test_gptq() -> None:
-    _parts_at_ties_alone("gptq", (False, True))
-
-
-def test_awq() -> None:
-    _parts_at_ties_alone("awq")
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-zeros", "gptq", "awq"])
+def test_four_bit_weights(scheme: str) -> None:
+    _parts_at_ties_alone(scheme, (False, True) if scheme == "gptq" else (True,))
 
 
 def test_a_tied_target() -> None:
