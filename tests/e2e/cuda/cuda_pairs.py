@@ -19,7 +19,7 @@ from tests.e2e.pair import Counts, Pair, changed, core_of, pair
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.vllm_v2 import host_step, worker_gpu
+from vllm_specplug.vllm_v2 import host_step
 from vllm_specplug.vllm_v2.host_step import HostCopy
 from vllm_specplug.vllm_v2.runner import TreeOutput
 
@@ -101,22 +101,6 @@ def compare(made: Pair, ahead: bool) -> Counts:
         _, counts = made.compare(PROMPTS, params)
     assert (counts.stale > 0) == ahead, counts
     return counts
-
-
-@contextmanager
-def profiles() -> Iterator[list[int]]:
-    """Engines built here are profiled before their caches are made, as on CUDA; yields what each
-    profile counts of a drafter's own memory, in bytes."""
-    counted: list[int] = []
-    memory = worker_gpu.drafter_memory
-
-    def drafter_memory(state: Any) -> torch.Tensor:
-        made = memory(state)
-        counted.append(made.nbytes)
-        return made
-
-    with patch.object(worker_gpu, "drafter_memory", drafter_memory), cuda_device.profiled():
-        yield counted
 
 
 def compare_windows(made: Pair) -> Counts:
