@@ -16,8 +16,6 @@ from typing import Any
 from tests.e2e.fork_server import REPO, run_forked, run_fresh
 from tests.e2e.selector_head import selector_head
 
-# A folder with prompts; without one they are made here.
-DATA = os.environ.get("SPECPLUG_DATA")
 PROCESS = "tests.e2e.engine_process"
 ENGINE_TIMEOUT_S = 1500
 
@@ -90,10 +88,6 @@ def chat_ids(text: str) -> list[int]:
     )
 
 
-def _rows(name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(DATA or "", name).read_text().splitlines()]
-
-
 _TOPICS = (
     "a lighthouse", "prime numbers", "the water cycle", "a chess opening", "baking bread",
     "binary search", "the French Revolution", "photosynthesis", "a train timetable", "tides",
@@ -108,34 +102,10 @@ _FORMS = (
 )
 
 
-def _texts() -> list[list[str]]:
-    """Prompts of three kinds: from the data folder, or made here when there is none."""
-    if not DATA:
-        return [[form.format(topic) for topic in _TOPICS] for form in _FORMS]
-    chats = [row["turns"][0] for row in _rows("spec_bench_dev.jsonl")]
-    return [
-        # Every seventh, so that all its categories appear.
-        chats[::7] + chats[1::7],
-        [
-            "Complete this Python function:\n```python\n" + row["prompt"] + "```"
-            for row in _rows("humaneval_dev.jsonl")
-        ],
-        [row["question"] for row in _rows("gsm8k_test_dev.jsonl")],
-    ]
-
-
 @cache
-def prompts(count: int, max_tokens: int = 700) -> tuple[tuple[int, ...], ...]:
+def prompts(count: int) -> list[list[int]]:
     """`count` tokenised prompts, taken in turn from chat, code and maths."""
-    sources = _texts()
-    picked: list[tuple[int, ...]] = []
-    index = 0
-    while len(picked) < count:
-        ids = chat_ids(sources[index % 3][index // 3])
-        if len(ids) <= max_tokens:
-            picked.append(tuple(ids))
-        index += 1
-    return tuple(picked)
+    return [chat_ids(_FORMS[i % 3].format(_TOPICS[i // 3])) for i in range(count)]
 
 
 def with_own_budgets(call: dict[str, Any], nodes: int = 8) -> dict[str, Any]:
@@ -164,10 +134,6 @@ class EngineResult:
     @property
     def accepted(self) -> int:
         return int(self.counters.get("vllm:spec_decode_num_accepted_tokens", 0))
-
-    @property
-    def preemptions(self) -> int:
-        return int(self.counters.get("vllm:num_preemptions", 0))
 
     def call_counter(self, call: int, name: str) -> float:
         """How much a counter grew during one call."""

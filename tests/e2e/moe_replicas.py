@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,30 +131,13 @@ def _replica(folder: str, job: dict[str, Any], rank: int) -> Any:
     return {"answers": answers, "dummies": dummies, "counters": _counters(llm)}
 
 
-def main(folder: str, job_text: str) -> None:
-    """Runs the engines of `job_text` and writes `alone`, `0` and `1` into `folder`."""
+def main(folder: str, part: str, job_text: str) -> None:
+    """Runs the engine of a replica, or that which is `alone`, and writes what it gives."""
     job = json.loads(job_text)
     if job["options"] is None:
         # On the runner that trees have.
         from vllm_specplug.vllm_v2.plain_engine import use_v2
 
         use_v2()
-    parts: dict[str, Callable[[], Any]] = (
-        {"alone": partial(_alone, folder)} if job["options"] is None else {}
-    )
-    parts |= {str(rank): partial(_replica, folder, job, rank) for rank in range(2)}
-    children = []
-    for name, part in parts.items():
-        # Nothing was built so far, so this process has no thread but this one.
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                Path(folder, f"{name}.json").write_text(json.dumps(part()))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(status)
-        children.append(child)
-    failed = [child for child in children if os.waitpid(child, 0)[1]]
-    assert not failed, failed
+    made = _alone(folder) if part == "alone" else _replica(folder, job, int(part))
+    Path(folder, f"{part}.json").write_text(json.dumps(made))

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+VOCAB = 24
+PROMPTS = [[3 + (5 * i * i + k) % 20 for i in range(8 + 9 * k)] for k in range(4)]
 # Of Qwen3.5's checkpoints; speculators writes the same tensors by the other names.
 NAMES = {
     "mtp.fc.": "mtp_layers.0.input_proj.",

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -327,24 +327,19 @@ def head_options(method: str) -> dict[str, Any]:
     vocab, folder = _vocab_size(), target().parent / method
     if method == "assistant_tree":
         return {"model": str(_followed()[1])}
-    if method == "jetspec":
-        return {"model": str(tiny.make_head(folder, vocab))}
-    if method == "ddtree":
-        return {"model": str(tiny.make_head(folder, vocab, causal=False))}
     if method == "dels":
         local = tiny.make_local_head(folder / "local", vocab)
         return {**head_options("ddtree"), "local_head": str(local)}
-    if method == "dspark_tree":
-        return {"model": str(tiny.make_dspark_head(folder, vocab))}
-    if method == "dflash2_tree":
-        return {"model": str(tiny.make_dflash2_head(folder, vocab))}
-    if method == "longspec":
-        return {"model": str(tiny.make_longspec_head(folder, vocab, window=24))}
-    if method == "eagle3_tree":
-        return {"model": str(tiny.make_eagle3_head(folder, vocab, draft_vocab_size=vocab - 40))}
-    if method == "tokenswift":
-        return {"model": str(tiny.make_tokenswift_heads(folder, vocab))}
-    return {}
+    makers: dict[str, Callable[..., Path]] = {
+        "jetspec": tiny.make_head,
+        "ddtree": partial(tiny.make_head, causal=False),
+        "dspark_tree": tiny.make_dspark_head,
+        "dflash2_tree": tiny.make_dflash2_head,
+        "longspec": partial(tiny.make_longspec_head, window=24),
+        "eagle3_tree": partial(tiny.make_eagle3_head, draft_vocab_size=vocab - 40),
+        "tokenswift": tiny.make_tokenswift_heads,
+    }
+    return {"model": str(makers[method](folder, vocab))} if method in makers else {}
 
 
 @contextmanager

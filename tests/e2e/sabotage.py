@@ -13,9 +13,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-# Steps between the positions whose random numbers the draws of one token take.
-_FAR = 1 << 20
-
 
 def _compaction() -> None:
     """Accepted paths stay where their trees were."""
@@ -58,51 +55,6 @@ def _is_drafted(trees: Any, samples: Any, token_ids: Any) -> Any:
     found = torch.zeros(len(parents), dtype=torch.bool)
     found[parents[held]] = True
     return found
-
-
-def _paths() -> None:
-    """TokenSwift's published rule: a node is drawn once for each path that shares it, and any draw
-    that the tree holds wins."""
-    import torch
-
-    from vllm_specplug.vllm_v2.sampler import TreeSampler
-
-    stock = TreeSampler.__call__
-
-    def shares_of(trees: Any) -> Any:
-        """int64 [M]: leaves at or below each row."""
-        parents = trees.parent_rows.tolist()
-        shares = [0] * len(parents)
-        for row in range(len(parents) - 1, -1, -1):
-            shares[row] = max(shares[row], 1)
-            if parents[row] >= 0:
-                shares[parents[row]] += shares[row]
-        return torch.tensor(shares)
-
-    def per_path(self: Any, logits: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        trees, sample = self.step.trees, self.sampler.sample
-        token_ids = input_batch.input_ids[input_batch.logits_indices]
-
-        def draw(logits: Any, *rest: Any, **more: Any) -> Any:
-            before, positions, after = rest[:3], rest[3], rest[4:]
-            samples, processed = sample(logits.clone(), *rest, **more)
-            shares = shares_of(trees)
-            for again in range(1, int(shares.max())):
-                # Random numbers follow from the position.
-                other, _ = sample(
-                    logits.clone(), *before, positions + again * _FAR, *after, **more
-                )  # fmt: skip
-                is_drawn = (again < shares) & ~_is_drafted(trees, samples, token_ids)
-                samples = torch.where(is_drawn, other, samples)
-            return samples, processed
-
-        self.sampler.sample = draw
-        try:
-            return stock(self, logits, input_batch, *args, **kwargs)
-        finally:
-            del self.sampler.sample
-
-    TreeSampler.__call__ = per_path  # type: ignore[method-assign]
 
 
 def _order() -> None:
@@ -182,7 +134,6 @@ _SABOTAGES: dict[str, Callable[[], None]] = {
     "jitter": _jitter,
     "order": _order,
     "own_trees": _own_trees,
-    "paths": _paths,
     "states": _states,
 }
 

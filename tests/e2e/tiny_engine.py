@@ -23,6 +23,13 @@ PARAMS = {
 }
 
 
+# Greedy, and by chance.
+CALLS = [
+    {"prompts": PROMPTS, "params": PARAMS},
+    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
+]
+
+
 def tiny_engine(target: Path) -> dict[str, Any]:
     return {
         "model": str(target),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend of tree rows with Triton's kernel, over layers of vLLM's."""
+"""The backend of CUDA on a CPU, with Triton's kernel."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.memory.cache_groups import target_groups
 
 
-def use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def triton_backend(
+    heads: int, limits: StepLimits, monkeypatch: pytest.MonkeyPatch
+) -> CudaTreeBackend:
+    """One that writes nothing into the pages of a draft's layers."""
     kernel = ChosenKernel("triton", load_kernel("triton"), "")
     monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **use: kernel)
+    monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
+    return CudaTreeBackend("triton", heads, limits, torch.device("cpu"))
 
 
 def bound(layers: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> CudaTreeBackend:
-    """Over layers of one group."""
-    use_triton(monkeypatch)
+    """Over layers of vLLM's, of one group."""
     heads = next(iter(layers.values())).num_heads
-    limits = StepLimits(4, 64, 13, 400)
-    backend = CudaTreeBackend("triton", heads, limits, torch.device("cpu"))
+    backend = triton_backend(heads, StepLimits(4, 64, 13, 400), monkeypatch)
     group = SimpleNamespace(layer_names=list(layers))
     backend.bind(target_groups(SimpleNamespace(kv_cache_groups=[group]), layers))
     return backend

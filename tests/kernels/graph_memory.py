@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small device for tests of graphs: its sizes, and what is left in memory between steps."""
+"""A small device for tests of graphs: its sizes, what is left in memory between steps, and whether
+drafts are the same."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from vllm_specplug.drafting.device_requests import DeviceTrees
 
 CPU = torch.device("cpu")
 PAGE, HEADS, KV_HEADS, DIM, NODES, REQUESTS, BLOCKS, VOCAB = 16, 2, 1, 16, 10, 4, 5, 30
@@ -31,3 +34,16 @@ def garbage(*tensors: torch.Tensor) -> None:
     """NaN, and numbers that are the index of nothing."""
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else 2**30)
+
+
+def same_trees(a: DeviceTrees, b: DeviceTrees, atol: float) -> bool:
+    """`atol`: of scores, which round differently in products of more rows."""
+    if a.counts.tolist() != b.counts.tolist():
+        return False
+    for r, n in enumerate(a.counts.tolist()):
+        for name in ("token_ids", "parents", "depths"):
+            if not torch.equal(getattr(a, name)[r, :n], getattr(b, name)[r, :n]):
+                return False
+        if not torch.allclose(a.scores[r, :n], b.scores[r, :n], atol=atol):
+            return False
+    return True

@@ -137,19 +137,6 @@ def test_tree_rows_read_what_vllm_stores(cache_dtype: str, monkeypatch: pytest.M
 
 
 @KINDS
-def test_the_scales_read_are_vllms_own(cache_dtype: str) -> None:
-    """Its views, and ours by the contract's layout, are of the same memory."""
-    layer = Layer(DeviceTrees(SPECS, kv_heads=2), cache_dtype)
-    features = layer.impl.tree_features(layer)
-    for scales, half in zip(
-        (features.key_scales, features.value_scales), layer.halves, strict=True
-    ):
-        _, ours = numbers_and_scales(half)
-        assert scales.data_ptr() == ours.data_ptr()
-        assert (scales.shape, scales.stride()) == (ours.shape, ours.stride())
-
-
-@KINDS
 def test_scales_move_with_their_tokens(cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layer = Layer(DeviceTrees(SPECS, kv_heads=2), cache_dtype)
     backend = bound({"a": layer}, monkeypatch)
@@ -218,13 +205,3 @@ def test_stored_as_they_are_they_reach_other_branches(
     (clean, now), *_ = spoilt(layer, bound({"a": layer}, monkeypatch), INF)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
         check_rows(clean, now)
-
-
-@KINDS
-def test_what_is_finite_is_stored_as_it_was(
-    cache_dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    contained = Layer(DeviceTrees(SPECS, kv_heads=2), cache_dtype).kv_cache
-    monkeypatch.setattr(finite_values_triton, "isolate_token_scales_triton", lambda *a, **k: None)
-    stock = Layer(DeviceTrees(SPECS, kv_heads=2), cache_dtype).kv_cache
-    assert torch.equal(contained, stock)

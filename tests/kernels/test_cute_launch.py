@@ -20,7 +20,7 @@ from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels import TreeAttnMetadata, tree_attn_cute_sm90
 from vllm_specplug.kernels.cute import driver, store
 from vllm_specplug.kernels.cute.config import SHARED_LIMIT, CombineConfig, ForwardConfig
-from vllm_specplug.kernels.cute.launch import Bounds, TensorMapSpec, choose_splits, plan_launches
+from vllm_specplug.kernels.cute.launch import Bounds, TensorMapSpec, plan_launches
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from vllm_specplug.kernels.tree_attn_cute_sm90 import CuteUnavailable, unsupported_reason
 
@@ -161,19 +161,6 @@ def test_nothing_is_launched_for_nothing():
     meta.max_rows = 0
     inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
     assert plan_launches(*inputs, meta, 1.0, None, None, 132, no_workspace) == []
-
-
-def test_splits_fill_the_device():
-    # one tree, 8 KV heads: 16 splits are 128 of 132 multiprocessors
-    assert choose_splits(8, 512, 132) in range(14, 17)
-    # short contexts do not split below two tiles each
-    assert choose_splits(8, 3, 132) == 1
-    # a full device is left alone
-    assert choose_splits(132, 512, 132) == 1
-    assert choose_splits(2000, 512, 132) == 1
-    assert choose_splits(0, 512, 132) == 1
-    # two thirds of a device gain from a split
-    assert choose_splits(88, 512, 132) > 1
 
 
 @pytest.mark.parametrize(

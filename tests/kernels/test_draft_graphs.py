@@ -25,7 +25,7 @@ from tests.e2e.tiny import (
     make_head,
     make_local_head,
 )
-from tests.kernels.bound_backend import use_triton
+from tests.kernels.bound_backend import triton_backend
 from tests.kernels.graph_memory import (
     BLOCKS,
     CONTEXT,
@@ -36,6 +36,7 @@ from tests.kernels.graph_memory import (
     VOCAB,
     config,
     garbage,
+    same_trees,
 )
 from tests.pretended_graph import PretendedGraph
 from tests.unit.drafters import load_drafter
@@ -56,7 +57,6 @@ from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter, ParallelDra
 from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
-from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
@@ -154,8 +154,6 @@ class Drafts:
         monkeypatch: pytest.MonkeyPatch,
         sizes: list[int] = SIZES,
     ) -> None:
-        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
-        use_triton(monkeypatch)
         torch.manual_seed(1)
         cls, head, settings = make(folder / "head")
         self.drafter = load_drafter(
@@ -174,7 +172,8 @@ class Drafts:
             layer.kv_cache[0] = float("nan")
         self.table = torch.zeros(REQUESTS, BLOCKS, dtype=torch.int32)
         self.pages = 1 + torch.randperm(pages - 1).view(REQUESTS, BLOCKS).int()
-        backend = CudaTreeBackend("auto", 4, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
+        limits = StepLimits(REQUESTS, 64, NODES + 1, CONTEXT)
+        backend = triton_backend(4, limits, monkeypatch)
         backend.block_size = PAGE
         self.caches: list[torch.Tensor] = [layer.kv_cache for layer in layers]
         if specs:
@@ -219,19 +218,6 @@ class Drafts:
         return self.drafter.propose_on_device(requests.select(rows)).scatter(rows, len(requests))
 
 
-def same_trees(a: DeviceTrees, b: DeviceTrees) -> bool:
-    if a.counts.tolist() != b.counts.tolist():
-        return False
-    for r, n in enumerate(a.counts.tolist()):
-        for name in ("token_ids", "parents", "depths"):
-            if not torch.equal(getattr(a, name)[r, :n], getattr(b, name)[r, :n]):
-                return False
-        # Products of more rows round differently.
-        if not torch.allclose(a.scores[r, :n], b.scores[r, :n], atol=1e-5):
-            return False
-    return True
-
-
 @pytest.mark.parametrize("make", HEADS)
 def test_drafts_of_some_requests_and_of_every_depth(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -262,7 +248,7 @@ def test_drafts_of_some_requests_and_of_every_depth(
         before = PretendedGraph.replays
         trees = drafts.graphs(requests, given)
         assert PretendedGraph.replays == before + 1
-        assert trees is not None and same_trees(trees, drafts.eager(requests, given)), number
+        assert trees is not None and same_trees(trees, drafts.eager(requests, given), 1e-5), number
         assert (trees.counts <= requests.budgets).all()
         assert set(trees.counts.nonzero().flatten().tolist()) <= set(chosen.tolist())
         nodes += int(trees.counts.sum())
@@ -296,7 +282,7 @@ def test_lines_are_sent_where_they_change(tmp_path: Path, monkeypatch: pytest.Mo
         requests = drafts.requests([NODES] * 3, rng)
         given = None if chosen is None else np.array(chosen)
         trees = drafts.graphs(requests, given)
-        assert trees is not None and same_trees(trees, drafts.eager(requests, given))
+        assert trees is not None and same_trees(trees, drafts.eager(requests, given), 1e-5)
     # Requests of padding are nobody.
     assert sent == [[0, 1, 2, 4], [0, 2], [2], [0, 1, 2, 4]]
 
@@ -380,7 +366,7 @@ def test_what_a_draft_does_not_see_is_noticed(
     requests = replace(requests, depths=requests.depths.clamp_max(1), max_depth=DEPTH)
     chosen = np.array([1, 2])
     trees = drafts.graphs(requests, chosen)
-    assert trees is not None and not same_trees(trees, drafts.eager(requests, chosen))
+    assert trees is not None and not same_trees(trees, drafts.eager(requests, chosen), 1e-5)
 
 
 @pytest.mark.parametrize("make", [causal_head, bidirectional_head, markov_head, local_head])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Native builders on sure, tied, masked and broken candidates, against exhaustive searches."""
+"""Trees of local heads on sure, tied, masked and broken candidates, against every path."""
 
 from __future__ import annotations
 
@@ -12,48 +12,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.local_trees import builder
-from tests.unit.tree.candidates import (
-    Case,
-    all_paths,
-    assert_best,
-    checked_paths,
-    columns_of,
-    hard_cases,
-    usable,
-)
-from vllm_specplug.kernels import build_best_first, top_candidates
+from tests.unit.tree.candidates import checked_paths, columns_of
+from vllm_specplug.kernels import top_candidates
 
 FEW = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-
-
-def native(case: Case, build, *more: int) -> dict[tuple[int, ...], float]:
-    *columns, counts = build(
-        torch.from_numpy(case.token_ids)[None],
-        torch.from_numpy(case.log_probs)[None],
-        torch.tensor([case.budget], dtype=torch.int32),
-        torch.tensor([case.tree_depth], dtype=torch.int32),
-        case.tree_width,
-        *more,
-    )
-    n = int(counts[0])
-    return checked_paths(*(column[0, :n].tolist() for column in columns))
-
-
-@given(case=hard_cases())
-@FEW
-def test_best_first(compiled: None, case: Case) -> None:
-    assert_best(native(case, build_best_first), all_paths(usable(case)), case.budget)
-
-
-@given(case=hard_cases())
-@FEW
-def test_best_first_triton(interpreter: None, case: Case) -> None:
-    from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
-
-    paths = native(case, build_best_first_triton, max(1, case.budget))
-    assert_best(paths, all_paths(usable(case)), case.budget)
 
 
 def fused_rows(b, ids: np.ndarray, log_probs: np.ndarray, anchor: int) -> dict:

@@ -20,7 +20,6 @@ from tests.kernels.local_trees import (
     candidates,
 )
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.kernels.local_tree import pack_rows
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 from vllm_specplug.tree import DraftTree
 
@@ -167,16 +166,6 @@ def test_top_candidates_pass_over_what_is_not_a_number(compiled: None) -> None:
     ids, log_probs = top_candidates(logits, 4)
     assert ids[0, :2].tolist() == [9, 3]
     assert torch.isfinite(log_probs[0]).tolist() == [True, True, False, False]
-
-
-@pytest.mark.parametrize("bf16_dot", [False, True])
-def test_packed_rows_hold_every_element(bf16_dot: bool) -> None:
-    weight = torch.randn(40, 37).bfloat16().float()
-    packed = pack_rows(weight, bf16_dot)
-    rows = packed.transpose(2, 3).flatten(0, 2).contiguous()
-    values = rows.view(torch.bfloat16 if bf16_dot else torch.float32).float()
-    assert torch.equal(values[:40, :37], weight)
-    assert float(values[40:].abs().sum()) == float(values[:, 37:].abs().sum()) == 0.0
 
 
 def confident(tail: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:

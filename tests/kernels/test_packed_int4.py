@@ -58,39 +58,6 @@ def test_unit_vectors_read_the_weight(has_zeros: bool) -> None:
     assert torch.equal(found, weight.T.float().bfloat16())
 
 
-@pytest.mark.parametrize("has_zeros", [False, True])
-def test_a_row_does_not_depend_on_others_or_on_threads(has_zeros: bool) -> None:
-    codes, scales, zeros, _ = _case(300, 192, 64, has_zeros)
-    packed, x = pack_int4(codes, scales, zeros), torch.randn(60, 192).bfloat16()
-    together = packed_int4_linear(x, packed)
-    for first, last in ((0, 1), (3, 5), (10, 17), (20, 34), (31, 60)):
-        assert torch.equal(packed_int4_linear(x[first:last], packed), together[first:last])
-    assert torch.equal(packed_int4_linear(x.view(4, 15, 192), packed).flatten(0, 1), together)
-    assert torch.equal(packed_int4_linear(x.T.contiguous().T, packed), together)
-    # Rows that are not a line apart from each other, and rows a page apart.
-    for stride in (200, 2048):
-        apart = torch.zeros(60, stride, dtype=torch.bfloat16)
-        apart[:, :192] = x
-        assert torch.equal(packed_int4_linear(apart[:, :192], packed), together)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(packed_int4_linear(x, packed), together)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def test_infinities_and_nan_stay_in_their_row() -> None:
-    codes, scales, zeros, _ = _case(64, 64, 32, True)
-    packed, x = pack_int4(codes, scales, zeros), torch.randn(20, 64).bfloat16()
-    clean = packed_int4_linear(x, packed)
-    x[3, 5], x[17, 0] = float("nan"), float("inf")
-    found = packed_int4_linear(x, packed)
-    others = [row for row in range(20) if row not in (3, 17)]
-    assert torch.equal(found[others], clean[others])
-    assert found[3].isnan().all() and not found[17].isfinite().any()
-
-
 def test_what_does_not_fit_is_refused() -> None:
     codes, scales, zeros, _ = _case(64, 64, 32, True)
     packed, x = pack_int4(codes, scales, zeros), torch.randn(2, 64).bfloat16()

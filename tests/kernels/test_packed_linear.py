@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.conftest import use_isa
+from tests.kernels.paged import num_threads
 from vllm_specplug.kernels.extension import ISAS, allowed_isas, supported_isas
 from vllm_specplug.kernels.packed_linear import (
     PackedInt8,
     can_pack,
     has_packed_int8_products,
+    pack_int4,
     pack_int8,
     pack_linear,
+    packed_int4_linear,
     packed_int8_linear,
     packed_isa,
     packed_linear,
@@ -132,53 +135,6 @@ def test_weights_of_models_take_three_quarters() -> None:
         use_isa(None)
 
 
-@pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
-@given(
-    columns=st.integers(32, 200),
-    pairs=st.integers(1, 90),
-    rows=st.integers(1, 140),
-    data=st.data(),
-)
-@settings(max_examples=60, deadline=None)
-def test_a_row_is_the_same_in_any_company(
-    name: str, columns: int, pairs: int, rows: int, data: st.DataObject
-) -> None:
-    _skip_below(name)
-    use_isa(name)
-    weight, x, _ = _case(columns, 2 * pairs, rows)
-    packed = pack_linear(weight)
-    together = packed_linear(x, packed, columns)
-    first = data.draw(st.integers(0, rows - 1))
-    last = data.draw(st.integers(first + 1, rows))
-    assert torch.equal(packed_linear(x[first:last], packed, columns), together[first:last])
-    use_isa(None)
-
-
-def test_threads_change_nothing(isa: str) -> None:
-    weight, x, _ = _case(400, 96, 40)
-    packed, threads = pack_linear(weight), torch.get_num_threads()
-    try:
-        found = []
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            found.append(packed_linear(x, packed, 400))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-def test_infinities_and_nan_stay_in_their_row(isa: str) -> None:
-    weight, x, _ = _case(64, 32, 20)
-    packed = pack_linear(weight)
-    clean = packed_linear(x, packed, 64)
-    spoilt = x.clone()
-    spoilt[3, 5], spoilt[17, 0] = float("nan"), float("inf")
-    found = packed_linear(spoilt, packed, 64)
-    others = [row for row in range(20) if row not in (3, 17)]
-    assert torch.equal(found[others], clean[others])
-    assert found[3].isnan().all() and not found[17].isfinite().any()
-
-
 def _int8_case(
     columns: int, depth: int, rows: int
 ) -> tuple[PackedInt8, torch.Tensor, torch.Tensor]:
@@ -230,27 +186,85 @@ def test_int8_extremes_do_not_saturate(int8_products: None) -> None:
         )
 
 
-def test_an_int8_row_is_the_same_in_any_company(int8_products: None) -> None:
-    packed, x, _ = _int8_case(200, 66, 120)
-    together = packed_int8_linear(x, packed)
-    for first, last in ((0, 1), (3, 17), (50, 120), (119, 120)):
-        assert torch.equal(packed_int8_linear(x[first:last], packed), together[first:last])
-    assert packed_int8_linear(x.view(4, 30, 66), packed).shape == (4, 30, 200)
-    assert torch.equal(packed_int8_linear(x.T.contiguous().T, packed), together)
-
-
-def test_shapes_of_rows(isa: str) -> None:
+def test_a_weight_that_does_not_lie_together(isa: str) -> None:
     weight, x, _ = _case(40, 16, 12)
-    packed = pack_linear(weight)
-    flat = packed_linear(x, packed, 40)
-    assert torch.equal(packed_linear(x.view(3, 4, 16), packed, 40), flat.view(3, 4, 40))
-    wide = torch.zeros(12, 20, dtype=torch.bfloat16)
-    wide[:, :16] = x
-    assert torch.equal(packed_linear(wide[:, :16], packed, 40), flat)
-    assert packed_linear(x[:0], packed, 40).shape == (0, 40)
-    assert torch.equal(packed_linear(x.T.contiguous().T, packed, 40), flat)
-    # Packed from a weight that does not lie together.
-    assert torch.equal(packed_linear(x, pack_linear(weight.T.contiguous().T), 40), flat)
+    apart = pack_linear(weight.T.contiguous().T)
+    assert torch.equal(packed_linear(x, apart, 40), packed_linear(x, pack_linear(weight), 40))
+
+
+# -- rows of every kind of product ---------------------------------------------------------
+
+# Of bfloat16 by two instruction sets, of int8, and of four bits without and with zero points.
+KINDS = ("avx2", "avx512_bf16", "int8", "int4", "int4 with zeros")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    isa = "avx2" if request.param == "avx2" else "avx512_bf16"
+    _skip_below(isa)
+    use_isa(isa)
+    yield request.param
+    use_isa(None)
+
+
+def product(kind: str, columns: int, depth: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(columns * depth)
+    if kind == "int8":
+        rounded = torch.randint(-127, 128, (columns, depth), dtype=torch.int8)
+        int8 = pack_int8(rounded, torch.rand(columns) + 0.01)
+        return lambda x: packed_int8_linear(x, int8)
+    if kind.startswith("int4"):
+        codes = torch.randint(0, 16, (columns, depth), dtype=torch.uint8)
+        scales = torch.rand(columns, depth // 8).bfloat16()
+        zeros = torch.randint(-8, 8, scales.shape).bfloat16() if "zeros" in kind else None
+        int4 = pack_int4(codes, scales, zeros)
+        return lambda x: packed_int4_linear(x, int4)
+    packed = pack_linear((torch.randn(columns, depth) / depth**0.5).bfloat16())
+    return lambda x: packed_linear(x, packed, columns)
+
+
+@given(columns=st.integers(32, 200), n=st.integers(1, 90), rows=st.integers(1, 140), data=st.data())
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_a_row_is_the_same_in_any_company(
+    kind: str, columns: int, n: int, rows: int, data: st.DataObject
+) -> None:
+    depth = {"int8": 1, "avx2": 2, "avx512_bf16": 2}.get(kind, 8) * n
+    run, x = product(kind, columns, depth), torch.randn(rows, depth).bfloat16()
+    first = data.draw(st.integers(0, rows - 1))
+    last = data.draw(st.integers(first + 1, rows))
+    assert torch.equal(run(x[first:last]), run(x)[first:last])
+
+
+def test_rows_lie_anywhere_and_threads_change_nothing(kind: str) -> None:
+    run, x = product(kind, 300, 192), torch.randn(60, 192).bfloat16()
+    together = run(x)
+    assert run(x[:0]).shape == (0, 300)
+    assert torch.equal(run(x.view(4, 15, 192)), together.view(4, 15, 300))
+    assert torch.equal(run(x.T.contiguous().T), together)
+    # Rows that are not a line apart from each other, and rows a page apart.
+    for stride in (200, 2048):
+        apart = torch.zeros(60, stride, dtype=torch.bfloat16)
+        apart[:, :192] = x
+        assert torch.equal(run(apart[:, :192]), together)
+    for threads in (2, 3, 5):
+        with num_threads(threads):
+            assert torch.equal(run(x), together)
+
+
+def test_infinities_and_nan_stay_in_their_row(kind: str) -> None:
+    run, x = product(kind, 64, 64), torch.randn(20, 64).bfloat16()
+    clean = run(x)
+    x[3, 5], x[17, 0] = float("nan"), float("inf")
+    found = run(x)
+    others = [row for row in range(20) if row not in (3, 17)]
+    assert torch.equal(found[others], clean[others])
+    # Rows are rounded to int8 by their largest number.
+    assert kind == "int8" or (found[3].isnan().all() and not found[17].isfinite().any())
+
+
+# -- choices, and what is refused -----------------------------------------------------------
 
 
 def test_compiled_as_eager(isa: str) -> None:

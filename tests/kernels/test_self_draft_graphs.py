@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_tokenswift_heads
-from tests.kernels.bound_backend import use_triton
+from tests.kernels.bound_backend import triton_backend
 from tests.kernels.graph_memory import (
     BLOCKS,
     CONTEXT,
@@ -28,6 +28,7 @@ from tests.kernels.graph_memory import (
     VOCAB,
     config,
     garbage,
+    same_trees,
 )
 from tests.pretended_graph import CaptureError, PretendedGraph
 from tests.unit.drafters import load_drafter
@@ -44,7 +45,6 @@ from vllm_specplug.drafting.device_requests import (
 from vllm_specplug.drafting.requests import DraftPenalties
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
-from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import (
@@ -122,8 +122,6 @@ class Drafts:
     """The target as its own draft, with graphs."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(CudaTreeBackend, "cache_writer", lambda self: lambda *args: None)
-        use_triton(monkeypatch)
         self.target = Target()
         if not folder.exists():
             make_tokenswift_heads(folder, VOCAB)
@@ -136,7 +134,8 @@ class Drafts:
         # Before caches are bound there is nothing to capture.
         self.graphs.capture_drafts()
         assert self.drafter.drafts_from_graphs and not self.graphs.graphs
-        backend = CudaTreeBackend("auto", HEADS, StepLimits(REQUESTS, 64, NODES + 1, CONTEXT), CPU)
+        limits = StepLimits(REQUESTS, 64, NODES + 1, CONTEXT)
+        backend = triton_backend(HEADS, limits, monkeypatch)
         backend.block_size = PAGE
         spec = PartialCacheSpec(BUDGET, SINK, 3, ("self_draft_requests", "kv_budget"))
         self.forward = DeviceSelfDraft(self.target, spec, backend)  # type: ignore[arg-type]
@@ -193,18 +192,6 @@ STEPS = [
 ]
 
 
-def same(a: DeviceTrees, b: DeviceTrees) -> bool:
-    if a.counts.tolist() != b.counts.tolist():
-        return False
-    # Contexts are split by other bounds, which rounds differently.
-    return all(
-        torch.equal(a.token_ids[r, :n], b.token_ids[r, :n])
-        and torch.equal(a.parents[r, :n], b.parents[r, :n])
-        and torch.allclose(a.scores[r, :n], b.scores[r, :n], atol=1e-4)
-        for r, n in enumerate(a.counts.tolist())
-    )
-
-
 def drafted_alike(drafts: Drafts, others: Drafts) -> Iterator[bool]:
     """Of each step, whether trees are those of launched drafts."""
     drafts.graphs.capture_drafts()
@@ -214,7 +201,8 @@ def drafted_alike(drafts: Drafts, others: Drafts) -> Iterator[bool]:
         trees, replayed = drafts.draft(step)
         assert replayed == from_graph, number
         expected, _ = others.draft(step, launched=True)
-        yield same(trees, expected)
+        # Contexts are split by other bounds.
+        yield same_trees(trees, expected, 1e-4)
         nodes += int(expected.counts.sum())
     assert nodes > 60, nodes
     assert drafts.drafter.steps_from == others.drafter.steps_from == {"self": len(STEPS)}

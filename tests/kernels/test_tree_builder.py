@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.tree.candidates import hard_cases
 from vllm_specplug.kernels import build_best_first
 from vllm_specplug.tree import build_tree
 
@@ -48,7 +49,19 @@ def candidates(rng, shape, step=None):
     return ids.astype(np.int64).copy(), -np.sort(-log_probs, axis=2).astype(np.float32)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(MANY, max_examples=60)
+@given(hard_cases())
+def test_sure_tied_masked_and_broken_candidates(compiled, interpreter, case):
+    """tests/unit/tree/test_builders.py compares the Python builder with an exhaustive search."""
+    arguments = (case.token_ids[None], case.log_probs[None], [case.budget], [case.tree_depth])
+    for build in (build_best_first, by_triton):
+        check(*arguments, case.tree_width, build)
+
+
+@MANY
 @given(
     st.integers(1, 4),
     st.integers(1, 9),

@@ -126,15 +126,6 @@ def need_experts() -> None:
         pytest.skip("vLLM is without its kernels for experts")
 
 
-def profiled() -> AbstractContextManager[None]:
-    """Engines built inside are profiled before their caches are made."""
-    if ON_GPU:
-        return nullcontext()
-    from tests.e2e.cuda.cuda_worker import profiled
-
-    return profiled()
-
-
 def graphs() -> AbstractContextManager[None]:
     """vLLM may capture and replay graphs inside."""
     if ON_GPU:

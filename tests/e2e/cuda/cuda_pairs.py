@@ -19,7 +19,7 @@ from tests.e2e.pair import Counts, Pair, changed, core_of, pair
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
-from vllm_specplug.vllm_v2 import host_step, worker_gpu
+from vllm_specplug.vllm_v2 import host_step
 from vllm_specplug.vllm_v2.host_step import HostCopy
 from vllm_specplug.vllm_v2.runner import TreeOutput
 
@@ -103,22 +103,6 @@ def compare(made: Pair, ahead: bool) -> Counts:
     return counts
 
 
-@contextmanager
-def profiles() -> Iterator[list[int]]:
-    """Engines built here are profiled before their caches are made, as on CUDA; yields what each
-    profile counts of a drafter's own memory, in bytes."""
-    counted: list[int] = []
-    memory = worker_gpu.drafter_memory
-
-    def drafter_memory(state: Any) -> torch.Tensor:
-        made = memory(state)
-        counted.append(made.nbytes)
-        return made
-
-    with patch.object(worker_gpu, "drafter_memory", drafter_memory), cuda_device.profiled():
-        yield counted
-
-
 def compare_windows(made: Pair) -> Counts:
     params = [
         greedy(max_tokens=20, detokenize=False),
@@ -168,16 +152,6 @@ def knowing_candidates(
 
     with patch.object(drafter, method, candidates):
         yield seen
-
-
-def compare_block_head(
-    method: str, ahead: bool, ngram_topk: int, head: dict[str, str] | None = None
-) -> list[int]:
-    with knowing_candidates() as seen:
-        made = engines(method, ahead=ahead, ngram_topk=ngram_topk, nodes=10, head=head)
-        seen.clear()
-        assert compare(made, ahead).skipping > 1
-    return seen
 
 
 class LateCopy(HostCopy):

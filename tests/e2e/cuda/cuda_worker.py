@@ -7,8 +7,7 @@ CUDA, over a cache of that layout; what a CPU lacks is replaced here and nowhere
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -129,23 +128,6 @@ class InterpretedWorker(TreeGPUWorker, CPUWorker):
         # vLLM's CPU worker does not come to it.
         self._maybe_activate_jit_monitor()
         return times
-
-
-@contextmanager
-def profiled() -> Iterator[None]:
-    """Engines built inside are profiled before their caches are made, as on CUDA."""
-    available = InterpretedWorker.determine_available_memory
-
-    def determine_available_memory(self: Any) -> int:
-        self.model_runner.profile_run()
-        return available(self)
-
-    with (
-        # vLLM's kernel for many rows is not one that the interpreter takes.
-        patch.object(worker_gpu, "apply_top_k_top_p", lambda *args: None),
-        patch.object(InterpretedWorker, "determine_available_memory", determine_available_memory),
-    ):
-        yield
 
 
 def use_cuda_worker() -> None:

@@ -8,13 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.e2e.cuda.cuda_pairs import (
-    INTERPRETED,
-    LateCopy,
-    engines,
-    late_copies,
-    profiles,
-)
+from tests.e2e.cuda.cuda_pairs import INTERPRETED, LateCopy, engines, late_copies
 from tests.e2e.cuda.cuda_partial_caches import LONG, SELF, watching
 from tests.e2e.pair import watch_preemptions
 from tests.e2e.requests import greedy, seeded
@@ -36,17 +30,6 @@ def test_the_target_drafts_for_itself(ahead: bool) -> None:
     assert set(drafter.steps_from) == {"self"}, drafter.steps_from
     assert seen.whole > 10 and seen.partial > 10 and seen.taken_in > 4 and seen.chosen, seen
     assert seen.far < 1e-4, seen.far
-
-
-@pytest.mark.parametrize(("budget", "requests"), [(48, 4), (256, 0)])
-def test_the_profile_counts_the_partial_caches(budget: int, requests: int) -> None:
-    """And no more than a page of each layer where every context fits the budget."""
-    head = {**SELF, "kv_budget": budget}
-    with profiles() as counted:
-        made = engines("tokenswift", ahead=True, ngram_topk=0, nodes=5, head=head)
-    pool = made.runner.drafter.drafter.target_forward.pool
-    assert pool.max_requests == requests
-    assert counted == [pool.num_bytes] and counted[0], counted
 
 
 @pytest.mark.parametrize("name", ["_take_in", "choose"])

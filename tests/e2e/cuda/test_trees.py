@@ -72,27 +72,8 @@ def test_branching_trees(ahead: bool) -> None:
 
 def test_fp8_caches_with_scales() -> None:
     """A checkpoint that asks for such a cache, with scales far from 1; queries are quantised
-    where vLLM quantises them."""
+    where vLLM quantises them. See tests/kernels/test_cuda_fp8_cache.py for the controls."""
     target = {"model": str(number_formats.scaled_target()), "skip_tokenizer_init": True}
     made = engines(ahead=True, target=target)
-    layers = made.runner.state.layers
     assert {c.dtype for c in made.runner.state.target_caches().values()} == {torch.uint8}
-    counts = compare_windows(made)
-    assert counts.skipping > 1, counts
-    impl = next(iter(layers.values())).impl
-    backend = made.runner.tree_backend
-    stock = type(impl).cache_scales
-
-    def without(which: str) -> Any:
-        def cache_scales(self: Any, layer: Any) -> dict[str, Any]:
-            scales = stock(self, layer)
-            return {**scales, which: torch.ones_like(scales[which])}
-
-        return patch.object(type(impl), "cache_scales", cache_scales)
-
-    controls = {
-        "keys": without("key_scales"),
-        "values": without("value_scales"),
-        "compaction": patch.object(backend, "compact", lambda *args: None),
-    }
-    assert not [name for name, control in controls.items() if is_equal(made, control)]
+    assert compare_windows(made).skipping > 1

@@ -19,12 +19,7 @@ from tests.e2e.cuda import cuda_device, cuda_pairs
 from tests.e2e.cuda.cuda_graphs import full_graphs, steps_from_graphs
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, LateCopy, knowing_candidates, late_copies
 from tests.e2e.hybrids import wrapped_hybrid
-from tests.e2e.pair import (
-    Counts,
-    Pair,
-    watch_preemptions,
-    watch_prefix_hits,
-)
+from tests.e2e.pair import Counts, Pair, watch_prefix_hits
 from tests.e2e.tiny import make_head
 from tests.e2e.vision import VOCAB, compare_answers
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
@@ -88,18 +83,6 @@ def test_positions_on_wrong_axes_differ(wrong: Any) -> None:
         pytest.raises(AssertionError, match="request"),
     ):
         compare(made, prompts(), True)
-
-
-def test_prefix_hits_and_preemption_with_images() -> None:
-    made = engines(
-        ahead=True, enable_prefix_caching=True, num_gpu_blocks_override=6, max_model_len=96
-    )
-    preempted, hits = watch_preemptions(made.tree), watch_prefix_hits(made.tree)
-    for _ in range(2):
-        hits.clear()
-        compare(made, prompts(), True)
-    assert max(hits.values()) >= 32, hits
-    assert preempted
 
 
 def test_images_before_a_text_model_with_one_axis() -> None:

@@ -9,19 +9,9 @@ import pytest
 
 from tests.e2e.harness import assert_drafted, run_engine
 from tests.e2e.tiny import make_longspec_head, make_target
-from tests.e2e.tiny_engine import tiny_engine
+from tests.e2e.tiny_engine import PARAMS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("longspec")]
-
-VOCAB = 12
-PARAMS = {
-    "temperature": 0.0,
-    "max_tokens": 60,
-    "ignore_eos": True,
-    "detokenize": False,
-    "presence_penalty": 1.5,
-    "frequency_penalty": 0.8,
-}
 
 
 def test_contexts_of_thousands_of_tokens(tmp_path: Path) -> None:
@@ -44,7 +34,12 @@ def test_contexts_of_thousands_of_tokens(tmp_path: Path) -> None:
         "enable_prefix_caching": True,
     }
     long = [(11 * i * i + 5 * i) % 10 + 2 for i in range(8170)]
-    calls = [{"prompts": [long, long[:4100], [5, 6], long[:8100]], "params": PARAMS}]
+    calls = [
+        {
+            "prompts": [long, long[:4100], [5, 6], long[:8100]],
+            "params": {**PARAMS, "max_tokens": 60},
+        }
+    ]
     speculative = {
         "method": "longspec",
         "model": str(head),

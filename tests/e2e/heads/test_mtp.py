@@ -9,8 +9,7 @@ import pytest
 
 from tests.e2e.eagle3_chains import CHAIN, compare_drafts, own_engine
 from tests.e2e.mimo import make_mimo_target
-from tests.e2e.mtp import PROMPTS, VOCAB
-from tests.e2e.mtp_modules import add_module
+from tests.e2e.mtp_modules import PROMPTS, VOCAB, add_module
 from tests.e2e.pair import make_engine, pair
 from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_other_target

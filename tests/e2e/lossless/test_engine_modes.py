@@ -22,13 +22,11 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # As users get it: compiled, the budget by the clock, n-grams merged.
     "compiled": ({"enforce_eager": False}, {"tree_budget": "auto"}),
     "reference_kernel": ({}, {"tree_kernel": "reference"}),
-    "compiled_kernel": ({}, {"tree_kernel": "cpp"}),
     # "auto" rounds the weights of bfloat16 heads, where the CPU has VNNI.
     "int8_head": ({}, {"draft_weights": "int8"}),
     "chain": ({}, {"tree_width": 1}),
     "one_node": ({}, {"num_speculative_tokens": 1}),
-    "auto_budget": ({}, {"tree_budget": "auto"}),
-    "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12}),
+    "largest_tree": ({}, {"num_speculative_tokens": 256, "tree_width": 12, "tree_kernel": "cpp"}),
 }
 
 

@@ -34,7 +34,8 @@ def _go_idle(engine: Any) -> None:
     engine.step()
 
 
-def _idle_after_everything(method: str) -> None:
+@pytest.mark.parametrize("method", ["oracle", *method_names()])
+def test_idle_after_everything(method: str) -> None:
     topk = {} if method == "oracle" else DEFAULTS
     engines = pair(method, speculative=topk, enable_prefix_caching=True)
     core, engine = core_of(engines.tree), engines.tree.llm_engine
@@ -69,12 +70,3 @@ def _idle_after_everything(method: str) -> None:
     _go_idle(engine)
     _assert_nothing_is_kept(engines, names.seen, method)
     assert len(names.seen) == 3 * len(PROMPTS) + 1
-
-
-def test_oracle() -> None:
-    _idle_after_everything("oracle")
-
-
-def test_every_method() -> None:
-    for method in method_names():
-        _idle_after_everything(method)

@@ -46,7 +46,7 @@ SCHEMA = {
 
 
 def _ids(count: int, start: int = 0) -> list[list[int]]:
-    return [list(p) for p in prompts(start + count, max_tokens=96)[start:]]
+    return prompts(start + count)[start:]
 
 
 def _greedy(max_tokens: int, **params: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.statistics import BIAS, LEVEL, PROMPT, SAMPLES, VOCAB, TinyJoint, p_value, power
-from tests.e2e.tiny import make_head, make_target, make_tokenswift_heads
+from tests.e2e.tiny import make_head, make_target
 from tests.e2e.tiny_engine import tiny_engine
 
 pytestmark = pytest.mark.e2e
@@ -43,7 +43,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
     make_target(folder / "target", VOCAB)
     make_head(folder / "head", VOCAB)
-    make_tokenswift_heads(folder / "tokenswift", VOCAB)
     return folder
 
 
@@ -56,21 +55,19 @@ def _sample(
     models: Path,
     speculative: dict[str, Any],
     params: list[dict[str, Any]],
-    samples: int = SAMPLES,
     sabotage: tuple[str, ...] = (),
-    head: str = "head",
 ) -> EngineResult:
-    """`samples` completions of PROMPT for each of `params`, from one engine."""
+    """`SAMPLES` completions of PROMPT for each of `params`, from one engine."""
     engine = {
         **tiny_engine(models / "target"),
         "max_num_seqs": 256,
         "max_num_batched_tokens": 8192,
         "seed": 7,
     }
-    spec = {**speculative, "model": str(models / head)}
+    spec = {**speculative, "model": str(models / "head")}
     # Five tokens: the first tree is drafted to its full depth.
     base = {"temperature": 1.0, "max_tokens": 5, "ignore_eos": True, "detokenize": False}
-    calls = [{"prompts": [PROMPT] * samples, "params": {**base, **p}} for p in params]
+    calls = [{"prompts": [PROMPT] * SAMPLES, "params": {**base, **p}} for p in params]
     if "tree_budget" not in spec:
         calls = [with_own_budgets(call, nodes=12) for call in calls]
     return run_engine(engine, calls, speculative=spec, sabotage=sabotage)
@@ -106,28 +103,3 @@ def test_the_samples_suffice_for_such_a_bias(exact: TinyJoint) -> None:
     assert min(powers) > 0.95, powers
     # And an honest rule fails as seldom as it should.
     assert power(joint, joint, SAMPLES) == pytest.approx(LEVEL, rel=0.01)
-
-
-@pytest.mark.full
-def test_the_published_rule_of_one_draw_per_path_is_noticed(models: Path, exact: TinyJoint) -> None:
-    """TokenSwift's rule makes what was drafted likelier than the target does.
-
-    On trees whose first nodes lie on many paths; the honest rule passes on the same trees.
-    """
-    options = {
-        "method": "tokenswift",
-        "draft_source": "self",
-        "tree_width": 3,
-        "num_speculative_tokens": 40,
-        "tree_budget": 40,
-        "kv_budget": 64,
-        "max_step_rows": 16384,
-        "ngram_topk": 0,
-    }
-    params = [{"max_tokens": 6}]
-    honest = _sample(models, options, params, 4_000, head="tokenswift")
-    assert_drafted(honest, least_acceptance=0.005)
-    assert p_value(honest.token_ids(), exact.joint()) > LEVEL
-    biased = _sample(models, options, params, 4_000, ("paths",), head="tokenswift")
-    assert biased.accepted > honest.accepted
-    assert p_value(biased.token_ids(), exact.joint()) < LEVEL

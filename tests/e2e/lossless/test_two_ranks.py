@@ -15,20 +15,17 @@ import pytest
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
 from tests.e2e.own_schedulers import run_ranks
 from tests.e2e.tiny import (
+    make_adapter,
     make_eagle3_head,
     make_head,
     make_local_head,
     make_target,
     make_tokenswift_heads,
 )
-from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
+from tests.e2e.tiny_engine import CALLS, PROMPTS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("two_ranks")]
 
-CALLS = [
-    {"prompts": PROMPTS, "params": PARAMS},
-    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
-]
 # What ranks share differs: states of layers and tables, or also a forward of the target.
 METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
@@ -39,10 +36,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
+# Split by output columns, by input columns, and by heads.
+ADAPTERS = {"one": ("q_proj", "v_proj", "down_proj"), "two": ("k_proj", "o_proj", "gate_proj")}
+
+
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
-    make_target(folder / "target", VOCAB)
+    target = make_target(folder / "target", VOCAB)
+    for i, (name, modules) in enumerate(ADAPTERS.items(), 1):
+        make_adapter(folder / name, target, modules, seed=i)
     make_head(folder / "causal", VOCAB)
     make_head(folder / "block", VOCAB, causal=False)
     make_local_head(folder / "gru", VOCAB)
@@ -51,10 +54,13 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _run(heads: Path, method: str | None, ahead: bool, *sabotage: str) -> EngineResult:
-    engine = {**tiny_engine(heads / "target"), "tensor_parallel_size": 2}
+def _run(
+    heads: Path, method: str | None, ahead: bool, *sabotage: str,
+    calls: list[dict[str, Any]] = CALLS, **engine: Any,
+) -> EngineResult:  # fmt: skip
+    engine = {**tiny_engine(heads / "target"), "tensor_parallel_size": 2, **engine}
     if method is None:
-        return run_engine(engine, CALLS, own_processes=True)
+        return run_engine(engine, calls, own_processes=True)
     # The default budget, which follows the clock.
     spec = {"num_speculative_tokens": 12, "max_step_rows": 512, **METHODS[method]}
     for name in ("model", "local_head"):
@@ -62,7 +68,7 @@ def _run(heads: Path, method: str | None, ahead: bool, *sabotage: str) -> Engine
             spec[name] = str(heads / spec[name])
     return run_engine(
         {**engine, "async_scheduling": ahead},
-        [with_own_budgets(call) for call in CALLS],
+        [with_own_budgets(call) for call in calls],
         speculative=spec,
         sabotage=sabotage,
         own_processes=True,
@@ -76,6 +82,23 @@ def test_two_ranks_keep_the_output(heads: Path, method: str, ahead: bool) -> Non
     plain = _run(heads, None, ahead)
     tree = _run(heads, method, ahead, "clock", "drafts")
     for call in range(len(CALLS)):
+        assert tree.token_ids(call) == plain.token_ids(call)
+    assert_drafted(tree, least_acceptance=0.0)
+
+
+@pytest.mark.full
+def test_two_ranks_answer_by_adapter(heads: Path) -> None:
+    each = [None, *((name, i, str(heads / name)) for i, name in enumerate(ADAPTERS, 1))]
+    prompts = [prompt for prompt in PROMPTS for _ in each]
+    calls = [{**call, "prompts": prompts, "adapters": each * len(PROMPTS)} for call in CALLS]
+    # A slot stays empty: on a CPU vLLM reads the last one for rows without an adapter.
+    lora = {"enable_lora": True, "max_loras": len(each), "max_lora_rank": 8}
+    plain = _run(heads, None, True, calls=calls, **lora)
+    answers = plain.token_ids()
+    for i in range(0, len(answers), len(each)):
+        assert len({tuple(ids) for ids in answers[i : i + len(each)]}) == len(each), "one is idle"
+    tree = _run(heads, "jetspec", True, "clock", "drafts", calls=calls, **lora)
+    for call in range(len(calls)):
         assert tree.token_ids(call) == plain.token_ids(call)
     assert_drafted(tree, least_acceptance=0.0)
 

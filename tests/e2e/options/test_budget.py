@@ -179,6 +179,12 @@ def test_requests_that_fix_their_budget_among_adaptive_ones() -> None:
         full = [step for step in steps if len(step) == 4][3:]
         most = {name: max(step[name][1] for step in full) for name in full[0]}
         assert sorted(most.values())[0] == 0 and {2, 5} <= set(most.values()), full
+        # A context that is longer than a request wants to be drafted for.
+        cut = greedy(max_tokens=20, extra_args={"specplug_max_draft_context": 2})
+        expected = generate(made.plain, PROMPTS[:1], cut)
+        with verified_steps(made) as steps:
+            assert_same_output(expected[0], generate(made.tree, PROMPTS[:1], cut)[0], "cut off")
+        assert not any(nodes for step in steps for _, nodes in step.values())
 
 
 def test_step_costs_are_measured_and_learnt() -> None:
@@ -194,39 +200,6 @@ def test_step_costs_are_measured_and_learnt() -> None:
         for (rows, sampled, context, milliseconds, more_context), _ in observe.call_args_list:
             assert 1 <= rows == sampled <= 28 and 0 < milliseconds < 1e4
             assert context > 0 and context + more_context > rows * 4
-
-
-def test_requests_choose_their_own_budget() -> None:
-    engines = _engines(FLAT)
-    expected = generate(engines.plain, _prompts(3), greedy(max_tokens=24, ignore_eos=True))
-    OracleDrafter.sequences = sequences_of(expected)
-    runner = engines.runner
-    most: dict[str, int] = {}
-    draft = runner.planner.draft
-
-    def noted(drafter: Any, requests: Any, *args: Any) -> Any:
-        trees = draft(drafter, requests, *args)
-        for req_id, tree in zip(requests.req_ids, trees, strict=True):
-            most[req_id] = max(most.get(req_id, 0), tree.num_nodes)
-        return trees
-
-    with patch.object(runner.planner, "draft", noted):
-        asked: list[dict[str, Any] | None] = [None, {"specplug_tree_budget": 0},
-                                              {"specplug_tree_budget": 2}]  # fmt: skip
-        params = [greedy(max_tokens=24, ignore_eos=True, extra_args=extra) for extra in asked]
-        actual = generate(engines.tree, _prompts(3), params)
-        for i, (a, b) in enumerate(zip(expected, actual, strict=True)):
-            assert_same_output(a, b, f"request {i}")
-        # Who opted out is never drafted for.
-        assert sorted(most.values())[0] == 2 and len(most) == 2 and max(most.values()) > 2, most
-        most.clear()
-        cut = greedy(max_tokens=24, ignore_eos=True, extra_args={"specplug_max_draft_context": 4})
-        assert_same_output(expected[0], generate(engines.tree, _prompts(1), cut)[0], "cut off")
-        assert not most
-    for extra in ({"specplug_tree_budget": 17}, {"specplug_max_draft_context": -1}):
-        name = next(iter(extra))
-        with pytest.raises(Exception, match=name):
-            generate(engines.tree, _prompts(1), greedy(max_tokens=2, extra_args=extra))
 
 
 def test_prefix_hits_bring_no_placeholder_rows() -> None:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Heads whose context is put off while drafts do not pay: what they draft later is what they would
-have drafted, and where the context is gone they draft nothing. See test_put_off.py.
+have drafted, and where the context is gone they draft nothing.
 
 The gate opens and closes by a script, so that nothing depends on how busy the machine is.
 """

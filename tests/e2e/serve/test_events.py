@@ -78,20 +78,6 @@ def test_two_replicas_answer_alike_and_count_apart(server: Server, client: opena
         assert set(values) == {"0", "1"} and all(values.values()), (name, values)
 
 
-@pytest.mark.parametrize(
-    "extra", [{"specplug_tree_budget": 13}, {"specplug_max_draft_context": -1}]
-)
-def test_a_request_that_cannot_be_is_refused_by_name(
-    server: Server, client: openai.OpenAI, extra: dict[str, int]
-) -> None:
-    with pytest.raises(openai.BadRequestError, match=next(iter(extra))) as error:
-        client.completions.create(
-            model="tiny", prompt=[7], max_tokens=4, extra_body={"vllm_xargs": extra}
-        )
-    assert error.value.status_code == 400
-    assert _complete(client, [7])
-
-
 SCHEMA = {
     "type": "object",
     "properties": {"color": {"enum": ["red", "blue"]}, "ok": {"type": "boolean"}},

@@ -80,15 +80,26 @@ def per_label(samples: list, name: str, label: str) -> dict[str, float]:
     return {has[label]: v for n, has, v in samples if n == name}
 
 
-def test_drafts_nodes_and_depths_agree_with_vllm(samples):
-    drafts = value(samples, "specplug:drafts_total", model_name="tiny", engine="0")
-    assert drafts > 0
-    assert drafts == value(samples, "vllm:spec_decode_num_drafts_total")
-    nodes = value(samples, "specplug:draft_nodes_total")
-    assert nodes == value(samples, "vllm:spec_decode_num_draft_tokens_total")
-    accepted = value(samples, "vllm:spec_decode_num_accepted_tokens_total")
-    assert accepted > 0
-    assert value(samples, "specplug:accepted_tokens_total") == accepted
+def assert_counts_agree(samples: list, requests: list[dict]) -> None:
+    """Asserts that the engine's metrics are vLLM's, and what those of the requests add up to."""
+    for field, name, vllms in (
+        ("num_spec_steps", "drafts_total", "drafts_total"),
+        ("num_draft_tokens", "draft_nodes_total", "draft_tokens_total"),
+        ("num_accepted_draft_tokens", "accepted_tokens_total", "accepted_tokens_total"),
+    ):
+        count = value(samples, f"specplug:{name}", model_name="tiny", engine="0")
+        assert count == value(samples, f"vllm:spec_decode_num_{vllms}") > 0
+        assert count == sum(request[field] for request in requests)
+    for request in requests:
+        assert sum(request["acceptance_histogram"]) == len(request["per_step_drafted"])
+        assert all(request["per_step_drafted"])
+
+
+def test_counts_agree_with_vllm(measured):
+    assert_counts_agree(*measured)
+
+
+def test_depths_agree_with_vllm(samples):
     by_depth = per_label(samples, "specplug:accepted_tokens_total", "depth")
     by_position = per_label(
         samples, "vllm:spec_decode_num_accepted_tokens_per_pos_total", "position"
@@ -98,32 +109,9 @@ def test_drafts_nodes_and_depths_agree_with_vllm(samples):
         assert by_depth.get(str(int(position) + 1), 0) == count
 
 
-def assert_requests_agree(samples: list, requests: list[dict]) -> None:
-    """Asserts that the metrics of the requests add up to those of the engine."""
-    for field, name in (
-        ("num_spec_steps", "drafts_total"),
-        ("num_draft_tokens", "draft_nodes_total"),
-        ("num_accepted_draft_tokens", "accepted_tokens_total"),
-    ):
-        assert sum(request[field] for request in requests) == value(samples, f"specplug:{name}")
-    for request in requests:
-        assert sum(request["acceptance_histogram"]) == len(request["per_step_drafted"])
-        assert all(request["per_step_drafted"])
-
-
-def test_metrics_of_requests_add_up(measured):
-    assert_requests_agree(*measured)
-
-
 def test_reserved_rows_without_a_node_are_no_drafts(tmp_path):
     """A scheduler that works ahead reserves rows before it knows how many nodes fill them."""
-    samples, requests = measure(tmp_path, ahead=True, tree_budget="auto")
-    drafts = value(samples, "specplug:drafts_total")
-    assert drafts > 0 and value(samples, "specplug:accepted_tokens_total") > 0
-    assert drafts == value(samples, "vllm:spec_decode_num_drafts_total")
-    nodes = value(samples, "specplug:draft_nodes_total")
-    assert nodes == value(samples, "vllm:spec_decode_num_draft_tokens_total")
-    assert_requests_agree(samples, requests)
+    assert_counts_agree(*measure(tmp_path, ahead=True, tree_budget="auto"))
 
 
 def test_phases_are_timed_and_trees_are_within_budget(samples):

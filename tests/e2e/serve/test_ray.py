@@ -12,7 +12,7 @@ import pytest
 from tests.e2e.harness import assert_drafted, with_own_budgets
 from tests.e2e.ray_ranks import run_ray
 from tests.e2e.tiny import make_head, make_target
-from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
+from tests.e2e.tiny_engine import CALLS, VOCAB, tiny_engine
 
 pytestmark = [
     pytest.mark.e2e,
@@ -22,10 +22,6 @@ pytestmark = [
     ),
 ]
 
-CALLS = [
-    {"prompts": PROMPTS, "params": PARAMS},
-    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
-]
 # What vLLM's first executor copies to workers beside its own variables.
 PREFIX = {"VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY": "SPECPLUG_"}
 EXECUTORS: dict[str, dict[str, Any]] = {

@@ -143,42 +143,12 @@ def test_options_that_other_speculation_refuses_are_honoured(
     assert sampled == plain_answers[0]
 
 
-def test_constrained_answers_beside_free_ones(
-    client: openai.OpenAI, plain_answers: list[str]
-) -> None:
-    schema = {
-        "type": "object",
-        "properties": {
-            "city": {"enum": ["Paris", "Rome", "Oslo"]},
-            "days": {"enum": [1, 2, 3]},
-        },
-        "required": ["city", "days"],
-        "additionalProperties": False,
-    }
-    answer_format = {
-        "type": "json_schema",
-        "json_schema": {"name": "weather", "schema": schema},
-    }
-
-    def constrained(question: str) -> str:
-        return _ask(client, question, response_format=answer_format, max_tokens=64)
-
-    questions = ["Weather in Rome for two days?", "Oslo tomorrow?", "Is it sunny in Paris?"]
-    alone = [constrained(question) for question in questions]
-    with ThreadPoolExecutor(6) as pool:
-        free = [pool.submit(_ask, client, question) for question in QUESTIONS[:3]]
-        assert list(pool.map(constrained, questions)) == alone
-    assert [f.result() for f in free] == plain_answers[:3]
-    assert all(text.lstrip().startswith("{") for text in alone)
-    complete = [json.loads(text) for text in alone if text.rstrip().endswith("}")]
-    assert complete and all(set(value) == {"city", "days"} for value in complete)
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({"vllm_xargs": {"specplug_tree_budget": True}}, "specplug_tree_budget"),
         ({"vllm_xargs": {"specplug_tree_budget": 999}}, "specplug_tree_budget"),
+        ({"vllm_xargs": {"specplug_max_draft_context": -1}}, "specplug_max_draft_context"),
         ({"vllm_xargs": {"specplug_penalty": -1}}, "specplug_penalty"),
         ({"vllm_xargs": {"specplug_tree_bugdet": 1}}, "specplug_tree_bugdet"),
         ({"specplug_tree_budget": 4}, "specplug_tree_budget"),

@@ -13,14 +13,10 @@ from tests.e2e.harness import assert_drafted, run_engine
 from tests.e2e.hybrids import make_hybrid_target
 from tests.e2e.latent import BACKEND, make_latent_target
 from tests.e2e.tiny import make_head
-from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
+from tests.e2e.tiny_engine import CALLS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("target_modes")]
 
-CALLS = [
-    {"prompts": PROMPTS, "params": PARAMS},
-    {"prompts": PROMPTS, "params": {**PARAMS, "temperature": 0.8, "seed": 7}},
-]
 TWO_RANKS = {"tensor_parallel_size": 2}
 
 

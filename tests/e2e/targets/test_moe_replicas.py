@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.fork_server import run_forked
 from tests.e2e.moe_replicas import ROUNDS
 from tests.e2e.tiny import make_head, make_other_target
+from tests.side_by_side import run_side_by_side
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("moe_replicas")]
 
@@ -39,10 +39,10 @@ def _run(folder: Path, options: dict[str, Any] | None, **job: Any) -> list[Any]:
 
     if options is not None:
         options = {"model": str(folder / "head"), "num_speculative_tokens": 12, **options}
-    job = {"options": options, "sabotage": False, **job}
-    log = folder / "log"
-    args = [str(folder), json.dumps({**job, "port": get_open_port()})]
-    assert run_forked("tests.e2e.moe_replicas", args, log, timeout_s=500) == 0, log.read_text()
+    job = {"options": options, "sabotage": False, "port": get_open_port(), **job}
+    parts = ["0", "1"] if options is not None else ["0", "1", "alone"]
+    each = [[str(folder), part, json.dumps(job)] for part in parts]
+    run_side_by_side("tests.e2e.moe_replicas", each, folder, timeout_s=500)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantised targets: the formats that vLLM's CPU build computes with, with a quantised LM head and
-without. See test_quantised.py.
+without.
 
 Kernels for float32 activations are compared exactly. Four-bit weights, and int8 ones with AMX, need
 bfloat16, where tree rows round otherwise than vLLM's own attention and products do, and trees part
@@ -187,20 +187,9 @@ def test_fp8_weights_and_inputs() -> None:
     _is_exact("fp8-channels")
 
 
-def test_four_bit_weights() -> None:
-    _parts_at_ties_alone("w4a16")
-
-
-def test_four_bit_weights_with_zero_points() -> None:
-    _parts_at_ties_alone("w4a16-zeros")
-
-
-def test_gptq() -> None:
-    _parts_at_ties_alone("gptq", (False, True))
-
-
-def test_awq() -> None:
-    _parts_at_ties_alone("awq")
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a16-zeros", "gptq", "awq"])
+def test_four_bit_weights(scheme: str) -> None:
+    _parts_at_ties_alone(scheme, (False, True) if scheme == "gptq" else (True,))
 
 
 def test_a_tied_target() -> None:

@@ -14,8 +14,7 @@ import pytest
 from tests.e2e import hybrid_pairs, vision
 from tests.e2e.hybrid_pairs import WRONG, compared
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
-from tests.e2e.mtp import PROMPTS, VOCAB
-from tests.e2e.mtp_modules import add_module
+from tests.e2e.mtp_modules import PROMPTS, VOCAB, add_module
 from tests.e2e.pair import Pair, changed
 from tests.e2e.requests import greedy, seeded
 

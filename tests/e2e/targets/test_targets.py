@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Targets of other families than Llama: served like plain decoding, or refused when they start.
-
-See test_targets.py.
-"""
+"""Targets of other families than Llama against plain decoding."""
 
 from __future__ import annotations
 
@@ -234,28 +231,14 @@ def test_draft_layers_beside_windows() -> None:
     assert drafts[0] == drafts[1] and len(drafts[0]) > 30
 
 
-def _is_lossless(family: str) -> None:
+@pytest.mark.parametrize("family", ["GPT2", "OPT", "GPTNeoX"])
+def test_other_bodies_positions_and_lm_heads(family: str) -> None:
+    """See `families.SIZES`."""
     params = [greedy(detokenize=False), seeded(3, detokenize=False)]
-    prompts, each = (
-        [p for p in PROMPTS for _ in params],
-        [p.clone() for _ in PROMPTS for p in params],
+    prompts = [p for p in PROMPTS for _ in params]
+    pair("oracle", **engine_of(family)).compare(
+        prompts, [p.clone() for _ in PROMPTS for p in params]
     )
-    # The oracle's trees branch and are often right; it also has the LM head looked up.
-    for method in ("oracle", "ngram_tree"):
-        engines = pair(method, **engine_of(family))
-        engines.compare(prompts, each, branching=method == "oracle")
-
-
-def test_learned_positions_and_a_tied_head() -> None:
-    _is_lossless("GPT2")
-
-
-def test_a_body_below_the_decoder() -> None:
-    _is_lossless("OPT")
-
-
-def test_partial_rotary_and_another_lm_head() -> None:
-    _is_lossless("GPTNeoX")
 
 
 def test_layers_that_read_anothers_keys() -> None:

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Multimodal targets with images in their prompts, on trees against plain decoding; see
-test_vision.py.
+"""Multimodal targets with images in their prompts, on trees against plain decoding.
 
 Images come as what an image processor makes of them: the processors of these families need
 torchvision, and so does the import of their models. Where it is missing, modules without any
@@ -13,7 +12,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.e2e.pair import watch_preemptions, watch_prefix_hits
+from tests.e2e import mistral3
+from tests.e2e.pair import pair, watch_preemptions, watch_prefix_hits
 from tests.e2e.vision import compare, prompts, two_images, vision_engines
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
@@ -61,3 +61,23 @@ def test_prefix_hits_chunks_and_preemption_with_images() -> None:
 def test_layers_that_see_the_image_again() -> None:
     """Qwen3-VL adds features of the tower's layers to the first layers' outputs."""
     compare(vision_engines("Qwen3VL"), prompts())
+
+
+def test_images_of_any_shape() -> None:
+    """Mistral-Small 3: a Pixtral tower, and text tokens that end the rows of its patches."""
+    images = {"image": 2}
+    for ahead in (False, True):
+        with mistral3.without_processors():
+            made = pair(
+                "oracle", model=mistral3.mistral3_target(), limit_mm_per_prompt=images,
+                tree={"async_scheduling": ahead},
+            )  # fmt: skip
+        expected, counts = compare(made, mistral3.prompts())
+        # The same text around another image.
+        assert expected[4].outputs[0].token_ids != expected[7].outputs[0].token_ids
+        assert (counts.stale > 0) == ahead and counts.skipping > 0, counts
+    with (
+        patch.object(made.runner.tree_backend, "compact", lambda *args: None),
+        pytest.raises(AssertionError, match="differs"),
+    ):
+        compare(made, mistral3.prompts())

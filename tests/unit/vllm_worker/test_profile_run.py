@@ -167,6 +167,19 @@ def test_the_profile_run_takes_what_the_largest_step_takes(runner: Any, sampler:
     assert profile.now < VOCAB * 4
 
 
+def test_the_profile_run_takes_a_drafters_own_memory(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What that is, is in test_drafter_memory.py."""
+    with LiveBytes() as without:
+        runner.profile_run()
+    own = lambda state: torch.empty(1 << 20, dtype=torch.uint8)  # noqa: E731
+    monkeypatch.setattr("vllm_specplug.vllm_v2.worker_gpu.drafter_memory", own)
+    with LiveBytes() as profile:
+        runner.profile_run()
+    assert profile.most - without.most == 1 << 20 and profile.now == without.now
+
+
 def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all requests and depths at once they would be the largest tensor of a step."""
     drafter = runner.drafter.drafter

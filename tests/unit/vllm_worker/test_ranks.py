@@ -7,12 +7,11 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import pytest
 
-from tests.e2e.fork_server import run_forked
+from tests.side_by_side import run_side_by_side
 from tests.unit.tree.candidates import tree_of
 from vllm_specplug.drafting.device_levels import unpacked_trees
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -21,19 +20,11 @@ from vllm_specplug.vllm_worker import ranks
 from vllm_specplug.vllm_worker.ranks import packed_on_host
 
 
-def _run_all(module: str, arguments: list[list[Any]], folder: Path) -> None:
-    """Runs `main` of a module here in a process for each list of arguments, side by side."""
-    log = folder / "log"
-    job = [f"tests.unit.vllm_worker.{module}", json.dumps(arguments)]
-    name = f"specplug-test-{uuid4().hex}"
-    env = {"VLLM_DIST_IDENT": name}
-    try:
-        status = run_forked("tests.unit.vllm_worker.side_by_side", job, log, env=env, timeout_s=300)
-    finally:
-        # Processes that end without their destructors leave their shared memory.
-        for left in Path("/dev/shm").glob(f"{name}*"):
-            left.unlink()
-    assert status == 0, log.read_text()[-8000:]
+def _run_both(role: str, folder: Path, env: list[dict[str, str]], *arguments: str) -> list[Any]:
+    """What two workers say; see `worker_process`."""
+    each = [[role, str(folder), env[rank], rank, *arguments] for rank in range(2)]
+    run_side_by_side("tests.unit.vllm_worker.worker_process", each, folder)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
 def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
@@ -41,9 +32,9 @@ def test_replicas_measure_step_costs_together(tmp_path: Path) -> None:
     not join never ends."""
     from vllm.utils.network_utils import get_open_port
 
-    port = get_open_port()
-    _run_all("replica_process", [[rank, port, str(tmp_path)] for rank in range(2)], tmp_path)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    shared = {"VLLM_DP_SIZE": "2", "VLLM_DP_MASTER_PORT": str(get_open_port())}
+    env = [{**shared, "VLLM_DP_RANK": str(rank)} for rank in range(2)]
+    first, second = _run_both("replica", tmp_path, env)
     assert first["rows"] and first == second
 
 
@@ -53,9 +44,8 @@ def test_a_worker_that_fails_to_warm_up_leaves_no_other_waiting(tmp_path: Path, 
     failed says what failed, and ends."""
     from vllm.utils.network_utils import get_open_port
 
-    port = get_open_port()
-    _run_all("failing_process", [[rank, port, str(tmp_path), where] for rank in range(2)], tmp_path)
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(get_open_port())}
+    first, second = _run_both("rank", tmp_path, [env, env], where)
     if where == "collective":
         assert first
         # What `WorkerProc` does not take for an answer to its executor.

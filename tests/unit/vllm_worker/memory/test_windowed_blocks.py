@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from tests.kernels.paged import layout_of, write_slots
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
 from vllm_specplug.vllm_worker.memory.windowed_blocks import WindowedBlocks
 
 SIZE, HEADS, KV_HEADS, DIM, ROWS, SCALE = 16, 4, 2, 16, 5, 0.4
@@ -78,22 +74,3 @@ def test_rows_see_their_window(window: int, causal: bool, kind: str, dtype: torc
     near = 2e-5 if dtype == torch.float32 else 2e-2
     expected = pages.expected(causal, window)
     torch.testing.assert_close(output.double(), expected, atol=near, rtol=near)
-
-
-def test_each_layer_has_its_own_window_and_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    pages = Pages()
-    monkeypatch.setattr(
-        "vllm_specplug.vllm_worker.memory.draft_cache.cpu_kv_layout", lambda cache: pages.layout
-    )
-    windows, masks = [None, 33, 33, 1000], [False, True, False, True]
-    layers: list[Any] = [
-        SimpleNamespace(kv_cache=pages.cache, spec=SimpleNamespace(window=window))
-        for window in windows
-    ]
-    cache = PagedDraftCache(layers, lambda: pages.table, SCALE)
-    attend = cache.block_attention(pages.requests, ROWS, masks)
-    for layer, (window, causal) in enumerate(zip(windows, masks, strict=True)):
-        output = attend(layer, pages.query, pages.key, pages.value)
-        expected = pages.expected(causal, window)
-        torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=2e-5)
-    assert not torch.allclose(pages.expected(True, 33), pages.expected(True, None), atol=1e-2)
