@@ -201,7 +201,16 @@ class TreeSpeculator(BaseSpeculator):
         may_skip = may_skip and bool((num_sampled > 0).all())
         if may_skip and self.planner.should_skip(req_ids):
             return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
-        batch = host_requests(self.req_states, input_batch, num_sampled)
+        states, slots = self.req_states, input_batch.idx_mapping_np
+        tokens = states.all_token_ids.gpu.numpy()
+        batch = host_requests(
+            req_ids,
+            (tokens[slot] for slot in slots),
+            states.total_len.gpu.numpy()[slots],
+            states.max_seq_len[slots],
+            states.num_computed_tokens.gpu.numpy()[slots],
+            num_sampled.numpy(),
+        )
         return self._draft(input_batch, batch, most, req_ids if may_skip else ())
 
     def _observe(
