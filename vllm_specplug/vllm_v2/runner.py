@@ -43,7 +43,7 @@ from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, step_metr
 from vllm_specplug.vllm_worker.memory.cache_groups import draft_group
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
-from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves, check_transferable
+from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.target.layer_states import collect_layer_states
@@ -166,7 +166,6 @@ class TreeRunnerMixin(_Runner):
             state.drafter.bind_cache(self.tree_backend.draft_cache(layers, table, scale))
         bind_drafter_memory(state, method)
         if has_kv_transfer_group():
-            check_transferable(method, self.drafter.state_layers.names)
             self.saves = CommittedSaves(
                 [(n, x) for n, x in state.layers.items() if isinstance(x, DraftKVLayer)],
                 lambda: self.step.trees is not None,
