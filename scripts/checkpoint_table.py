@@ -30,26 +30,17 @@ from tests.unit.methods.hub_heads import RECIPES, HubHead  # noqa: E402
 from vllm_specplug.bench.tables import markdown_table, replace_between  # noqa: E402
 from vllm_specplug.drafting.head_files import read_head_files  # noqa: E402
 from vllm_specplug.drafting.method import TargetInfo  # noqa: E402
-from vllm_specplug.engine.spec_config import CAPABILITIES  # noqa: E402
 from vllm_specplug.registry import head_owners, recognise_head  # noqa: E402
 
 PAGE = ROOT / "docs" / "checkpoints.md"
 _START, _END = "<!-- checkpoints: scripts/checkpoint_table.py --write -->", "<!-- /checkpoints -->"
-HEADER = ("head", "written by", "for", "method", "CPU", "CUDA", "remark")
+HEADER = ("head", "written by", "for", "method", "served", "remark")
 RECIPE_PAGES = {name: ROOT / "docs" / "recipes" / f"{name}.md" for name in RECIPES}
 _HEADS = "<!-- heads: scripts/checkpoint_table.py --write -->"
 _END_HEADS = "<!-- /heads -->"
 RECIPE_HEADER = (
-    "head",
-    "for",
-    "method",
-    "parameters",
-    "bfloat16",
-    "CPU",
-    "CUDA",
-    "config",
-    "remark",
-)
+    "head", "for", "method", "parameters", "bfloat16", "served", "config", "remark",
+)  # fmt: skip
 # Configs of `published`: kind, trainer or publisher, and target.
 BLOCK_HEADS = {
     "ZLAB_QWEN3_8B": ("DFlash", "z-lab, SpecForge", "Qwen3-8B"),
@@ -115,8 +106,8 @@ ASSISTANTS = {
 }
 
 
-def verdict(folder: Path, sizes: dict[str, int]) -> tuple[str, str, str, str]:
-    """Returns the method of a head, whether a CPU and CUDA serve it, and why not.
+def verdict(folder: Path, sizes: dict[str, int]) -> tuple[str, str, str]:
+    """Returns the method of a head, whether it is served, and why not.
 
     Args:
         sizes: text config of a target that fits the head.
@@ -125,14 +116,12 @@ def verdict(folder: Path, sizes: dict[str, int]) -> tuple[str, str, str, str]:
     owner = ", ".join(f"`{method.name}`" for method in head_owners(files))
     try:
         method = recognise_head(folder)
-        plan = method.parse_options({}).resolve(
+        method.parse_options({}).resolve(
             method.name, Shared(folder, 16, 8), TargetInfo(sizes, 64, None)
         )
     except ValueError as error:
-        return owner, "no", "no", _reason(str(error))
-    needs = method.needs | plan.needs
-    served = ["yes" if needs <= CAPABILITIES[device] else "no" for device in ("cpu", "cuda")]
-    return f"`{method.name}`", *served, ""
+        return owner, "no", _reason(str(error))
+    return f"`{method.name}`", "yes", ""
 
 
 def _reason(message: str) -> str:
@@ -187,9 +176,9 @@ def rows() -> list[tuple[str, ...]]:
             for name, (kind, writer, target, *remarks) in heads.items():
                 path = Path(folder) / module.__name__ / name
                 sizes = make(path, getattr(module, name))
-                *served, reason = verdict(path, sizes)
+                method, served, reason = verdict(path, sizes)
                 remark = "; ".join(part for part in (reason, *remarks) if part)
-                found.append((kind, writer, target, *served, remark))
+                found.append((kind, writer, target, method, served, remark))
     return found
 
 
@@ -202,23 +191,22 @@ def recipe(heads: Iterable[HubHead]) -> str:
     found, commands = [], []
     with tempfile.TemporaryDirectory() as folder:
         for head in heads:
-            method, cpu, cuda, reason = "-", "-", "-", ""
+            method, served, reason = "-", "-", ""
             if head.config is not None:
                 path = Path(folder) / head.hub_id
-                method, cpu, cuda, reason = verdict(path, make_hub_head(path, head))
+                method, served, reason = verdict(path, make_hub_head(path, head))
             if head.refused:
-                cpu, cuda, reason = "no", "no", head.refused
-            elif head.latent_target and cuda == "yes":
+                served, reason = "no", head.refused
+            elif head.latent_target and served == "yes":
                 reason = "MLA on CUDA was not run on a GPU"
-            served = "yes" in (cpu, cuda)
-            count = head.parameters() if served else 0
-            size = (f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.2f} GiB") if served else "--"
+            count = head.parameters() if served == "yes" else 0
+            size = (f"{count / 1e9:.2f} B", f"{2 * count / 2**30:.2f} GiB") if count else "--"
             source = head.source if head.config is not None else "-"
             remark = "; ".join(part for part in (reason, head.remark) if part)
             found.append((
-                f"`{head.hub_id}`", f"`{head.target}`", method, *size, cpu, cuda, source, remark,
+                f"`{head.hub_id}`", f"`{head.target}`", method, *size, served, source, remark,
             ))  # fmt: skip
-            if served:
+            if count:
                 config = json.dumps({"method": method.strip("`"), "model": head.hub_id})
                 commands.append(
                     f"```\nhf download {head.hub_id}\n"

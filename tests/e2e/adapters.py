@@ -45,7 +45,7 @@ def by_adapter(made: Pair) -> tuple[Counter[int], Counter[int]]:
 
     def recorded(*args: Any) -> Any:
         ids = runner.lora_state.lora_ids[args[0].idx_mapping_np]
-        requests = verified_step(args[0], runner.speculator.trees, args[1])
+        requests = verified_step(args[0], runner.speculator.trees, *args[1:3])
         for i, request in enumerate(requests):
             nodes[int(ids[i])] += 0 if request.tree is None else request.tree.num_nodes
             accepted[int(ids[i])] += len(request.accepted_path)

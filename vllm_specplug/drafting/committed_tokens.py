@@ -112,15 +112,13 @@ class CommittedTokens:
 class CommitBuffer:
     """Passes committed tokens to a drafter's `observe`, of several steps at once if it allows that.
 
-    Steps without drafts then only keep their hidden states.
-
-    Args:
-        keeps_states: whether hidden states stay valid after their step.
+    Steps without drafts then only keep their hidden states, which must stay valid: on a device the
+    next replay of a graph would overwrite them.
     """
 
-    def __init__(self, drafter: Drafter, keeps_states: bool) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self.is_late = keeps_states and drafter.observes_late and not drafter.attends_context
+        self.is_late = drafter.observes_late and not drafter.attends_context
         """Whether a step's tensors are read after the step."""
         self._steps: list[Callable[[], CommittedTokens]] = []
 

@@ -27,7 +27,7 @@ something that a method may rely on has changed its meaning, but not for additio
 
 
 class Capability(StrEnum):
-    """What a drafter may need from its runner; a runner that lacks one refuses the method."""
+    """What a drafter may need from its runner."""
 
     HIDDEN_STATES = "hidden_states"
     """Outputs of chosen decoder layers for every committed token (`DraftPlan.hidden_layers`)."""
@@ -48,9 +48,6 @@ class Capability(StrEnum):
     """Attention over caches of the target's own layers (`Drafter.target_cache_specs`)."""
     TARGET_FORWARD = "target_forward"
     """The target's own layers over a partial cache (`Drafter.partial_cache_spec`)."""
-    HOST_BRANCHES = "host_branches"
-    """Trees that are built on the host level by level, reading the scores of each level. A device
-    provides caches with `on_device` instead."""
 
 
 class SharedOptions(Protocol):

@@ -210,6 +210,13 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
             f"({model.architectures[0]})",
             "A draft forward would change them; use another setting of that option",
         )
+    transfer = vllm_config.kv_transfer_config
+    if transfer is not None and transfer.is_kv_transfer_instance:
+        _refuse(
+            method,
+            f"a KV connector on a target with recurrent states ({model.architectures[0]})",
+            "Serve it without kv_transfer_config and kv_offloading_size",
+        )
 
 
 # Legal values of `tree_kernel` for latent attention, by device.

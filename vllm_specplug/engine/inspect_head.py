@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_specplug.drafting.head_files import HeadFiles, read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
-from vllm_specplug.drafting.method import Capability, Method
+from vllm_specplug.drafting.method import Method
 from vllm_specplug.options import check_target
 from vllm_specplug.registry import BY_HEAD, get_method, head_owners, misfit, recognise_head
 
@@ -53,7 +53,7 @@ def inspect_head(
             f"{owner.name!r}: {owner.summary}"
         )
         return {**report, "served": False, "reason": reason}
-    report["needs"] = _needs(chosen.needs)
+    report["needs"] = sorted(chosen.needs)
     config = {"method": chosen.name, "model": str(path)}
     report["speculative_config"] = config
     if target is None:
@@ -83,15 +83,6 @@ def _made_for(config: Mapping[str, Any]) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _needs(needs: frozenset[Capability]) -> dict[str, Any]:
-    from vllm_specplug.engine.spec_config import CAPABILITIES
-
-    return {
-        "capabilities": sorted(needs),
-        "devices": [name for name, given in CAPABILITIES.items() if needs <= given],
-    }
-
-
 def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, Any]:
     """Returns whether an engine on `target` accepts the head, and the settings it would use."""
     from vllm_specplug.engine import install
@@ -110,7 +101,7 @@ def _served(target: str, config: dict[str, Any], method: Method) -> dict[str, An
     spec = tree_config(engine)
     assert spec is not None and spec.plan is not None
     return {
-        "needs": _needs(method.needs | spec.plan.needs),
+        "needs": sorted(method.needs | spec.plan.needs),
         "served": True,
         "reason": None,
         "depth": spec.draft_depth,

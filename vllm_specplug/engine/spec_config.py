@@ -64,11 +64,6 @@ WORKERS = {
     "cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorker",
     "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorker",
 }
-CAPABILITIES = {
-    "cpu": frozenset(Capability),
-    "cuda": frozenset(Capability) - {Capability.HOST_BRANCHES},
-}
-"""Capabilities of the runner on each device."""
 # Capabilities that need all KV heads; with tensor parallelism a rank has only some.
 ONE_RANK_CAPABILITIES = frozenset({Capability.TARGET_CACHE})
 
@@ -202,13 +197,11 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
         device = current_device()
         method = get_method(str(self.plugin_method))
-        missing = sorted(self.needs() - CAPABILITIES.get(device, frozenset()))
-        if device not in WORKERS or missing:
-            lacking = f" (it needs {', '.join(missing)})" if missing else ""
+        if device not in WORKERS:
             raise ValueError(
                 f"Speculative method {method.name!r} does not run on device "
-                f"{current_platform.device_name!r} in this release{lacking}. Use a CPU build of "
-                "vLLM, or one of vLLM's own chain methods."
+                f"{current_platform.device_name!r} in this release. Use a CPU build of vLLM, or "
+                "one of vLLM's own chain methods."
             )
         _check_model_runner(method.name, device)
         parallel = self.target_parallel_config

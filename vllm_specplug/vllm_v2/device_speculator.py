@@ -2,14 +2,14 @@
 """Drafting on a device whose memory the host cannot read.
 
 If the drafter supports it (`Drafter.drafts_on_device`), the device builds the trees, n-gram
-branches included, and the host waits for nothing. The host reads asynchronous copies of a step and
-of its trees one step later. An adaptive budget decides from these copies. Where steps are scheduled
-ahead, trees fill rows that were reserved before they were drafted, and the value of a step's trees
-sets the reservation of the next step that is not scheduled yet.
+branches included. The host reads asynchronous copies of a step and of its trees one step later. An
+adaptive budget decides from these copies. Where steps are scheduled ahead, the host waits for
+nothing: trees fill rows that were reserved before they were drafted, and the value of a step's
+trees sets the reservation of the next step that is not scheduled yet. Where the scheduler waits for
+the trees, so does an adaptive budget, which then cuts them.
 
-All other drafters build `DraftTree`s on the host; so does an adaptive budget where the scheduler
-waits for every tree anyway. They need one copy of the step. The host waits for this copy after it
-has launched the work on the drafter's context. The trees return in copies that nothing waits for.
+All other drafters build `DraftTree`s on the host, which waits for a copy of the step and of its
+requests' tokens. The trees return in copies that nothing waits for.
 """
 
 from __future__ import annotations
@@ -38,18 +38,13 @@ from vllm_specplug.vllm_v2 import draft_inputs, host_step
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.device_ngrams import DeviceNgrams, Found, keep_history_on_device
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
-from vllm_specplug.vllm_v2.host_step import (
-    HostStep,
-    KnownTokens,
-    StepCopy,
-    TreesCopy,
-)
+from vllm_specplug.vllm_v2.host_step import HostStep, StepCopy, TreesCopy
 from vllm_specplug.vllm_v2.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v2.pending_steps import HELD_STEPS, PendingDraft, PendingStep
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.step_input import HostRequest
+from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests
 from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
-from vllm_specplug.vllm_worker.ranks import first_rank_tensor
+from vllm_specplug.vllm_worker.ranks import first_rank_tensor, first_rank_values
 
 
 class DeviceSpeculator(TreeSpeculator):
@@ -58,7 +53,6 @@ class DeviceSpeculator(TreeSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         super().__init__(vllm_config, device, req_states)
         self.vllm_config = vllm_config
-        self.known: dict[str, KnownTokens] = {}
         # Bounds on the tokens of running requests. Each step raises the upper one by the most
         # tokens that it can emit.
         self.len_upper_bound: dict[str, int] = {}
@@ -87,8 +81,7 @@ class DeviceSpeculator(TreeSpeculator):
         """Whether branches may be looked up on the device, before the drafter is loaded."""
         options = self.proposer.options
         takes_branches = options.tree_width > 1 or options.head_path is None
-        is_late = self.spec.tree_budget != "auto" or self.schedules_ahead
-        return bool(options.ngram_topk) and takes_branches and is_late
+        return bool(options.ngram_topk) and takes_branches
 
     def warm_up(self) -> None:
         """Compiles the kernels of tables and lookups. Call once the drafter is loaded."""
@@ -105,7 +98,6 @@ class DeviceSpeculator(TreeSpeculator):
         token_ids: Sequence[int],
     ) -> None:
         super().add(req_id, extra_args, plain, token_ids)
-        self.known[req_id] = KnownTokens(token_ids)
         # Nothing that was kept for an earlier request of this name holds.
         self.len_upper_bound[req_id] = self.len_upper_bound.get(req_id, 0) + self.max_model_len
         self.len_lower_bound[req_id] = len(token_ids)
@@ -117,7 +109,6 @@ class DeviceSpeculator(TreeSpeculator):
         if self._late_budget is not None:
             self._late_budget.forget(gone)
         for req_id in gone:
-            self.known.pop(req_id, None)
             self.len_upper_bound.pop(req_id, None)
             self.len_lower_bound.pop(req_id, None)
             self.copies.pop(req_id, None)
@@ -130,7 +121,7 @@ class DeviceSpeculator(TreeSpeculator):
         return super().tree_of(req_id)
 
     def tree_nodes(self, req_ids: Sequence[str]) -> Callable[[], dict[str, int]]:
-        if not self._reads_nothing:
+        if not self.proposer.drafter.drafts_on_device:
             return super().tree_nodes(req_ids)
         copies = {r: self.copies[r] for r in req_ids if r in self.copies}
         return lambda: {r: copy.num_nodes(row) for r, (copy, row) in copies.items()}
@@ -146,9 +137,7 @@ class DeviceSpeculator(TreeSpeculator):
             return
         if drafter.observes_from_graphs:
             self.context_graphs = ContextGraphs(self.vllm_config, self.device, drafter)
-        # If the scheduler waits for an adaptive budget's trees, the host builds them.
-        is_late = self.schedules_ahead or not self.planner.is_adaptive
-        if drafter.drafts_from_graphs and is_late:
+        if drafter.drafts_from_graphs:
             # A drafter without a forward depth always drafts to the maximum depth.
             deepest = drafter.forward_depth or drafter.warmup_depth
             has_depths = self.planner.is_adaptive and drafter.forward_depth > 0
@@ -166,12 +155,6 @@ class DeviceSpeculator(TreeSpeculator):
             self.context_graphs.capture_contexts(self.target_graphs().aux_hidden_states)
         if self.draft_graphs is not None:
             self.draft_graphs.capture_drafts()
-
-    @property
-    def _reads_nothing(self) -> bool:
-        # Not cached: vLLM's warm-up steps run before the budget is calibrated.
-        is_late = self.planner.adaptive is None or self.schedules_ahead
-        return is_late and self.proposer.drafter.drafts_on_device
 
     @property
     def ngrams(self) -> DeviceNgrams | None:
@@ -218,7 +201,7 @@ class DeviceSpeculator(TreeSpeculator):
         if self.context_graphs is None or not self.context_graphs(committed):
             committed = replace(committed, output_states=last_hidden_states)
             self.proposer.drafter.observe(committed)
-        if self._reads_nothing:
+        if self.proposer.drafter.drafts_on_device:
             # The next step was scheduled before the decisions made from here on.
             self._drain_completed()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
@@ -274,17 +257,32 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _decide(self, late: PendingDraft) -> None:
         """Reserves rows of the next step to be scheduled, by what the trees were worth."""
-        assert self._late_budget is not None
-        copy, rows = late.copy, late.rows
-        trees, found = ([some[row] for row in rows] for some in (copy.merged, copy.lookup_only))
-        room = [late.room[row] for row in rows]
-        wanted = self._late_budget.wanted(late.plan, trees, found, room)
+        wanted = self._wanted(late, [late.room[row] for row in late.rows])
         if late.plan.is_trial:
             self._held_steps = 0
         self._ask_for({**dict.fromkeys(late.decoding, 0), **wanted})
 
+    def _wanted(self, late: PendingDraft, room: list[int] | None) -> dict[str, int]:
+        """Waits for the trees and returns the nodes that are worth their cost, by running request;
+        `room` as for `LateBudget.wanted`."""
+        assert self._late_budget is not None
+        trees, found = (
+            [some[row] for row in late.rows] for some in (late.copy.merged, late.copy.lookup_only)
+        )
+        return self._late_budget.wanted(late.plan, trees, found, room)
+
+    def _cut(self, late: PendingDraft) -> torch.Tensor:
+        """Waits for the trees and cuts them for a scheduler that waits as well. Returns int32 [R],
+        the nodes of each that are kept."""
+        wanted = self._wanted(late, None)
+        # Ranks decide by their own clocks.
+        nodes = first_rank_values([float(wanted.get(req_id, 0)) for req_id in late.req_ids])
+        kept = np.array(nodes, np.int32)
+        late.copy.room = kept.tolist()
+        return to_device(kept, self.device)
+
     def _ask_for(self, nodes: dict[str, int]) -> None:
-        running = {req_id: count for req_id, count in nodes.items() if req_id in self.known}
+        running = {r: count for r, count in nodes.items() if r in self.len_lower_bound}
         if running:
             self.reserved = ReservedRows.of(running)
 
@@ -347,11 +345,13 @@ class DeviceSpeculator(TreeSpeculator):
             asked = forward[forward > 0]
             depth = float(asked.mean()) if len(asked) else 0.0
             self.planner.measure_draft(start, (len(asked), depth))
-            if late.rows:
-                if not late.is_held:
-                    self._late.append(replace(late, _copy=copy))
-            else:
+            late = replace(late, _copy=copy)
+            if not self.schedules_ahead:
+                fits = self._cut(late) if late.rows else fits
+            elif not late.rows:
                 self._ask_for(dict.fromkeys(late.decoding, 0))
+            elif not late.is_held:
+                self._late.append(late)
         return self.store.put(
             slots, inputs.roots, trees.token_ids, trees.parents, trees.counts, trees.scores, fits
         )
@@ -472,7 +472,8 @@ class DeviceSpeculator(TreeSpeculator):
             )
         decoding = [req_ids[row] for row in np.flatnonzero(is_decoding)]
         late = PendingDraft(plan, rows, decoding, room.tolist(), req_ids, budgets)
-        if plan is not None and is_decoding.all() and plan.depths.any() and not plan.is_trial:
+        may_hold = self.schedules_ahead and bool(is_decoding.all())
+        if plan is not None and may_hold and plan.depths.any() and not plan.is_trial:
             self._held, self._held_steps = late, HELD_STEPS
         return late
 
@@ -493,28 +494,13 @@ class DeviceSpeculator(TreeSpeculator):
         return budgets
 
     def _batch(self, input_batch: Any, read: HostStep) -> list[HostRequest]:
-        totals, computed = read.totals.tolist(), read.computed.tolist()
-        sampled, latest = read.sampled.tolist(), read.latest
-        batch = []
-        for i, req_id in enumerate(input_batch.req_ids):
-            known, slot = self.known[req_id], int(input_batch.idx_mapping_np[i])
-            if sampled[i]:
-                known.add(latest[i, -sampled[i] :])
-            if known.count != totals[i]:
-                # The request has got more input tokens meanwhile.
-                tokens = self.req_states.all_token_ids.gpu[slot, : totals[i]].cpu()
-                known = self.known[req_id] = KnownTokens(tokens.numpy())
-            batch.append(
-                HostRequest(
-                    req_id=req_id,
-                    index=i,
-                    token_ids=known.tokens,
-                    max_len=int(self.req_states.max_seq_len[slot]),
-                    is_decoding=sampled[i] > 0,
-                    num_computed=computed[i],
-                )
-            )
-        return batch
+        """Returns the batch's requests after a step. Waits for a copy of their tokens."""
+        slots, longest = input_batch.idx_mapping.long(), int(read.totals.max())
+        tokens = self.req_states.all_token_ids.gpu[slots, :longest].cpu().numpy()
+        ends = self.req_states.max_seq_len[input_batch.idx_mapping_np]
+        return host_requests(
+            input_batch.req_ids, tokens, read.totals, ends, read.computed, read.sampled
+        )
 
 
 def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, torch.Tensor]:

@@ -190,12 +190,11 @@ class TreesCopy:
 
     def read(self, row: int) -> DraftTree:
         """Waits for the copy and returns the tree of one request, cut to its rows."""
-        return self.merged[row].prefix(self._room[row])
+        return self.merged[row].prefix(self.room[row])
 
     def num_nodes(self, row: int) -> int:
         """Waits for the copy and returns the number of nodes of one tree that have a row."""
-        room, count = self.copy.read()[row, :2]
-        return int(min(room, count))
+        return min(self.room[row], int(self.copy.read()[row, 1]))
 
     @cached_property
     def merged(self) -> list[DraftTree]:
@@ -208,13 +207,14 @@ class TreesCopy:
         return self._split(*self._branches)
 
     @cached_property
-    def _room(self) -> list[int]:
+    def room(self) -> list[int]:
+        """[R] for how many nodes of each tree the next step has rows. Set it to cut the trees."""
         room: list[int] = self.copy.read()[:, 0].tolist()
         return room
 
     def _split(self, first: int, end: int) -> list[DraftTree]:
         table = self.copy.read()[:, first:end]
-        return unpacked_trees(table) if table.size else [DraftTree.empty()] * len(self._room)
+        return unpacked_trees(table) if table.size else [DraftTree.empty()] * len(self.room)
 
     def branches(self, row: int) -> list[tuple[int, list[int]]]:
         """Returns the matched suffix length and the tokens of each branch of one request."""
@@ -235,31 +235,3 @@ def warm_up(req_states: Any, num_nodes: int) -> None:
     batch = SimpleNamespace(idx_mapping=slots, seq_lens=one)
     step_table(req_states, batch, None, one, num_nodes + 1)
     trees_table(DeviceTrees.none(1, num_nodes, slots.device), one)
-
-
-class KnownTokens:
-    """The tokens of one running request on the host.
-
-    Args:
-        token_ids: the tokens that it starts with.
-    """
-
-    def __init__(self, token_ids: Any) -> None:
-        self.count = len(token_ids)
-        self._tokens = np.empty(max(64, 2 * self.count), np.int32)
-        self._tokens[: self.count] = token_ids
-
-    def add(self, token_ids: np.ndarray) -> None:
-        """Appends the tokens that a step emitted."""
-        end = self.count + len(token_ids)
-        if end > len(self._tokens):
-            grown = np.empty(2 * end, np.int32)
-            grown[: self.count] = self._tokens[: self.count]
-            self._tokens = grown
-        self._tokens[self.count : end] = token_ids
-        self.count = end
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """int32 [count], a view."""
-        return self._tokens[: self.count]

@@ -14,17 +14,30 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.logger import init_logger
 from vllm.v1.worker.gpu.buffer_utils import UvaBackedTensor
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor
 
 from vllm_specplug.drafting.requests import DraftPenalties
 from vllm_specplug.kernels import to_device
+from vllm_specplug.request_params import parse_penalty
 from vllm_specplug.tree.contextual_penalty import penalise
 from vllm_specplug.vllm_v2.tree_paths import TreePaths, output_tail
-from vllm_specplug.vllm_worker.penalty import request_penalty
+
+logger = init_logger("vllm.specplug.penalty")
 
 # Window tokens processed at once: a few temporaries of 8 MiB.
 MAX_ELEMENTS = 1 << 20
+
+
+def request_penalty(extra_args: dict[str, Any] | None) -> tuple[int, float] | None:
+    """Returns window in tokens and theta; None for a request without a usable penalty."""
+    try:
+        return parse_penalty(extra_args)
+    except ValueError:
+        # The front end refuses it. A front end that does not must not end the worker.
+        logger.warning_once("Ignored an invalid contextual penalty of a request")
+        return None
 
 
 class ContextualPenalty(LogitsProcessor):

@@ -37,13 +37,12 @@ from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
-from vllm_specplug.vllm_worker.constrained import ConstrainedRequests
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, step_metrics
 from vllm_specplug.vllm_worker.memory.cache_groups import draft_group
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
-from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves, check_transferable
+from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.target.layer_states import collect_layer_states
@@ -112,8 +111,8 @@ class TreeRunnerMixin(_Runner):
             self.planner, self.tree_metrics.stats, self.step, lambda: self.cudagraph_manager
         )
         self.stop_tokens = StopTokens(self.max_num_reqs, device)
-        # Running requests with a grammar.
-        self.tree_constrained = ConstrainedRequests()
+        # Running requests with a grammar, whose drafts go to the scheduler with their parents.
+        self.tree_constrained: set[str] = set()
         # Whether dummy LoRA adapters are loaded for a calibration.
         self.has_dummy_adapters = False
 
@@ -166,7 +165,6 @@ class TreeRunnerMixin(_Runner):
             state.drafter.bind_cache(self.tree_backend.draft_cache(layers, table, scale))
         bind_drafter_memory(state, method)
         if has_kv_transfer_group():
-            check_transferable(method, self.drafter.state_layers.names)
             self.saves = CommittedSaves(
                 [(n, x) for n, x in state.layers.items() if isinstance(x, DraftKVLayer)],
                 lambda: self.step.trees is not None,
@@ -205,8 +203,21 @@ class TreeRunnerMixin(_Runner):
         if gone:
             # Sorted: ranks must free their slots in the same order, and sets of strings have none.
             self.speculator.forget(sorted(gone), sorted(ended))
-        self.tree_constrained.update(scheduler_output)
+        self._note_grammars(scheduler_output)
         super().finish_requests(scheduler_output)
+
+    def _note_grammars(self, scheduler_output: Any) -> None:
+        """Updates the running requests with a grammar.
+
+        A session, whose input goes on after an answer, keeps the grammar of its first turn whatever
+        a later turn's sampling parameters say. vLLM ignores a grammar that only a later turn asks
+        for; sending parents for such a request does no harm.
+        """
+        self.tree_constrained -= set(scheduler_output.finished_req_ids)
+        for request in scheduler_output.scheduled_new_reqs:
+            params = request.sampling_params
+            if params is not None and params.structured_outputs is not None:
+                self.tree_constrained.add(request.req_id)
 
     def add_requests(self, scheduler_output: Any) -> None:
         new = scheduler_output.scheduled_new_reqs

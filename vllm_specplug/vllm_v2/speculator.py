@@ -24,7 +24,7 @@ from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import CommitMap, TreeStore, Walk
-from vllm_specplug.vllm_v2.penalty_processor import draft_penalties
+from vllm_specplug.vllm_v2.penalty_processor import draft_penalties, request_penalty
 from vllm_specplug.vllm_v2.step_context import StepContext, StepRecord
 from vllm_specplug.vllm_v2.step_input import (
     HostRequest,
@@ -32,7 +32,6 @@ from vllm_specplug.vllm_v2.step_input import (
     verified_step,
 )
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
-from vllm_specplug.vllm_worker.penalty import request_penalty
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.ranks import (
     each_rank_schedules,
@@ -100,9 +99,8 @@ class TreeSpeculator(BaseSpeculator):
 
     @cached_property
     def commit_buffer(self) -> CommitBuffer:
-        """Committed tokens that the drafter has not observed. A device's hidden states are not
-        kept: the next replay of a graph overwrites them."""
-        return CommitBuffer(self.proposer.drafter, keeps_states=self.device.type == "cpu")
+        """Committed tokens that the drafter has not observed."""
+        return CommitBuffer(self.proposer.drafter)
 
     # -- requests that come and go -----------------------------------------------------------
 
@@ -201,7 +199,16 @@ class TreeSpeculator(BaseSpeculator):
         may_skip = may_skip and bool((num_sampled > 0).all())
         if may_skip and self.planner.should_skip(req_ids):
             return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
-        batch = host_requests(self.req_states, input_batch, num_sampled)
+        states, slots = self.req_states, input_batch.idx_mapping_np
+        tokens = states.all_token_ids.gpu.numpy()
+        batch = host_requests(
+            req_ids,
+            (tokens[slot] for slot in slots),
+            states.total_len.gpu.numpy()[slots],
+            states.max_seq_len[slots],
+            states.num_computed_tokens.gpu.numpy()[slots],
+            num_sampled.numpy(),
+        )
         return self._draft(input_batch, batch, most, req_ids if may_skip else ())
 
     def _observe(

@@ -7,7 +7,7 @@ the forward that have logits, and `cu_num_logits` the first logits row of each r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,19 +44,19 @@ def verified_step(
     input_batch: Any,
     trees: Mapping[str, DraftTree],
     walk: Walk | None,
-    seq_lens: torch.Tensor | np.ndarray | None = None,
+    seq_lens: torch.Tensor | np.ndarray,
 ) -> list[StepRequest]:
     """Returns a step's requests in batch order, with trees cut to what was scheduled.
 
     Args:
         trees: trees of running requests, by request.
         walk: on the host; None in a step without drafts.
-        seq_lens: the batch's lengths on the host; None if `input_batch` has them there.
+        seq_lens: the batch's lengths on the host.
     """
     empty = DraftTree.empty()
     ends = input_batch.query_start_loc_np.tolist()
     roots = input_batch.cu_num_logits_np.tolist()
-    tokens = (input_batch.seq_lens if seq_lens is None else seq_lens).tolist()
+    tokens = seq_lens.tolist()
     lengths = [0] * len(input_batch.req_ids) if walk is None else walk.lengths.tolist()
     paths = None if walk is None else walk.path_rows.numpy()
     requests = []
@@ -80,7 +80,7 @@ def verified_step(
 
 @dataclass(frozen=True)
 class HostRequest:
-    """One request after a step, for devices whose memory the host may read."""
+    """One request after a step, for a draft on the host."""
 
     req_id: str
     index: int
@@ -96,23 +96,24 @@ class HostRequest:
 
 
 def host_requests(
-    req_states: Any, input_batch: Any, num_sampled: torch.Tensor
+    req_ids: Sequence[str],
+    # [R] arrays [>= n]
+    tokens: Iterable[np.ndarray],
+    # [R] each; see `HostStep` and `HostRequest`
+    totals: np.ndarray,
+    max_lens: np.ndarray,
+    computed: np.ndarray,
+    sampled: np.ndarray,
 ) -> list[HostRequest]:
-    """Returns the batch's requests. Call it after `postprocess_sampled`. Reads the device, whose
-    memory is the host's on a CPU."""
-    slots = input_batch.idx_mapping_np
-    totals = req_states.total_len.gpu.numpy()[slots]
-    computed = req_states.num_computed_tokens.gpu.numpy()[slots]
-    tokens = req_states.all_token_ids.gpu.numpy()
-    sampled = num_sampled.numpy()
+    """Returns the requests of a batch after a step."""
     return [
         HostRequest(
             req_id=req_id,
             index=i,
-            token_ids=tokens[slots[i], : totals[i]],
-            max_len=int(req_states.max_seq_len[slots[i]]),
+            token_ids=own[: totals[i]],
+            max_len=int(max_lens[i]),
             is_decoding=bool(sampled[i] > 0),
             num_computed=int(computed[i]),
         )
-        for i, req_id in enumerate(input_batch.req_ids)
+        for i, (req_id, own) in enumerate(zip(req_ids, tokens, strict=True))
     ]

@@ -32,7 +32,14 @@ _INF = float("inf")
 
 
 class TreeAwareParam:
-    """A sampling parameter: vLLM's own code in steps without drafts, `apply_along` in others."""
+    """A sampling parameter: its own code in steps without drafts, `apply_along` in others.
+
+    Subclasses have `is_used` and `apply_along` if the processor itself has not:
+
+    - `is_used(slots)` returns whether any request of the batch has the parameter.
+    - `apply_along(paths, logits, ctx)` applies it to logits [M, V] float32 in place, along each
+      row's path, and returns them.
+    """
 
     def __init__(self, stock: Any, step: StepContext, longest_path: int) -> None:
         self.stock = stock
@@ -50,14 +57,6 @@ class TreeAwareParam:
             return logits
         paths = tree_paths(parents, ctx.input_ids, ctx.expanded_local_pos, self.longest_path)
         return self.apply_along(paths, logits, ctx)
-
-    def is_used(self, slots: np.ndarray) -> bool:
-        """Whether any request of the batch has the parameter."""
-        raise NotImplementedError
-
-    def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Applies the parameter to logits [M, V] float32 in place, along each row's path."""
-        raise NotImplementedError
 
 
 class TreePenalties(TreeAwareParam):
@@ -177,16 +176,6 @@ class TreeThinkingBudget(TreeAwareParam):
         return logits.scatter_(1, token, forced)
 
 
-class TreeContextualPenalty(TreeAwareParam):
-    """The plugin's own penalty, whose window ends with each row's path."""
-
-    def is_used(self, slots: np.ndarray) -> bool:
-        return self.stock.is_used(slots)
-
-    def apply_along(self, paths: TreePaths, logits: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return self.stock.apply_along(paths, logits, ctx)
-
-
 class TreeProcessor(TreeAwareParam):
     """A custom processor, which sees what plain decoding would show it.
 
@@ -281,7 +270,7 @@ def put_on_trees(sampler: Any, step: StepContext, longest_path: int) -> None:
         if type(processor) is LogitBiasState:
             return processor
         if type(processor) is ContextualPenalty:
-            return TreeContextualPenalty(processor, step, longest_path)
+            return TreeAwareParam(processor, step, longest_path)
         return TreeProcessor(processor, step, longest_path, sampler.req_states)
 
     sampler.logits_processors[:] = map(on_trees, sampler.logits_processors)

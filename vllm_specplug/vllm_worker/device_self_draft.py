@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.logger import init_logger
 
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -24,9 +23,7 @@ from vllm_specplug.vllm_worker.memory.device_partial_cache import (
     single_rows,
 )
 from vllm_specplug.vllm_worker.runner_view import RunnerView
-from vllm_specplug.vllm_worker.self_draft import regions_of
-
-logger = init_logger("vllm.specplug.self_draft")
+from vllm_specplug.vllm_worker.self_draft import SelfDraft
 
 
 class PartialReads(DraftAttention):
@@ -123,56 +120,32 @@ class DevicePartialAttention(PartialReads):
         super().attend(layer, query, key, value, output)
 
 
-class DeviceSelfDraft:
-    """`drafting.drafter.TargetForward` over a vLLM model runner on a device.
+class DeviceSelfDraft(SelfDraft):
+    """`SelfDraft` on a device.
 
     Args:
         state: the model runner, whose caches must be bound to the backend.
     """
 
     def __init__(self, state: RunnerView, spec: PartialCacheSpec, backend: CudaKernels) -> None:
-        self.state, self.spec = state, spec
-        caches = state.target_caches()
-        self.layer_index = {name: i for i, name in enumerate(caches)}
-        kv_caches = list(caches.values())
+        super().__init__(state, spec)
+        kv_caches = list(state.target_caches().values())
         self.rows = CudaDraftRows(backend, kv_caches, state.block_table, 1.0)
-        self.pool = DevicePartialCache(
-            kv_caches,
-            spec.budget,
-            spec.sink,
-            regions_of(state, spec),
-        )
         views = backend.views_of(self.pool.caches[0])
         self.pool_views = [views(cache) for cache in self.pool.caches]
         self.graphs = GraphSelfDraft(self)
-        logger.info(
-            "Partial caches: %d requests with %d tokens each, %.1f MiB",
-            self.pool.max_requests,
-            spec.budget,
-            self.pool.num_bytes / 2**20,
-        )
+
+    def make_pool(self, kv_caches: list[torch.Tensor], max_requests: int) -> DevicePartialCache:
+        return DevicePartialCache(kv_caches, self.spec.budget, self.spec.sink, max_requests)
 
     def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
-        """Whether the pool has room for all of these requests at once."""
-        lens: Iterable[int]
-        if isinstance(requests, DeviceRequests):
-            history = requests.history
-            assert history is not None
-            # All ranks or none must run the target, and each rank learns lower bounds at its own
-            # time.
-            most = self.state.max_model_len
-            lens = [
-                min(n, most)
-                for n, d in zip(history.max_context_lens, history.is_drafted, strict=True)
-                if d
-            ]
-        else:
-            lens = requests.context_lens
-        return sum(length > self.spec.budget for length in lens) <= self.pool.max_requests
-
-    def forget(self, req_ids: Iterable[str]) -> None:
-        """Drops partial caches of requests that ended or were preempted."""
-        self.pool.forget(req_ids)
+        if not isinstance(requests, DeviceRequests):
+            return super().can_run(requests)
+        history, most = requests.history, self.state.max_model_len
+        assert history is not None
+        # All ranks or none must run the target, and each rank learns lower bounds at its own time.
+        drafted = zip(history.max_context_lens, history.is_drafted, strict=True)
+        return self.has_room(min(length, most) for length, is_drafted in drafted if is_drafted)
 
     @property
     def captures(self) -> bool:

@@ -114,14 +114,7 @@ class SelfDraft:
         self.state, self.spec = state, spec
         caches = state.target_caches()
         self.layer_index = {name: i for i, name in enumerate(caches)}
-        kv_caches = list(caches.values())
-        self.pool = PartialCache(
-            kv_caches,
-            cpu_kv_layout(kv_caches[0]),
-            spec.budget,
-            spec.sink,
-            regions_of(state, spec),
-        )
+        self.pool = self.make_pool(list(caches.values()), regions_of(state, spec))
         logger.info(
             "Partial caches: %d requests with %d tokens each, %.1f MiB",
             self.pool.max_requests,
@@ -129,20 +122,32 @@ class SelfDraft:
             self.pool.num_bytes / 2**20,
         )
 
+    def make_pool(self, kv_caches: list[torch.Tensor], max_requests: int) -> Any:
+        """Returns the partial caches of `max_requests` requests."""
+        layout = cpu_kv_layout(kv_caches[0])
+        return PartialCache(kv_caches, layout, self.spec.budget, self.spec.sink, max_requests)
+
     def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
         """Whether the pool has room for all of these requests at once."""
         assert isinstance(requests, DraftRequests)
-        beyond = sum(length > self.spec.budget for length in requests.context_lens)
+        return self.has_room(requests.context_lens)
+
+    def has_room(self, context_lens: Iterable[int]) -> bool:
+        """Whether the pool has room for the contexts that exceed the budget."""
+        beyond = sum(length > self.spec.budget for length in context_lens)
         return beyond <= self.pool.max_requests
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops partial caches of requests that ended or were preempted."""
         self.pool.forget(req_ids)
 
-    captures = False
+    @property
+    def captures(self) -> bool:
+        """Returns False: on a CPU nothing is captured."""
+        return False
 
     def prepare(self, requests: DeviceRequests) -> bool:
-        """Returns False: on a CPU nothing is captured."""
+        """Returns False, as nothing is captured."""
         return False
 
     def __call__(

@@ -23,7 +23,6 @@ from vllm.v1.worker.cpu import model_runner as cpu_runner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from tests.e2e.cuda.cuda_device import CAPTURED_ROWS
-from vllm_specplug.drafting.method import Capability
 from vllm_specplug.engine import engine_args, spec_config
 from vllm_specplug.tree import step_trees
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
@@ -133,9 +132,7 @@ class InterpretedWorker(TreeGPUWorker, CPUWorker):
 def use_cuda_worker() -> None:
     """Engines that this process builds from here on run as on CUDA, plain ones included."""
     spec_config.WORKERS["cpu"] = f"{__name__}.{InterpretedWorker.__name__}"
-    spec_config.CAPABILITIES["cpu"] = spec_config.CAPABILITIES["cuda"]
     step_trees.has_kernels = lambda device: True
-    assert Capability.HOST_BRANCHES not in spec_config.CAPABILITIES["cpu"]
     engine_args.SERVED_CACHES["cpu"] = engine_args.SERVED_CACHES["cuda"]
     # vLLM's cache writes look for it.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)

@@ -68,7 +68,7 @@ def _drafter(late: bool, attends: bool = False) -> Any:
 
 def test_a_drafter_that_may_sees_several_steps_at_once() -> None:
     drafter = _drafter(True)
-    steps = CommitBuffer(drafter, keeps_states=True)
+    steps = CommitBuffer(drafter)
     for number in range(3):
         steps.add(partial(_step, [0, 1], 2, ["a", "b"], number))
     assert not drafter.seen
@@ -80,12 +80,10 @@ def test_a_drafter_that_may_sees_several_steps_at_once() -> None:
     assert sum(len(tokens.rows) for tokens in drafter.seen) >= 6 + 2 * 8, "without end"
 
 
-@pytest.mark.parametrize(
-    ("late", "keeps", "attends"), [(False, True, False), (True, False, False), (True, True, True)]
-)
-def test_others_see_every_step(late: bool, keeps: bool, attends: bool) -> None:
+@pytest.mark.parametrize(("late", "attends"), [(False, False), (True, True)])
+def test_others_see_every_step(late: bool, attends: bool) -> None:
     drafter = _drafter(late, attends)
-    steps = CommitBuffer(drafter, keeps_states=keeps)
+    steps = CommitBuffer(drafter)
     for number in range(3):
         steps.add(partial(_step, [0, 1], 2, ["a", "b"], number))
     assert len(drafter.seen) == 3

@@ -22,7 +22,6 @@ from vllm_specplug.engine.engine_args import (
     _check_states,
     check_engine_config,
 )
-from vllm_specplug.vllm_worker.memory import kv_transfer
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -191,13 +190,6 @@ def test_quantised_caches_by_device(
         _check_cache_dtype("jetspec", spec, config)
 
 
-def test_kv_connector_with_recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_transfer, "has_kv_transfer_group", lambda: True)
-    kv_transfer.check_transferable("ngram_tree", ())
-    with pytest.raises(ValueError, match=r"'ngram_tree' .* \(layers.0 and 1 more\).*Serve"):
-        kv_transfer.check_transferable("ngram_tree", ("layers.0", "layers.2"))
-
-
 RECOMPUTES = KVTransferConfig(
     kv_connector="ExampleConnector", kv_role="kv_both", kv_load_failure_policy="recompute"
 )
@@ -313,6 +305,9 @@ def test_targets_with_recurrent_states(
         config.device_config = SimpleNamespace(device_type="cuda")
         for dtype in (torch.bfloat16, torch.float32):
             config.model_config.dtype = dtype
+            _check_states("ngram_tree", config.speculative_config, config)
+        config.kv_transfer_config = RECOMPUTES
+        with pytest.raises(ValueError, match="'ngram_tree' .* a KV connector .*recurrent states"):
             _check_states("ngram_tree", config.speculative_config, config)
         return
     with pytest.raises(ValueError, match=message):

@@ -12,7 +12,6 @@ import pytest
 from tests.unit.engine_config import engine_config
 from vllm_specplug.engine import spec_config
 from vllm_specplug.engine.model_runner import schedules_ahead
-from vllm_specplug.registry import get_method, method_names
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -186,24 +185,9 @@ def test_trees_fill_the_row_tiles_of_the_device(
         assert config.speculative_config.num_speculative_tokens == expected
 
 
-@pytest.mark.parametrize("device", WORKERS)
-def test_every_method_has_what_it_needs_on(device: str) -> None:
-    given = spec_config.CAPABILITIES[device]
-    assert not {name for name in method_names() if get_method(name).needs - given}
-
-
-def test_a_device_that_does_not_serve_the_method_is_named(
+def test_a_device_that_does_not_serve_trees_is_named(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for workers, capabilities, message in (
-        ({}, spec_config.CAPABILITIES, r"'ngram_tree' does not run on device 'cpu'.* release\. "),
-        (WORKERS, {"cpu": frozenset()}, r"'cpu' in this release \(it needs window\)"),
-    ):
-        monkeypatch.setattr(spec_config, "WORKERS", workers)
-        monkeypatch.setattr(spec_config, "CAPABILITIES", capabilities)
-        needs = frozenset({spec_config.Capability.WINDOW}) if workers else frozenset()
-        monkeypatch.setattr(
-            spec_config.SpecPlugSpeculativeConfig, "needs", lambda self, needs=needs: needs
-        )
-        with pytest.raises(ValueError, match=message):
-            engine_config(target, TREES)
+    monkeypatch.setattr(spec_config, "WORKERS", {})
+    with pytest.raises(ValueError, match="'ngram_tree' does not run on device 'cpu'"):
+        engine_config(target, TREES)

@@ -184,7 +184,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
             max_seq_len=np.full(slots, 200, np.int32),
             prefill_len=SimpleNamespace(np=np.full(slots, 9, np.int32)),
         ),
-        trees={}, copies={}, known=dict.fromkeys("abc"), len_upper_bound=dict.fromkeys("abc", 256),
+        trees={}, copies={}, len_upper_bound=dict.fromkeys("abc", 256),
         len_lower_bound=dict.fromkeys("abc", 9), penalties={}, _paced=(0.0, []),
         reserved=None, _asked=None,
         schedules_ahead=True, each_rank_schedules=False,
@@ -449,10 +449,10 @@ def test_the_defaults_from_graphs(
     assert found <= LAUNCHES_WITH_A_GRAPH[make], found
 
 
-def test_what_the_host_decides_reads_a_step_once(
+def test_a_budget_reads_trees_once_for_a_scheduler_that_waits(
     step: Step, made: DeviceSpeculator, drafter: BlockHeadDrafter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: trees of the host, for which it waits."""
+    """The control: it waits for the device."""
     defaults(made, drafter)
     made.schedules_ahead = False
     read: list[Any] = []
@@ -464,6 +464,18 @@ def test_what_the_host_decides_reads_a_step_once(
     monkeypatch.setattr(HostCopy, "read", reads)
     assert reads_the_device(lambda: propose(made, step))
     assert len(read) == 1
+
+
+def test_trees_are_cut_for_a_scheduler_that_waits(
+    made: DeviceSpeculator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To what the first rank wants; other requests have no nodes."""
+    wanted: Any = {"a": 9, "c": 9}
+    monkeypatch.setattr(device_speculator, "first_rank_values", lambda own: [2.0, own[1], 5.0])
+    monkeypatch.setattr(made, "_wanted", lambda late, room: wanted)
+    made.device = torch.device("cpu")
+    late: Any = SimpleNamespace(req_ids=["a", "b", "c"], copy=SimpleNamespace(room=[9, 9, 9]))
+    assert made._cut(late).tolist() == late.copy.room == [2, 0, 5]
 
 
 def test_reserved_rows_hold_for_the_trees_that_fill_them(

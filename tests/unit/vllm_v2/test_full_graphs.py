@@ -225,7 +225,6 @@ def test_recurrent_states_stop_the_start(runner: Any, monkeypatch: pytest.Monkey
         ("1", CUDAGraphMode.NONE, True, "fixed", None),
         ("1", CUDAGraphMode.FULL_AND_PIECEWISE, False, "fixed", None),
         ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, "adaptive", [2, 4, 8]),
-        ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, "adaptive, waited for", None),
         # Whose drafts are always as deep as they may be.
         ("1", CUDAGraphMode.FULL_AND_PIECEWISE, True, "adaptive, one depth", [5]),
     ],
@@ -257,7 +256,6 @@ def test_drafts_that_become_graphs(
         options=SimpleNamespace(tree_width=3),
     )
     speculator.planner = SimpleNamespace(is_adaptive=budget != "fixed")
-    speculator.schedules_ahead = budget in ("adaptive", "adaptive, one depth")
     speculator.store = SimpleNamespace(num_nodes=4)
     speculator.init_cudagraph_manager(mode)
     assert made == ([] if depths is None else [depths])

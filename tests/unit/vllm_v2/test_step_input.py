@@ -56,7 +56,8 @@ def test_a_verified_step_is_what_was_scheduled_and_what_was_accepted() -> None:
     rows = torch.cat([torch.tensor([0]), tokens[0, :3], torch.tensor([0, 0]), tokens[2, :2]])
     # The target says 5, then 4 below it, and nothing of what fills unused rows.
     samples = torch.tensor([5, 4, 0, 1, 1, 1, 1, 1])
-    step = verified_step(batch, {"a": tree}, walk_trees(trees, samples, rows))
+    walk = walk_trees(trees, samples, rows)
+    step = verified_step(batch, {"a": tree}, walk, batch.seq_lens)
     found = [
         (r.first_row, r.root_row, r.end_row, r.context_len, r.tree.num_nodes, r.accepted_path)
         for r in step
@@ -67,6 +68,6 @@ def test_a_verified_step_is_what_was_scheduled_and_what_was_accepted() -> None:
 
 def test_rows_before_a_root_are_no_drafts() -> None:
     batch = _batch([0, 6, 0])
-    request = verified_step(batch, {}, None)[1]
+    request = verified_step(batch, {}, None, batch.seq_lens)[1]
     assert (request.first_row, request.root_row, request.end_row) == (4, 10, 11)
     assert (request.num_computed, request.context_len) == (54, 60)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The adaptive budget for a host that reads trees after it has launched their verification.
+"""The adaptive budget for trees that are built on a device.
 
 Before a draft forward it decides from the lookups of an earlier step. Once copies of the trees have
-arrived, it decides the reservation of a step that is not scheduled yet. Until then, trees fill the
-rows that were reserved for them (`drafting.reserved_rows`).
+arrived, it decides how many rows the next step to be scheduled has for each of them. A scheduler
+that works ahead has scheduled the trees' own step before that: they fill the rows that were
+reserved for them (`drafting.reserved_rows`).
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class LateBudget:
         trees: Sequence[DraftTree],
         # [R] trees of lookups only
         lookups: Sequence[DraftTree],
-        # [R] nodes of each that had a row
-        room: Sequence[int],
+        # [R] nodes of each that have a row; None if all wanted ones get one
+        room: Sequence[int] | None,
     ) -> dict[str, int]:
         """Returns the nodes that were worth their cost, by running request."""
         step, stats = plan.step, self.planner.stats
@@ -84,20 +85,21 @@ class LateBudget:
             for some in (trees, lookups)
         )
         kept = self.budget.trim_late(plan, trees, lookups)
-        wanted: dict[str, int] = {}
-        for r, req_id in enumerate(step.req_ids):
-            if not running[r]:
-                continue
-            wanted[req_id] = step.caps[r]
-            if not step.fixed[r]:
-                wanted[req_id] = min(kept[r], step.caps[r])
-            if not min(trees[r].num_nodes, room[r]):
-                had_any = trees[r].num_nodes or self.deepest
+        worth = [
+            cap if is_fixed else min(nodes, cap)
+            for nodes, cap, is_fixed in zip(kept, step.caps, step.fixed, strict=True)
+        ]
+        sizes = [
+            min(tree.num_nodes, most)
+            for tree, most in zip(trees, worth if room is None else room, strict=True)
+        ]
+        for tree, size, is_running in zip(trees, sizes, running, strict=True):
+            if is_running and not size:
+                had_any = tree.num_nodes or self.deepest
                 stats.observe_plain("budget" if had_any else "no_draft")
-        stats.tree_budget = max(
-            min(tree.num_nodes, most) for tree, most in zip(trees, room, strict=True)
-        )
-        return wanted
+        stats.tree_budget = max(sizes)
+        wanted = zip(step.req_ids, worth, running, strict=True)
+        return {req_id: nodes for req_id, nodes, is_running in wanted if is_running}
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that no longer run."""

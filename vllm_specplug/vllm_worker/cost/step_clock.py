@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 Use = Callable[[float], None]
 
@@ -46,48 +46,39 @@ class StepClock:
         """Calls `use` for measurements that are known by now. Call it once per step."""
 
 
-class Event(Protocol):
-    """The part of `torch.cuda.Event(enable_timing=True)` that `DeviceClock` uses."""
-
-    def record(self) -> None: ...
-
-    def query(self) -> bool: ...
-
-    def elapsed_time(self, end: Any) -> float: ...
-
-
 class DeviceClock(StepClock):
     """The clock of a device that runs behind the host.
 
     Args:
-        make_event: returns a new event on the runner's stream.
+        make_event: returns a new `torch.cuda.Event(enable_timing=True)` on the runner's stream.
     """
 
-    def __init__(self, make_event: Callable[[], Event]) -> None:
+    def __init__(self, make_event: Callable[[], Any]) -> None:
         self._make_event = make_event
-        self._pending: deque[tuple[Event, Event, Use]] = deque()
+        self._pending: deque[tuple[Any, Any, Use]] = deque()
         self._steps = 0
 
     @property
     def _is_timed(self) -> bool:
         return self._steps <= _FIRST_TIMED or self._steps % _TIMED_EVERY == 0
 
-    def begin_step(self) -> Event | None:
+    def begin_step(self) -> Any:
         ended = self.mark()
         self._steps += 1
         return ended or self.mark()
 
-    def mark(self) -> Event | None:
+    def mark(self) -> Any:
         if not self._is_timed:
             return None
         event = self._make_event()
         event.record()
         return event
 
-    def between(self, start: Event, end: Event) -> float:
-        return start.elapsed_time(end)
+    def between(self, start: Any, end: Any) -> float:
+        elapsed_ms: float = start.elapsed_time(end)
+        return elapsed_ms
 
-    def measure(self, start: Event | None, end: Event | None, use: Use) -> None:
+    def measure(self, start: Any, end: Any, use: Use) -> None:
         if start is not None and end is not None and len(self._pending) < _MAX_PENDING:
             self._pending.append((start, end, use))
 

@@ -206,8 +206,8 @@ def target_layer(
     return next(group.index for group in groups if name in group.caches), name
 
 
-def check_plain_attention(layers: Mapping[str, Any], method: str, what: str, remedy: str) -> None:
-    """Refuses targets with more than plain full attention, which `what` does not support.
+def check_plain_attention(layers: Mapping[str, Any], method: str) -> None:
+    """Refuses targets with more than plain full attention, which partial caches do not support.
 
     Raises:
         ValueError: naming the first layer that has more.
@@ -229,6 +229,7 @@ def check_plain_attention(layers: Mapping[str, Any], method: str, what: str, rem
         else:
             continue
         raise ValueError(
-            f"Speculative method {method!r} cannot use {what} here: attention layer {name!r} "
-            f"{feature}. {remedy}."
+            f"Speculative method {method!r} cannot draft with the target's own layers over partial "
+            f"caches here: attention layer {name!r} {feature}. Use another method, or other "
+            "settings of this one."
         )

@@ -111,11 +111,6 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
         drafter.bind_target_caches([caches[cache_spec] for cache_spec in specs])
     spec = drafter.partial_cache_spec()
     if spec is not None:
-        check_plain_attention(
-            state.layers,
-            method,
-            "drafts with the target's own layers over partial caches",
-            "Use another method, or other settings of this one",
-        )
+        check_plain_attention(state.layers, method)
         forward = backend.self_draft(state, spec)
         drafter.bind_target_forward(forward, first_rank_values)

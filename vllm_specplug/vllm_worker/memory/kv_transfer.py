@@ -13,24 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.forward_context import get_forward_context
 
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
-
-
-def check_transferable(method: str, state_layers: Sequence[str]) -> None:
-    """Checks that a KV connector, if there is one, can follow trees in all layers.
-
-    Raises:
-        ValueError: if the target has layers with a recurrent state.
-    """
-    if has_kv_transfer_group() and state_layers:
-        raise ValueError(
-            f"Speculative method {method!r} cannot be used with a KV connector and layers with a "
-            f"recurrent state ({state_layers[0]} and {len(state_layers) - 1} more). Serve this "
-            "target without kv_transfer_config and kv_offloading_size."
-        )
 
 
 class CommittedSaves:

@@ -39,6 +39,10 @@ def test_what_pays_is_asked_for_whatever_had_room() -> None:
     assert wanted["0"] >= 5 and wanted["1"] == 0
     assert late.planner.stats.tree_budget == 3
     assert not late.planner.stats.plain_steps
+    # Where the step has rows for what is wanted, one request is plain.
+    assert late.wanted(made, [SURE, VAIN], [NONE, NONE], room=None) == wanted
+    assert late.planner.stats.tree_budget == wanted["0"]
+    assert late.planner.stats.plain_steps == {"budget": 1}
 
 
 def test_plans_may_be_under_way_while_others_are_made() -> None:
