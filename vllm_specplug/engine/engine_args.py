@@ -215,7 +215,7 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
         _refuse(
             method,
             f"a KV connector on a target with recurrent states ({model.architectures[0]})",
-            "Serve it without kv_transfer_config and kv_offloading_size",
+            "Serve this target without kv_transfer_config and kv_offloading_size",
         )
 
 

@@ -95,7 +95,7 @@ class PrometheusExporter:
         self._families = _families(tuple(labels), REGISTRY if registry is None else registry)
         self._values = tuple(labels.values())
         self._adapters: set[str] = set()
-        # What has a rate exists from the start, so that the rate is 0 and not empty.
+        # Create series now, so that their rates are 0 and not empty.
         for name in self._families.keys() - _LABELLED:
             self._metric(name)
         self._metric("accepted_tokens", "1")

@@ -31,4 +31,5 @@ def penalise(
     theta = torch.where(is_recent, thetas[:, None], 1.0)[:, None]
     tokens = tokens[:, None].expand(-1, logits.shape[1], -1)
     before = logits.gather(2, tokens)
-    logits.scatter_(2, tokens, torch.where(before > 0, before / theta, before * theta))
+    after = torch.where(before > 0, before / theta, before * theta)
+    logits.scatter_(2, tokens, after.to(logits.dtype))

@@ -418,7 +418,10 @@ class DeviceSpeculator(TreeSpeculator):
             min_context_lens=[self.len_lower_bound[req_id] - 1 for req_id in req_ids],
             max_context_lens=bounds.tolist(),
             penalties=draft_penalties(
-                [self.penalties.get(req_id) for req_id in req_ids], self.req_states, slots
+                [self.penalties.get(req_id) for req_id in req_ids],
+                self.req_states,
+                slots,
+                1 + int(bounds.max()),
             ),
         )
 

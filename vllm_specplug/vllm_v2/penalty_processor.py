@@ -105,15 +105,15 @@ def draft_penalties(
     req_states: Any,
     # [R] int64 slots of the requests
     slots: torch.Tensor,
+    longest: int,
 ) -> DraftPenalties | None:
     """Returns the penalties that the sampler applies in the next step; None if there are none.
 
-    All depths of a draft see the first depth's window; the walk's window moves with every token.
+    No request has more than `longest` tokens, the anchor included. All depths of a draft see the first depth's window; the walk's window moves with every token.
     """
     if not any(penalties):
         return None
     all_token_ids, total_lens = req_states.all_token_ids.gpu, req_states.total_len.gpu
-    longest = all_token_ids.shape[1]
     windows = [0 if penalty is None else min(penalty[0], longest) for penalty in penalties]
     thetas = [1.0 if penalty is None else penalty[1] for penalty in penalties]
     # Both are exact in float64.

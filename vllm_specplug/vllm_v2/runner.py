@@ -209,8 +209,8 @@ class TreeRunnerMixin(_Runner):
     def _note_grammars(self, scheduler_output: Any) -> None:
         """Updates the running requests with a grammar.
 
-        A session, whose input goes on after an answer, keeps the grammar of its first turn whatever
-        a later turn's sampling parameters say. vLLM ignores a grammar that only a later turn asks
+        A session, whose input goes on after an answer, keeps the grammar of its first turn; sampling
+        parameters of later turns do not change it. vLLM ignores a grammar that only a later turn asks
         for; sending parents for such a request does no harm.
         """
         self.tree_constrained -= set(scheduler_output.finished_req_ids)

@@ -305,7 +305,9 @@ class TreeSpeculator(BaseSpeculator):
         if self.penalties:
             slots = input_batch.idx_mapping.long()[requests.req_indices]
             asked = [self.penalties.get(req_id) for req_id in requests.req_ids]
-            requests = replace(requests, penalties=draft_penalties(asked, self.req_states, slots))
+            longest = 1 + max(requests.context_lens, default=0)
+            penalties = draft_penalties(asked, self.req_states, slots, longest)
+            requests = replace(requests, penalties=penalties)
         others.req_ids = may_skip
         drafted = self.planner.draft(
             drafter, requests, others, self._room(requests), self.commit_buffer.flush

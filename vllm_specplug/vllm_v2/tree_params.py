@@ -34,7 +34,7 @@ _INF = float("inf")
 class TreeAwareParam:
     """A sampling parameter: its own code in steps without drafts, `apply_along` in others.
 
-    Subclasses have `is_used` and `apply_along` if the processor itself has not:
+    A subclass or the wrapped parameter provides:
 
     - `is_used(slots)` returns whether any request of the batch has the parameter.
     - `apply_along(paths, logits, ctx)` applies it to logits [M, V] float32 in place, along each

@@ -97,8 +97,8 @@ def read_rotary(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_plain_dynamic(kind: Any, rope: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM serves dynamic scaling with the default's angles, at any length: without
-    a base of its own (`alpha`), or a training length that differs from the served one."""
+    """Returns whether vLLM serves dynamic scaling with the default's angles: unless the config sets
+    `alpha` or `max_trained_positions`."""
     others = {"alpha", "max_trained_positions"}
     return kind == "dynamic" and is_positive(rope.get("factor")) and others.isdisjoint(rope)
 

@@ -69,7 +69,7 @@ class LateBudget:
         trees: Sequence[DraftTree],
         # [R] trees of lookups only
         lookups: Sequence[DraftTree],
-        # [R] nodes of each that have a row; None if all wanted ones get one
+        # [R] nodes of each that have a row; None if the step is not scheduled yet
         room: Sequence[int] | None,
     ) -> dict[str, int]:
         """Returns the nodes that were worth their cost, by running request."""
