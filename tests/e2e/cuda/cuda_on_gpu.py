@@ -32,6 +32,7 @@ MODULES = (
     "test_hybrids",
     "test_self_drafts",
     "test_draft_heads",
+    "test_token_scales",
 )
 
 

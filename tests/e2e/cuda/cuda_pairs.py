@@ -154,6 +154,16 @@ def knowing_candidates(
         yield seen
 
 
+def compare_block_head(
+    method: str, ahead: bool, ngram_topk: int, head: dict[str, str] | None = None
+) -> list[int]:
+    with knowing_candidates() as seen:
+        made = engines(method, ahead=ahead, ngram_topk=ngram_topk, nodes=10, head=head)
+        seen.clear()
+        assert compare(made, ahead).skipping > 1
+    return seen
+
+
 class LateCopy(HostCopy):
     """A copy that comes when five more were asked for, two steps later, as from a device that the
     host runs ahead of."""

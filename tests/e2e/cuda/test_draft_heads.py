@@ -1,31 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads that draft branch by branch as on CUDA.
-
-Their trees are compared with those of the host in tests/unit/methods, and in test_local_tree.py and
-test_draft_cache.py of tests/kernels.
-"""
+"""Heads that draft branch by branch as on CUDA, against the host's trees."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
-import torch
 
-from tests.e2e.cuda.cuda_drafts import knowing
+from tests.e2e.cuda.cuda_drafts import assert_same_trees, knowing_contexts, knowing_levels
 from tests.e2e.cuda.cuda_pairs import (
     INTERPRETED,
-    PROMPTS,
     compare,
+    compare_block_head,
     engines,
     knowing_candidates,
 )
 from tests.e2e.pair import target
-from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_dflash2_head, make_dspark_head, make_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import ParallelDrafter
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 DSPARK_KINDS = ("vanilla", "gated", "rnn", "domino")
 pytestmark = [*INTERPRETED, pytest.mark.full]
@@ -42,24 +41,55 @@ def pair_heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, 
     }
 
 
-@pytest.mark.parametrize("kind", ["dels", *DSPARK_KINDS, "dflash2"])
-def test_local_trees_on_the_device(kind: str, pair_heads: dict[str, dict[str, str]]) -> None:
-    method = {"dels": "dels", "dflash2": "dflash2_tree"}.get(kind, "dspark_tree")
-    with knowing_candidates() as on_the_host:
-        made = engines(method, ahead=True, ngram_topk=0, nodes=10, head=pair_heads.get(kind))
-        on_the_host.clear()
-        assert compare(made, True).skipping > 1
-    assert set(on_the_host) == {0}
+@contextmanager
+def local_trees_are_the_hosts() -> Iterator[list[int]]:
+    """Every tree of a local head is also built request by request on the host, from the same
+    scores; yields the nodes of each draft."""
+    original, seen = LocalTreeBuilder.build_on_device, []
+
+    def build(self: Any, ids: Any, log_probs: Any, anchors: Any, budgets: Any, depths: Any,
+              *, width: int, **limits: Any) -> Any:  # fmt: skip
+        made = original(self, ids, log_probs, anchors, budgets, depths, width=width, **limits)
+        reach = depths.clamp(0, ids.shape[1])
+        # Without kernels for this CPU the host builds them as a device does.
+        with patch.object(LocalTreeBuilder, "build_on_device", original):
+            oracle = self.build(
+                ids, log_probs, anchors.tolist(), budgets.tolist(), reach.tolist(),
+                width, limits.get("slots"), limits.get("terms"),
+            )  # fmt: skip
+        seen.append(assert_same_trees(made, dict(enumerate(oracle))))
+        return made
+
+    with patch.object(LocalTreeBuilder, "build_on_device", build):
+        yield seen
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_local_head_on_the_device(ahead: bool) -> None:
+    with local_trees_are_the_hosts() as nodes:
+        assert set(compare_block_head("dels", ahead, 0)) == {0}
+    assert sum(nodes) > 50, nodes
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("kind", [*DSPARK_KINDS, "dflash2"])
+def test_tokens_before_on_the_device(
+    kind: str, ahead: bool, pair_heads: dict[str, dict[str, str]]
+) -> None:
+    method = "dflash2_tree" if kind == "dflash2" else "dspark_tree"
+    with local_trees_are_the_hosts() as nodes:
+        found = compare_block_head(method, ahead, 0, pair_heads[kind])
+    assert set(found) == {0} and sum(nodes) > 50, nodes
 
 
 @pytest.mark.parametrize(
     ("method", "ahead"), [("eagle3_tree", False), ("eagle3_tree", True), ("mtp_tree", True)]
 )
 def test_draft_layers_on_the_device(method: str, ahead: bool) -> None:
-    with knowing() as drafts:
+    with knowing_levels() as drafts:
         made = engines(method, ahead=ahead, ngram_topk=0, nodes=10)
         assert compare(made, ahead).skipping > 1
-    assert drafts.nodes > 50, drafts
+    assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
 @pytest.mark.parametrize("mask", [None, 2])
@@ -68,16 +98,12 @@ def test_several_layers_on_the_device(mask: int | None, tmp_path: Path) -> None:
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
     head = make_eagle3_head(tmp_path, vocab, windows=(8, None, None), mask_token_id=mask)
     is_parallel = mask is not None
-    known = knowing_candidates(ParallelDrafter, "candidates") if is_parallel else knowing()
-    with known as drafts:
+    knowing = partial(knowing_candidates, ParallelDrafter, "candidates")
+    with (knowing if is_parallel else knowing_levels)() as drafts, knowing_contexts() as contexts:
         made = engines("eagle3_tree", ahead=True, ngram_topk=0, nodes=10, head={"model": str(head)})
         assert compare(made, True).skipping > 1
-    assert drafts.count(0) > 5 if is_parallel else drafts.nodes > 50, drafts
-
-
-def test_draft_heads_beside_int8_caches() -> None:
-    """A head's own keys and values keep the model's dtype, in pages of another size."""
-    made = engines("jetspec", ahead=True, target={"kv_cache_dtype": "int8_per_token_head"})
-    backend = made.runner.tree_backend
-    assert {sample.keys.dtype for sample in backend.samples} == {torch.int8}
-    made.compare(PROMPTS, greedy(max_tokens=20))
+    if is_parallel:
+        assert drafts.count(0) > 5, drafts
+    else:
+        assert drafts.nodes > 50 and not drafts.differing, drafts
+    assert len(contexts) > 10 and max(contexts) > 40, contexts

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.e2e import vision
 from tests.e2e.cuda import cuda_device, cuda_pairs
-from tests.e2e.cuda.cuda_drafts import knowing
+from tests.e2e.cuda.cuda_drafts import knowing_levels
 from tests.e2e.cuda.cuda_pairs import INTERPRETED
 from tests.e2e.hybrids import ROPE_ON_AXES, make_hybrid_target
 from tests.e2e.mtp_modules import add_module
@@ -89,13 +89,13 @@ def test_text_models_of_qwen3_5() -> None:
 def test_a_module_with_experts(tmp_path: Path) -> None:
     """On a GPU its experts run in vLLM's kernel."""
     model = make_hybrid_target(tmp_path, "Qwen3Next", VOCAB)
-    with knowing() as drafts:
+    with knowing_levels() as drafts:
         made = engines(method="mtp_tree", ahead=True, ngram_topk=0, model=str(add_module(model)))
         compared(made, least_accepted=10)
     mlp = made.runner.drafter.drafter.head.mlp
     assert isinstance(mlp, FusedExpertMLP)
     assert (mlp.multiply is multiply_experts) != cuda_device.ON_GPU
-    assert drafts.nodes > 50, drafts
+    assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
 _made, _apply_paths = DeviceStateStep.__init__, DeviceStateStep.apply_paths

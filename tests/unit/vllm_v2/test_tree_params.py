@@ -422,11 +422,11 @@ def test_drafts_see_the_penalty_of_the_next_sample() -> None:
     sampler = make_sampler(requests)
     slots = torch.tensor(begin(sampler, requests))
     asked = [parse_penalty(request.params.extra_args) for request in requests]
-    penalties = draft_penalties(asked, sampler.req_states, slots, MAX_LEN)
+    penalties = draft_penalties(asked, sampler.req_states, slots, 64)
     assert penalties is not None
     penalties.apply(logits[:, None], 0, None)
     assert torch.equal(logits, expected)
-    assert draft_penalties([None], sampler.req_states, slots[:1], MAX_LEN) is None
+    assert draft_penalties([None], sampler.req_states, slots[:1], 64) is None
 
 
 def on_pretended_device(state: Any) -> None:
