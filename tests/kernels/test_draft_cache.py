@@ -25,7 +25,7 @@ from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.memory import device_draft_cache
 from vllm_specplug.vllm_worker.memory.draft_cache import PagedDraftCache
 
-pytestmark = pytest.mark.usefixtures("interpreter", "vllm_cpu_ops")
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 PAGE, HEADS, KV_HEADS, DIM, ROWS = 32, 4, 2, 32, 5
 CONTEXTS = (0, 7, 300)
@@ -120,8 +120,14 @@ def own_rows(shape: Any, layer: int, r: int, row: int) -> list[int]:
     ],
 )
 def test_rows_attend_their_pages_and_their_block(
-    monkeypatch: pytest.MonkeyPatch, shape: Any, windows: tuple[int | None, ...], place: str
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    shape: Any,
+    windows: tuple[int | None, ...],
+    place: str,
 ) -> None:
+    if place == "cpu":
+        request.getfixturevalue("vllm_cpu_ops")
     cache, keys, values = draft_cache(monkeypatch, windows, place != "cpu")
     # A later step finds the words of the one before in its buffers.
     for order in ([0, 1, 2], [2, 0]):
@@ -161,11 +167,13 @@ def test_rows_attend_their_pages_and_their_block(
 
 @pytest.mark.parametrize(("place", "most"), [("cpu", 4096), ("cuda", 4096), ("cuda", 3)])
 def test_committed_tokens_attend_the_tokens_before_them(
-    monkeypatch: pytest.MonkeyPatch, place: str, most: int
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, place: str, most: int
 ) -> None:
     """Rows of two requests, in one call and in pieces; on CUDA one of them has no slot."""
     monkeypatch.setattr(device_draft_cache, "_MAX_CONTEXT_ROWS", most)
     windows = (None, 5)
+    if place == "cpu":
+        request.getfixturevalue("vllm_cpu_ops")
     cache, keys, values = draft_cache(monkeypatch, windows, place == "cuda")
     places = [(1, 0), (2, 288), (1, 6), (2, 3), (1, 2), (2, 299), (1, 4)]
     rows, positions = (torch.tensor(column) for column in zip(*places, strict=True))

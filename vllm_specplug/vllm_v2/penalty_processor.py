@@ -109,7 +109,8 @@ def draft_penalties(
 ) -> DraftPenalties | None:
     """Returns the penalties that the sampler applies in the next step; None if there are none.
 
-    No request has more than `longest` tokens, the anchor included. All depths of a draft see the first depth's window; the walk's window moves with every token.
+    No request has more than `longest` tokens, the anchor included. All depths of a draft see the
+    first depth's window; the walk's window moves with every token.
     """
     if not any(penalties):
         return None

@@ -209,9 +209,9 @@ class TreeRunnerMixin(_Runner):
     def _note_grammars(self, scheduler_output: Any) -> None:
         """Updates the running requests with a grammar.
 
-        A session, whose input goes on after an answer, keeps the grammar of its first turn; sampling
-        parameters of later turns do not change it. vLLM ignores a grammar that only a later turn asks
-        for; sending parents for such a request does no harm.
+        A session, whose input goes on after an answer, keeps the grammar of its first turn;
+        sampling parameters of later turns do not change it. vLLM ignores a grammar that only a
+        later turn asks for; sending parents for such a request does no harm.
         """
         self.tree_constrained -= set(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:

@@ -14,8 +14,8 @@ from vllm_specplug.drafting.checkpoint_files import is_positive
 
 # For a layer whose config states none.
 DEFAULT_MAX_POSITIONS = 2048
-# "longrope", and "dynamic" as published, change all angles when a sequence grows, also the angles of
-# cached keys. vLLM's "dynamic" has constant angles: `layer_config.read_rotary`.
+# "longrope", and "dynamic" as published, change all angles when a sequence grows, also the angles
+# of cached keys. vLLM's "dynamic" has constant angles: `layer_config.read_rotary`.
 KINDS = ("default", "linear", "llama3", "yarn")
 
 

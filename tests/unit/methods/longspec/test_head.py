@@ -72,6 +72,10 @@ def _spoiled(folder: Path, change: dict[str, Any]) -> None:
         ({"rope_theta": 500000.0}, "rope_theta = 500000.0, legal: 10000.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "rope_scaling"),
         ({"rope_scaling": {"rope_type": "dynamic", "alpha": 2.0}}, "rope_type = 'dynamic', legal"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2, "max_trained_positions": 9}},
+            "rope_type = 'dynamic', legal",
+        ),
         ({"window_size": 0}, "window_size = 0, legal: an integer within 1..65536"),
         ({"window_size": 65537}, "window_size = 65537, legal"),
         ({"window_size": True}, "window_size = True, legal"),
