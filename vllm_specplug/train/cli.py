@@ -105,8 +105,19 @@ def generate(
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
             raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
+        settings = {
+            "target": str(target),
+            "files": [str(p) for p in prompts or []],
+            "make": counts,
+            "max_tokens": max_tokens,
+            "sampled_share": sampled_share,
+            "temperatures": heat,
+            "chat_template_kwargs": template,
+            "shard_size": shard_size,
+            "seed": seed,
+        }
         if planned:
-            answers.refuse_other_settings(out, {"shard_size": shard_size})
+            answers.refuse_other_settings(out, settings)
         if planned and not answers.missing_shards(out, shard_size):
             typer.echo(f"all {len(answers.read_plan(out)):,} answers of the plan are in {out}")
             return
@@ -114,18 +125,7 @@ def generate(
         chat, left_out = ChatTokenizer.of(target, template), LeftOut()
         generation.check_kinds(counts, chat)
         limit = common.length_limit(target, "--max-prompt-tokens", max_prompt_tokens, max_tokens)
-        settings = {
-            "target": str(target),
-            "files": [str(p) for p in prompts or []],
-            "make": counts,
-            "max_tokens": max_tokens,
-            "max_prompt_tokens": limit,
-            "sampled_share": sampled_share,
-            "temperatures": heat,
-            "chat_template_kwargs": template,
-            "shard_size": shard_size,
-            "seed": seed,
-        }
+        settings["max_prompt_tokens"] = limit
         given: list[tuple[str, Sequence[int]]]
         if planned:
             answers.refuse_other_settings(out, settings)
