@@ -327,12 +327,12 @@ def train_head(
     origin = {**_origin(run), **made.origin}
     facts: dict[str, Any] = {}
 
-    def export() -> None:
+    def export() -> tuple[dict[str, Any], str] | None:
         if not training.accelerator.is_main_process:
             if isinstance(store, OnlineFeatures) and store.is_sharded:
                 for _ in training.held:
                     pass  # the main process reads them too
-            return
+            return None
         head = trainer.averaged_head()
         measured = made.objective.measure(head, training.held, trainer.tables)
         facts.update(
@@ -346,10 +346,10 @@ def train_head(
             }
         )
         log(f"step {trainer.step}: {measured.summary()}")
-        row = {"step": trainer.step, "loss": trainer.loss_average, "curves": measured.curves()}
-        add_to_history(run.out, row, measured.axis)
         made.save(run.out / "head", head)
         write_provenance(run.out / "head", facts)
+        row = {"step": trainer.step, "loss": trainer.loss_average, "curves": measured.curves()}
+        return row, measured.axis
 
     run_loop(trainer, run, export, log, on_step)
     return facts
@@ -419,12 +419,25 @@ def progress_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def run_loop(
-    trainer: Trainer, run: RunOptions, export: Callable[[], None], log: Log, on_step: OnStep | None
+    trainer: Trainer,
+    run: RunOptions,
+    export: Callable[[], tuple[dict[str, Any], str] | None],
+    log: Log,
+    on_step: OnStep | None,
 ) -> None:
-    """Trains until `total_steps` or `max_minutes`; saves and exports regularly and at the end."""
+    """Trains until `total_steps` or `max_minutes`; exports and saves regularly and at the end.
+
+    Args:
+        export: returns the row of the history and what its values are, on the main process.
+    """
     total = trainer.options.total_steps
     main = trainer.accelerator.is_main_process
     began = time.monotonic()
+    if trainer.step >= total:
+        # The head or the history may be older than the last state.
+        measured = export()
+        if measured is not None:
+            add_to_history(run.out, *measured)
     while trainer.step < total:
         numbers = trainer.train_step()
         if on_step is not None:
@@ -440,10 +453,13 @@ def run_loop(
         if run.max_minutes > 0:
             # Their clocks differ, and a process that stops alone leaves the others waiting.
             (late,) = broadcast_object_list([late])
+        # In this order, so that no crash leaves an older head beside the state, and no plot that
+        # fails prevents both.
+        measured = export() if trainer.step % run.eval_every == 0 or done or late else None
         if trainer.step % run.save_every == 0 or done or late:
             trainer.save(run.out)
-        if trainer.step % run.eval_every == 0 or done or late:
-            export()
+        if measured is not None:
+            add_to_history(run.out, *measured)
         if late:
             log(
                 f"stopped at step {trainer.step} after {run.max_minutes} minutes; continue "

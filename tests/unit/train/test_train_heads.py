@@ -24,6 +24,7 @@ from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.tokenswift.head import load_heads
+from vllm_specplug.train import run as run_module
 from vllm_specplug.train.cli import train_app
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.history import add_to_history
@@ -260,6 +261,37 @@ def test_the_held_out_results_of_all_steps_are_kept_and_plotted(
     # A run that goes on from a save at step 2 evaluates next at another one.
     add_to_history(job.run.out, {"step": 3, "curves": first[0]["curves"]}, "x")
     assert [row["step"] for row in rows()] == [2, 3]
+
+
+@pytest.mark.parametrize("failing", ["write_provenance", "add_to_history"])
+def test_a_failure_after_the_last_step_is_mended_on_resume(
+    failing: str, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job("jetspec", total_steps=2, eval_every=1, save_every=1)
+
+    def fail_at_the_end(*args: Any) -> None:
+        if (args[1].get("step") or args[1]["progress"]["step"]) == 2:
+            raise OSError("no space left")
+        whole(*args)
+
+    whole = getattr(run_module, failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, failing, fail_at_the_end)
+        with pytest.raises(OSError, match="no space left"):
+            job.train()
+    # A history that fails prevents neither head nor state.
+    losses, facts = job.changed(resume=True).train()
+    assert len(losses) == (failing == "write_provenance")
+    assert facts["progress"]["step"] == 2
+    assert json.loads((job.head / "provenance.json").read_text())["progress"]["step"] == 2
+    rows = [json.loads(line) for line in (job.run.out / "history.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    # A head that is older than the state is exported again.
+    weights = job.head / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    assert job.changed(resume=True).train()[0] == []
+    assert weights.read_bytes() == content
 
 
 def test_the_loss_that_is_shown_continues_on_resume(make_job: MakeJob) -> None:
