@@ -228,7 +228,8 @@ def continued_ids(training: Training[Any], ids: torch.Tensor) -> torch.Tensor:
             f"{path} has other draft tokens than the head in --init-from, which has changed since "
             "the run began; restore that head"
         )
-    _save_ids(training, ids)
+    if saved is None:
+        _save_ids(training, ids)
     return ids
 
 
@@ -246,7 +247,9 @@ def _save_ids(training: Training[Any], ids: torch.Tensor) -> None:
     path = training.run.out / VOCABULARY_NAME
     if training.accelerator.is_main_process and not training.run.dry_run:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(ids, path)
+        partial = path.with_suffix(".tmp")
+        torch.save(ids, partial)
+        partial.replace(path)
 
 
 def layer_scales(store: Features, sequences: int = 32) -> list[float]:
