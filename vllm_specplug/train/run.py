@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -59,7 +59,7 @@ class Training(Generic[S]):
     run: RunOptions
     accelerator: Accelerator
     store: S
-    held: Sequence[Any]
+    held: EvenlySpread
     weights: TargetWeights
     tables: TargetTables
 
@@ -371,9 +371,16 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
     if isinstance(run, FeatureRunOptions) and run.answers is not None:
         fixed["heldout_answers"] = run.heldout_answers
     # Data may grow at their end.
-    tokens = store.text(0).tokens
-    fixed["first_sequence"] = f"{len(tokens)} tokens, CRC {crc32(tokens.numpy().tobytes()):08x}"
+    fixed["first_sequence"] = _sequence_identity(store)
+    held = training.held.store
+    fixed["first_heldout_sequence"] = _sequence_identity(held)
+    fixed["heldout_sequences"] = len(held)
     return fixed
+
+
+def _sequence_identity(store: Any) -> str:
+    tokens = store.text(0).tokens
+    return f"{len(tokens)} tokens, CRC {crc32(tokens.numpy().tobytes()):08x}"
 
 
 def estimate(trainer: Trainer) -> str:

@@ -321,6 +321,13 @@ def test_a_run_is_not_resumed_with_other_data_or_trained_with_those_of_another_t
         ValueError, match="first_sequence = '.* tokens, CRC .*', but the checkpoint"
     ):
         job.changed(resume=True, total_steps=2, features=job.run.heldout).train()
+    with pytest.raises(ValueError, match="first_heldout_sequence = '.* tokens, CRC .*', but the"):
+        job.changed(resume=True, total_steps=2, heldout=job.run.features).train()
+    more = tmp_path / "more"
+    for number in range(2):
+        shutil.copytree(job.run.heldout / "shard-00000", more / f"shard-{number:05d}")
+    with pytest.raises(ValueError, match="heldout_sequences = 8, but the checkpoint has 4"):
+        job.changed(resume=True, total_steps=2, heldout=more).train()
     shutil.copytree(job.run.target, tmp_path / "wider")
     path = tmp_path / "wider" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
