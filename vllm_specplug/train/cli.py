@@ -200,6 +200,7 @@ def import_(
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
 ) -> None:
     """Imports answers that you have, as the target's chat template renders them."""
+    from vllm_specplug.train.answers import SETTINGS_NAME
     from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
     from vllm_specplug.train.imports import import_answers
 
@@ -226,7 +227,7 @@ def import_(
             "chat_template_kwargs": template,
             "seed": seed,
         }
-        (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        (out / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
     common.report(done.left_out, out)
     typer.echo(
         f"{done.answers:,} answers of {done.rows:,} rows in {out}: {done.answer_tokens:,} tokens "
