@@ -167,6 +167,25 @@ def test_numbers_outside_their_range_are_named(kind, option, tmp_path):
     assert f"Invalid value for '{option.split('=')[0]}'" in result.output
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "remedy"),
+    [
+        ("dels", "--parameterization=direct_vocab", "leave it out"),
+        ("dels", "--lm-head-mode=low_rank", "leave it out"),
+        ("dels", "--input-size=8", "leave it out"),
+        ("dels", "--rank-activation=identity", "leave it out"),
+        ("dels", "--anchor-input", "in the head's config.json"),
+        ("dflash", "--speculators", "--mask-token-id ID writes"),
+        ("dspark", "--speculators", "--mask-token-id ID writes"),
+    ],
+)
+def test_removed_options_are_refused_with_what_replaces_them(kind, option, remedy, tmp_path):
+    result = run(train_app, kind, option, target="t", out=tmp_path)
+    assert result.exit_code == 2
+    words = " ".join(result.output.replace("│", " ").split())
+    assert f"{option.split('=')[0]} was removed;" in words and remedy in words
+
+
 def test_every_option_is_explained():
     apps = [typer.main.get_command(app) for app in (data_app, train_app)]
     named = [(name, option.name) for app in apps for name, command in app.commands.items()
