@@ -203,7 +203,7 @@ def add_training(
                 described = f"loss {loss:.3f}, {speed:.0f} slots/s"
                 bar.update(task, completed=step, description=described)
 
-            if epochs and "total_steps" not in typed:
+            if epochs and "total_steps" not in typed and is_main_process():
                 bar.console.print(
                     f"recipe {recipe} trains for {epochs} epochs; --dry-run prints the steps of an "
                     f"epoch, and this run has --total-steps {chosen['total_steps']}"
