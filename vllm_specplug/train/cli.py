@@ -281,5 +281,5 @@ def features(
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
-        meta = shard_meta(model.config, ids)
+        meta = shard_meta(model, ids)
         common.write_split(split, out, heldout, write, accelerator, meta)

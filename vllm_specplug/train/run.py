@@ -163,7 +163,15 @@ def open_features(
                 f"features hold states of width {own}, those of the target have {theirs}; make "
                 "features with this target"
             )
-        return open_training(run, recipe, store, held)
+        training: Training[Features] = open_training(run, recipe, store, held)
+        crc = training.tables.crc
+        for given in (store, held):
+            if given.target_crc not in (None, crc):
+                raise ValueError(
+                    f"{given.folder} holds states of another target (target_crc "
+                    f"{given.target_crc}, not {crc}); make features with this target"
+                )
+        return training
     split = Split(finished_answers(run.answers), run.heldout_answers, REPETITIVE_SHARE)
     accelerator = new_accelerator()
     parts: list[list[TokenSequence]] = [[], []]
@@ -370,7 +378,7 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
         fixed["target_layer_ids"] = list(store.target_layer_ids)
     if isinstance(run, FeatureRunOptions) and run.answers is not None:
         fixed["heldout_answers"] = run.heldout_answers
-    # Data may grow at their end.
+    # Training data may grow at their end.
     fixed["first_sequence"] = _sequence_identity(store)
     held = training.held.store
     fixed["first_heldout_sequence"] = _sequence_identity(held)

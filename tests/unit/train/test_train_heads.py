@@ -335,6 +335,28 @@ def test_a_run_is_not_resumed_with_other_data_or_trained_with_those_of_another_t
         job.changed(target=tmp_path / "wider", out=tmp_path / "other").train()
 
 
+@pytest.mark.parametrize("kind", ["jetspec", "longspec"])
+def test_features_of_another_target_of_the_same_shape_are_refused(
+    kind: str, make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(kind, total_steps=1)
+    model = TargetWeights(job.run.target).load()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] *= 2
+    model.save_pretrained(tmp_path / "tuned")
+    tuned = job.changed(target=tmp_path / "tuned")
+    with pytest.raises(ValueError, match="holds states of another target .target_crc"):
+        tuned.train()
+    # Older features do not say of which target they are.
+    for name in ("features", "heldout"):
+        shutil.copytree(getattr(job.run, name), tmp_path / name)
+        for path in (tmp_path / name).glob("*/meta.json"):
+            meta = json.loads(path.read_text())
+            assert meta.pop("target_crc")
+            path.write_text(json.dumps(meta))
+    tuned.changed(features=tmp_path / "features", heldout=tmp_path / "heldout").train()
+
+
 def test_a_draft_vocabulary_of_another_target_is_refused(make_job: MakeJob, tmp_path: Path) -> None:
     folder = tmp_path / "head"
     folder.mkdir()
