@@ -306,10 +306,13 @@ class LeftOut:
 
     def __init__(self) -> None:
         self.places: dict[str, list[str]] = {}
+        self._known: set[tuple[str, str]] = set()
 
     def add(self, what: str, place: str) -> None:
-        """Counts one place."""
-        self.places.setdefault(what, []).append(place)
+        """Counts one place, once for the same reason."""
+        if (what, place) not in self._known:
+            self._known.add((what, place))
+            self.places.setdefault(what, []).append(place)
 
     def lines(self) -> Iterator[str]:
         """Yields one line for each of the most frequent kinds, with the first places, as printable

@@ -165,6 +165,18 @@ def evaluate(
         done = {(cell["data"], cell["tree_size"]) for cell in results}
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
+
+        def save() -> None:
+            if out is None or not results:
+                return
+            found = {
+                "provenance": provenance(), **settings, "results": results,
+                "left_out": left_out.places,
+            }  # fmt: skip
+            partial = out.with_name(f"{out.name}.tmp")
+            partial.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+            partial.replace(out)
+
         total = sum(len(sets[name]) for name in sets for size in counts if (name, size) not in done)
         try:
             if not any(sets.values()):
@@ -182,15 +194,10 @@ def evaluate(
                         done=done, on_answer=lambda: bar.advance(task),
                     ):  # fmt: skip
                         results.append(cell.to_json())
+                        save()
         finally:
-            # Cells that were measured before an error are kept.
+            save()
             for line in left_out.lines():
                 console.print(f"left out: {line}", markup=False, soft_wrap=True)
             if results:
                 console.print(acceptance_table(results))
-            if results and out is not None:
-                found = {
-                    "provenance": provenance(), **settings, "results": results,
-                    "left_out": left_out.places,
-                }  # fmt: skip
-                out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -135,8 +135,7 @@ def earlier_results(
             )
     for what, places in stored.get("left_out", {}).items():
         for place in places:
-            if place not in left_out.places.get(what, []):
-                left_out.add(what, place)
+            left_out.add(what, place)
     return list(stored["results"])
 
 

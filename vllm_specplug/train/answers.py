@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-PLAN_NAME = "prompts.jsonl"
+PLAN_NAME, SETTINGS_NAME = "prompts.jsonl", "settings.json"
 # Shorter answers teach nothing and are left out.
 MIN_ANSWER_TOKENS = 4
 
@@ -74,15 +74,21 @@ def plan_requests(
 
 
 def write_plan(folder: Path, requests: Sequence[Request], settings: dict[str, object]) -> None:
-    """Writes the plan and the settings that it was made with."""
+    """Writes the plan and, before it, the settings that it is made with."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     _write_lines(folder / PLAN_NAME, requests, _REQUEST)
-    (folder / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def refuse_other_settings(folder: Path, settings: Mapping[str, Any]) -> None:
-    """Raises ValueError if the plan in `folder` was made with other settings."""
-    stored = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    """Raises ValueError if the plan in `folder` was made with other settings, or unknown ones."""
+    path = folder / SETTINGS_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} has {PLAN_NAME} without {SETTINGS_NAME}: it was interrupted, or {path} was "
+            "removed; name another folder, or remove this one"
+        )
+    stored = json.loads(path.read_text(encoding="utf-8"))
     for name, value in settings.items():
         if stored.get(name, value) != value:
             raise ValueError(

@@ -105,8 +105,19 @@ def generate(
         planned = (out / answers.PLAN_NAME).is_file()
         if not planned and not counts and not prompts:
             raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
+        settings = {
+            "target": str(target),
+            "files": [str(p) for p in prompts or []],
+            "make": counts,
+            "max_tokens": max_tokens,
+            "sampled_share": sampled_share,
+            "temperatures": heat,
+            "chat_template_kwargs": template,
+            "shard_size": shard_size,
+            "seed": seed,
+        }
         if planned:
-            answers.refuse_other_settings(out, {"shard_size": shard_size})
+            answers.refuse_other_settings(out, settings)
         if planned and not answers.missing_shards(out, shard_size):
             typer.echo(f"all {len(answers.read_plan(out)):,} answers of the plan are in {out}")
             return
@@ -114,18 +125,7 @@ def generate(
         chat, left_out = ChatTokenizer.of(target, template), LeftOut()
         generation.check_kinds(counts, chat)
         limit = common.length_limit(target, "--max-prompt-tokens", max_prompt_tokens, max_tokens)
-        settings = {
-            "target": str(target),
-            "files": [str(p) for p in prompts or []],
-            "make": counts,
-            "max_tokens": max_tokens,
-            "max_prompt_tokens": limit,
-            "sampled_share": sampled_share,
-            "temperatures": heat,
-            "chat_template_kwargs": template,
-            "shard_size": shard_size,
-            "seed": seed,
-        }
+        settings["max_prompt_tokens"] = limit
         given: list[tuple[str, Sequence[int]]]
         if planned:
             answers.refuse_other_settings(out, settings)
@@ -200,6 +200,7 @@ def import_(
     seed: Annotated[int, typer.Option(help="Seed of the order.")] = 0,
 ) -> None:
     """Imports answers that you have, as the target's chat template renders them."""
+    from vllm_specplug.train.answers import SETTINGS_NAME
     from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
     from vllm_specplug.train.imports import import_answers
 
@@ -226,7 +227,7 @@ def import_(
             "chat_template_kwargs": template,
             "seed": seed,
         }
-        (out / "settings.json").write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+        (out / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
     common.report(done.left_out, out)
     typer.echo(
         f"{done.answers:,} answers of {done.rows:,} rows in {out}: {done.answer_tokens:,} tokens "
@@ -280,5 +281,5 @@ def features(
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
-        meta = shard_meta(model.config, ids)
+        meta = shard_meta(model, ids)
         common.write_split(split, out, heldout, write, accelerator, meta)

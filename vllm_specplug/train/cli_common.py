@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
+from typer.core import TyperCommand
 
 from vllm_specplug.progress import is_main_process, progress
 from vllm_specplug.train.options import Recipe, RunOptions
@@ -166,6 +167,7 @@ def add_training(
     run: type[RunOptions],
     recipe: type[Recipe],
     recipes: Mapping[str, Mapping[str, Any]],
+    removed: Mapping[str, str] | None = None,
     **decided: Any,
 ) -> None:
     """Adds a command that trains a head with `train.run.train_head` under a progress bar.
@@ -175,6 +177,7 @@ def add_training(
         run, recipe: their fields with an `Option` are the command's options: required ones first,
             then the method's own, then the shared ones.
         recipes: options that `--recipe` sets unless they are on the command line.
+        removed: options that the command had, and what to do without them.
         decided: values of the other fields.
     """
     kinds: tuple[type[Any], ...] = (run, recipe)
@@ -200,7 +203,7 @@ def add_training(
                 described = f"loss {loss:.3f}, {speed:.0f} slots/s"
                 bar.update(task, completed=step, description=described)
 
-            if epochs and "total_steps" not in typed:
+            if epochs and "total_steps" not in typed and is_main_process():
                 bar.console.print(
                     f"recipe {recipe} trains for {epochs} epochs; --dry-run prints the steps of an "
                     f"epoch, and this run has --total-steps {chosen['total_steps']}"
@@ -228,7 +231,20 @@ def add_training(
     options.sort(key=lambda p: (p.default is not p.empty, p.name in shared))
     # typer reads the signature.
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
-    app.command(name, help=summary)(command)
+    app.command(name, cls=_refusing(removed or {}), help=summary)(command)
+
+
+def _refusing(removed: Mapping[str, str]) -> type[TyperCommand]:
+    """Returns a command that refuses options with what to do without them."""
+
+    class Command(TyperCommand):
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            for option in (arg.partition("=")[0] for arg in args):
+                if option in removed:
+                    raise typer.BadParameter(f"{option} was removed; {removed[option]}", ctx)
+            return super().parse_args(ctx, args)
+
+    return Command
 
 
 def recipe_options(

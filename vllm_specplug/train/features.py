@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_specplug.train.answers import Answer
-from vllm_specplug.train.target import decoder_of
+from vllm_specplug.train.target import decoder_of, target_crc
 
 # Padded tokens of one forward of the target beside a trainer.
 TOKENS_PER_BATCH = 8192
@@ -146,6 +146,8 @@ class FeatureStore(Features):
         self.items = [(s, i) for s, shard in enumerate(self.shards) for i in range(len(shard))]
         self.target_layer_ids = tuple(self.shards[0].meta["target_layer_ids"])
         self.hidden_size = int(self.shards[0].meta["hidden_size"])
+        # None for older shards.
+        self.target_crc: str | None = self.shards[0].meta.get("target_crc")
 
     def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
         for shard in self.shards:
@@ -198,10 +200,11 @@ def chosen_layers(text: str, num_target_layers: int) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def shard_meta(config: Any, target_layer_ids: Sequence[int]) -> dict[str, Any]:
+def shard_meta(model: Any, target_layer_ids: Sequence[int]) -> dict[str, Any]:
     """Returns what the metadata of shards say of a target and its layers."""
-    hidden_size = int(config.get_text_config().hidden_size)
+    hidden_size = int(model.config.get_text_config().hidden_size)
     return {
+        "target_crc": target_crc(model),
         "target_layer_ids": list(target_layer_ids),
         "aux_size": len(target_layer_ids) * hidden_size,
         "hidden_size": hidden_size,
@@ -211,8 +214,10 @@ def shard_meta(config: Any, target_layer_ids: Sequence[int]) -> dict[str, Any]:
 def check_shard(folder: Path, sequences: Sequence[TokenSequence], meta: Mapping[str, Any]) -> None:
     """Raises ValueError unless a finished shard holds the states `meta` of `sequences`."""
     shard = FeatureShard(folder)
-    differ = [f"{name} {shard.meta.get(name)}, not {value}" for name, value in meta.items()
-              if shard.meta.get(name) != value]  # fmt: skip
+    # Older shards have no checksum of their target.
+    stored = {"target_crc": meta.get("target_crc"), **shard.meta}
+    differ = [f"{name} {stored.get(name)}, not {value}" for name, value in meta.items()
+              if stored.get(name) != value]  # fmt: skip
     tokens = torch.cat([sequence.tokens for sequence in sequences])
     if not differ and not np.array_equal(shard.tokens, tokens.numpy()):
         differ = ["other answers"]
@@ -235,7 +240,7 @@ def write_shard(
         folder,
         sequences,
         lambda rows: forward_features(model, [sequences[r].tokens for r in rows], target_layer_ids),
-        meta=shard_meta(model.config, target_layer_ids),
+        meta=shard_meta(model, target_layer_ids),
         tokens_per_batch=tokens_per_batch,
     )
 

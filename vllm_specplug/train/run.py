@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -59,7 +59,7 @@ class Training(Generic[S]):
     run: RunOptions
     accelerator: Accelerator
     store: S
-    held: Sequence[Any]
+    held: EvenlySpread
     weights: TargetWeights
     tables: TargetTables
 
@@ -163,7 +163,15 @@ def open_features(
                 f"features hold states of width {own}, those of the target have {theirs}; make "
                 "features with this target"
             )
-        return open_training(run, recipe, store, held)
+        training: Training[Features] = open_training(run, recipe, store, held)
+        crc = training.tables.crc
+        for given in (store, held):
+            if given.target_crc not in (None, crc):
+                raise ValueError(
+                    f"{given.folder} holds states of another target (target_crc "
+                    f"{given.target_crc}, not {crc}); make features with this target"
+                )
+        return training
     split = Split(finished_answers(run.answers), run.heldout_answers, REPETITIVE_SHARE)
     accelerator = new_accelerator()
     parts: list[list[TokenSequence]] = [[], []]
@@ -228,7 +236,8 @@ def continued_ids(training: Training[Any], ids: torch.Tensor) -> torch.Tensor:
             f"{path} has other draft tokens than the head in --init-from, which has changed since "
             "the run began; restore that head"
         )
-    _save_ids(training, ids)
+    if saved is None:
+        _save_ids(training, ids)
     return ids
 
 
@@ -246,7 +255,9 @@ def _save_ids(training: Training[Any], ids: torch.Tensor) -> None:
     path = training.run.out / VOCABULARY_NAME
     if training.accelerator.is_main_process and not training.run.dry_run:
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(ids, path)
+        partial = path.with_suffix(".tmp")
+        torch.save(ids, partial)
+        partial.replace(path)
 
 
 def layer_scales(store: Features, sequences: int = 32) -> list[float]:
@@ -327,12 +338,12 @@ def train_head(
     origin = {**_origin(run), **made.origin}
     facts: dict[str, Any] = {}
 
-    def export() -> None:
+    def export() -> tuple[dict[str, Any], str] | None:
         if not training.accelerator.is_main_process:
             if isinstance(store, OnlineFeatures) and store.is_sharded:
                 for _ in training.held:
                     pass  # the main process reads them too
-            return
+            return None
         head = trainer.averaged_head()
         measured = made.objective.measure(head, training.held, trainer.tables)
         facts.update(
@@ -346,10 +357,10 @@ def train_head(
             }
         )
         log(f"step {trainer.step}: {measured.summary()}")
-        row = {"step": trainer.step, "loss": trainer.loss_average, "curves": measured.curves()}
-        add_to_history(run.out, row, measured.axis)
         made.save(run.out / "head", head)
         write_provenance(run.out / "head", facts)
+        row = {"step": trainer.step, "loss": trainer.loss_average, "curves": measured.curves()}
+        return row, measured.axis
 
     run_loop(trainer, run, export, log, on_step)
     return facts
@@ -367,10 +378,17 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
         fixed["target_layer_ids"] = list(store.target_layer_ids)
     if isinstance(run, FeatureRunOptions) and run.answers is not None:
         fixed["heldout_answers"] = run.heldout_answers
-    # Data may grow at their end.
-    tokens = store.text(0).tokens
-    fixed["first_sequence"] = f"{len(tokens)} tokens, CRC {crc32(tokens.numpy().tobytes()):08x}"
+    # Training data may grow at their end.
+    fixed["first_sequence"] = _sequence_identity(store)
+    held = training.held.store
+    fixed["first_heldout_sequence"] = _sequence_identity(held)
+    fixed["heldout_sequences"] = len(held)
     return fixed
+
+
+def _sequence_identity(store: Any) -> str:
+    tokens = store.text(0).tokens
+    return f"{len(tokens)} tokens, CRC {crc32(tokens.numpy().tobytes()):08x}"
 
 
 def estimate(trainer: Trainer) -> str:
@@ -419,12 +437,25 @@ def progress_facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def run_loop(
-    trainer: Trainer, run: RunOptions, export: Callable[[], None], log: Log, on_step: OnStep | None
+    trainer: Trainer,
+    run: RunOptions,
+    export: Callable[[], tuple[dict[str, Any], str] | None],
+    log: Log,
+    on_step: OnStep | None,
 ) -> None:
-    """Trains until `total_steps` or `max_minutes`; saves and exports regularly and at the end."""
+    """Trains until `total_steps` or `max_minutes`; exports and saves regularly and at the end.
+
+    Args:
+        export: returns the row of the history and what its values are, on the main process.
+    """
     total = trainer.options.total_steps
     main = trainer.accelerator.is_main_process
     began = time.monotonic()
+    if trainer.step >= total:
+        # The head or the history may be older than the last state.
+        measured = export()
+        if measured is not None:
+            add_to_history(run.out, *measured)
     while trainer.step < total:
         numbers = trainer.train_step()
         if on_step is not None:
@@ -440,10 +471,13 @@ def run_loop(
         if run.max_minutes > 0:
             # Their clocks differ, and a process that stops alone leaves the others waiting.
             (late,) = broadcast_object_list([late])
+        # In this order, so that no crash leaves an older head beside the state, and no plot that
+        # fails prevents both.
+        measured = export() if trainer.step % run.eval_every == 0 or done or late else None
         if trainer.step % run.save_every == 0 or done or late:
             trainer.save(run.out)
-        if trainer.step % run.eval_every == 0 or done or late:
-            export()
+        if measured is not None:
+            add_to_history(run.out, *measured)
         if late:
             log(
                 f"stopped at step {trainer.step} after {run.max_minutes} minutes; continue "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -24,12 +25,14 @@ _MLP_WIDTHS = ("ffn_dim", "n_inner", "ffn_hidden_size")
 
 @dataclass(frozen=True)
 class TargetTables:
-    """embed_tokens [V, H], lm_head [V, H] and the gains of the final norm [H], frozen."""
+    """embed_tokens [V, H], lm_head [V, H] and the gains of the final norm [H], frozen, with the
+    `target_crc`."""
 
     config: dict[str, Any]
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
     final_norm: torch.Tensor
+    crc: str
 
 
 @dataclass(frozen=True)
@@ -124,9 +127,19 @@ class TargetWeights:
                     "decoder layers themselves; heads cannot be trained for this target"
                 )
         norm = norm_gains(decoder_of(model).final_norm)
-        return TargetTables(
-            self.config, embed.weight.detach().clone(), head.weight.detach().clone(), norm
-        )
+        rows, scores = embed.weight.detach().clone(), head.weight.detach().clone()
+        return TargetTables(self.config, rows, scores, norm, target_crc(model))
+
+
+def target_crc(model: Any) -> str:
+    """Returns a checksum that tells targets of one shape apart: of the final norm's weight and the
+    first rows of the embedding, in bfloat16, in which features are computed."""
+    norm: Any = decoder_of(model).final_norm
+    crc, parts = 0, (norm.weight, model.get_input_embeddings().weight[:16])
+    for part in parts:
+        values = part.detach().to("cpu", torch.bfloat16).contiguous()
+        crc = crc32(values.view(torch.uint16).numpy().tobytes(), crc)
+    return f"{crc:08x}"
 
 
 def shard_layers(model: nn.Module, device: torch.device, processes: int) -> None:

@@ -142,6 +142,18 @@ def sets_of(tmp_path: Path, left_out: LeftOut, **files: list[Any]) -> dict[str, 
     return sets
 
 
+def test_a_prompt_that_is_refused_again_counts_once(server: Server, tmp_path: Path) -> None:
+    left_out = LeftOut()
+    sets = sets_of(tmp_path, left_out, a=[{"prompt": "too long"}, {"prompt": "one"}])
+    running = Running(ServerSpec("x", "m"), tmp_path / "log")
+    for _ in range(2):  # the cell is measured again after an interruption
+        (cell,) = measure(running, sets, [8], concurrency=1, sampling={}, left_out=left_out)
+        assert cell.answers == 1
+    assert list(left_out.places.values()) == [[str(tmp_path / "a.jsonl:1")]]
+    left_out.add("other", str(tmp_path / "a.jsonl:1"))
+    assert len(left_out.places) == 2
+
+
 def test_a_refused_turn_leaves_the_answers_before_it(server: Server, tmp_path: Path) -> None:
     left_out = LeftOut()
     sets = sets_of(tmp_path, left_out, a=[{"turns": ["one", "too long", "three"]}])
@@ -163,7 +175,18 @@ def test_an_evaluation_that_a_servers_death_ends_is_continued(
     out = tmp_path / "out.json"
     command = [*files, "--model", "m", "--head", "h", "--sizes", "8", "--out", str(out)]
     command += ["--speculative-config", '{"method": "x", "local_head": "l"}']
-    result = CliRunner().invoke(cli.evaluate_app, command)
+    counts = []
+
+    def watched(*args: Any, **options: Any) -> Iterator[Any]:
+        for cell in measure(*args, **options):
+            yield cell
+            # A process that is killed now has written the cell.
+            counts.append(len(json.loads(out.read_text())["results"]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "measure", watched)
+        result = CliRunner().invoke(cli.evaluate_app, command)
+    assert counts == [1]
     assert result.exit_code == 1, result.output
     assert "did not answer second with 8 nodes: Connection error" in result.output
     assert "out of memory" in result.output

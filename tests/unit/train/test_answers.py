@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from vllm_specplug.train import answers
 from vllm_specplug.train.answers import (
     Answer,
     AnswerWriter,
@@ -86,6 +87,23 @@ def test_a_plan_is_continued_with_its_own_settings(tmp_path):
     write_plan(tmp_path, [], {"max_tokens": 8, "make": {"code": 2}})
     refuse_other_settings(tmp_path, {"max_tokens": 8, "make": {"code": 2}, "seed": 0})
     with pytest.raises(ValueError, match=f"max_tokens = 9, but {tmp_path} was begun with 8"):
+        refuse_other_settings(tmp_path, {"max_tokens": 9})
+
+
+def test_an_interruption_leaves_no_plan_without_its_settings(tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(answers.os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            write_plan(tmp_path, [], {"max_tokens": 8})
+    assert not (tmp_path / "prompts.jsonl").exists()
+    write_plan(tmp_path, [], {"max_tokens": 9})
+    refuse_other_settings(tmp_path, {"max_tokens": 9})
+    # As an import that was interrupted after its plan.
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match=r"has prompts.jsonl without settings.json.*name another"):
         refuse_other_settings(tmp_path, {"max_tokens": 9})
 
 

@@ -114,3 +114,36 @@ def test_prompts_of_any_length_are_answered_also_by_base_models(
     assert result.exit_code == 0, result.output
     assert "2 x prompt of more than 100 tokens" in result.stderr.replace("\n", "")
     assert len(read_plan(tmp_path / "less")) == 1
+
+
+def test_a_finished_folder_is_refused_for_other_settings(
+    tmp_path: Path, target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generate, "VllmGenerator", Generator)
+    target = chat_target(tmp_path / "chat", target_folder, "plain")
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": "w9"}) + "\n")
+    own = {"target": target, "out": tmp_path / "data", "prompts": tmp_path / "mine.jsonl",
+           "max-tokens": 40}  # fmt: skip
+
+    def run(**changed: Any) -> Any:
+        options = {**own, **{name.replace("_", "-"): value for name, value in changed.items()}}
+        return runner.invoke(data_app, ["generate", *(f"--{k}={v}" for k, v in options.items())])
+
+    for told in ("new answer tokens in", "all 1 answers of the plan are in"):
+        result = run()
+        assert result.exit_code == 0 and told in result.stdout, result.output
+    for field, changed in (
+        ("target", {"target": tmp_path}),
+        ("files", {"prompts": tmp_path / "other.jsonl"}),
+        ("make", {"make": "topic=2"}),
+        ("max_tokens", {"max_tokens": 41}),
+        ("sampled_share", {"sampled_share": 0.5}),
+        ("temperatures", {"temperatures": "0.5"}),
+        ("chat_template_kwargs", {"chat_template_kwargs": '{"enable_thinking": false}'}),
+        ("seed", {"seed": 1}),
+    ):
+        result = run(**changed)
+        assert result.exit_code == 2, (field, result.output)
+        words = " ".join(result.stderr.split())
+        assert f"error: {field} = " in words and "was begun with" in words

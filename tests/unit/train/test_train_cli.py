@@ -9,6 +9,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -22,8 +23,6 @@ runner = CliRunner()
 
 @pytest.fixture
 def data(tmp_path, target_model):
-    import torch
-
     def generate(requests):
         outputs = []
         for request in requests:
@@ -45,17 +44,23 @@ def run(app, command, *flags, **options):
     return runner.invoke(app, [command, *typed, *flags])
 
 
-def test_features_then_training_from_the_command_line(data, tmp_path, target_folder):
+def test_features_then_training_from_the_command_line(data, tmp_path, target_folder, target_model):
     folders = {"out": tmp_path / "features", "heldout": tmp_path / "held"}
     for _ in range(2):  # the second time, nothing is left to do
         result = run(data_app, "features", target=target_folder, data=data, **folders,
                      layers="0,2", heldout_answers=3)  # fmt: skip
         assert result.exit_code == 0, result.output
 
+    with torch.no_grad():
+        target_model.get_input_embeddings().weight[3] *= 2
+    target_model.save_pretrained(tmp_path / "tuned")
+    with torch.no_grad():
+        target_model.get_input_embeddings().weight[3] /= 2
     for changed, words in (({"layers": "0,1"}, "is there with target_layer_ids [0, 2], not [0, 1]"),
+                           ({"target": tmp_path / "tuned"}, "is there with target_crc "),
                            ({"heldout_answers": 2}, "is there with other answers")):  # fmt: skip
-        given = {"layers": "0,2", "heldout_answers": 3, **changed}
-        result = run(data_app, "features", target=target_folder, data=data, **folders, **given)
+        given = {"target": target_folder, "layers": "0,2", "heldout_answers": 3, **changed}
+        result = run(data_app, "features", data=data, **folders, **given)
         assert result.exit_code == 2 and words in " ".join(result.stderr.split()), result.output
 
     def train(kind, **options):
@@ -165,6 +170,25 @@ def test_numbers_outside_their_range_are_named(kind, option, tmp_path):
     result = run(train_app, kind, option, target="t", out=tmp_path)
     assert result.exit_code == 2
     assert f"Invalid value for '{option.split('=')[0]}'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "remedy"),
+    [
+        ("dels", "--parameterization=direct_vocab", "leave it out"),
+        ("dels", "--lm-head-mode=low_rank", "leave it out"),
+        ("dels", "--input-size=8", "leave it out"),
+        ("dels", "--rank-activation=identity", "leave it out"),
+        ("dels", "--anchor-input", "in the head's config.json"),
+        ("dflash", "--speculators", "--mask-token-id ID writes"),
+        ("dspark", "--speculators", "--mask-token-id ID writes"),
+    ],
+)
+def test_removed_options_are_refused_with_what_replaces_them(kind, option, remedy, tmp_path):
+    result = run(train_app, kind, option, target="t", out=tmp_path)
+    assert result.exit_code == 2
+    words = " ".join(result.output.replace("│", " ").split())
+    assert f"{option.split('=')[0]} was removed;" in words and remedy in words
 
 
 def test_every_option_is_explained():

@@ -24,6 +24,7 @@ from vllm_specplug.methods.eagle3_tree.checkpoint import load_eagle3_head, save_
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
 from vllm_specplug.methods.longspec.checkpoint import load_longspec_head
 from vllm_specplug.methods.tokenswift.head import load_heads
+from vllm_specplug.train import run as run_module
 from vllm_specplug.train.cli import train_app
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.history import add_to_history
@@ -262,6 +263,37 @@ def test_the_held_out_results_of_all_steps_are_kept_and_plotted(
     assert [row["step"] for row in rows()] == [2, 3]
 
 
+@pytest.mark.parametrize("failing", ["write_provenance", "add_to_history"])
+def test_a_failure_after_the_last_step_is_mended_on_resume(
+    failing: str, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job("jetspec", total_steps=2, eval_every=1, save_every=1)
+
+    def fail_at_the_end(*args: Any) -> None:
+        if (args[1].get("step") or args[1]["progress"]["step"]) == 2:
+            raise OSError("no space left")
+        whole(*args)
+
+    whole = getattr(run_module, failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, failing, fail_at_the_end)
+        with pytest.raises(OSError, match="no space left"):
+            job.train()
+    # A history that fails prevents neither head nor state.
+    losses, facts = job.changed(resume=True).train()
+    assert len(losses) == (failing == "write_provenance")
+    assert facts["progress"]["step"] == 2
+    assert json.loads((job.head / "provenance.json").read_text())["progress"]["step"] == 2
+    rows = [json.loads(line) for line in (job.run.out / "history.jsonl").open()]
+    assert [row["step"] for row in rows] == [1, 2]
+    # A head that is older than the state is exported again.
+    weights = job.head / "model.safetensors"
+    content = weights.read_bytes()
+    weights.unlink()
+    assert job.changed(resume=True).train()[0] == []
+    assert weights.read_bytes() == content
+
+
 def test_the_loss_that_is_shown_continues_on_resume(make_job: MakeJob) -> None:
     shown: list[float] = []
 
@@ -289,11 +321,40 @@ def test_a_run_is_not_resumed_with_other_data_or_trained_with_those_of_another_t
         ValueError, match="first_sequence = '.* tokens, CRC .*', but the checkpoint"
     ):
         job.changed(resume=True, total_steps=2, features=job.run.heldout).train()
+    with pytest.raises(ValueError, match="first_heldout_sequence = '.* tokens, CRC .*', but the"):
+        job.changed(resume=True, total_steps=2, heldout=job.run.features).train()
+    more = tmp_path / "more"
+    for number in range(2):
+        shutil.copytree(job.run.heldout / "shard-00000", more / f"shard-{number:05d}")
+    with pytest.raises(ValueError, match="heldout_sequences = 8, but the checkpoint has 4"):
+        job.changed(resume=True, total_steps=2, heldout=more).train()
     shutil.copytree(job.run.target, tmp_path / "wider")
     path = tmp_path / "wider" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "hidden_size": 64}))
     with pytest.raises(ValueError, match="states of width 32, those of the target have 64"):
         job.changed(target=tmp_path / "wider", out=tmp_path / "other").train()
+
+
+@pytest.mark.parametrize("kind", ["jetspec", "longspec"])
+def test_features_of_another_target_of_the_same_shape_are_refused(
+    kind: str, make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(kind, total_steps=1)
+    model = TargetWeights(job.run.target).load()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] *= 2
+    model.save_pretrained(tmp_path / "tuned")
+    tuned = job.changed(target=tmp_path / "tuned")
+    with pytest.raises(ValueError, match="holds states of another target .target_crc"):
+        tuned.train()
+    # Older features do not say of which target they are.
+    for name in ("features", "heldout"):
+        shutil.copytree(getattr(job.run, name), tmp_path / name)
+        for path in (tmp_path / name).glob("*/meta.json"):
+            meta = json.loads(path.read_text())
+            assert meta.pop("target_crc")
+            path.write_text(json.dumps(meta))
+    tuned.changed(features=tmp_path / "features", heldout=tmp_path / "heldout").train()
 
 
 def test_a_draft_vocabulary_of_another_target_is_refused(make_job: MakeJob, tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ MaskToken = Annotated[
     ),
 ]
 
+REMOVED = {"--speculators": "--mask-token-id ID writes the head in that format, so pass that one"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorRecipe(Recipe):
@@ -118,5 +120,6 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
         WholeBlockRun,
         WholeBlockRecipe,
         recipes_of("dflash"),
+        removed=REMOVED,
         causal=False,
     )

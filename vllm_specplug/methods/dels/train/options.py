@@ -17,6 +17,15 @@ from vllm_specplug.train.options import DistillationRecipe, RunOptions
 Data = Annotated[
     Path, Option(help="Folder made by `specplug data generate` or `specplug data features`.")
 ]
+_ANCHOR = 'set "anchor_input" in the head\'s config.json, which serving reads'
+REMOVED = {
+    "--parameterization": "heads read the target's embeddings (target_factorized), so leave it out",
+    "--lm-head-mode": "heads score with the target's LM head (target_lm_head), so leave it out",
+    "--input-size": "the GRU reads embeddings of the target's width, so leave it out",
+    "--rank-activation": "the activation is silu, so leave it out",
+    "--anchor-input": _ANCHOR,
+    "--no-anchor-input": _ANCHOR,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,5 +118,5 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     summary = "Trains the short-context head of DeLS; needs only text and the target's embeddings."
     start = "vllm_specplug.methods.dels.train.run:start"
     common.add_training(
-        train_app, "dels", summary, start, LocalRun, LocalRecipe, recipes_of("dels")
+        train_app, "dels", summary, start, LocalRun, LocalRecipe, recipes_of("dels"), REMOVED
     )

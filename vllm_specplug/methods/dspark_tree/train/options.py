@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import typer
 from typer import Option
 
-from vllm_specplug.methods.block.train.options import AnchorRecipe, MaskToken
+from vllm_specplug.methods.block.train.options import REMOVED, AnchorRecipe, MaskToken
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import NewHeadOptions
@@ -66,4 +66,6 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains a DSpark head: a block head with a Markov and a confidence head."
     start = "vllm_specplug.methods.dspark_tree.train.run:start"
-    add_training(train_app, "dspark", summary, start, DSparkRun, DSparkRecipe, recipes_of("dspark"))
+    add_training(
+        train_app, "dspark", summary, start, DSparkRun, DSparkRecipe, recipes_of("dspark"), REMOVED
+    )

@@ -60,7 +60,7 @@ def features(
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
             write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, accelerator, kv_meta(model.config))
+        common.write_split(split, out, heldout, write, accelerator, kv_meta(model))
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:

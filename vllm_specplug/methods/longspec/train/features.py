@@ -29,6 +29,7 @@ from vllm_specplug.train.features import (
     write_features,
 )
 from vllm_specplug.train.online import OnlineFeatures
+from vllm_specplug.train.target import target_crc
 
 # Of the paper; its code draws 0 to 4.
 KEPT_POSITIONS = 4
@@ -108,10 +109,12 @@ def kv_shape(config: Any) -> tuple[int, int]:
     return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
-def kv_meta(config: Any) -> dict[str, Any]:
+def kv_meta(model: Any) -> dict[str, Any]:
     """Returns what the metadata of shards say of a target."""
+    config = model.config
     kv_heads, head_dim = kv_shape(config)
     return {
+        "target_crc": target_crc(model),
         "target_layer_ids": [config.num_hidden_layers - 1],
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -150,7 +153,7 @@ def write_kv_shard(
         folder,
         sequences,
         forward,
-        meta={**kv_meta(model.config), "offsets": [list(pair) for pair in offsets]},
+        meta={**kv_meta(model), "offsets": [list(pair) for pair in offsets]},
         tokens_per_batch=tokens_per_batch,
     )
 
