@@ -55,7 +55,7 @@ class _Empty:
 
 
 def constrained_sessions() -> list[Session]:
-    """The first turn has a grammar, which vLLM goes on with whatever a later turn says."""
+    """vLLM keeps the grammar of the first turn and ignores later turns' parameters."""
     from vllm.sampling_params import StructuredOutputsParams
 
     # What is legal depends on how far a path has come.

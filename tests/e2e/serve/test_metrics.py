@@ -81,7 +81,7 @@ def per_label(samples: list, name: str, label: str) -> dict[str, float]:
 
 
 def assert_counts_agree(samples: list, requests: list[dict]) -> None:
-    """Asserts that the engine's metrics are vLLM's, and what those of the requests add up to."""
+    """Asserts that the engine's metrics are vLLM's, and the sums of the requests' metrics."""
     for field, name, vllms in (
         ("num_spec_steps", "drafts_total", "drafts_total"),
         ("num_draft_tokens", "draft_nodes_total", "draft_tokens_total"),

@@ -208,7 +208,7 @@ def test_drafts_of_the_targets_own_layers() -> None:
 
 @pytest.mark.full
 def test_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
-    """Those of the calibration have the numbers of real ones."""
+    """Dummy adapters of the calibration have the ids of real ones."""
     for method in ("ngram_tree", "tokenswift"):
         made = pair(method, **LORA, speculative={"tree_budget": "auto"})
         assert made.runner.planner.adaptive is not None

@@ -115,7 +115,7 @@ def test_trained_heads() -> None:
     from tests.e2e.vision import have_torchvision
 
     is_accepted_as_learnt("Qwen3Next", "eagle3")
-    # Its module imports that of Qwen3-VL.
+    # Its module imports Qwen3-VL's module.
     have_torchvision()
     is_accepted_as_learnt("Qwen3_5", "jetspec")
 
@@ -135,7 +135,7 @@ def test_prefix_hits_on_generated_text() -> None:
     # Blocks of 32 tokens: paths end them in most steps.
     made = engines(
         model=target(size=16),
-        # By default vLLM keeps the last state of a prompt alone.
+        # By default vLLM keeps only the last state of a prompt.
         tree={"enable_prefix_caching": True, "prefix_cache_retention_interval": None},
         speculative={"num_speculative_tokens": 16, "tree_budget": 16},
     )
@@ -160,7 +160,7 @@ def test_prefix_hits_on_generated_text() -> None:
 
     assert both_times() >= 2, hits
 
-    # Neither the running state nor that of the row behind or before is the block's.
+    # The block's state is neither the running state nor the state of the row before or after it.
     def is_lost(stock: Any, step: Any, *args: Any) -> Any:
         rows, slots = stock(step, *args)
         return rows, torch.full_like(slots, -1)
