@@ -114,7 +114,7 @@ def main() -> None:
     from vllm_specplug.targets import prepare_target
 
     target = str(prepare_target("smollm2"))
-    load = Load("one output", 0, chat_token_ids(target, args.data, 100, 1), 1)
+    load = Load("one output", 0, chat_token_ids(target, args.data, 10, 500)[:1], 1)
     outputs: dict[str, Output] = {}
     for system, speculative in SYSTEMS.items():
         llm = make_engine(
