@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vllm_specplug.drafting.checkpoint_files import open_config
+from vllm_specplug.drafting.checkpoint_files import is_positive, open_config
 from vllm_specplug.drafting.head_config import (
     check_layer_shape,
     read_sizes,
@@ -149,6 +149,9 @@ class MtpConfig:
             is_legal = rotary.kind in ("default", "yarn") and rotary.rotated == rotary.head_dim
             legal = "default or yarn, with a partial_rotary_factor of 1"
             require(is_legal, "rope_scaling", raw.get("rope_parameters") or rope, legal)
+            strength = (rotary.scaling or {}).get("mscale_all_dim")
+            is_legal = not strength or is_positive(strength)
+            require(is_legal, "rope_scaling.mscale_all_dim", strength, "absent or a number")
         return cls(
             **sizes,
             rotary=rotary,

@@ -312,6 +312,10 @@ LATENT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rope_scaling": {"type": "yarn", "factor": "2"}}, "rope_scaling = .*complete settings"),
     (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale_all_dim": "1"}},
+        "rope_scaling.mscale_all_dim = '1', legal: absent or a number",
+    ),
+    (
         {"v_head_dim": 8},
         r"misshapen self_attn.kv_b_proj.*misshapen self_attn.o_proj.weight: config says "
         r"\[16, 32\], checkpoint has \[16, 64\]",
