@@ -22,11 +22,13 @@ sys.path[:0] = [str(ROOT)]
 
 from safetensors.torch import save_file  # noqa: E402
 
+from tests.e2e.mtp_modules import layer_tensors  # noqa: E402
 from tests.unit.methods.assistant_tree import published as assistant  # noqa: E402
 from tests.unit.methods.block import published as block  # noqa: E402
 from tests.unit.methods.block.published_heads import PublishedHead, Shared  # noqa: E402
 from tests.unit.methods.eagle3_tree import published as eagle3  # noqa: E402
 from tests.unit.methods.hub_heads import RECIPES, HubHead  # noqa: E402
+from tests.unit.methods.mtp_tree import published as mtp  # noqa: E402
 from vllm_specplug.bench.tables import markdown_table, replace_between  # noqa: E402
 from vllm_specplug.drafting.head_files import read_head_files  # noqa: E402
 from vllm_specplug.drafting.method import TargetInfo  # noqa: E402
@@ -104,6 +106,15 @@ ASSISTANTS = {
     "GEMMA4_12B": ("assistant", "Google", "gemma-4-12B-it"),
     "GEMMA4_31B": ("assistant", "Google", "gemma-4-31B-it, 26B-A4B-it"),
 }
+MODULES: dict[str, tuple[str, ...]] = {
+    "GLM_47_FLASH": ("the target's module, with MLA", "Z.ai", "GLM-4.7-Flash"),
+    "DEEPSEEK_V3": (
+        "the target's module, with MLA",
+        "DeepSeek",
+        "DeepSeek-V3, R1",
+        "only without quantisation: DeepSeek's own release is in fp8",
+    ),
+}
 
 
 def verdict(folder: Path, sizes: dict[str, int]) -> tuple[str, str, str]:
@@ -155,6 +166,15 @@ def make_assistant(folder: Path, config: dict[str, Any]) -> dict[str, int]:
     return assistant.target_of(raw)
 
 
+def make_module(folder: Path, config: dict[str, Any]) -> dict[str, int]:
+    """Writes the module of a small target; returns the target's sizes."""
+    folder.mkdir(parents=True)
+    raw = mtp.small(config)
+    (folder / "config.json").write_text(json.dumps(raw))
+    save_file(layer_tensors(raw), folder / "model.safetensors")
+    return raw
+
+
 def make_hub_head(folder: Path, head: HubHead) -> dict[str, int]:
     """Writes a small head with the config of a head on a hub, as the functions above."""
     assert head.config is not None
@@ -172,6 +192,7 @@ def rows() -> list[tuple[str, ...]]:
             (BLOCK_HEADS, make_block_head, block),
             (EAGLE3_HEADS, make_eagle3_head, eagle3),
             (ASSISTANTS, make_assistant, assistant),
+            (MODULES, make_module, mtp),
         ):
             for name, (kind, writer, target, *remarks) in heads.items():
                 path = Path(folder) / module.__name__ / name

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random multi-token-prediction modules in the layouts of Qwen's and GLM's repositories."""
+"""Random multi-token-prediction modules in the layouts of Qwen's, GLM's and DeepSeek's
+repositories."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 VOCAB = 24
 PROMPTS = [[3 + (5 * i * i + k) % 20 for i in range(8 + 9 * k)] for k in range(4)]
+# Model types whose module is the layer after the target's last one.
+LAYERS = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
 # Of Qwen3.5's checkpoints; speculators writes the same tensors by the other names.
 NAMES = {
     "mtp.fc.": "mtp_layers.0.input_proj.",
@@ -37,7 +40,7 @@ def mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if kind in ("qwen3_5", "qwen3_5_text"):
         return dense("mlp", config["intermediate_size"])
     width = config["moe_intermediate_size"]
-    if kind == "glm4_moe":
+    if kind in LAYERS:
         experts = config["n_routed_experts"]
         shapes = dense("mlp.shared_experts", width * config["n_shared_experts"])
         shapes["mlp.gate.e_score_correction_bias"] = (experts,)
@@ -46,7 +49,7 @@ def mlp_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         shapes = dense("mlp.shared_expert", config["shared_expert_intermediate_size"])
         shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     shapes["mlp.gate.weight"] = (experts, hidden)
-    if kind in ("qwen3_next", "glm4_moe"):
+    if kind in ("qwen3_next", *LAYERS):
         for expert in range(experts):
             shapes |= dense(f"mlp.experts.{expert}", width)
     else:
@@ -78,23 +81,45 @@ def module_tensors(config: dict[str, Any], seed: int = 6) -> dict[str, torch.Ten
     }
 
 
-def glm_tensors(config: dict[str, Any], seed: int = 6) -> dict[str, torch.Tensor]:
-    """Random tensors of the module of a GLM-4 with experts, by their public names."""
+def attention_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes of the attention of a GLM-4 with experts or a DeepSeek-V3, with MLA or without."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    if "kv_lora_rank" in config:
+        rank, latent = config["q_lora_rank"], config["kv_lora_rank"]
+        content, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+        value = config["v_head_dim"]
+        return {
+            "q_a_proj.weight": (rank, hidden), "q_a_layernorm.weight": (rank,),
+            "q_b_proj.weight": (heads * (content + turned), rank),
+            "kv_a_proj_with_mqa.weight": (latent + turned, hidden),
+            "kv_a_layernorm.weight": (latent,),
+            "kv_b_proj.weight": (heads * (content + value), latent),
+            "o_proj.weight": (hidden, heads * value),
+        }  # fmt: skip
+    dim = config["head_dim"]
+    q, kv = heads * dim, config["num_key_value_heads"] * dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (q, hidden), "o_proj.weight": (hidden, q),
+        "k_proj.weight": (kv, hidden), "v_proj.weight": (kv, hidden),
+    }  # fmt: skip
+    if config.get("attention_bias"):
+        shapes |= {f"{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
+    if config.get("use_qk_norm"):
+        shapes |= {f"{n}_norm.weight": (dim,) for n in "qk"}
+    return shapes
+
+
+def layer_tensors(config: dict[str, Any], seed: int = 6) -> dict[str, torch.Tensor]:
+    """Random tensors of a module that is stored as a layer, by their public names."""
     torch.manual_seed(seed)
-    hidden, dim = config["hidden_size"], config["head_dim"]
-    q, kv = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
         **{f"{n}.weight": (hidden,) for n in ("enorm", "hnorm", "shared_head.norm")},
         **{f"{n}_layernorm.weight": (hidden,) for n in ("input", "post_attention")},
         "eh_proj.weight": (hidden, 2 * hidden),
-        "self_attn.q_proj.weight": (q, hidden), "self_attn.o_proj.weight": (hidden, q),
-        "self_attn.k_proj.weight": (kv, hidden), "self_attn.v_proj.weight": (kv, hidden),
+        **{f"self_attn.{name}": shape for name, shape in attention_shapes(config).items()},
         **mlp_shapes(config),
     }  # fmt: skip
-    if config.get("attention_bias"):
-        shapes |= {f"self_attn.{n}_proj.bias": (s,) for n, s in (("q", q), ("k", kv), ("v", kv))}
-    if config.get("use_qk_norm"):
-        shapes |= {f"self_attn.{n}_norm.weight": (dim,) for n in "qk"}
     tensors = {}
     for name, shape in shapes.items():
         is_norm = "norm" in name
@@ -111,8 +136,8 @@ def add_module(folder: Path) -> Path:
     config = json.loads((folder / "config.json").read_text())
     text = config.get("text_config", config)
     make = module_tensors
-    if text["model_type"] == "glm4_moe":
-        make = glm_tensors
+    if text["model_type"] in LAYERS:
+        make = layer_tensors
         text["num_nextn_predict_layers"] = 1
     elif text["model_type"] != "qwen3_next":
         text["mtp_num_hidden_layers"] = 1

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from tests.e2e.cuda import cuda_device
+from tests.e2e.cuda.cuda_drafts import knowing_levels
 from tests.e2e.cuda.cuda_graphs import full_graphs, steps_from_graphs
 from tests.e2e.cuda.cuda_pairs import INTERPRETED, PROMPTS, engines
-from tests.e2e.latent import VOCAB, latent_target
+from tests.e2e.latent import VOCAB, latent_target, make_latent_target
+from tests.e2e.mtp_modules import add_module
 from tests.e2e.pair import (
     Counts,
     Pair,
@@ -27,6 +29,7 @@ from tests.e2e.pair import (
 from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_eagle3_head, make_head
 from vllm_specplug.kernels import latent_attn_triton
+from vllm_specplug.methods.block.latent import FusedLatentProjections
 from vllm_specplug.vllm_v2.graph_trees import GraphTrees
 from vllm_specplug.vllm_v2.latent_device import LatentDeviceBackend
 
@@ -122,6 +125,19 @@ def test_heads_with_keys_and_values_of_their_own(tmp_path: Path) -> None:
     for method, head in heads.items():
         made = latent_engines(method, head={"model": str(head)})
         compared(made, least_accepted=0)
+
+
+@pytest.mark.full
+def test_the_targets_own_module(tmp_path: Path) -> None:
+    """Its layer has MLA as well; the drafts on the device are the host's trees."""
+    model = add_module(make_latent_target(tmp_path, "DeepseekV3"))
+    with knowing_levels() as drafts:
+        target = {"model": str(model)}
+        made = latent_engines("mtp_tree", ngram_topk=0, target=target)
+        compared(made, least_accepted=10)
+    (layer,) = made.runner.drafter.drafter.head.layers
+    assert isinstance(layer.qkv, FusedLatentProjections)
+    assert drafts.nodes > 50 and not drafts.differing, drafts
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from vllm_specplug.kernels.draft_rows import RotaryTables
 from vllm_specplug.kernels.row_ops import norm_rotate_heads
 from vllm_specplug.methods.block.fused_parts import joined_weights
 from vllm_specplug.methods.block.head import conv_sides
+from vllm_specplug.methods.block.latent import FusedLatentProjections, LatentProjections
 from vllm_specplug.methods.block.mlp import fuse_mlp
 
 
@@ -23,8 +24,9 @@ class FusedLayer:
     Args:
         config: sizes of the layer.
         layer: `self_attn`, `mlp` and `post_attention_layernorm`, on their device and in their
-            dtype. `self_attn` may have norms of queries and keys, and a `gate_proj` whose sigmoid
-            scales the attention's output. The layer may have an `attention_conv` and a `mlp_conv`.
+            dtype. `self_attn` may be `LatentProjections`, or have norms of queries and keys, and a
+            `gate_proj` whose sigmoid scales the attention's output. The layer may have an
+            `attention_conv` and a `mlp_conv`.
         make_linear: makes a linear layer from a weight and a bias.
         multiply: products of experts, for an MLP that has them.
     """
@@ -44,7 +46,11 @@ class FusedLayer:
         self.num_heads, self.is_gated = heads, bool(gates)
         # Queries and keys, values, gates
         self.sizes = (heads + kv_heads, kv_heads, heads * self.is_gated)
-        self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
+        self.qkv: Any
+        if isinstance(attn, LatentProjections):
+            self.qkv = FusedLatentProjections(attn, make_linear)
+        else:
+            self.qkv = make_linear(*joined_weights(attn.q_proj, attn.k_proj, attn.v_proj, *gates))
         self.output = make_linear(attn.o_proj.weight, attn.o_proj.bias)
         self.mlp: Any = fuse_mlp(layer.mlp, make_linear, multiply)
         self.mlp_norm = layer.post_attention_layernorm.weight

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vllm_specplug.drafting.checkpoint_files import is_positive
+from vllm_specplug.drafting.checkpoint_files import is_positive, is_size
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
 from vllm_specplug.drafting.head_config import require, require_only, required_size
 from vllm_specplug.kernels import gated_silu, multiply_experts
@@ -38,6 +38,11 @@ class ExpertsConfig:
     the shared expert no gate."""
     scale: float = 1.0
     """Factor of the weights of a row's experts."""
+    num_groups: int = 1
+    """Equal groups of consecutive experts, with sigmoids. A group's score is the sum of its two
+    best experts' scores."""
+    groups_per_row: int = 1
+    """Number of best groups from which a row's experts are chosen."""
 
     @classmethod
     def of_qwen(cls, raw: Mapping[str, Any]) -> ExpertsConfig:
@@ -52,18 +57,23 @@ class ExpertsConfig:
 
     @classmethod
     def of_glm(cls, raw: Mapping[str, Any]) -> ExpertsConfig:
-        """Returns the fields of a parsed `config.json` of GLM-4 with experts."""
-        require_only(raw, n_group=1, topk_group=1)
+        """Returns the fields of a parsed `config.json` of GLM-4 with experts or DeepSeek-V3."""
+        require_only(raw, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+        experts, chosen = _routing(raw, "n_routed_experts")
+        groups, kept = _groups(raw, experts, chosen)
         width, scale = required_size(raw, "moe_intermediate_size"), raw.get("routed_scaling_factor")
         scale = 1.0 if scale is None else scale
         require(is_positive(scale), "routed_scaling_factor", scale, "a positive number")
         return cls(
-            *_routing(raw, "n_routed_experts"),
+            experts,
+            chosen,
             width,
             width * required_size(raw, "n_shared_experts"),
             _normalises(raw),
             uses_sigmoid=True,
             scale=float(scale),
+            num_groups=groups,
+            groups_per_row=kept,
         )
 
 
@@ -72,6 +82,18 @@ def _routing(raw: Mapping[str, Any], name: str) -> tuple[int, int]:
     num_experts, chosen = required_size(raw, name), required_size(raw, "num_experts_per_tok")
     require(chosen <= num_experts, "num_experts_per_tok", chosen, f"1..{num_experts} ({name})")
     return num_experts, chosen
+
+
+def _groups(raw: Mapping[str, Any], num_experts: int, chosen: int) -> tuple[int, int]:
+    """Returns the number of groups of experts, and from how many a row takes its experts."""
+    groups, kept = (1 if raw.get(n) is None else raw[n] for n in ("n_group", "topk_group"))
+    is_legal = is_size(groups) and num_experts % groups == 0
+    legal = f"1, or a number of equal groups of {num_experts} experts, at least two in each"
+    require(is_legal and groups < max(2, num_experts), "n_group", groups, legal)
+    fewest = -(-chosen * groups // num_experts)
+    is_legal = is_size(kept) and fewest <= kept <= groups
+    require(is_legal, "topk_group", kept, f"{fewest}..{groups} (groups that hold {chosen} experts)")
+    return groups, kept
 
 
 def _normalises(raw: Mapping[str, Any]) -> bool:
@@ -137,7 +159,10 @@ class FusedExpertMLP:
         gates = F.linear(x.to(self.gates.dtype), self.gates)
         if config.uses_sigmoid:
             scores = gates.sigmoid()
-            ids = (scores + self.choice_bias).topk(config.experts_per_row).indices
+            choice = scores + self.choice_bias
+            if config.num_groups > 1:
+                choice = _best_groups(choice, config)
+            ids = choice.topk(config.experts_per_row).indices
             weights = scores.gather(1, ids)
         else:
             scores = gates[:, :-1].softmax(-1, dtype=torch.float32)
@@ -149,6 +174,14 @@ class FusedExpertMLP:
         if config.uses_sigmoid:
             return torch.add(shared, routed, alpha=config.scale)
         return torch.addcmul(routed, gates[:, -1:].sigmoid(), shared)
+
+
+def _best_groups(choice: torch.Tensor, config: ExpertsConfig) -> torch.Tensor:
+    """Returns the scores [T, E] with -inf outside of each row's best groups."""
+    groups = choice.unflatten(-1, (config.num_groups, -1))
+    best = groups.topk(2).values.sum(-1).topk(config.groups_per_row).indices
+    is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter_(1, best, False)
+    return groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(1)
 
 
 def fuse_mlp(

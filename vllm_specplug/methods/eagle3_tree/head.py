@@ -14,7 +14,7 @@ others read the output of the layer before them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from vllm_specplug.methods.block.head import (
     apply_rotary,
     rotary_cos_sin,
 )
+from vllm_specplug.methods.block.latent import FusedLatentProjections
 from vllm_specplug.methods.eagle3_tree.config import Eagle3Config
 
 
@@ -202,8 +203,12 @@ class FusedDraftLayers(ABC):
         self.shape, self.eps = config, config.rms_norm_eps
         rotary = rotary_tables(config.rotary, max_positions, norm.weight)
         self.layers = [FusedLayer(config, x, rotary, make_linear, multiply) for x in layers]
-        last = layers[-1].self_attn
-        self.key_value = make_linear(*joined_weights(last.k_proj, last.v_proj))
+        last, qkv = layers[-1].self_attn, self.layers[-1].qkv
+        self.key_value: Callable[[torch.Tensor], torch.Tensor]
+        if isinstance(qkv, FusedLatentProjections):
+            self.key_value = qkv.key_value
+        else:
+            self.key_value = make_linear(*joined_weights(last.k_proj, last.v_proj))
         # Weight of the norm applied to each layer's output
         self.next_norms = [*(layer.input_layernorm.weight for layer in layers[1:]), norm.weight]
 

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vllm_specplug.drafting.checkpoint_files import check_tensors, load_module, module_shapes
 from vllm_specplug.drafting.head_config import check_target
 from vllm_specplug.methods.block.checkpoint import read_tensors
+from vllm_specplug.methods.block.latent import LatentConfig
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
 from vllm_specplug.methods.mtp_tree.head import MtpModule
 
@@ -26,8 +28,8 @@ _QWEN_NAMES = {
     "mtp.pre_fc_norm_embedding.weight": "token_layernorm.weight",
     "mtp.pre_fc_norm_hidden.weight": "hidden_layernorm.weight",
 }
-# In GLM's checkpoints, behind "layers.N." of the layer after the target's last one.
-_GLM_NAMES = {
+# In GLM's and DeepSeek's checkpoints, behind "layers.N." of the layer after the target's last one.
+_LAYER_NAMES = {
     "eh_proj.weight": "input_proj.weight",
     "shared_head.norm.weight": "final_layernorm.weight",
     "enorm.weight": "token_layernorm.weight",
@@ -35,8 +37,17 @@ _GLM_NAMES = {
     "mlp.gate.e_score_correction_bias": "mlp.choice_bias",
 }
 # The other tensors there are copies of the target's embedding and LM head.
-_GLM_PARTS = (*_GLM_NAMES, "input_layernorm.", "post_attention_layernorm.", "self_attn.", "mlp.")
+_LAYER_PARTS = (
+    *_LAYER_NAMES,
+    "input_layernorm.",
+    "post_attention_layernorm.",
+    "self_attn.",
+    "mlp.",
+)
 _QUERY, _GATE = "self_attn.q_proj.weight", "self_attn.gate_proj.weight"
+# Of latent attention
+_QUERY_NORM, _QUERY_UP = "self_attn.q_a_layernorm.weight", "self_attn.q_b_proj.weight"
+_DOWN, _OUTPUT = "self_attn.kv_a_proj_with_mqa.weight", "self_attn.o_proj.weight"
 # Joined weights of all experts, and their parts in checkpoints with tensors for each expert.
 _EXPERTS = {
     "mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
@@ -73,13 +84,13 @@ def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
 
 def _read(directory: Path, config: MtpConfig, headers_only: bool) -> dict[str, torch.Tensor]:
     """Returns the stored tensors of the module under the names of `MtpModule`."""
-    if config.family == "glm":
+    if config.layer:
         prefix = f"layers.{config.layer}."
-        prefixes = tuple(prefix + part for part in _GLM_PARTS)
+        prefixes = tuple(prefix + part for part in _LAYER_PARTS)
         found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
         plain = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
         return {
-            _GLM_NAMES.get(name) or name.replace(".shared_experts.", ".shared_expert."): tensor
+            _LAYER_NAMES.get(name) or name.replace(".shared_experts.", ".shared_expert."): tensor
             for name, tensor in plain.items()
         }
     prefixes = (PREFIX, *_QWEN_NAMES, _QWEN_LAYER)
@@ -104,6 +115,8 @@ def _as_module(config: MtpConfig, tensors: dict[str, torch.Tensor]) -> dict[str,
         heads = (config.num_attention_heads, 2, config.head_dim)
         query, gate = tensors[_QUERY].unflatten(0, heads).unbind(1)
         tensors[_QUERY], tensors[_GATE] = query.flatten(0, 1), gate.flatten(0, 1)
+    if config.latent is not None:
+        _as_latent_projections(config, config.latent, tensors)
     if config.experts is not None and not tensors.keys() >= _EXPERTS.keys():
         for name, parts in _EXPERTS.items():
             tensors[name] = torch.stack(
@@ -115,12 +128,37 @@ def _as_module(config: MtpConfig, tensors: dict[str, torch.Tensor]) -> dict[str,
     return tensors
 
 
+def _as_latent_projections(
+    config: MtpConfig, sizes: LatentConfig, tensors: dict[str, torch.Tensor]
+) -> None:
+    """Changes the tensors of the attention to the form of `LatentProjections`."""
+    heads, rotated = config.num_attention_heads, sizes.qk_rope_head_dim
+    query = tensors[_QUERY_UP].unflatten(0, (heads, -1))
+    content, turned = query.split((sizes.qk_nope_head_dim, rotated), dim=1)
+    tensors[_QUERY_UP] = torch.cat((_halves(turned), content), dim=1).flatten(0, 1)
+    latent, turned = tensors[_DOWN].split((sizes.kv_lora_rank, rotated))
+    tensors[_DOWN] = torch.cat((latent, _halves(turned[None])[0]))
+    # Queries are linear in this weight.
+    tensors[_QUERY_NORM] = tensors[_QUERY_NORM] * config.query_factor
+    output = tensors[_OUTPUT].unflatten(1, (heads, -1))
+    padding = sizes.head_dim - sizes.v_head_dim
+    tensors[_OUTPUT] = F.pad(output, (0, padding)).flatten(1)
+
+
+def _halves(
+    # [heads, P, N], P / 2 pairs of rows
+    rows: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the first rows of all pairs, then the second ones."""
+    return rows.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+
+
 def _part_of(expert: int, part: str) -> str:
     return f"mlp.experts.{expert}.{part}.weight"
 
 
 def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> None:
-    prefixes = f"layers.{config.layer}.*" if config.family == "glm" else f"{PREFIX}* or mtp.*"
+    prefixes = f"layers.{config.layer}.*" if config.layer else f"{PREFIX}* or mtp.*"
     if not tensors:
         raise ValueError(
             f"{str(directory)!r} ships no multi-token-prediction module: it has no tensors "
@@ -131,6 +169,9 @@ def _check(directory: Path, config: MtpConfig, tensors: Mapping[str, torch.Tenso
     if config.gated:
         rows, columns = expected.pop(_GATE)
         expected[_QUERY] = (2 * rows, columns)
+    if config.latent is not None:
+        inner = config.num_attention_heads * config.latent.v_head_dim
+        expected[_OUTPUT] = (config.hidden_size, inner)
     if config.experts is not None and not tensors.keys() >= _EXPERTS.keys():
         for name, parts in _EXPERTS.items():
             num_experts, rows, columns = expected.pop(name)

@@ -43,5 +43,5 @@ class MtpDrafter(StateDrafter):
         embeds = super()._embed(token_ids, positions)
         if self.reads_first:
             return embeds
-        # MiMo and GLM train their modules without the embedding of the token after the first one.
+        # The others train their modules without the embedding of the token after the first one.
         return embeds.masked_fill((positions == 0).unsqueeze(-1), 0.0)

@@ -17,6 +17,7 @@ from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
 from vllm_specplug.kernels import multiply_experts
 from vllm_specplug.methods.block.fused_parts import plain_linear
 from vllm_specplug.methods.block.head import AttentionProjections, GatedMLP, RMSNorm
+from vllm_specplug.methods.block.latent import LatentProjections
 from vllm_specplug.methods.block.mlp import ExpertMLP
 from vllm_specplug.methods.eagle3_tree.head import FusedDraftLayers
 from vllm_specplug.methods.mtp_tree.config import MtpConfig
@@ -34,7 +35,12 @@ class MtpModule(nn.Module):
         self.input_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.input_layernorm = RMSNorm(*norm)
         hidden = config.hidden_size
-        self.self_attn = AttentionProjections(config, hidden, False, config.qk_norm)
+        self.self_attn: nn.Module
+        if config.latent is None:
+            self.self_attn = AttentionProjections(config, hidden, False, config.qk_norm)
+        else:
+            heads = config.num_attention_heads
+            self.self_attn = LatentProjections(config.latent, heads, hidden, config.rms_norm_eps)
         if config.gated:
             inner = config.num_attention_heads * config.head_dim
             self.self_attn.gate_proj = nn.Linear(hidden, inner, bias=config.attention_bias)

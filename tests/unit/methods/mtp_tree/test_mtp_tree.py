@@ -26,8 +26,10 @@ from tests.unit.methods.eagle3_tree.world import (
     VOCAB,
     check_branches,
 )
+from tests.unit.methods.mtp_tree.published import DEEPSEEK_V3, GLM_47_FLASH, small
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module
+from vllm_specplug.methods.mtp_tree.config import FAMILIES
 from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.registry import recognise_head
 
@@ -74,7 +76,9 @@ GLM: dict[str, Any] = {
 # By model type: config, maker of the module's tensors, and their prefix.
 PREFIXES: dict[str, tuple[dict[str, Any], Any, str]] = {
     "mimo": (CONFIG, module_tensors, PREFIX),
-    "glm4_moe": (GLM, mtp_modules.glm_tensors, "model.layers.4."),
+    "glm4_moe": (GLM, mtp_modules.layer_tensors, "model.layers.4."),
+    "glm4_moe_lite": (small(GLM_47_FLASH), mtp_modules.layer_tensors, "model.layers.4."),
+    "deepseek_v3": (small(DEEPSEEK_V3), mtp_modules.layer_tensors, "model.layers.4."),
 }
 TARGET = SimpleNamespace(hidden_size=HIDDEN, vocab_size=VOCAB, num_hidden_layers=4)
 
@@ -127,6 +131,7 @@ PARTS = {
     "mimo": ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", ""),
     "qwen": ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0."),
     "glm": ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""),
+    "deepseek": ("enorm", "hnorm", "eh_proj", "shared_head.norm", ""),
 }
 
 
@@ -134,13 +139,15 @@ class Reference:
     """A module for whole sequences, without a cache. Its layer is that of transformers."""
 
     def __init__(self, kind: str, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        self.family = {"mimo": "mimo", "glm4_moe": "glm"}.get(kind, "qwen")
+        self.family = FAMILIES.get(kind, "qwen")
         self.eps, self.w = config["rms_norm_eps"], tensors
         *self.names, prefix = PARTS[self.family]
         # Folder of transformers, and its classes of the layer's config and of the others.
         folder, text, name = {
             "mimo": ("qwen2", "Qwen2", "Qwen2"),
             "glm4_moe": ("glm4_moe", "Glm4Moe", "Glm4Moe"),
+            "glm4_moe_lite": ("glm4_moe_lite", "Glm4MoeLite", "Glm4MoeLite"),
+            "deepseek_v3": ("deepseek_v3", "DeepseekV3", "DeepseekV3"),
             "qwen3_next": ("qwen3_next", "Qwen3Next", "Qwen3Next"),
             "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeText", "Qwen3_5Moe"),
         }.get(kind, ("qwen3_5", "Qwen3_5Text", "Qwen3_5"))
@@ -149,6 +156,10 @@ class Reference:
         made = getattr(public, f"{text}Config")(**stated)
         made._attn_implementation = made._experts_implementation = "eager"
         self.layer = getattr(public, f"{name}DecoderLayer")(made, 3).float().eval()
+        for part in self.layer.modules():
+            # As vLLM, and unlike transformers in norms of latent rows.
+            if hasattr(part, "variance_epsilon"):
+                part.variance_epsilon = self.eps
         rotary = text if text.endswith("Text") else name
         self.rotary = getattr(public, f"{rotary}RotaryEmbedding")(made)
         own = {n.removeprefix(prefix): tensor for n, tensor in tensors.items()}
@@ -196,7 +207,7 @@ class Reference:
 
 @pytest.mark.parametrize(
     "kind",
-    ["mimo", "text", "multimodal", "speculators", "qwen3_5_moe_text", "qwen3_next", "glm4_moe"],
+    [*PREFIXES, "text", "multimodal", "speculators", "qwen3_5_moe_text", "qwen3_next"],
 )
 def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> None:
     reference = Reference(kind, *write(tmp_path, kind))
@@ -208,7 +219,8 @@ def test_each_branch_equals_the_chain_along_it(kind: str, tmp_path: Path) -> Non
         tree_width=8,
     )  # fmt: skip
     (spec,) = drafter.cache_specs()
-    assert (spec.num_kv_heads, spec.head_dim) == (2, 8)
+    shapes = {"glm4_moe_lite": (4, 16), "deepseek_v3": (4, 12)}
+    assert (spec.num_kv_heads, spec.head_dim) == shapes.get(kind, (2, 8))
     drafter.bind_cache(DenseCache([spec]))
     tokens = [torch.randint(0, VOCAB, (n,)) for n in LENGTHS]
     states = [torch.randn(n, HIDDEN) for n in LENGTHS]
@@ -246,8 +258,7 @@ def test_a_target_is_found_by_its_module(tmp_path: Path) -> None:
 
 # Changes of a config, and the refusal.
 MIMO_REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "deepseek_v3"}, "model_type = 'deepseek_v3', legal: mimo, .*method mtp"),
-    ({"model_type": "glm4_moe_lite"}, "model_type = 'glm4_moe_lite'"),
+    ({"model_type": "deepseek_v32"}, "model_type = 'deepseek_v32', legal: mimo, .*method mtp"),
     ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
     ({"use_sliding_window": True}, "use_sliding_window = True"),
     ({"hidden_size": 2 * HIDDEN}, "hidden_size = 32, legal: 16 .*leave model out"),
@@ -275,8 +286,11 @@ EXPERTS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 8}, "(misshapen mlp.experts.gate_up_proj|missing mlp.experts.7.up_proj)"),
 ]
 GLM_REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"n_group": 4}, "n_group = 4, legal: absent or 1"),
-    ({"topk_group": 2}, "topk_group = 2, legal: absent or 1"),
+    ({"n_group": 4}, "n_group = 4, legal: 1, or a number of equal groups of 6 experts"),
+    ({"n_group": 6}, "n_group = 6, legal: 1, .* at least two in each"),
+    ({"topk_group": 2}, r"topk_group = 2, legal: 1..1 \(groups that hold 2 experts\)"),
+    ({"n_group": 3, "num_experts_per_tok": 3}, r"topk_group = 1, legal: 2..3"),
+    ({"scoring_func": "softmax"}, "scoring_func = 'softmax', legal: absent or 'sigmoid'"),
     ({"routed_scaling_factor": 0}, "routed_scaling_factor = 0, legal: a positive number"),
     ({"n_routed_experts": None}, "n_routed_experts = None, legal: an integer from 1"),
     ({"n_shared_experts": 2}, r"misshapen mlp.shared_expert.down_proj.weight"),
@@ -284,6 +298,30 @@ GLM_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"attention_bias": False}, "unexpected self_attn.k_proj.bias"),
     ({"num_hidden_layers": 5}, r"ships no .* layers.5.\*"),
     ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1 or more"),
+]
+LATENT_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"q_lora_rank": None}, "q_lora_rank = None, legal: an integer from 1"),
+    ({"v_head_dim": 17}, r"v_head_dim = 17, legal: 1..16 \(qk_nope_head_dim \+ qk_rope_head_dim"),
+    ({"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3, legal: an even number"),
+    ({"attention_bias": True}, "attention_bias = True, legal: absent or False"),
+    ({"rope_interleave": False}, "rope_interleave = False, legal: absent or True"),
+    ({"partial_rotary_factor": 0.5}, "rope_scaling = .*legal: default or yarn"),
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_scaling = .*legal: default or yarn",
+    ),
+    ({"rope_scaling": {"type": "yarn", "factor": "2"}}, "rope_scaling = .*complete settings"),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale_all_dim": "1"}},
+        "rope_scaling.mscale_all_dim = '1', legal: absent or a number",
+    ),
+    (
+        {"v_head_dim": 8},
+        r"misshapen self_attn.kv_b_proj.*misshapen self_attn.o_proj.weight: config says "
+        r"\[16, 32\], checkpoint has \[16, 64\]",
+    ),
+    ({"kv_lora_rank": 8}, r"misshapen self_attn.kv_a_layernorm.weight: config says \[8\]"),
+    ({"kv_lora_rank": None}, r"missing self_attn.k_proj.weight .*unexpected self_attn.kv_a_"),
 ]
 
 
@@ -295,6 +333,7 @@ GLM_REFUSED: list[tuple[dict[str, Any], str]] = [
         *(("qwen3_5_moe_text", *case) for case in EXPERTS_REFUSED),
         ("qwen3_next", {"num_nextn_predict_layers": 0}, "num_nextn_predict_layers = 0, legal: 1"),
         *(("glm4_moe", *case) for case in GLM_REFUSED),
+        *(("glm4_moe_lite", *case) for case in LATENT_REFUSED),
     ],
 )
 def test_modules_that_do_not_fit_are_refused_by_name(
