@@ -28,23 +28,6 @@ def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
     assert blocks.tolist() == [4, 5, 7]
 
 
-def test_a_name_has_a_grammar_from_its_first_turn_to_its_end() -> None:
-    """One that ended and comes back at once is another request."""
-    runner: Any = SimpleNamespace(tree_constrained=set())
-
-    def step(*finished: str, **new: Any) -> set[str]:
-        requests = [SimpleNamespace(req_id=n, sampling_params=params) for n, params in new.items()]
-        output = SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=requests)
-        TreeRunnerMixin._note_grammars(runner, output)
-        return runner.tree_constrained
-
-    free, bound = (SimpleNamespace(structured_outputs=grammar) for grammar in (None, object()))
-    assert step(session=bound, other=free, pooling=None) == {"session"}
-    assert step(session=free) == {"session"}
-    assert step("session", "other", session=free, other=bound) == {"other"}
-    assert step("other") == set()
-
-
 class _Stock:
     def execute_model(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         return self.step.trees, self.step.walk, self.step.states  # type: ignore[attr-defined]
