@@ -17,11 +17,7 @@ from vllm.config import KVTransferConfig
 from tests.e2e.tiny import make_head, make_tokenswift_heads
 from tests.unit.engine_config import engine_config
 from vllm_specplug.engine import spec_config
-from vllm_specplug.engine.engine_args import (
-    _check_cache_dtype,
-    _check_states,
-    check_engine_config,
-)
+from vllm_specplug.engine.engine_args import _check_cache_dtype, _check_states, check_engine_config
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -71,14 +67,6 @@ def test_the_methods_flags_are_accepted(target: Path, head: Path, method: str) -
     flags = {"spec_method": method, "spec_model": str(head), "spec_tokens": 6}
     spec = engine_config(target, None, **flags).speculative_config
     assert (spec.plugin_method, spec.num_speculative_tokens) == ("jetspec", 6)
-
-
-def test_the_method_is_found_by_its_head(target: Path, head: Path, tmp_path: Path) -> None:
-    heads = {"jetspec": head, "ddtree": make_head(tmp_path / "dflash", VOCAB, causal=False)}
-    for name, folder in heads.items():
-        options = {"method": "tree", "model": str(folder), "tree_width": 3}
-        spec = engine_config(target, options).speculative_config
-        assert (spec.plugin_method, spec.method, spec.tree_width) == (name, "custom_class", 3)
 
 
 def test_plain_and_foreign_methods_are_untouched(
@@ -238,35 +226,6 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(target: Path) -> None:
     assert table(**options, tree_budget=4) == [8, 8, 8, 7, 5]
     assert table(**options, tree_budget=4, max_request_budget=0) == [4, 4, 4, 4, 4]
     assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
-
-
-def test_rows_reserved_ahead_leave_some_for_one_more_request(target: Path) -> None:
-    """Else requests that fill the step keep all others out until one of them ends."""
-    from vllm_specplug.engine.placeholders import drafts_by_batch_size
-
-    options = {"method": "ngram_tree", "num_speculative_tokens": 63}
-    engine = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "async_scheduling": True}
-    config = engine_config(target, options, **engine)
-    table = drafts_by_batch_size(config.speculative_config, config.scheduler_config, 63)
-    for size in range(1, 6):
-        assert size * (1 + table[size]) < 64, size
-    assert 6 * (1 + table[6]) <= 64 and min(table) > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),
-        ({"vocab_size": 16}, "vocab_size = 12, legal: 16"),
-        ({"num_hidden_layers": 1}, r"target_layer_ids = \[0, 1\].*0\.\.0"),
-    ],
-)  # fmt: skip
-def test_wrong_targets(
-    target: Path, head: Path, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    other = _changed(target, tmp_path, **change)
-    with pytest.raises(ValueError, match=message):
-        engine_config(other, _jetspec(head))
 
 
 _HYBRID = {

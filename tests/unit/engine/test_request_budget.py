@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request's own budget is checked where requests come in; tree schedulers do not pad."""
+"""A request's own budget is checked where requests come in."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -54,21 +53,3 @@ def test_senseless_budgets_are_refused_as_the_clients_mistake(
     with pytest.raises(VLLMValidationError, match=message) as error:
         params._validate_spec_decode(_spec(method))
     assert error.value.parameter == next(iter(extra or {}))
-
-
-@pytest.mark.parametrize(("ours", "table"), [(True, [6] * 5), (False, None)])
-def test_only_our_schedulers_decline_placeholders(
-    monkeypatch: pytest.MonkeyPatch, ours: bool, table: list[int] | None
-) -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    from vllm_specplug.engine.placeholders import wrap_scheduler
-
-    def init(self: Any) -> None:
-        self.vllm_config = SimpleNamespace(speculative_config=_spec("jetspec" if ours else None))
-        self.dynamic_sd_lookup = None
-        self.num_spec_tokens = 6
-        self.scheduler_config = SimpleNamespace(max_num_seqs=4, async_scheduling=False)
-
-    monkeypatch.setattr(Scheduler, "__init__", wrap_scheduler(init))
-    assert Scheduler().dynamic_sd_lookup == table
