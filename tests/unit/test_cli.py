@@ -162,37 +162,6 @@ def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "could not be repaired: externally managed" in result.stderr
 
 
-def demo_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """The options that `specplug demo` with these arguments runs with."""
-    seen: list[Any] = []
-    monkeypatch.setattr(demo_module, "run_demo", lambda options, console: seen.append(options))
-    result = runner.invoke(cli.app, ["demo", *arguments])
-    assert result.exit_code == 0, result.output
-    return seen[0]
-
-
-def test_demo_options(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = demo_options(monkeypatch)
-    assert options.model == str(prepared) and options.method == "jetspec"
-    assert options.speculative_config["model"] == str(prepared.parent / "head")
-    assert options.dtype == "bfloat16" and len(options.prompts) == len(demo_module.PROMPTS)
-
-    options = demo_options(monkeypatch, "--method", "none", "--dtype", "float32", "--quick")
-    assert options.speculative_config is None and options.dtype == "float32"
-    assert len(options.prompts) == 4 and options.max_tokens == 48
-
-    options = demo_options(monkeypatch, "--method", "ngram")
-    assert options.speculative_config == demo_module.NGRAM_CONFIG
-
-    options = demo_options(monkeypatch, "--model", "m", "--head", "h", "--nodes", "9")
-    assert options.model == "m"
-    expected = {"method": "jetspec", "model": "h", "num_speculative_tokens": 9}
-    assert options.speculative_config == expected
-
-    options = demo_options(monkeypatch, "--method", "ngram_tree", "--nodes", "6")
-    assert options.speculative_config == {"method": "ngram_tree", "num_speculative_tokens": 6}
-
-
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [

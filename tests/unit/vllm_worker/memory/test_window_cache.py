@@ -106,12 +106,3 @@ def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
     fill(cache, asked)
     assert len({ring.index for ring in cache.regions.values()}) == 3
     check(cache, asked, PARENTS)
-
-
-def test_finished_requests_free_their_rings() -> None:
-    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 2, torch.float32)
-    fill(cache, requests({"a": 5, "b": 5}))
-    cache.forget(["a", "unknown"])
-    assert len(cache.free) == 1
-    # A new request with the same id starts over.
-    assert fill(cache, requests({"a": 5}, seed=1)) == 5
