@@ -17,11 +17,7 @@ from tests.unit.methods.absurd import refused
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
 from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
-from tests.unit.methods.block.reference import (
-    domino_log_probs,
-    log_confidence,
-    markov_log_probs,
-)
+from tests.unit.methods.block.reference import domino_log_probs, log_confidence, markov_log_probs
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.registry import get_method, recognise_head
@@ -174,19 +170,6 @@ def test_a_stated_layout_wins(flag: str | None, tmp_path: Path) -> None:
     scores = markov_log_probs(head.logits(first=1, causal=False), head.tensors, [ANCHOR])
     trust = log_confidence(head.hidden(first=1, causal=False), head.tensors, [ANCHOR])
     assert tree.scores[0] == pytest.approx(float(scores.max()) + 0.5 * trust, abs=1e-4)
-
-
-def test_few_candidates_keep_the_likeliest_of_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
-    monkeypatch.setattr("vllm_specplug.methods.dspark_tree.options.LOCAL_CANDIDATES", 1)
-    drafter, requests = head.drafter(get_method("dspark_tree"))
-    assert drafter.options.settings.num_candidates == 4  # never fewer than tree_width
-    (tree,) = drafter.propose(requests)
-    likeliest = head.logits(first=0, causal=False).topk(4).indices
-    for token, depth in zip(tree.token_ids.tolist(), tree.depths.tolist(), strict=True):
-        assert token in likeliest[depth - 1].tolist()
 
 
 def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) -> None:
