@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runner keeps between steps, and what it must not keep."""
+"""What the runner keeps between steps, and for whom it drafts nothing."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
 
-from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin, _plain_reason, _stop_tokens
 from vllm_specplug.vllm_v2.step_context import StepContext
+from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS
 
 
 def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
@@ -52,3 +56,23 @@ def test_dummy_batches_carry_no_trees() -> None:
     assert runner.begun == 0
     runner.execute_model(None)
     assert runner.begun == 1
+
+
+LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
+
+
+@pytest.mark.parametrize(
+    ("params", "embeds", "reason"),
+    [
+        (SamplingParams(), None, None),
+        # No row of vLLM's tokens holds such a prompt.
+        (SamplingParams(), object(), "embeds"),
+        (None, None, "no_draft"),
+        (SamplingParams(repetition_detection=LOOPS), None, "no_draft"),
+        (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS))), None, None),
+        (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS + 1))), None, "no_draft"),
+    ],
+)
+def test_why_a_request_has_no_drafts(params: Any, embeds: Any, reason: str | None) -> None:
+    request = SimpleNamespace(sampling_params=params, prompt_embeds=embeds)
+    assert _plain_reason(request, _stop_tokens(request)) == reason
