@@ -14,7 +14,7 @@ from vllm.sampling_params import RepetitionDetectionParams
 
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin, _plain_reason, _stop_tokens
 from vllm_specplug.vllm_v2.step_context import StepContext
-from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS
+from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 
 
 def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
@@ -76,3 +76,12 @@ LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
 def test_why_a_request_has_no_drafts(params: Any, embeds: Any, reason: str | None) -> None:
     request = SimpleNamespace(sampling_params=params, prompt_embeds=embeds)
     assert _plain_reason(request, _stop_tokens(request)) == reason
+
+
+def test_as_many_stop_tokens_as_a_client_sends_are_taken() -> None:
+    params = SamplingParams(stop_token_ids=list(range(3 * MAX_STOP_TOKENS)))
+    assert len(stop_tokens_of(params)) == 3 * MAX_STOP_TOKENS
+    table = StopTokens(2, torch.device("cpu"))
+    table.put(torch.tensor([1]), [stop_tokens_of(params)])
+    assert (table.token_ids[1] >= 0).all() and (table.token_ids[0] == -1).all()
+    assert stop_tokens_of(SamplingParams()) == set()
