@@ -69,6 +69,7 @@ HEADS: dict[str, tuple[dict[str, Any], list[bool], list[int | None]]] = {
         *PLAIN,
     ),
     "partial": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5), *PLAIN),
+    "biases": (tiny(ZLAB_QWEN3_8B, attention_bias=True), *PLAIN),
     # A draft is text, whose three positions are one.
     "mrope": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5, rope_scaling=_MROPE), *PLAIN),
     "partial in parameters": (
