@@ -7,7 +7,6 @@ vLLM's own layers over the CPU backend that serves; its CUDA implementations by 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +34,7 @@ from vllm_specplug.vllm_attention.layer_support import (
     check_cache_dtypes,
     check_target_layers,
 )
+from vllm_specplug.vllm_worker.memory import cache_groups
 from vllm_specplug.vllm_worker.memory.cache_groups import (
     CacheGroup,
     check_plain_attention,
@@ -214,44 +214,24 @@ def test_draft_layers_in_several_groups_are_refused(config: VllmConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafts", "windows", "full", "expected"),
-    # layers of each group: drafts of another shape, with a window, with full attention
-    [
-        (1, [1] * 10, [1] * 2, "12 KV cache groups instead of 6"),
-        (2, [2] * 5, [2], None),
-        (3, [2] * 5, [2], None),
-        (1, [2], [2], None),
-    ],
+    ("drafts", "windows", "full", "is_told"),
+    # Layers of each group: drafts of another shape, with a window, with full attention.
+    [(1, [1] * 10, [1] * 2, True), (2, [2] * 5, [2], False), (1, [2], [2], False)],
 )
 def test_draft_layers_that_split_the_targets_groups_are_told_of(
-    caplog: pytest.LogCaptureFixture,
-    config: VllmConfig,
-    drafts: int,
-    windows: list[int],
-    full: list[int],
-    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch, drafts: int, windows: list[int], full: list[int], is_told: bool
 ) -> None:
-    draft = object.__new__(DraftKVLayer)
-    names = iter(f"{i}" for i in range(100))
-    groups, layers = [], {}
+    said: list[str] = []
+    monkeypatch.setattr(cache_groups.logger, "warning", lambda text, *a: said.append(text % a))
+    draft, groups, layers = object.__new__(DraftKVLayer), [], {}
     for kind, sizes in (("windows", windows), ("full", full), ("drafts", [drafts])):
         for size in sizes:
-            members = [next(names) for _ in range(size)]
-            layers |= {name: draft if kind == "drafts" else None for name in members}
-            groups.append(SimpleNamespace(layer_names=members, kv_cache_spec=kind))
-    logger = logging.getLogger("vllm.specplug")
-    logger.addHandler(caplog.handler)
-    try:
-        # vLLM's level is that of its first import.
-        with caplog.at_level(logging.WARNING, logger.name):
-            found = draft_group(SimpleNamespace(kv_cache_groups=groups), layers, "jetspec")
-        assert found == len(groups) - 1
-    finally:
-        logger.removeHandler(caplog.handler)
-    if expected is None:
-        assert not caplog.text
-    else:
-        assert expected in caplog.text and "--disable-hybrid-kv-cache-manager" in caplog.text
+            names = [f"{len(groups)}.{i}" for i in range(size)]
+            layers |= dict.fromkeys(names, draft if kind == "drafts" else None)
+            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=kind))
+    found = draft_group(SimpleNamespace(kv_cache_groups=groups), layers, "jetspec")
+    assert found == len(groups) - 1 and bool(said) == is_told
+    assert all("12 KV cache groups instead of 6" in text for text in said)
 
 
 def test_bidirectional_prefixes_are_refused(config: VllmConfig) -> None:
