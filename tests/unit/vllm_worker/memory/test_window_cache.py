@@ -8,9 +8,15 @@ import pytest
 import torch
 
 from tests.unit.dense_trees import tree_attention
-from vllm_specplug.drafting.caches import WindowSpec
+from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.vllm_worker.memory.window_cache import WindowCache, window_bytes
+from vllm_specplug.kernels.reference import dense_attention
+from vllm_specplug.vllm_attention.cpu import cpu_kv_layout
+from vllm_specplug.vllm_worker.memory.window_cache import (
+    PagedTargetCache,
+    WindowCache,
+    window_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("vllm_kernels")
 
@@ -106,3 +112,48 @@ def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
     fill(cache, asked)
     assert len({ring.index for ring in cache.regions.values()}) == 3
     check(cache, asked, PARENTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 5, 40, 64])
+def test_rows_attend_the_end_of_a_context_of_the_target(
+    window: int | None, dtype: torch.dtype
+) -> None:
+    """Pages behind a window may be another request's."""
+    from vllm import _custom_ops as ops
+
+    torch.manual_seed(2)
+    page, lengths, rows = 32, [0, 1, 5, 33, 40, 41, 100, 128], [2, 1, 70, 3, 1, 4, 2, 5]
+    blocks = 4
+    cache = torch.full((1 + blocks * len(lengths), HEADS, page, 2 * DIM), torch.nan, dtype=dtype)
+    table = 1 + torch.arange(len(cache) - 1, dtype=torch.int32).view(len(lengths), blocks)
+    layout = cpu_kv_layout(cache)
+    views = layout.views(cache)
+    stored = []
+    for line, length in zip(table, lengths, strict=True):
+        key, value = torch.randn(2, length, HEADS, DIM).to(dtype)
+        at = torch.arange(length)
+        slots = line[at // page].long() * page + at % page
+        # The slots of a page that are not written yet hold anything but NaN.
+        cache[line.long()] = 0.0
+        ops.cpu_attn_reshape_and_cache(key, value, *views, slots, layout.isa)
+        stored.append((key, value))
+        line[: max(0, length - (window or length)) // page] = 0
+    asked = [7, 0, 3, 2, 6, 4, 5, 1]
+    spec = TargetCacheSpec(HEADS, DIM, 0.3, window)
+    contexts, counts = (torch.tensor([column[i] for i in asked]) for column in (lengths, rows))
+    attend = PagedTargetCache(cache, lambda: table, spec).level_attention(
+        DraftRequests(req_indices=asked),
+        contexts,
+        torch.arange(len(asked)).repeat_interleave(counts),
+    )
+    query = torch.randn(sum(rows), 2 * HEADS, DIM).to(dtype)
+    output = attend(query)
+    start = 0
+    for i in asked:
+        part = slice(start, start + rows[i])
+        key, value = (x[max(0, lengths[i] - (window or lengths[i])) :] for x in stored[i])
+        expected, _ = dense_attention(query[part], key, value, 0.3, 2, None)
+        near = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(output[part].float(), expected, atol=near, rtol=near)
+        start += rows[i]
