@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.graph_trees import wrap_graph_manager
@@ -85,20 +85,6 @@ def test_where_trees_become_graphs_by_default(
     assert wants_full_graphs(config(**changes)) and wants_full_graphs()
     monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "0")
     assert not wants_full_graphs(config())
-
-
-def test_where_kernels_are_timed_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FULL_GRAPHS_VARIABLE, raising=False)
-    modes = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE, None
-    found = []
-    for mode in modes:
-        made = config(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-        made.model_config.enable_sleep_mode = False
-        found.append(replays_decoding(made))
-    assert found == [True, False, False, False] and not replays_decoding(None)
-    made.compilation_config.cudagraph_mode = modes[0]
-    made.model_config.enable_sleep_mode = True
-    assert not replays_decoding(made)
 
 
 @pytest.mark.parametrize("wanted", ["0", "1"])
