@@ -115,6 +115,9 @@ def own_rows(shape: Any, layer: int, r: int, row: int) -> list[int]:
         ((False, False), WINDOWS),
         ((True, False), WINDOWS),
         ((False, True), WINDOWS),
+        # A row of its own only, ends of pages, and more than any context.
+        *(((True, False), windows) for windows in ((1, 32), (33, 5), (300, 4096))),
+        *(((False, True), windows) for windows in ((1, 32), (33, 5), (300, 4096))),
         ("tree", (None, None)),
         ("tree", WINDOWS),
     ],

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The commands, without what they start."""
+
 from __future__ import annotations
 
 import json
@@ -17,6 +19,8 @@ import vllm_specplug.presets as presets
 import vllm_specplug.targets as targets
 from vllm_specplug.bench.server import ServerError
 from vllm_specplug.cpu_environment import Problems
+from vllm_specplug.options import tree_option_names
+from vllm_specplug.registry import method_names
 
 runner = CliRunner()
 
@@ -162,37 +166,6 @@ def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "could not be repaired: externally managed" in result.stderr
 
 
-def demo_options(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    """The options that `specplug demo` with these arguments runs with."""
-    seen: list[Any] = []
-    monkeypatch.setattr(demo_module, "run_demo", lambda options, console: seen.append(options))
-    result = runner.invoke(cli.app, ["demo", *arguments])
-    assert result.exit_code == 0, result.output
-    return seen[0]
-
-
-def test_demo_options(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = demo_options(monkeypatch)
-    assert options.model == str(prepared) and options.method == "jetspec"
-    assert options.speculative_config["model"] == str(prepared.parent / "head")
-    assert options.dtype == "bfloat16" and len(options.prompts) == len(demo_module.PROMPTS)
-
-    options = demo_options(monkeypatch, "--method", "none", "--dtype", "float32", "--quick")
-    assert options.speculative_config is None and options.dtype == "float32"
-    assert len(options.prompts) == 4 and options.max_tokens == 48
-
-    options = demo_options(monkeypatch, "--method", "ngram")
-    assert options.speculative_config == demo_module.NGRAM_CONFIG
-
-    options = demo_options(monkeypatch, "--model", "m", "--head", "h", "--nodes", "9")
-    assert options.model == "m"
-    expected = {"method": "jetspec", "model": "h", "num_speculative_tokens": 9}
-    assert options.speculative_config == expected
-
-    options = demo_options(monkeypatch, "--method", "ngram_tree", "--nodes", "6")
-    assert options.speculative_config == {"method": "ngram_tree", "num_speculative_tokens": 6}
-
-
 @pytest.mark.parametrize(
     ("error", "status", "text"),
     [
@@ -242,3 +215,60 @@ def test_missing_extras_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     result = runner.invoke(cli.app, ["train", "jetspec"])
     assert result.exit_code == 1
     assert "needs the package 'accelerate'" in result.stderr and "[train]" in result.stderr
+
+
+def _shown(monkeypatch: pytest.MonkeyPatch, method: str, width: int) -> list[str]:
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = runner.invoke(cli.app, ["options", method])
+    assert result.exit_code == 0, result.output
+    return [line.rstrip() for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("method", ["tree", *method_names()])
+def test_options_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, method: str, width: int) -> None:
+    lines = _shown(monkeypatch, method, width)
+    assert max(map(len, lines)) <= width
+    assert "`" not in "".join(lines)
+    # An option begins a line with its whole name; what it means is set in below it.
+    starts = [line.split()[0] for line in lines if line and not line.startswith(" ")]
+    assert set(tree_option_names()) <= set(starts)
+    whole = json.loads(runner.invoke(cli.app, ["options", method, "--json"]).stdout)
+    assert starts == [row["option"] for row in whole]
+    assert all(all(row.values()) for row in whole)
+    # No word is cut: the text is that of the JSON but for white space.
+    text = " ".join(" ".join(lines).split())
+    assert all(" ".join(row["meaning"].split()) in text for row in whole)
+    # Few lines are nearly empty, as narrow columns would make them.
+    filled = [line for line in lines if len(line) > width / 2]
+    assert len(lines) < 110 and len(filled) > len(lines) / 3
+
+
+def test_options_as_json_are_plain_text() -> None:
+    rows = json.loads(runner.invoke(cli.app, ["options", "jetspec", "--json"]).stdout)
+    assert "`" not in json.dumps(rows)
+    by_name = {row["option"]: row for row in rows}
+    assert by_name["tree_width"]["default"] == "8" and by_name["tree_width"]["legal"] == "1..64"
+
+
+def test_the_method_by_head_has_the_shared_options() -> None:
+    result = runner.invoke(cli.app, ["options", "tree", "--json"])
+    assert result.exit_code == 0, result.output
+    names = [row["option"] for row in json.loads(result.stdout)]
+    assert names == ["method", "model", "num_speculative_tokens", *tree_option_names()]
+
+
+def test_all_that_method_takes_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    result = runner.invoke(cli.app, ["options"])
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    listed = json.loads(runner.invoke(cli.app, ["options", "--json"]).stdout)
+    assert list(listed) == ["tree", *method_names()]
+    assert all(f"\n {name} " in result.stdout for name in listed)
+
+
+def test_version() -> None:
+    from vllm_specplug import __version__
+
+    result = runner.invoke(cli.app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"vllm-specplug {__version__}\n")

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +13,6 @@ from vllm_specplug.options import (
     check_device_options,
     check_target,
     check_tree_budget,
-    max_scheduled_rows,
 )
 
 
@@ -85,11 +83,3 @@ def test_values_by_device(
             continue
         with pytest.raises(ValueError, match=f"{option}='{value}'.*on a {device} device, legal: "):
             check_device_options(options, device)
-
-
-@pytest.mark.parametrize(("scheduled", "expected"), [(None, 512), (64, 64), (1024, 512)])
-def test_steps_hold_no_more_rows_than_the_scheduler_gives_them(
-    scheduled: int | None, expected: int
-) -> None:
-    config = SimpleNamespace(max_num_batched_tokens=512, max_num_scheduled_tokens=scheduled)
-    assert max_scheduled_rows(config) == expected

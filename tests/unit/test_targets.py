@@ -14,13 +14,7 @@ from typing import Any
 import pytest
 
 import vllm_specplug.targets as targets
-from vllm_specplug.targets import (
-    MANIFEST,
-    Target,
-    TargetError,
-    cache_dir,
-    prepare_target,
-)
+from vllm_specplug.targets import MANIFEST, Target, TargetError, cache_dir, prepare_target
 
 GGUF = b"pretend weights"
 
@@ -134,10 +128,3 @@ def test_two_at_once_prepare_once(steps: FakeSteps) -> None:
         thread.join()
     assert steps.conversions == 1
     assert any("waiting" in message for message in said)
-
-
-def test_cache_dir(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SPECPLUG_CACHE", str(tmp_path))
-    assert cache_dir() == tmp_path
-    monkeypatch.delenv("SPECPLUG_CACHE")
-    assert cache_dir() == Path.home() / ".cache" / "specplug"

@@ -34,12 +34,6 @@ def test_sums_engines_and_leaves_look_alikes_out() -> None:
     assert counters.mean_acceptance_length == pytest.approx(1.6)
 
 
-def test_difference_over_a_run() -> None:
-    run = SpecCounters.parse(PAGE) - SpecCounters(30.0, 4.0, {1: 4.0})
-    assert run == SpecCounters(10.0, 20.0, {1: 16.0, 2: 4.0, 3: 0.0})
-    assert run.mean_acceptance_length == pytest.approx(3.0)
-
-
 def test_no_speculation_has_no_length() -> None:
     assert SpecCounters.parse("# TYPE other counter\nother_total 1.0\n") == SpecCounters()
     assert SpecCounters().mean_acceptance_length is None

@@ -87,14 +87,6 @@ def test_stop_is_finished_by_an_interrupt(tmp_path: Path, monkeypatch: pytest.Mo
     wait_until(lambda: group_members(group.pid) == [])
 
 
-def test_group_is_apart_from_the_terminal(tmp_path: Path) -> None:
-    group = start_family(tmp_path, "meek")
-    try:
-        assert os.getsid(group.pid) == group.pid != os.getsid(0)
-    finally:
-        group.stop(grace_s=0.5)
-
-
 @pytest.mark.parametrize(
     ("how", "status"),
     [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143), (signal.SIGHUP, 129), ("fail", 1)],

@@ -82,30 +82,6 @@ def test_prompts_of_all_files_take_turns(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert found == [["t5"], ["t3"], ["t5"]]
 
 
-def cell(system: str, number: int, made: int, seconds: float) -> dict[str, Any]:
-    return {"system": system, "load": "1 at once", "round": number, "decode_tokens": made,
-            "decode_seconds": seconds}  # fmt: skip
-
-
-def test_ratios_pair_cells_of_one_round() -> None:
-    harness = script("harness")
-    cells = [cell("a", 1, 30, 1.0), cell("a", 0, 20, 1.0), cell("plain", 0, 10, 1.0)]
-    found = harness.by_load(cells)["1 at once"]
-    assert [c["round"] for c in found["a"]] == [0, 1]
-    assert harness.ratios(found["a"], found["plain"], harness.decode_rate) == [2.0]
-
-
-def test_the_slowest_answers_are_compared_where_they_were_measured() -> None:
-    harness = script("harness")
-    names = ("tpot_ms", "tpot_p99_ms", "pace_ms", "pace_p99_ms")
-    plain = [{"round": 0, **dict(zip(names, (30.0, 33.0, 24.0, 26.0), strict=True))}]
-    trees = [{"round": 0, **dict(zip(names, (20.0, 44.0, 12.0, 20.0), strict=True))}]
-    expected = {"tpot_gain": 1.5, "tpot_p99_gain": 0.75, "pace_gain": 2.0, "pace_p99_gain": 1.3}
-    assert harness.latency_gains(trees, plain) == expected
-    trees[0]["tpot_p99_ms"] = None
-    assert harness.latency_gains(trees, plain) == {**expected, "tpot_p99_gain": None}
-
-
 class _Engine:
     """Two requests at once; each step gives a token to each, and one that takes in a prompt takes
     ten times as long."""

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.unit.budget.calibrations import ROWS, TIMES, calibration
+from tests.unit.budget.calibrations import ROWS, calibration
 from vllm_specplug.budget import (
     AdaptiveBudget,
     Batch,
@@ -78,15 +78,6 @@ def run(
     return sizes
 
 
-def test_good_drafts_get_many_nodes_at_low_load_and_few_at_high_load() -> None:
-    per_request = []
-    for num_reqs in (1, 4, 16, 64):
-        sizes = run(budget(), num_reqs, 60, 0.8)
-        per_request.append(np.mean(sizes[30:]) / num_reqs)
-    assert per_request[0] > 4
-    assert all(a > b for a, b in zip(per_request, per_request[1:], strict=False))
-
-
 def test_hard_limits_hold_and_leave_trees() -> None:
     free = [30.0 + 0.001 * r for r in ROWS]
     controller = AdaptiveBudget(StepCostModel(calibration(times=free)), RowBudget(64, 10), DEEPEST)
@@ -113,56 +104,6 @@ def test_long_contexts_get_fewer_nodes() -> None:
     plan = controller.plan(step, [DraftTree.empty()] * 2)
     short, long = controller.trim(plan, [tree(0.7), tree(0.7)])
     assert short.num_nodes > long.num_nodes
-
-
-def serve(controller: AdaptiveBudget, times: Sequence[float], steps: int) -> list[int]:
-    """Nodes of each step of two requests where forwards really take `times`."""
-    rng = np.random.default_rng(0)
-    sizes = []
-    trees_of = [DraftTree.empty(), *(tree(0.8, depth) for depth in range(1, DEEPEST + 1))]
-    for _ in range(steps):
-        plan = controller.plan(next_step(2), [DraftTree.empty()] * 2)
-        trees = controller.trim(plan, [trees_of[d] for d in plan.depths])
-        rows = 2 + sum(t.num_nodes for t in trees)
-        sizes.append(rows - 2)
-        ms = float(np.interp(rows, ROWS, times)) * float(rng.normal(1.0, 0.02))
-        controller.costs.observe_verify(rows, rows, 0, ms, has_trees=rows > 2)
-    return sizes
-
-
-def test_the_plain_step_is_tried_now_and_then_while_drafts_pay() -> None:
-    sizes = serve(budget(), TIMES, 1000)
-    assert 2 <= sizes.count(0) <= 15
-
-
-def test_sizes_that_were_measured_too_dear_are_found_out() -> None:
-    true = (25.0, 26.0, 27.0, 28.0, 29.0, 60.0)
-    # Whatever is larger than eight rows was interrupted.
-    controller = budget(times=(25.0, 26.0, 45.0, 60.0, 60.0, 60.0))
-    sizes = serve(controller, true, 1800)
-    assert np.mean(sizes[:100]) < 7
-    assert np.median(sizes[-300:]) >= 10
-    assert controller.costs.forward([8, 16]) == pytest.approx([26, 27], rel=0.15)
-
-
-def test_fixed_requests_get_what_they_asked_for_and_others_adapt() -> None:
-    controller = budget()
-    for _ in range(30):
-        step = next_step(40, caps=[3] + [16] * 39, fixed=[True] + [False] * 39)
-        plan = controller.plan(step, [DraftTree.empty()] * 40)
-        assert plan.depths[0] == DEEPEST
-        trees = controller.trim(plan, [tree(0.1)] * 40)
-        assert trees[0].num_nodes == 3
-        trees[0].validate()
-    assert sum(t.num_nodes for t in trees[1:]) < 39
-
-
-def test_lookups_are_verified_without_a_forward() -> None:
-    controller = budget(draft=50.0)
-    found = [DraftTree.chain([1, 2, 3], [-0.05, -0.1, -0.2]), DraftTree.empty()]
-    plan = controller.plan(next_step(2), found)
-    assert not plan.depths.any()
-    assert controller.trim(plan, found)[0].num_nodes == 3
 
 
 def test_a_decision_against_drafts_holds_for_some_steps_of_the_same_batch() -> None:
@@ -212,16 +153,6 @@ def test_drafts_by_level_cost_by_their_levels() -> None:
     assert controller.plan(next_step(1, fixed=[True]), [DraftTree.empty()]).thresholds is None
     block = budget().plan(next_step(1), [DraftTree.empty()])
     assert block.depths.any() and block.thresholds is None
-
-
-def test_requests_that_end_leave_nothing_behind() -> None:
-    controller = budget()
-    for start in range(0, 4000, 8):
-        ids = [f"r{i}" for i in range(start, start + 8)]
-        plan = controller.plan(next_step(8, req_ids=ids), [DraftTree.empty()] * 8)
-        controller.trim(plan, [tree(0.5)] * 8)
-        controller.forget(ids)
-    assert len(controller.acceptance._offsets) <= 64
 
 
 def count_calls(work: Callable[[], object]) -> int:

@@ -37,21 +37,6 @@ def test_follows_a_lasting_change_everywhere(factor: float) -> None:
     assert curve(rows) == pytest.approx(factor * true(rows), rel=0.03)
 
 
-def test_what_is_seen_at_some_rows_holds_at_the_others_too() -> None:
-    curve, true = _curve(), _curve()
-    for _ in range(200):
-        curve.observe(4, 1.5 * float(true(4)))
-    assert curve([4, 64]) == pytest.approx(1.5 * true([4, 64]), rel=0.1)
-
-
-def test_learns_the_shape_where_it_differs() -> None:
-    curve = _curve()
-    for _ in range(300):
-        curve.observe(8, 32.0)
-        curve.observe(32, 100.0)
-    assert curve([8, 32]) == pytest.approx([32, 100], rel=0.03)
-
-
 def test_one_interrupted_step_hardly_counts() -> None:
     curve = _curve()
     curve.observe(8, 5000.0)

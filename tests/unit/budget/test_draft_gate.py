@@ -49,11 +49,6 @@ def _observe(gate: DraftGate, depths: np.ndarray, probability: float) -> None:
     gate.observe(slots, reached, (probability**levels, levels, owners), NONE)
 
 
-def test_drafts_for_all_and_deep_unless_a_forward_costs_more_than_it_can_bring() -> None:
-    assert _decide(DraftGate(DEEPEST)).tolist() == [DEEPEST] * 4
-    assert not _decide(DraftGate(DEEPEST), draft_ms=20.0).any()
-
-
 def test_stops_after_the_drafter_proved_useless_and_starts_again_when_it_is_not() -> None:
     gate = DraftGate(DEEPEST)
     probes = drafted = 0
@@ -121,12 +116,6 @@ def test_what_lookups_found_needs_no_forward() -> None:
 
     assert _decide(taught(), draft_ms=0.5).any()
     assert not _decide(taught(), draft_ms=0.5, found=found).any()
-
-
-def test_limits_hold_and_nobody_allowed_means_nobody() -> None:
-    gate = DraftGate(DEEPEST)
-    assert _decide(gate, limits=[2, 0, 4, 1]).tolist() == [2, 0, 4, 1]
-    assert not _decide(gate, limits=[0, 0, 0, 0]).any()
 
 
 def test_does_not_flap_between_nearly_equal_choices() -> None:

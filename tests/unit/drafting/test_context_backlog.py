@@ -56,43 +56,6 @@ def test_what_was_put_off_is_written_for_those_that_are_drafted_for() -> None:
     assert cache.writes == 1, "nothing is written twice"
 
 
-def test_where_drafts_pay_nothing_is_put_off_but_what_was_stays_so() -> None:
-    cache, backlog = _idle()
-    _step(backlog, ["a"], [(0, 5)])
-    backlog.set_deferred(False)
-    _step(backlog, ["a"], [(5, 12)])
-    assert sorted(cache.values) == list(range(5, 12))
-    backlog.write(["a"])
-    assert sorted(cache.values) == list(range(12))
-
-
-def test_a_prefix_whose_context_was_dropped_cannot_be_drafted_from() -> None:
-    cache, backlog = _idle(rows=10)
-    _step(backlog, ["a"], [(0, 8)])
-    backlog.forget(["a"])
-    # Takes the room of half of it.
-    _step(backlog, ["b"], [(20, 26)])
-    backlog.begin("c", np.arange(0, 8))
-    assert backlog.is_incomplete("c") and not backlog.is_incomplete("b")
-    assert len(cache.values) == 4, "what is left of it is written"
-    # As long as it runs; another one with the same name has its own prefix.
-    backlog.forget(["c"])
-    backlog.begin("c", np.arange(20, 26))
-    assert not backlog.is_incomplete("c")
-
-
-def test_a_full_room_takes_nothing_from_running_requests() -> None:
-    cache, backlog = _idle(rows=10)
-    _step(backlog, ["a"], [(0, 8)])
-    _step(backlog, ["b"], [(20, 26)])
-    assert sorted(cache.values) == list(range(20, 26)), "no room: written as it comes"
-    backlog.begin("c", np.arange(20, 26))
-    assert not backlog.is_incomplete("c")
-    assert backlog.num_deferred(["a", "b"]) == [8, 0]
-    backlog.write(["a"])
-    assert sorted(cache.values) == [*range(8), *range(20, 26)]
-
-
 def test_tokens_of_unknown_requests_are_not_put_off() -> None:
     cache, backlog = _idle()
     backlog.add(torch.zeros(0, 4), torch.arange(0))

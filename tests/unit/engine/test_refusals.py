@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +15,12 @@ import pytest
 import torch
 from vllm.config import KVTransferConfig
 
+from tests.e2e.latent import BACKEND, latent_config
 from tests.e2e.tiny import make_head, make_tokenswift_heads
 from tests.unit.engine_config import engine_config
 from vllm_specplug.engine import spec_config
-from vllm_specplug.engine.engine_args import (
-    _check_cache_dtype,
-    _check_states,
-    check_engine_config,
-)
+from vllm_specplug.engine.engine_args import _check_cache_dtype, _check_states, check_engine_config
+from vllm_specplug.options import max_scheduled_rows
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -73,14 +72,6 @@ def test_the_methods_flags_are_accepted(target: Path, head: Path, method: str) -
     assert (spec.plugin_method, spec.num_speculative_tokens) == ("jetspec", 6)
 
 
-def test_the_method_is_found_by_its_head(target: Path, head: Path, tmp_path: Path) -> None:
-    heads = {"jetspec": head, "ddtree": make_head(tmp_path / "dflash", VOCAB, causal=False)}
-    for name, folder in heads.items():
-        options = {"method": "tree", "model": str(folder), "tree_width": 3}
-        spec = engine_config(target, options).speculative_config
-        assert (spec.plugin_method, spec.method, spec.tree_width) == (name, "custom_class", 3)
-
-
 def test_plain_and_foreign_methods_are_untouched(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,50 +98,6 @@ def test_methods_leave_vllms_own_names_alone() -> None:
     nested = {name for part in own for name in get_args(part)} | own
     assert {"ngram", "eagle3", "dspark"} <= nested
     assert not nested & set(legal_method_names())
-
-
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2.*last rank drafts.*only token"),
-        ({"kv_cache_dtype": "int8_per_token_head"}, "'int8_per_token_head'.*, or one of fp8"),
-        ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype='bfloat16' of a target of dtype float32"),
-        ({"kv_sharing_fast_prefill": True}, "kv_sharing_fast_prefill=True"),
-        ({"max_num_batched_tokens": 256, "max_num_seqs": 4}, None),
-        ({"max_num_scheduled_tokens": 8}, "needs 9 rows .*max_num_scheduled_tokens=8"),
-    ],
-)
-def test_engine_combinations(
-    target: Path, head: Path, engine: dict[str, Any], message: str | None
-) -> None:
-    spec = _jetspec(head, num_speculative_tokens=256 if message is None else 8)
-    with pytest.raises(ValueError, match=message or "needs 257 rows"):
-        engine_config(target, spec, **engine)
-
-
-_FP8_CACHE = {
-    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
-    "ignore": [],
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
-                        "dynamic": False},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["fp8", "fp8_e4m3", "fp8_e5m2", "as the checkpoint says"])
-def test_fp8_caches_are_read_by_whom_they_can_be(
-    target: Path, head: Path, tmp_path: Path, kind: str
-) -> None:
-    """Not by drafts over the target's own keys and values."""
-    engine = {"kv_cache_dtype": kind}
-    if kind == "as the checkpoint says":
-        target, engine = _changed(target, tmp_path, quantization_config=_FP8_CACHE), {}
-    assert engine_config(target, _jetspec(head), **engine).speculative_config.plugin_method
-    heads = {"method": "tokenswift", "model": str(make_tokenswift_heads(tmp_path / "heads", VOCAB))}
-    for source in ("heads", "ngrams"):
-        assert engine_config(target, {**heads, "draft_source": source}, **engine)
-    for options, source in (({"draft_source": "self"}, "self"), ({}, "auto")):
-        with pytest.raises(ValueError, match=f"draft_source='{source}' its drafts read the target"):
-            engine_config(target, {**heads, **options}, **engine)
 
 
 @pytest.mark.parametrize(
@@ -240,106 +187,154 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(target: Path) -> None:
     assert table(num_speculative_tokens=16, max_step_rows=6) == [5, 5, 2, 1, 0]
 
 
-def test_rows_reserved_ahead_leave_some_for_one_more_request(target: Path) -> None:
-    """Else requests that fill the step keep all others out until one of them ends."""
-    from vllm_specplug.engine.placeholders import drafts_by_batch_size
-
-    options = {"method": "ngram_tree", "num_speculative_tokens": 63}
-    engine = {"max_num_seqs": 6, "max_num_batched_tokens": 64, "async_scheduling": True}
-    config = engine_config(target, options, **engine)
-    table = drafts_by_batch_size(config.speculative_config, config.scheduler_config, 63)
-    for size in range(1, 6):
-        assert size * (1 + table[size]) < 64, size
-    assert 6 * (1 + table[6]) <= 64 and min(table) > 0
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden_size": 32, "head_dim": 32}, "target_hidden_size = 64, legal: 32"),
-        ({"vocab_size": 16}, "vocab_size = 12, legal: 16"),
-        ({"num_hidden_layers": 1}, r"target_layer_ids = \[0, 1\].*0\.\.0"),
-    ],
-)  # fmt: skip
-def test_wrong_targets(
-    target: Path, head: Path, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    other = _changed(target, tmp_path, **change)
-    with pytest.raises(ValueError, match=message):
-        engine_config(other, _jetspec(head))
-
-
-_HYBRID = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64,
+_FP8_CACHE = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": {},
+    "ignore": [],
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True,
+                        "dynamic": False},
 }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("family", "layers", "engine", "spec", "message"),
-    [
-        ("Qwen3Next", 4, {}, {}, None),
-        ("Qwen3Next", 4, {"enable_prefix_caching": True}, {}, None),
-        ("Qwen3Next", 4, {}, {"method": "tokenswift", "draft_source": "self"},
-         "draft_source='self' on a target with recurrent states"),
-        ("Qwen3Next", 4, {"dtype": "float32"}, {}, r'dtype=float32 .*set dtype="bfloat16"'),
-        ("FalconH1", 2, {}, {}, r"recurrent layers other than Gated DeltaNet .*FalconH1"),
-    ],
-)  # fmt: skip
-def test_targets_with_recurrent_states(
-    tmp_path: Path, family: str, layers: int, engine: dict[str, Any], spec: dict[str, Any],
-    message: str | None,
-) -> None:  # fmt: skip
-    import transformers
-
-    sizes = {**_HYBRID, "num_hidden_layers": layers, "architectures": [f"{family}ForCausalLM"]}
-    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(tmp_path)
-    spec = {"method": "ngram_tree", "num_speculative_tokens": 8, **spec}
-    if spec["method"] == "tokenswift":
-        spec["model"] = str(make_tokenswift_heads(tmp_path / "heads", 64))
-    engine = {"dtype": "bfloat16", "enable_prefix_caching": False, **engine}
-    if message is None:
-        config = engine_config(tmp_path, spec, **engine)
-        assert config.model_config.is_hybrid
-        # What CPUs lack, CUDA has.
-        config.device_config = SimpleNamespace(device_type="cuda")
-        for dtype in (torch.bfloat16, torch.float32):
-            config.model_config.dtype = dtype
-            _check_states("ngram_tree", config.speculative_config, config)
-        config.kv_transfer_config = RECOMPUTES
-        with pytest.raises(ValueError, match="'ngram_tree' .* a KV connector .*recurrent states"):
-            _check_states("ngram_tree", config.speculative_config, config)
-        return
-    with pytest.raises(ValueError, match=message):
-        engine_config(tmp_path, spec, **engine)
-
-
 _MIXTURE = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
+_HYBRID = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 64,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("source", ["self", "auto", "heads", "ngrams"])
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_mixture_of_experts_in_replicas_takes_no_draft_forwards_of_one_replica(
-    target: Path, tmp_path: Path, source: str, replicas: int
-) -> None:
-    """Replicas meet in every forward; one that ran one more would wait for the others for ever."""
-    other = _changed(target, tmp_path, **_MIXTURE)
-    heads = make_tokenswift_heads(tmp_path / "heads", VOCAB)
-    spec = {"method": "tokenswift", "model": str(heads), "draft_source": source}
-    if source == "ngrams":
-        spec["ngram_topk"] = 3
-    if replicas == 1 or source in ("heads", "ngrams"):
-        made = engine_config(other, spec, data_parallel_size=replicas)
-        assert made.model_config.is_moe
-        assert made.speculative_config.plan.settings.source == source
-        return
-    with pytest.raises(ValueError, match=f"draft_source='{source}'.*data_parallel_size=2"):
-        engine_config(other, spec, data_parallel_size=replicas)
+def _hybrid(folder: Path, family: str, layers: int) -> Path:
+    import transformers
+
+    sizes = {**_HYBRID, "num_hidden_layers": layers, "architectures": [f"{family}ForCausalLM"]}
+    getattr(transformers, f"{family}Config")(**sizes).save_pretrained(folder)
+    return folder
+
+
+def _latent(folder: Path) -> Path:
+    latent_config("DeepseekV3", vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+_STATES = {"dtype": "bfloat16", "enable_prefix_caching": False}
+# Targets by kind: what makes one of the plain target and a folder, and its engine's arguments.
+TARGETS: dict[str, tuple[Callable[[Path, Path], Path], dict[str, Any]]] = {
+    "plain": (lambda target, folder: target, {}),
+    "fp8 caches": (lambda target, folder: _changed(target, folder, quantization_config=_FP8_CACHE),
+                   {}),
+    "experts": (lambda target, folder: _changed(target, folder, **_MIXTURE), {}),
+    "states": (lambda target, folder: _hybrid(folder / "states", "Qwen3Next", 4), _STATES),
+    "other states": (lambda target, folder: _hybrid(folder / "states", "FalconH1", 2), _STATES),
+    "latent": (lambda target, folder: _latent(folder / "latent"), BACKEND),
+}  # fmt: skip
+
+
+def _made(kind: str, target: Path, folder: Path, spec: dict[str, Any], **engine: Any) -> Any:
+    """The config of an engine on such a target; options `draft_source` are of TokenSwift heads."""
+    make, usual = TARGETS[kind]
+    spec = {"method": "ngram_tree", "num_speculative_tokens": 8, **spec}
+    if "draft_source" in spec:
+        heads = make_tokenswift_heads(folder / "heads", VOCAB)
+        spec |= {"method": "tokenswift", "model": str(heads), "ngram_topk": 3}
+    return engine_config(make(target, folder), spec, **{**usual, **engine})
+
+
+HEADS, SELF, AUTO, NGRAMS = ({"draft_source": s} for s in ("heads", "self", "auto", "ngrams"))
+# Kind of target, engine, options, and the refusal where there is one.
+CASES: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
+    ("plain", {"pipeline_parallel_size": 2}, {},
+     "pipeline_parallel_size=2.*last rank drafts.*only token"),
+    ("plain", {"kv_cache_dtype": "int8_per_token_head"}, {},
+     "'int8_per_token_head'.*, or one of fp8"),
+    ("plain", {"kv_cache_dtype": "bfloat16"}, {},
+     "kv_cache_dtype='bfloat16' of a target of dtype float32"),
+    ("plain", {"kv_sharing_fast_prefill": True}, {}, "kv_sharing_fast_prefill=True"),
+    ("plain", {"max_num_batched_tokens": 256, "max_num_seqs": 4}, {"num_speculative_tokens": 256},
+     "needs 257 rows"),
+    ("plain", {"max_num_scheduled_tokens": 8}, {}, "needs 9 rows .*max_num_scheduled_tokens=8"),
+    # Caches of bytes are read by all but drafts over the target's own keys and values.
+    *(("plain", {"kv_cache_dtype": kind}, spec, None)
+      for kind in ("fp8", "fp8_e4m3", "fp8_e5m2") for spec in ({}, HEADS, NGRAMS)),
+    *(("plain", {"kv_cache_dtype": "fp8"}, spec,
+       f"draft_source='{spec['draft_source']}' its drafts read the target")
+      for spec in (SELF, AUTO)),
+    ("fp8 caches", {}, HEADS, None),
+    ("fp8 caches", {}, SELF, "draft_source='self' its drafts read the target"),
+    # Replicas meet in every forward; one that ran one more would wait for the others for ever.
+    *(("experts", {}, spec, None) for spec in (HEADS, SELF, AUTO, NGRAMS)),
+    *(("experts", {"data_parallel_size": 2}, spec, None) for spec in (HEADS, NGRAMS)),
+    *(("experts", {"data_parallel_size": 2}, spec,
+       f"draft_source='{spec['draft_source']}'.*data_parallel_size=2") for spec in (SELF, AUTO)),
     # Dense replicas are engines of their own.
-    engine_config(target, spec, data_parallel_size=replicas)
+    ("plain", {"data_parallel_size": 2}, SELF, None),
+    ("states", {"enable_prefix_caching": True}, {}, None),
+    ("states", {}, SELF, "draft_source='self' on a target with recurrent states"),
+    ("states", {"dtype": "float32"}, {}, r'dtype=float32 .*set dtype="bfloat16"'),
+    ("other states", {}, {}, r"recurrent layers other than Gated DeltaNet .*FalconH1"),
+    ("latent", {}, {}, None),
+    ("latent", {"dtype": "bfloat16"}, {}, None),
+    ("latent", {}, {"tree_kernel": "reference"}, None),
+    ("latent", {}, {"tree_kernel": "cpp"}, r"tree_kernel='cpp' on an MLA target .*\"auto\" or"),
+    ("latent", {"kv_cache_dtype": "fp8"}, {},
+     "kv_cache_dtype='fp8' on an MLA target .*unquantised"),
+    # Whether it can be is seen in the loaded target.
+    ("latent", {"enforce_eager": False}, {}, None),
+    # Prompts come in whole.
+    ("latent", {"max_num_batched_tokens": 64}, {}, None),
+    ("latent", {"max_num_scheduled_tokens": 64}, {}, "scheduled_tokens=64 on .*max_model_len=256"),
+    # What vLLM's scheduler does not follow above the other limit, which is 2048 here.
+    ("latent", {"max_num_scheduled_tokens": 4096}, {}, None),
+    *(("latent", {}, spec, None) for spec in (HEADS, NGRAMS)),
+    ("latent", {}, SELF, r"draft_source='self' on an MLA target .*another setting"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "engine", "spec", "message"), CASES)
+def test_engine_combinations(
+    target: Path, tmp_path: Path, kind: str, engine: dict[str, Any], spec: dict[str, Any],
+    message: str | None,
+) -> None:  # fmt: skip
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            _made(kind, target, tmp_path, spec, **engine)
+        return
+    config = _made(kind, target, tmp_path, spec, **engine)
+    assert config.speculative_config.plugin_method
+    if kind == "latent":
+        assert 256 <= max_scheduled_rows(config.scheduler_config) <= 2048
+
+
+def test_what_recurrent_states_need_on_cuda(target: Path, tmp_path: Path) -> None:
+    config = _made("states", target, tmp_path, {})
+    config.device_config = SimpleNamespace(device_type="cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        config.model_config.dtype = dtype
+        _check_states("ngram_tree", config.speculative_config, config)
+    config.kv_transfer_config = RECOMPUTES
+    with pytest.raises(ValueError, match="'ngram_tree' .* a KV connector .*recurrent states"):
+        _check_states("ngram_tree", config.speculative_config, config)
+
+
+@pytest.mark.parametrize(
+    ("device", "kernel", "message"),
+    [
+        ("cuda", "auto", None),
+        ("cuda", "triton", None),
+        ("cuda", "flash", r"tree_kernel='flash' on an MLA target .*\"auto\" or \"triton\""),
+        ("xpu", "auto", r"MLA target \(DeepseekV3ForCausalLM\) on 'xpu'.*on CPUs and on CUDA"),
+    ],
+)
+def test_latent_attention_by_device(
+    target: Path, tmp_path: Path, device: str, kernel: str, message: str | None
+) -> None:
+    config = _made("latent", target, tmp_path, {})
+    config.speculative_config.tree_kernel = kernel
+    config.device_config = SimpleNamespace(device_type=device)
+    if message is None:
+        check_engine_config(config)
+        return
+    with pytest.raises(ValueError, match=f"'ngram_tree' .*{message}"):
+        check_engine_config(config)
 
 
 def test_what_multimodal_targets_do_not_give_is_named(

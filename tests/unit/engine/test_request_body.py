@@ -53,14 +53,6 @@ def test_values_that_would_be_read_as_others(
     assert error["param"] == next(iter(xargs))
 
 
-@pytest.mark.parametrize("name", ["specplug_tree_budget", "specplug_penalty_window"])
-def test_parameters_beside_vllm_xargs(client: TestClient, name: str) -> None:
-    answer = client.post("/chat", json={**CHAT, name: 4})
-    error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == name
-    assert f'Give it as "vllm_xargs": {{"{name}": ...}}' in error["message"]
-
-
 @pytest.mark.parametrize("xargs", [{"specplug_tree_budget": 1}, {"other": True}, {}, None])
 def test_all_others_pass(client: TestClient, xargs: Any) -> None:
     answer = client.post("/chat", json={**CHAT, "vllm_xargs": xargs, "another": 1})

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,19 +76,6 @@ def test_trees_take_v2(
     expected = 1 if asked is None and not triton else 0
     assert len(said(lines)) == expected
     assert all("'ngram_tree'" in line and "Plain vLLM uses V1" in line for line in said(lines))
-
-
-@pytest.mark.parametrize("ahead", [None, True, False])
-def test_an_engine_process_keeps_the_runner_and_the_way_of_scheduling(
-    target: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool | None
-) -> None:
-    """It checks the config again once it is connected, as `EngineCoreProc` does."""
-    with_triton(monkeypatch, False)
-    config = pickle.loads(pickle.dumps(engine_config(target, TREES, async_scheduling=ahead)))
-    config.__post_init__()
-    assert config.use_v2_model_runner
-    assert config.scheduler_config.async_scheduling == bool(ahead)
-    assert config.parallel_config.disable_nccl_for_dp_synchronization == bool(ahead)
 
 
 @pytest.mark.parametrize(("device", "triton"), [("cpu", False), ("cpu", True), ("cuda", True)])

@@ -138,37 +138,6 @@ def make_scheduler(manager: Any, requests: list[Any]) -> Any:
     return scheduler
 
 
-def test_a_tree_between_lines_keeps_its_own_rows() -> None:
-    first, middle, last = (make_request(name, []) for name in ("first", "middle", "last"))
-    manager = make_manager()
-    scheduler = make_scheduler(manager, [first, middle, last])
-    # Siblings 5 and 6, then 8 below 5 and below 6.
-    scheduled = {"first": [3, 4], "middle": [5, 6, 8, 8], "last": [7]}
-    scheduler.update_draft_token_ids(drafts_of(scheduled, middle=[-1, -1, 0, 1]))
-    assert middle.spec_token_ids == [5, 6, 8, 8]
-    mask = manager.grammar_bitmask(scheduler.requests, ["first", "middle", "last"], scheduled)
-
-    def row(*text: int) -> int:
-        grammar, expected = ToyGrammar(), torch.zeros(1, dtype=torch.int32)
-        grammar.text += text
-        grammar.fill_bitmask(expected, 0)
-        return int(expected[0])
-
-    assert rows_as_read(mask, [3, 5, 2]) == [
-        row(), row(3), row(3, 4),
-        row(), row(5), row(6), row(5, 8), row(6, 8),
-        row(), row(7),
-    ]  # fmt: skip
-
-
-def test_without_parents_vllms_own_code_runs() -> None:
-    request = make_request("line", [])
-    scheduler = make_scheduler(make_manager(), [request])
-    scheduler.update_draft_token_ids(drafts_of({"line": [5, 6, 8, 1]}))
-    assert request.spec_token_ids == [5, 6]  # a line: 5 + 6 + 8 is too much
-    assert request.structured_output_request.specplug_tree is None
-
-
 def masks_of(
     tokens: list[int],
     parents: list[int] | None,

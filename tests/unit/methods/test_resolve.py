@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,24 +43,6 @@ def _state(folder: str, **changes: Any) -> None:
 
 def _resolve(target: Path, spec: Spec, **engine: Any) -> Any:
     return engine_config(target, spec, **engine).speculative_config
-
-
-def test_defaults(target: Path, specs: dict[str, Spec]) -> None:
-    dels, ddtree, longspec = (_resolve(target, specs[n]) for n in ("dels", "ddtree", "longspec"))
-    options = dels.plan.settings
-    assert dels.plugin_method == "dels" and dels.draft_depth == 4
-    # The paper's.
-    assert options.alpha == options.beta == (0.0, 0.3, 0.3, 0.3)
-    assert not options.anchor_input and options.num_candidates == 128
-    folder = Path(specs["dels"]["local_head"]).resolve()
-    assert options.unigram_path == str(folder / "unigram.safetensors")
-    assert options.path == str(folder / "model.safetensors")
-    assert ddtree.plugin_method == "ddtree" and ddtree.plan.settings is None
-    assert ddtree.ngram_topk == 3
-    assert (longspec.plugin_method, longspec.method) == ("longspec", "custom_class")
-    assert (longspec.num_speculative_tokens, longspec.draft_depth) == (16, 5)
-    assert (longspec.plan.settings, longspec.aux_layers) == (None, ())
-    assert pickle.loads(pickle.dumps(longspec)) == longspec
 
 
 # Method, changes of its options, what the head says, and the refusal.

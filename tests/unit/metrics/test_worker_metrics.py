@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from vllm_specplug.metrics import SpecPlugMetrics, StepStats, format_interval
+from vllm_specplug.metrics import SpecPlugMetrics
 
 LOGGER = logging.getLogger("specplug.test.worker_metrics")
 
@@ -72,35 +72,3 @@ def test_watchdog_is_fed(clock, caplog):
     for _ in range(512):
         step(metrics, num_accepted=0)
     assert "over the last 512 drafts of heads/mine" in caplog.messages[0]
-
-
-def test_format_interval():
-    stats = StepStats()
-    stats.merge(
-        {
-            "drafts": 100,
-            "nodes": 1520,
-            "by_depth": [71, 38, 15, 7],
-            "plain": {"context": 2, "batch": 10},
-            "ms": {"draft": [3.0, 3.2], "verify": [30.6, 31.4], "compact": [0.2]},
-            "step_nodes": [30, 32],
-            "budget": 16,
-            "predicted": [100.0, 131],
-        }
-    )
-    assert format_interval(stats) == (
-        "specplug: mean acceptance length 2.31 (accepted 1.31 of 15.2 nodes) "
-        "| by depth 0.71 0.38 0.15 0.07 "
-        "| budget now 16, nodes per step 31.0, accepted / predicted 1.31 "
-        "| draft 3.1 ms verify 31 ms compact 0.20 ms "
-        "| plain steps 12 (batch 10, context 2)"
-    )
-
-
-def test_format_interval_without_trees_and_with_deep_ones():
-    stats = StepStats()
-    stats.observe_plain("batch", 7)
-    assert format_interval(stats) == "specplug: no trees verified | plain steps 7 (batch 7)"
-    stats = StepStats()
-    stats.observe_draft(20, 12)
-    assert format_interval(stats).endswith("by depth " + "1.00 " * 10 + "...")

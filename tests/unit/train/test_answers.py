@@ -83,13 +83,6 @@ def test_missing_and_damaged_files_are_named(tmp_path):
         read_plan(tmp_path)
 
 
-def test_a_plan_is_continued_with_its_own_settings(tmp_path):
-    write_plan(tmp_path, [], {"max_tokens": 8, "make": {"code": 2}})
-    refuse_other_settings(tmp_path, {"max_tokens": 8, "make": {"code": 2}, "seed": 0})
-    with pytest.raises(ValueError, match=f"max_tokens = 9, but {tmp_path} was begun with 8"):
-        refuse_other_settings(tmp_path, {"max_tokens": 9})
-
-
 def test_an_interruption_leaves_no_plan_without_its_settings(tmp_path, monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt

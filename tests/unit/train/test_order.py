@@ -8,7 +8,6 @@ import torch
 
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.order import DataOrder
-from vllm_specplug.train.run import layer_scales
 from vllm_specplug.train.vocabulary import draft_vocabulary, vocabulary_coverage
 
 
@@ -43,10 +42,3 @@ def test_draft_vocabulary_is_the_frequent_answer_tokens(feature_folders):
     whole = draft_vocabulary(store, 64, 64)
     assert torch.equal(whole, torch.arange(64))
     assert vocabulary_coverage(store, whole) == 1.0
-
-
-def test_layer_scales_are_root_mean_squares(feature_folders):
-    store = FeatureStore(feature_folders[0])
-    scales = layer_scales(store)
-    rows = torch.cat([store[i].aux[1:].float() for i in range(len(store))])
-    assert scales[1] == pytest.approx(float(rows[:, 32:].pow(2).mean().sqrt()), rel=1e-4)

@@ -15,8 +15,7 @@ from typer.testing import CliRunner
 
 from tests.unit.train.chat_targets import chat_target
 from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
-from vllm_specplug.train.cli import data_app, parse_counts, train_app
-from vllm_specplug.train.features import spread_layers
+from vllm_specplug.train.cli import data_app, train_app
 
 runner = CliRunner()
 
@@ -154,13 +153,6 @@ def test_finished_data_starts_no_engine(data, monkeypatch):
     assert result.stdout == f"all 10 answers of the plan are in {data}\n"
 
 
-def test_make_counts_are_parsed_strictly():
-    assert parse_counts(["code=20", "self=3"]) == {"code": 20, "self": 3}
-    for bad in ("code", "code=", "code=-1", "code=x"):
-        with pytest.raises(ValueError, match="KIND=NUMBER"):
-            parse_counts([bad])
-
-
 @pytest.mark.parametrize(
     ("kind", "option"),
     [("jetspec", "--ema-decay=1.5"), ("dspark", "--markov-rank=0"), ("dels", "--total-steps=0"),
@@ -196,8 +188,3 @@ def test_every_option_is_explained():
     named = [(name, option.name) for app in apps for name, command in app.commands.items()
              for option in command.params if not option.help]  # fmt: skip
     assert not named
-
-
-def test_default_layers_spread_to_the_last():
-    assert spread_layers(30) == (2, 11, 20, 29)
-    assert spread_layers(2) == (1,)

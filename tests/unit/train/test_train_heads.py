@@ -294,24 +294,6 @@ def test_a_failure_after_the_last_step_is_mended_on_resume(
     assert weights.read_bytes() == content
 
 
-def test_the_loss_that_is_shown_continues_on_resume(make_job: MakeJob) -> None:
-    shown: list[float] = []
-
-    def on_step(step: int, numbers: dict[str, float]) -> None:
-        shown.append(numbers["loss_average"])
-
-    job = make_job("jetspec", total_steps=6)
-    losses, _ = job.train(on_step)
-    longer = job.changed(resume=True, log_every=1, total_steps=7)
-    longer.train(on_step)
-    average = losses[0]
-    for loss in losses[1:]:
-        average = 0.95 * average + 0.05 * loss
-    assert shown[5] == pytest.approx(average)
-    assert abs(shown[6] - shown[5]) < 0.06 * abs(shown[5])
-    assert f"step 7: loss {shown[6]:.4f}" in "\n".join(longer.lines)
-
-
 def test_a_run_is_not_resumed_with_other_data_or_trained_with_those_of_another_target(
     make_job: MakeJob, tmp_path: Path
 ) -> None:

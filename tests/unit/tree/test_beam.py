@@ -12,11 +12,7 @@ from hypothesis import strategies as st
 
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.tree import ROOT
-from vllm_specplug.tree.beam import (
-    BranchRows,
-    Frontier,
-    draft_level_by_level,
-)
+from vllm_specplug.tree.beam import Frontier, draft_level_by_level
 
 VOCAB = 4
 
@@ -98,16 +94,6 @@ def test_best_first_is_exact_for_every_request(seed: int, asked: list[tuple[int,
             assert score == pytest.approx(expected[path], abs=1e-4)
 
 
-def test_width_one_drafts_the_greedy_chain() -> None:
-    model = BranchModel(1, 1)
-    (chain,) = draft_level_by_level([0], [3], [3], 1, model.expand)
-    assert chain.parent_indices.tolist() == [-1, 0, 1]
-    path: tuple[int, ...] = ()
-    for token in chain.token_ids.tolist():
-        assert token == int(np.argmax(model.log_probs(0, path)))
-        path = (*path, token)
-
-
 @pytest.mark.parametrize("least", [0.05, 0.2])
 def test_children_of_improbable_nodes_are_not_drafted(least: float) -> None:
     whole, cut = BranchModel(5, 2), BranchModel(5, 2)
@@ -137,24 +123,3 @@ def test_no_level_is_drafted_that_promises_too_little() -> None:
     narrow = BranchModel(4, 1)
     draft_level_by_level([0], [30], [4], VOCAB, narrow.expand, frontier_width=3)
     assert max(map(len, narrow.calls)) == 3
-
-
-def test_rows_know_their_ancestors_across_requests() -> None:
-    model = BranchModel(8, 2)
-    rows = BranchRows(2)
-
-    def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
-        rows.add(frontier)
-        return model.expand(frontier)
-
-    draft_level_by_level([0, 0], [9, 5], [3, 3], VOCAB, expand)
-    for r, parents in enumerate(rows.parent_arrays()):
-        expanded = [
-            (node, parent)
-            for call in model.calls
-            for q, node, parent in zip(call.requests, call.nodes, call.parents, strict=True)
-            if q == r and node != ROOT
-        ]
-        assert len(parents) == len(expanded)
-        place = {ROOT: ROOT, **{int(node): i for i, (node, _) in enumerate(expanded)}}
-        assert parents.tolist() == [place[int(parent)] for _, parent in expanded]

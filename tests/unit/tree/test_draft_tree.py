@@ -18,14 +18,6 @@ def make_tree(token_ids, parent_indices, depths, scores=(0.0, 0.0)) -> DraftTree
     return DraftTree(*(np.array(column, kind) for column, kind in columns))
 
 
-def test_empty_tree_has_no_nodes():
-    tree = DraftTree.empty()
-    tree.validate()
-    assert tree.num_nodes == len(tree) == 0
-    assert tree.max_depth == 0
-    assert tree.child_of(ROOT, 0) is None
-
-
 @given(cases(), st.integers(0, 45))
 def test_every_prefix_is_a_tree(case, num_nodes):
     tree = case.build()

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.tree.candidates import tree_of
-from tests.unit.tree.walk_oracle import walk_on_host
 from tests.unit.vllm_v2.steps import VOCAB, attached, input_batch, trees
 from vllm_specplug.kernels import ancestor_words as words_on_host
 from vllm_specplug.tree import DraftTree
@@ -26,8 +25,6 @@ from vllm_specplug.tree.step_trees import (
     committed_rows,
     emitting_rows,
     path_moves,
-    set_axes,
-    set_positions,
     walk_trees,
 )
 from vllm_specplug.vllm_v2.step_input import step_rows
@@ -35,33 +32,6 @@ from vllm_specplug.vllm_v2.step_input import step_rows
 CPU = torch.device("cpu")
 batches = st.lists(trees(), min_size=1, max_size=4)
 BLOCK = 4
-
-
-@given(batches, st.data())
-def test_any_prefix_of_stored_trees_is_attached(
-    batch: list[DraftTree], data: st.DataObject
-) -> None:
-    scheduled = [data.draw(st.integers(0, 12)) for _ in batch]
-    step, _, _ = attached(batch, scheduled=scheduled)
-    starts = step.rows.starts.tolist()
-    for i, tree in enumerate(batch):
-        first, end = starts[i], starts[i + 1]
-        shown = min(tree.num_nodes, scheduled[i])
-        parents, depths = step.parent_rows[first:end].tolist(), step.depths[first:end].tolist()
-        assert parents[0] == ROOT and depths[0] == 0
-        assert parents[1 : shown + 1] == (first + 1 + tree.parent_indices[:shown]).tolist()
-        assert depths[1 : shown + 1] == tree.depths[:shown].tolist()
-        # Unused nodes are out of reach.
-        assert set(parents[shown + 1 :]) <= {NO_NODE}
-
-
-@given(batches)
-def test_words_are_those_of_the_host(batch: list[DraftTree]) -> None:
-    step, _, _ = attached(batch)
-    padded = [
-        np.concatenate([t.parent_indices, np.full(12 - t.num_nodes, -1, np.int32)]) for t in batch
-    ]
-    assert torch.equal(ancestor_words(step), words_on_host(padded))
 
 
 def test_words_of_trees_wider_than_a_word() -> None:
@@ -72,6 +42,16 @@ def test_words_of_trees_wider_than_a_word() -> None:
     step, _, _ = attached([chain, chain.prefix(70)], num_nodes=150)
     padded = np.concatenate([parents[:70], np.full(80, -1, np.int32)])
     assert torch.equal(ancestor_words(step), words_on_host([parents, padded]))
+
+
+def walk_on_host(tree: DraftTree, samples: list[int]) -> tuple[list[int], list[int]]:
+    """Accepted nodes from the root down, and the emitted tokens, which are one more, of the
+    target's samples at the root and at each node."""
+    path: list[int] = []
+    node = -1
+    while (child := tree.child_of(node, samples[node + 1])) is not None:
+        path.append(node := child)
+    return path, [samples[0], *(samples[node + 1] for node in path)]
 
 
 @given(batches, st.integers(0, 2**32 - 1))
@@ -144,31 +124,6 @@ def test_committed_rows_are_in_the_order_of_positions(
         assert positions == list(range(contexts[i], contexts[i] + len(path)))
         assert committed.last_rows[i] == path[-1]
         first = root + 13
-
-
-@given(st.lists(trees(), min_size=1, max_size=3), st.data())
-def test_positions_follow_depth_on_every_axis(batch: list[DraftTree], data: st.DataObject) -> None:
-    """Behind an image a root's position is none of its number in the sequence, and other on each
-    axis; rows of prompts and of padding keep theirs."""
-    prompts = [data.draw(st.integers(0, 4)) for _ in batch]
-    step, tokens, contexts = attached(batch, prompt_rows=prompts)
-    total, padding = len(tokens) + sum(prompts), 3
-    # As in vLLM, a view of a buffer with more columns.
-    axes = torch.arange(3 * (total + 9)).reshape(3, -1).mul(7)[:, : total + padding]
-    line = axes[0].clone()
-    before = axes.clone()
-    set_axes(step, axes)
-    set_positions(step, line)
-    first = 0
-    for tree, prompt, context in zip(batch, prompts, contexts, strict=True):
-        root = first + prompt
-        assert torch.equal(axes[:, first : root + 1], before[:, first : root + 1])
-        at = slice(root + 1, root + 1 + tree.num_nodes)
-        depths = torch.from_numpy(tree.depths)
-        assert torch.equal(axes[:, at], before[:, root, None] + depths)
-        assert torch.equal(line[at], context + depths.long())
-        first = root + 13
-    assert torch.equal(axes[:, total:], before[:, total:])
 
 
 def _first_children(tree: DraftTree) -> list[int]:

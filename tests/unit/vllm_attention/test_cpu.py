@@ -8,7 +8,6 @@ import weakref
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,10 +19,8 @@ from vllm_specplug.vllm_attention.tree_rows import (  # noqa: E402
     CpuTreeRows,
     attach_tree_rows,
     layout_key,
-    tree_rows_of,
     warmup_rows,
 )
-from vllm_specplug.vllm_v2.backend import CpuTreeBackend  # noqa: E402
 
 HEADS, DIM, BLOCK = 2, 32, 32
 
@@ -97,37 +94,3 @@ def test_rows_of_dummies_are_chains_behind_their_context(
     assert made.mask_words is not None
     places = [i for count in counts for i in range(count)]
     assert made.mask_words[:, 0].tolist() == [2 ** (place + 1) - 1 for place in places]
-
-
-@pytest.mark.parametrize("has_prompt", [False, True])
-def test_plain_rows_are_attended_where_the_backend_takes_them(has_prompt: bool) -> None:
-    """A prompt of three rows or none, and two requests of one row."""
-    starts, lengths = ([0, 3, 4, 5], [3, 8, 9]) if has_prompt else ([0, 1, 2], [8, 9])
-    batch = SimpleNamespace(
-        num_reqs=len(lengths),
-        query_start_loc_np=np.array(starts),
-        seq_lens=torch.tensor(lengths, dtype=torch.int32),
-    )
-    table = torch.zeros(3, 1, dtype=torch.int32)
-    for takes in (False, True):
-        backend = CpuTreeBackend(takes)
-        backend.layouts, backend.layers = {}, {}
-        metadata = {"layer": SimpleNamespace()}
-        backend.attach(metadata, batch, None, [table])
-        rows = tree_rows_of(metadata["layer"])
-        if not takes:
-            assert rows is None
-            continue
-        assert isinstance(rows, CpuTreeRows)
-        assert not rows.has_trees and rows.covers_batch == (not has_prompt)
-        first, row = (1, 3) if has_prompt else (0, 0)
-        plan = [[first, first + 1], [row, row + 1], [1, 1], [7, 8]]
-        assert rows.metadata.plan[:4].tolist() == plan
-
-
-def test_no_rows_are_taken_of_a_step_without_decoding_requests() -> None:
-    metadata = {"layer": SimpleNamespace()}
-    for starts in ([0], [0, 4]):
-        batch = SimpleNamespace(num_reqs=len(starts) - 1, query_start_loc_np=np.array(starts))
-        CpuTreeBackend(True).attach(metadata, batch, None, [torch.zeros(1, 1).int()])
-        assert tree_rows_of(metadata["layer"]) is None

@@ -10,11 +10,7 @@ import torch
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.seams import ATTENTION_BACKENDS
-from vllm_specplug.vllm_attention.gpu import (
-    TreeFlashAttentionBackend,
-    TreeTritonAttentionBackend,
-    gpu_cache_views,
-)
+from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionBackend, TreeTritonAttentionBackend
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 from vllm_specplug.vllm_worker.target.attention_backend import claim_attention_backend
 
@@ -29,14 +25,6 @@ def test_attention_backends_hand_tree_rows_over_and_stay_out_of_full_graphs(
     assert builder.get_cudagraph_support(None, None).name == "NEVER"
     monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
     assert builder.get_cudagraph_support(None, None).name == "UNIFORM_BATCH"
-
-
-def test_views_of_the_gpu_cache():
-    cache = torch.arange(2 * 3 * 4 * 10).view(2, 3, 4, 10)  # [blocks, Hkv, page, 2 * Dh]
-    key, value = gpu_cache_views(cache)
-    assert key.shape == value.shape == (2, 4, 3, 5)
-    assert torch.equal(key[1, 2, 0], cache[1, 0, 2, :5])
-    assert torch.equal(value[1, 2, 0], cache[1, 0, 2, 5:])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from vllm_specplug.vllm_attention.latent_gpu import (
     TreeMLAImplMixin,
     latent_metadata,
 )
-from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows, attach_tree_rows
+from vllm_specplug.vllm_attention.tree_rows import DeviceTreeRows
 from vllm_specplug.vllm_v2.latent_device import LatentDeviceBackend
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.target.attention_backend import claim_attention_backend
@@ -137,12 +137,6 @@ def attached(
     return getattr(metadata, "specplug_tree_rows", None)
 
 
-def test_single_rows_are_left_to_vllms_kernel() -> None:
-    assert attached([1, 1], 2, [5, 9]) is None
-    # Beside a prompt.
-    assert attached([1, 20], 1, [5, 20]) is None
-
-
 def test_short_pieces_of_prompts_are_chains() -> None:
     rows = attached([1, 3, 20], 2, [5, 9, 20])
     assert isinstance(rows, DeviceTreeRows) and not rows.covers_batch
@@ -158,19 +152,3 @@ def test_a_tree_that_vllm_takes_for_a_prompt_stops_the_step() -> None:
     logits = np.array([0, 1, 6])
     with pytest.raises(AssertionError, match="not decoded"):
         attached([1, 20], 1, [5, 20], trees=SimpleNamespace(), cu_num_logits_np=logits)
-
-
-def test_rows_without_trees_take_vllms_forward() -> None:
-    class Stock:
-        def forward_mqa(self, q: Any, cache: Any, metadata: Any, layer: Any) -> Any:
-            return q, "vLLM's"
-
-        def reserve_workspace(self) -> None:
-            raise AssertionError("memory for rows that vLLM's kernel does not get")
-
-    made = type("Impl", (TreeMLAImplMixin, Stock), {})()
-    made.reserve_workspace()
-    metadata = SimpleNamespace()
-    assert made.forward_mqa("q", None, metadata, None) == ("q", "vLLM's")
-    attach_tree_rows(metadata, None)
-    assert made.forward_mqa("q", None, metadata, None) == ("q", "vLLM's")

@@ -7,7 +7,6 @@ vLLM's own layers over the CPU backend that serves; its CUDA implementations by 
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -26,30 +25,26 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.e2e.tiny import make_target
 from vllm_specplug.drafting.caches import TargetCacheSpec
-from vllm_specplug.kernels import AttnFeatures, FeatureKind
+from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
-from vllm_specplug.vllm_attention.cpu import (
-    TreeCPUAttentionBackend,
-    TreeCPUAttentionBackendImpl,
-)
+from vllm_specplug.vllm_attention.cpu import TreeCPUAttentionBackend, TreeCPUAttentionBackendImpl
 from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionImpl, TreeTritonAttentionImpl
 from vllm_specplug.vllm_attention.layer_support import (
     IMPL_FEATURES,
     check_cache_dtypes,
     check_target_layers,
 )
+from vllm_specplug.vllm_worker.memory import cache_groups
 from vllm_specplug.vllm_worker.memory.cache_groups import (
     CacheGroup,
     check_plain_attention,
     draft_group,
-    target_groups,
     target_layer,
 )
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.proposer import _check_forward
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
-TREE_IMPLS = {TreeCPUAttentionBackendImpl, TreeFlashAttentionImpl, TreeTritonAttentionImpl}
 # Parameters of implementations that tree rows honour, or that the layer check covers elsewhere.
 HONOURED = {
     "self", "num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype",
@@ -219,44 +214,24 @@ def test_draft_layers_in_several_groups_are_refused(config: VllmConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("drafts", "windows", "full", "expected"),
-    # layers of each group: drafts of another shape, with a window, with full attention
-    [
-        (1, [1] * 10, [1] * 2, "12 KV cache groups instead of 6"),
-        (2, [2] * 5, [2], None),
-        (3, [2] * 5, [2], None),
-        (1, [2], [2], None),
-    ],
+    ("drafts", "windows", "full", "is_told"),
+    # Layers of each group: drafts of another shape, with a window, with full attention.
+    [(1, [1] * 10, [1] * 2, True), (2, [2] * 5, [2], False), (1, [2], [2], False)],
 )
 def test_draft_layers_that_split_the_targets_groups_are_told_of(
-    caplog: pytest.LogCaptureFixture,
-    config: VllmConfig,
-    drafts: int,
-    windows: list[int],
-    full: list[int],
-    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch, drafts: int, windows: list[int], full: list[int], is_told: bool
 ) -> None:
-    draft = object.__new__(DraftKVLayer)
-    names = iter(f"{i}" for i in range(100))
-    groups, layers = [], {}
+    said: list[str] = []
+    monkeypatch.setattr(cache_groups.logger, "warning", lambda text, *a: said.append(text % a))
+    draft, groups, layers = object.__new__(DraftKVLayer), [], {}
     for kind, sizes in (("windows", windows), ("full", full), ("drafts", [drafts])):
         for size in sizes:
-            members = [next(names) for _ in range(size)]
-            layers |= {name: draft if kind == "drafts" else None for name in members}
-            groups.append(SimpleNamespace(layer_names=members, kv_cache_spec=kind))
-    logger = logging.getLogger("vllm.specplug")
-    logger.addHandler(caplog.handler)
-    try:
-        # vLLM's level is that of its first import.
-        with caplog.at_level(logging.WARNING, logger.name):
-            found = draft_group(SimpleNamespace(kv_cache_groups=groups), layers, "jetspec")
-        assert found == len(groups) - 1
-    finally:
-        logger.removeHandler(caplog.handler)
-    if expected is None:
-        assert not caplog.text
-    else:
-        assert expected in caplog.text and "--disable-hybrid-kv-cache-manager" in caplog.text
+            names = [f"{len(groups)}.{i}" for i in range(size)]
+            layers |= dict.fromkeys(names, draft if kind == "drafts" else None)
+            groups.append(SimpleNamespace(layer_names=names, kv_cache_spec=kind))
+    found = draft_group(SimpleNamespace(kv_cache_groups=groups), layers, "jetspec")
+    assert found == len(groups) - 1 and bool(said) == is_told
+    assert all("12 KV cache groups instead of 6" in text for text in said)
 
 
 def test_bidirectional_prefixes_are_refused(config: VllmConfig) -> None:
@@ -319,70 +294,6 @@ def test_caches_of_another_dtype_are_refused(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     with pytest.raises(ValueError, match=f"'jetspec' .*'b'.* dtype is {name}.*--kv-cache-dtype"):
         check_cache_dtypes({"a": good, "b": good.to(dtype)}, torch.float32, "jetspec")
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "takers"),
-    [
-        ("fp8", torch.uint8, TREE_IMPLS),
-        ("fp8_e4m3", torch.uint8, TREE_IMPLS),
-        ("fp8_e5m2", torch.uint8, {TreeCPUAttentionBackendImpl}),
-        ("int8_per_token_head", torch.int8, {TreeTritonAttentionImpl}),
-        ("fp8_per_token_head", torch.uint8, {TreeTritonAttentionImpl}),
-        ("int4_per_token_head", torch.uint8, set()),
-    ],
-)
-def test_caches_of_eight_bits_are_taken_where_their_numbers_are_known(
-    kind: str, dtype: torch.dtype, takers: set[type]
-) -> None:
-    cache = {"a": torch.zeros(1, 1, 16, 8, dtype=dtype)}
-    for impl in TREE_IMPLS:
-        layers = {"a": SimpleNamespace(kv_cache_dtype=kind, impl=impl)}
-        if impl in takers:
-            check_cache_dtypes(cache, torch.float32, "jetspec", layers)
-        else:
-            with pytest.raises(ValueError, match=f"'a'.* dtype is {str(dtype)[6:]}"):
-                check_cache_dtypes(cache, torch.float32, "jetspec", layers)
-
-
-@pytest.mark.parametrize("impl", [TreeFlashAttentionImpl, TreeTritonAttentionImpl])
-def test_scales_of_a_quantised_cache_are_handed_over(impl: type) -> None:
-    """Those of the layer, which checkpoints and calibration write in place."""
-    scales = {f"_{name}_scale": torch.tensor(0.5) for name in "qkv"}
-    made = object.__new__(impl)
-    for cache_dtype, query_quant, expected in (
-        ("fp8", object(), FeatureKind(quantised_cache=True, quantised_query=True)),
-        ("fp8_e4m3", None, FeatureKind(quantised_cache=True)),
-        ("auto", None, FeatureKind()),
-        # Other formats, which the check of dtypes refuses.
-        ("fp8_e5m2", None, FeatureKind()),
-        ("int4_per_token_head", None, FeatureKind()),
-    ):
-        made.kv_cache_dtype = cache_dtype
-        features = made.tree_features(SimpleNamespace(**scales, query_quant=query_quant))
-        assert features.kind == expected
-        if features.key_scales is not None:
-            assert features.key_scales is scales["_k_scale"]
-            assert features.value_scales is scales["_v_scale"]
-        assert features.query_scales is (scales["_q_scale"] if query_quant else None)
-
-
-def test_layers_of_one_group_are_told_apart_by_their_numbers() -> None:
-    """`kv_cache_dtype_skip_layers` leaves some as they are."""
-    layers = {
-        str(i): SimpleNamespace(
-            kv_cache=torch.zeros(1, 1, 16, 8, dtype=torch.uint8 if i % 2 else torch.float32),
-            dtype=torch.float32,
-            kv_cache_dtype="fp8" if i % 2 else "auto",
-            num_heads=2,
-        )
-        for i in range(4)
-    }
-    config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(layers))])
-    plain, small = target_groups(config, layers)
-    assert (plain.index, [*plain.caches], plain.key_dtype) == (0, ["0", "2"], None)
-    assert (small.index, [*small.caches], small.key_dtype) == (0, ["1", "3"], torch.float32)
-    assert small.cache_dtype == "fp8"
 
 
 def test_the_caches_of_eight_bits_are_those_that_vllms_cpu_attention_declares() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,10 @@ from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.vllm_attention.full_graphs import replays_decoding, wants_full_graphs
+from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2 import device_speculator, worker_gpu
 from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
-from vllm_specplug.vllm_v2.graph_trees import narrower, wrap_graph_manager
+from vllm_specplug.vllm_v2.graph_trees import wrap_graph_manager
 from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin
 
 
@@ -88,20 +87,6 @@ def test_where_trees_become_graphs_by_default(
     assert not wants_full_graphs(config())
 
 
-def test_where_kernels_are_timed_in_a_replay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FULL_GRAPHS_VARIABLE, raising=False)
-    modes = CUDAGraphMode.FULL_AND_PIECEWISE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.NONE, None
-    found = []
-    for mode in modes:
-        made = config(compilation_config=SimpleNamespace(cudagraph_mode=mode))
-        made.model_config.enable_sleep_mode = False
-        found.append(replays_decoding(made))
-    assert found == [True, False, False, False] and not replays_decoding(None)
-    made.compilation_config.cudagraph_mode = modes[0]
-    made.model_config.enable_sleep_mode = True
-    assert not replays_decoding(made)
-
-
 @pytest.mark.parametrize("wanted", ["0", "1"])
 def test_ragged_graphs_where_they_are_wanted(
     runner: Any, monkeypatch: pytest.MonkeyPatch, wanted: str
@@ -112,19 +97,6 @@ def test_ragged_graphs_where_they_are_wanted(
     # vLLM is as it was.
     stock = model_runner.ModelCudaGraphManager(varlen_decode=False)
     assert stock.asked == {"varlen_decode": False}
-
-
-def test_graphs_of_small_trees_and_few_requests_come_first() -> None:
-    full = BatchExecutionDescriptor(CUDAGraphMode.FULL, 272, 32, max_query_len=257)
-    shapes = [(desc.max_query_len, desc.num_reqs) for desc in narrower(full)]
-    assert shapes == [(16, 32), (64, 5), (64, 32), (257, 2), (257, 32)]
-    assert {desc.num_tokens for desc in narrower(full)} == {272}
-    # No request of a graph of 8 rows has more than these, and 514 rows of 3 requests are large.
-    for rows, requests, bound in ((8, 1, 16), (514, 3, 257)):
-        few = BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, requests, max_query_len=257)
-        assert narrower(few) == [replace(few, max_query_len=bound)]
-    pieces = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 272, None)
-    assert narrower(pieces) == [pieces]
 
 
 def wrapped(captures: Any, candidates: Any, rows: int, requests: int, limit: int) -> Any:

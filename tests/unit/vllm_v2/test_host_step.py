@@ -3,19 +3,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
-import pytest
 import torch
-from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from tests.unit.tree.candidates import columns_of, tree_of
-from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
-from vllm_specplug.metrics import TREE_NODES_ATTRIBUTE
+from vllm_specplug.drafting.device_requests import DeviceTrees
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2.host_step import TreesCopy
-from vllm_specplug.vllm_v2.runner import TreeOutput
 
 N = 5
 TREES = [
@@ -64,27 +58,3 @@ def test_branches_arrive_beside_the_trees_they_make() -> None:
     assert copy.branches(0) == [(4, [0, 1, 2]), (1, [3, 4, 5])]
     assert copy.branches(1) == []
     assert copy.branches(2) == [(2, [12, 13])]
-
-
-def test_some_requests_are_drafted_for_and_their_trees_spread() -> None:
-    ints = torch.arange(4, dtype=torch.int32)
-    requests = DeviceRequests(
-        ints.long() + 10, ints + 20, ints + 1, ints + 5, 4, N, 30, max_depth=3
-    )
-    rows = torch.tensor([1, 3])
-    some = requests.select(rows)
-    assert (some.anchors.tolist(), some.context_lens.tolist()) == ([11, 13], [21, 23])
-    assert some.budgets.tolist() == [2, 4] and some.depths.tolist() == [6, 8]
-    assert some.rows is not None and some.rows.tolist() == [1, 3] and some.max_depth == 3
-    whole = TreesCopy(on_device([TREES[0], TREES[2]]).scatter(rows, 4), ints + 9)
-    wanted = [DraftTree.empty(), TREES[0], DraftTree.empty(), TREES[2]]
-    assert all(same(whole.merged[row], tree) for row, tree in enumerate(wanted))
-
-
-def test_an_output_carries_the_sizes_of_its_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It stays one of vLLM's outputs, whatever a release adds to those."""
-    monkeypatch.setattr(AsyncOutput, "get_output", lambda self: self.model_runner_output)
-    output = object.__new__(AsyncOutput)
-    output.model_runner_output = SimpleNamespace()
-    output.__class__, output.tree_nodes = TreeOutput, lambda: {"a": 3}
-    assert getattr(output.get_output(), TREE_NODES_ATTRIBUTE) == {"a": 3}

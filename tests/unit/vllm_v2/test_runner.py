@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runner keeps between steps, and what it must not keep."""
+"""What the runner keeps between steps, and for whom it drafts nothing."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
+from vllm import SamplingParams
+from vllm.sampling_params import RepetitionDetectionParams
 
-from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin, _plain_reason, _stop_tokens
 from vllm_specplug.vllm_v2.step_context import StepContext
+from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 
 
 def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
@@ -26,23 +30,6 @@ def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
         slots |= {"session": 2, "new": 1}
         blocks[1:] = torch.tensor([5, 3])
     assert blocks.tolist() == [4, 5, 7]
-
-
-def test_a_name_has_a_grammar_from_its_first_turn_to_its_end() -> None:
-    """One that ended and comes back at once is another request."""
-    runner: Any = SimpleNamespace(tree_constrained=set())
-
-    def step(*finished: str, **new: Any) -> set[str]:
-        requests = [SimpleNamespace(req_id=n, sampling_params=params) for n, params in new.items()]
-        output = SimpleNamespace(finished_req_ids=set(finished), scheduled_new_reqs=requests)
-        TreeRunnerMixin._note_grammars(runner, output)
-        return runner.tree_constrained
-
-    free, bound = (SimpleNamespace(structured_outputs=grammar) for grammar in (None, object()))
-    assert step(session=bound, other=free, pooling=None) == {"session"}
-    assert step(session=free) == {"session"}
-    assert step("session", "other", session=free, other=bound) == {"other"}
-    assert step("other") == set()
 
 
 class _Stock:
@@ -69,3 +56,32 @@ def test_dummy_batches_carry_no_trees() -> None:
     assert runner.begun == 0
     runner.execute_model(None)
     assert runner.begun == 1
+
+
+LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
+
+
+@pytest.mark.parametrize(
+    ("params", "embeds", "reason"),
+    [
+        (SamplingParams(), None, None),
+        # No row of vLLM's tokens holds such a prompt.
+        (SamplingParams(), object(), "embeds"),
+        (None, None, "no_draft"),
+        (SamplingParams(repetition_detection=LOOPS), None, "no_draft"),
+        (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS))), None, None),
+        (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS + 1))), None, "no_draft"),
+    ],
+)
+def test_why_a_request_has_no_drafts(params: Any, embeds: Any, reason: str | None) -> None:
+    request = SimpleNamespace(sampling_params=params, prompt_embeds=embeds)
+    assert _plain_reason(request, _stop_tokens(request)) == reason
+
+
+def test_as_many_stop_tokens_as_a_client_sends_are_taken() -> None:
+    params = SamplingParams(stop_token_ids=list(range(3 * MAX_STOP_TOKENS)))
+    assert len(stop_tokens_of(params)) == 3 * MAX_STOP_TOKENS
+    table = StopTokens(2, torch.device("cpu"))
+    table.put(torch.tensor([1]), [stop_tokens_of(params)])
+    assert (table.token_ids[1] >= 0).all() and (table.token_ids[0] == -1).all()
+    assert stop_tokens_of(SamplingParams()) == set()

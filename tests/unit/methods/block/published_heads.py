@@ -70,6 +70,12 @@ def head_shapes(config: dict[str, Any], *, tables: bool = False) -> dict[str, tu
             "post_attention_layernorm": (hidden,),
         }  # fmt: skip
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in parts.items()}
+        if layer.get("attention_bias"):
+            shapes |= {
+                f"layers.{i}.{name}.bias": shape[:1]
+                for name, shape in parts.items()
+                if name.startswith("self_attn.") and len(shape) == 2
+            }
         for name in ("attention_conv", "mlp_conv") if own.get("conv_kernel_size") else ():
             taps, groups = own["conv_kernel_size"], hidden // own["conv_group_size"]
             shapes[f"layers.{i}.{name}.base_kernel"] = (2, taps, hidden)

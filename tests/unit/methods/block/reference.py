@@ -19,6 +19,10 @@ def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt() * weight.double()
 
 
+def _projected(x: torch.Tensor, tensors: Tensors, name: str) -> torch.Tensor:
+    return x @ tensors[name + ".weight"].T + tensors.get(name + ".bias", torch.zeros(1))
+
+
 def layer_config(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Where the sizes of the layers stand: in speculators' format one level down."""
     return raw.get("transformer_layer_config", raw)
@@ -112,7 +116,7 @@ def block_hidden(
         conv = prefix + "attention_conv."
         normed = _convolved(source, source, t, conv, 0)
         q, k, v = (
-            (inputs @ t[f"{prefix}self_attn.{name}_proj.weight"].T)
+            _projected(inputs, t, f"{prefix}self_attn.{name}_proj")
             .unflatten(-1, (-1, size))
             .transpose(0, 1)
             for name, inputs in (
@@ -135,7 +139,7 @@ def block_hidden(
             seen &= distance < window
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         mixed = (weights @ v).transpose(0, 1).flatten(1)
-        mixed = mixed @ t[prefix + "self_attn.o_proj.weight"].T
+        mixed = _projected(mixed, t, prefix + "self_attn.o_proj")
         x = x + _convolved(mixed, source, t, conv, 1)
         source = _norm(x, t[prefix + "post_attention_layernorm.weight"], eps)
         conv = prefix + "mlp_conv."

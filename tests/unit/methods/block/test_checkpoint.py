@@ -9,12 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.methods.block.published import (
-    SPECULATORS_QWEN3_8B,
-    TINY_TARGET,
-    ZLAB_QWEN3_8B,
-    tiny,
-)
+from tests.unit.methods.block.published import TINY_TARGET, ZLAB_QWEN3_8B, tiny
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.config import BlockHeadConfig, default_target_layer_ids
 from vllm_specplug.methods.block.head import BlockHead
@@ -42,17 +37,6 @@ def tensors() -> dict:
     torch.manual_seed(0)
     head = BlockHead(BlockHeadConfig.from_dict(zlab_config()))
     return {k: torch.randn_like(v) for k, v in head.state_dict().items() if k != "mask_embedding"}
-
-
-def test_zlab_head_loads_with_its_names(tmp_path, tensors):
-    head, extras = load_block_head(write(tmp_path / "h", zlab_config(), tensors), TARGET)
-    for name, tensor in tensors.items():
-        assert torch.equal(head.state_dict()[name], tensor), name
-    assert head.config.target_layer_ids == (1, 3)
-    assert head.config.causal is False
-    assert extras.mask_from_embedding
-    assert extras.target_ids is None
-    assert extras.lm_head is None
 
 
 @pytest.mark.parametrize(
@@ -103,25 +87,6 @@ def test_prefixed_names_and_an_index_of_shards(tmp_path, tensors):
     (folder / "b.safetensors").unlink()
     with pytest.raises(ValueError, match=r"b\.safetensors"):
         load_block_head(folder, TARGET)
-
-
-def test_speculators_head_with_draft_vocabulary_and_own_tables(tmp_path, tensors):
-    d2t = torch.arange(20) // 2  # draft id i is target id i + i // 2
-    shipped = {
-        **tensors,
-        "d2t": d2t,
-        "t2d": torch.zeros(30, dtype=torch.bool),
-        "lm_head.weight": torch.randn(20, 16),
-        "embed_tokens.weight": torch.randn(30, 16),
-    }
-    folder = write(tmp_path / "h", tiny(SPECULATORS_QWEN3_8B), shipped)
-    head, extras = load_block_head(folder, TARGET)
-    assert head.config.target_layer_ids == (1, 3)  # that format counts the embedding as 0
-    assert head.config.causal is False
-    assert torch.equal(extras.target_ids, torch.arange(20) + d2t)
-    assert torch.equal(extras.lm_head, shipped["lm_head.weight"])
-    assert not extras.mask_from_embedding
-    assert torch.equal(head.mask_embedding, shipped["embed_tokens.weight"][29])
 
 
 @pytest.mark.parametrize(

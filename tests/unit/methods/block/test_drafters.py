@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -33,20 +32,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def block(folder: Path, settings: Any = None, cls: type = BlockHeadDrafter, **options: Any) -> Any:
+def block(folder: Path, settings: Any = None, cls: type = BlockHeadDrafter) -> Any:
     """A drafter over contexts of zeros."""
     torch.manual_seed(0)
     embed, lm_head = torch.randn(2, VOCAB, HIDDEN)
-    drafter = load_drafter(cls, folder / "head", settings, lm_head, embed, **options)
+    drafter = load_drafter(cls, folder / "head", settings, lm_head, embed)
     drafter.bind_cache(DenseCache(drafter.cache_specs(), unwritten=0.0))
     return drafter
 
 
-def dels(folder: Path, weights: tuple[float, ...] = WEIGHTS, anchor_input: bool = False) -> Any:
+def dels(folder: Path, weights: tuple[float, ...] = WEIGHTS) -> Any:
     local = folder / "local"
     settings = DelsSettings(
         path=str(local / "model.safetensors"), unigram_path=str(local / "unigram.safetensors"),
-        alpha=weights, beta=weights, anchor_input=anchor_input, num_candidates=VOCAB,
+        alpha=weights, beta=weights, anchor_input=False, num_candidates=VOCAB,
         gate_table_bytes=1 << 20,
     )  # fmt: skip
     return block(folder, settings, DelsDrafter)
@@ -90,31 +89,6 @@ def test_trees_respect_every_limit_and_equal_the_oracle(make: Any, folder: Path)
         assert tree.parent_indices.tolist() == oracle.parent_indices.tolist()
 
 
-def test_ngram_branches_join_the_tree(folder: Path) -> None:
-    requests = draft_requests()
-    requests.token_ids[0] = np.array([7, 8, 9, 10, 11, 12, 13, 7, 8, 9, 10])
-    drafter = block(folder, ngram_topk=2)
-    tree = drafter.propose(requests)[0]
-    tree.validate()
-    assert tree.child_of(-1, 11) is not None
-    assert tree.num_nodes <= requests.budgets[0]
-    # Without a forward, which would fail, lookups still draft.
-    drafter.candidates = None
-    requests = draft_requests()
-    requests.forward_depths.extend([0, 0, 0])
-    trees = drafter.propose(requests)
-    assert [tree.num_nodes > 0 for tree in trees] == [False, False, True]
-
-
-def test_candidates_are_shared_out_by_anchor(folder: Path) -> None:
-    """Drafting a request alone gives what drafting it in a batch gives."""
-    drafter, requests = block(folder), draft_requests()
-    together, _ = drafter.candidates(requests, 4, 4)
-    for r in range(3):
-        alone = requests_of([requests.token_ids[r]], 12, 4, 4)
-        assert torch.equal(drafter.candidates(alone, 4, 4)[0][0], together[r])
-
-
 def test_only_requests_that_want_a_forward_get_the_heads_nodes(folder: Path) -> None:
     drafter, requests = block(folder), draft_requests()
     everyone = drafter.propose(draft_requests())
@@ -131,15 +105,6 @@ def test_weights_of_zero_are_ddtree_exactly(folder: Path) -> None:
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.parent_indices.tolist() == theirs.parent_indices.tolist()
         assert ours.scores.tolist() == theirs.scores.tolist()
-
-
-def test_the_anchor_changes_depth_one_only_when_it_is_read(folder: Path) -> None:
-    weights = (2.0, 0.4, 0.4, 0.4)
-    read, plain, unread = (
-        drafter.propose(draft_requests())[0].scores[0]
-        for drafter in (dels(folder, weights, True), block(folder), dels(folder, (0, *weights[1:])))
-    )
-    assert read != plain and unread == pytest.approx(float(plain))
 
 
 def test_a_local_head_of_too_few_tokens_is_refused(folder: Path) -> None:

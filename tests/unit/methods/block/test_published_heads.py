@@ -15,15 +15,13 @@ from tests.unit.methods.block.published import (
     ANGELSLIM_DFLASH_QWEN3_4B,
     SPECFORGE_DFLASH_KIMI,
     SPECULATORS_QWEN3_8B,
-    TINY_TARGET,
     ZLAB_MIXED,
     ZLAB_QWEN3_8B,
     changed,
     tiny,
 )
-from tests.unit.methods.block.published_heads import PublishedHead, Shared
-from vllm_specplug.drafting.method import Capability, TargetInfo
-from vllm_specplug.registry import get_method, recognise_head
+from tests.unit.methods.block.published_heads import PublishedHead
+from vllm_specplug.registry import recognise_head
 
 _LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -71,6 +69,7 @@ HEADS: dict[str, tuple[dict[str, Any], list[bool], list[int | None]]] = {
         *PLAIN,
     ),
     "partial": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5), *PLAIN),
+    "biases": (tiny(ZLAB_QWEN3_8B, attention_bias=True), *PLAIN),
     # A draft is text, whose three positions are one.
     "mrope": (tiny(ZLAB_QWEN3_8B, partial_rotary_factor=0.5, rope_scaling=_MROPE), *PLAIN),
     "partial in parameters": (
@@ -103,14 +102,6 @@ def test_what_a_config_adds_changes_the_draft(name: str, tmp_path: Path) -> None
     base = PublishedHead(tmp_path / "plain", changed(plain, sliding_window=None))
     ours = head.logits(first=1, causal=False, causal_layers=causal, windows=windows)
     assert not torch.allclose(ours, base.logits(first=1, causal=False), atol=1e-2)
-
-
-def test_windows_are_asked_of_the_runner(tmp_path: Path) -> None:
-    target = TargetInfo(TINY_TARGET, 64, None)
-    for name, needs in (("mixed", {Capability.CONTEXT_WINDOW}), ("zlab", set())):
-        head = PublishedHead(tmp_path / name, HEADS[name][0])
-        options = get_method("ddtree").parse_options({})
-        assert options.resolve("ddtree", Shared(head.folder, 8, 4), target).needs == needs
 
 
 def test_unused_folders_of_a_jetspec_plus_plus_checkpoint_are_logged(

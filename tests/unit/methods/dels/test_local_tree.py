@@ -118,17 +118,6 @@ def test_tables_follow_the_target(name: str) -> None:
         torch.testing.assert_close(gates, expected._input_gates())
 
 
-def test_the_chain_is_the_papers() -> None:
-    case = Case(anchor_input=False, alpha=(0.0, *ALPHA[1:]), beta=(0.0, *BETA[1:]))
-    ids, log_probs = case.candidates()
-    (tree,) = case.builder.build(ids, log_probs, [5], [16], [DEPTH], 1)
-    path: list[int] = []
-    for i in range(DEPTH):
-        mixed = case.marginals[0] if i == 0 else case.fused(5, path)
-        path.append(int(mixed.argmax()))
-    assert tree.token_ids.tolist() == path
-
-
 def test_few_candidates_share_the_block_heads_mass() -> None:
     case = Case()
     ids, log_probs = case.candidates(6)

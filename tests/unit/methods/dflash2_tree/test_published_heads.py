@@ -121,21 +121,17 @@ def test_the_scale_of_inputs_is_that_of_other_embeddings(tmp_path: Path) -> None
     assert trees[0].scores == pytest.approx(trees[1].scores, abs=1e-4)
 
 
-def test_published_values() -> None:
-    qwen = DFlash2Config.from_dict(published.ZLAB_DFLASH2_QWEN38_27B, num_target_layers=64)
-    assert (qwen.block_size, qwen.conv_kernel_size, qwen.conv_group_size) == (8, 2, 16)
-    assert (qwen.selector_rank, qwen.selector_top_k) == (256, 16)
-    assert qwen.layer_windows == (2048,) * 5 and not any(qwen.layer_causal)
-    assert (qwen.rope_theta, qwen.mask_token_id) == (1e7, 248070)
-    assert qwen.extra_tensors["candidate_selector.predecessor_codebook"] == (248320, 256)
-    glimmer = DFlash2Config.from_dict(published.MUSE_DFLASH2_GLIMMER_30B, num_target_layers=52)
-    assert (glimmer.output_multiplier, glimmer.final_logit_softcapping) == (26**-0.5, 20.0)
-    assert DFlash2Config.from_dict(glimmer.to_dict()) == glimmer
-    raw = changed(published.ZLAB_DFLASH2_QWEN38_27B, dflash_config={"selector_top_k": 129})
-    refused(lambda: DFlash2Config.from_dict(raw), "selector_top_k = 129", "1 to 128")
+def test_values_of_the_head_are_those_in_its_container() -> None:
+    raw = published.ZLAB_DFLASH2_QWEN38_27B
+    config = DFlash2Config.from_dict(raw, num_target_layers=64)
     # Beside the container these are values of the target's config.
-    raw = changed(published.ZLAB_DFLASH2_QWEN38_27B, final_logit_softcapping=30.0)
-    assert DFlash2Config.from_dict(raw, num_target_layers=64) == qwen
+    beside = changed(raw, final_logit_softcapping=30.0)
+    assert DFlash2Config.from_dict(beside, num_target_layers=64) == config
+    raw = changed(raw, dflash_config={"selector_top_k": 129})
+    refused(lambda: DFlash2Config.from_dict(raw), "selector_top_k = 129", "1 to 128")
+    scaled = published.MUSE_DFLASH2_GLIMMER_30B
+    config = DFlash2Config.from_dict(scaled, num_target_layers=52)
+    assert DFlash2Config.from_dict(config.to_dict()) == config
 
 
 @pytest.mark.parametrize(

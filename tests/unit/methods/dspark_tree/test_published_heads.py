@@ -5,10 +5,10 @@ chain."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -17,11 +17,8 @@ from tests.unit.methods.absurd import refused
 from tests.unit.methods.block import published
 from tests.unit.methods.block.published import changed, tiny
 from tests.unit.methods.block.published_heads import ANCHOR, PublishedHead
-from tests.unit.methods.block.reference import (
-    domino_log_probs,
-    log_confidence,
-    markov_log_probs,
-)
+from tests.unit.methods.block.reference import domino_log_probs, log_confidence, markov_log_probs
+from tests.unit.methods.eagle3_tree.world import check_branches
 from tests.unit.tree.candidates import paths_of
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.registry import get_method, recognise_head
@@ -47,36 +44,35 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Pa
     hidden = head.hidden(first=0, causal=causal)
     logits = head.logits(first=0, causal=causal)
     assert len(logits) == requests.depths[0] == 5
-    draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
-    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
 
-    def scores(
-        tensors: Any = head.tensors, states: torch.Tensor = hidden, last_only: bool = False
-    ) -> list[float]:
+    def scores_along(
+        _: int,
+        before: list[int],
+        tensors: Any = head.tensors,
+        states: torch.Tensor = hidden,
+        last_only: bool = False,
+    ) -> torch.Tensor:
         """By the equations; with `last_only` the head reads no token but the last."""
-        found = []
-        for path in paths:
-            found.append(0.0)
-            for i in range(1, len(path)):
-                first = i - 1 if last_only else 0
-                log_probs = markov_log_probs(logits[first:], tensors, path[first:i], states[first:])
-                trust = 0.5 * log_confidence(hidden, head.tensors, path[:i])
-                found[-1] += float(log_probs[draft_of[path[i]]] + trust)
-        return found
+        path = [ANCHOR, *before]
+        first = len(before) if last_only else 0
+        log_probs = markov_log_probs(logits[first:], tensors, path[first:], states[first:])
+        return log_probs + 0.5 * log_confidence(hidden, head.tensors, path)
 
-    np.testing.assert_allclose(tree.scores, scores(), atol=1e-4)
+    ids = head.target_ids.tolist()
+    check_branches([tree], scores_along, ids, 1e-4)
     # The likeliest child of the root comes first.
     best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR], hidden).argmax()]
     assert next(token for token, *below in paths_of(tree) if not below) == int(best)
     # Controls: states of other slots, the plain form of the head, and a state of one token.
-    controls = []
+    controls: list[dict[str, Any]] = []
     if drafter.config.markov_head_type != "vanilla":
         plain = {k: v for k, v in head.tensors.items() if "gate_proj" not in k and "joint" not in k}
-        controls = [scores(states=hidden.roll(1, 0)), scores(plain)]
+        controls = [{"states": hidden.roll(1, 0)}, {"tensors": plain}]
     if drafter.config.markov_head_type == "rnn":
-        controls.append(scores(last_only=True))
-    for other in controls:
-        assert not np.allclose(tree.scores, other, atol=1e-2)
+        controls.append({"last_only": True})
+    for changes in controls:
+        with pytest.raises(AssertionError):
+            check_branches([tree], partial(scores_along, **changes), ids, 1e-2)
 
 
 @pytest.mark.parametrize("name", DOMINO)
@@ -90,22 +86,17 @@ def test_each_branch_is_dominos_head_run_along_it(name: str, tmp_path: Path) -> 
     tree.validate()
     assert tree.num_nodes == 24 and tree.max_depth > 2
     hidden, logits = (f(first=first, causal=False) for f in (head.hidden, head.logits))
-    draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
 
-    def score(path: list[int], **changes: Any) -> float:
+    def scores_along(_: int, before: list[int], **changes: Any) -> torch.Tensor:
         usual = {"hidden": hidden, "tensors": head.tensors, "embed": head.embed, "prefix": 1}
-        log_probs = (
-            domino_log_probs(logits, branch=path[:i], **{**usual, **changes})
-            for i in range(1, len(path))
-        )
-        return sum(float(p[draft_of[t]]) for p, t in zip(log_probs, path[1:], strict=True))
+        return domino_log_probs(logits, branch=[ANCHOR, *before], **{**usual, **changes})
 
-    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
-    np.testing.assert_allclose(tree.scores, [score(path) for path in paths], atol=1e-4)
+    ids = head.target_ids.tolist()
+    check_branches([tree], scores_along, ids, 1e-4)
     # Controls: states of other slots, a first depth that is corrected, other embeddings.
     for changes in ({"hidden": hidden.roll(1, 0)}, {"prefix": 0}, {"embed": -head.embed}):
-        others = [score(path, **changes) for path in paths]
-        assert not np.allclose(tree.scores, others, atol=1e-2), changes
+        with pytest.raises(AssertionError):
+            check_branches([tree], partial(scores_along, **changes), ids, 1e-2)
 
 
 def test_model_optimizers_names_are_those_of_its_module(tmp_path: Path) -> None:
@@ -174,19 +165,6 @@ def test_a_stated_layout_wins(flag: str | None, tmp_path: Path) -> None:
     scores = markov_log_probs(head.logits(first=1, causal=False), head.tensors, [ANCHOR])
     trust = log_confidence(head.hidden(first=1, causal=False), head.tensors, [ANCHOR])
     assert tree.scores[0] == pytest.approx(float(scores.max()) + 0.5 * trust, abs=1e-4)
-
-
-def test_few_candidates_keep_the_likeliest_of_the_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = PublishedHead(tmp_path / "head", tiny(published.DEEPSPEC_DSPARK_QWEN3_4B))
-    monkeypatch.setattr("vllm_specplug.methods.dspark_tree.options.LOCAL_CANDIDATES", 1)
-    drafter, requests = head.drafter(get_method("dspark_tree"))
-    assert drafter.options.settings.num_candidates == 4  # never fewer than tree_width
-    (tree,) = drafter.propose(requests)
-    likeliest = head.logits(first=0, causal=False).topk(4).indices
-    for token, depth in zip(tree.token_ids.tolist(), tree.depths.tolist(), strict=True):
-        assert token in likeliest[depth - 1].tolist()
 
 
 def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.methods.eagle3_tree.heads import LAYOUTS
-from tests.unit.methods.eagle3_tree.world import LENGTHS, VOCAB, World
-from tests.unit.tree.candidates import paths_of
+from tests.unit.methods.eagle3_tree.world import VOCAB, World
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -150,53 +149,6 @@ def test_a_head_with_a_mask_token_runs_once(tmp_path: Path) -> None:
         world.check([tree], first=3)
 
 
-def _exact(world: World, r: int, budget: int, depth: int, beam: int | None = None) -> list[Any]:
-    """The best branches by the equations, searched without any tree of the package: [(score,
-    tokens)]. With `beam`, the published search: the best `beam` children of the best `beam` nodes
-    of each level, then the best `budget` of all."""
-    level: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    everything: list[tuple[float, tuple[int, ...]]] = []
-    for _ in range(depth):
-        children = []
-        for score, branch in level:
-            logps = world.scores_along(r, list(branch))
-            ranked = logps.sort(descending=True).indices[: beam or len(logps)].tolist()
-            children += [(score + float(logps[d]), (*branch, int(world.ids[d]))) for d in ranked]
-        children.sort(reverse=True)
-        everything += children
-        level = children[: beam or budget]
-    return sorted(everything, reverse=True)[:budget]
-
-
-@pytest.mark.parametrize("beam", [None, 3])
-def test_trees_are_the_published_search(beam: int | None, tmp_path: Path) -> None:
-    """`frontier_width` and `tree_width` k with a node budget are the dynamic beam of k per level
-    and its reranking; the default is the exact best-first tree."""
-    world = World(tmp_path, expand=beam or 16, tree_depth=3)
-    world.commit_all()
-    trees = world.drafter.propose(world.requests([10] * 4, beam or 12))
-    for r, tree in enumerate(trees):
-        expected = {branch for _, branch in _exact(world, r, 10, 3, beam)}
-        assert set(paths_of(tree)) == expected
-
-
-@pytest.mark.parametrize("layout", ["specforge", "speculators_layers"])
-def test_chunks_leave_the_context_of_one_pass(layout: str, tmp_path: Path) -> None:
-    """However a prompt was cut: the last slot of a chunk knows the first token of the next."""
-    whole, cut = World(tmp_path, layout), World(tmp_path, layout)
-    whole.commit_all()
-    cut.commit([(0, 0, 1), (1, 0, 3), (2, 0, 16), (3, 0, 1)])
-    cut.commit([(1, 3, 6), (2, 16, 19), (3, 1, 32)])
-    cut.commit([(0, 0, 1), (1, 5, 6), (2, 18, 19), (3, 31, 32)])
-    for r, n in enumerate(LENGTHS):
-        slots = slice(100 * r, 100 * r + n - 1)
-        torch.testing.assert_close(cut.cache.key[:, slots], whole.cache.key[:, slots])
-        torch.testing.assert_close(cut.cache.value[:, slots], whole.cache.value[:, slots])
-    asked = whole.requests([16] * 4, 8)
-    for a, b in zip(whole.drafter.propose(asked), cut.drafter.propose(asked), strict=True):
-        assert a.token_ids.tolist() == b.token_ids.tolist()
-
-
 def test_roots_are_those_of_the_last_step(tmp_path: Path) -> None:
     """Whose batch has another order than earlier ones."""
     world = World(tmp_path)
@@ -205,18 +157,6 @@ def test_roots_are_those_of_the_last_step(tmp_path: Path) -> None:
     for step in steps:
         world.commit(step)
     world.check(world.drafter.propose(world.requests([16] * 4, 8)))
-
-
-def test_only_the_last_slot_depends_on_the_next_token(tmp_path: Path) -> None:
-    """Hence a hit of cached blocks needs its last one again, and no other."""
-    world = World(tmp_path)
-    world.commit_all()
-    key = world.cache.key.clone()
-    world.tokens[2][16] = (world.tokens[2][16] + 1) % VOCAB
-    world.commit_all()
-    key, now = key[0].flatten(1), world.cache.key[0].flatten(1)
-    changed = (now != key).any(1) & ~key.isnan().any(1)
-    assert changed.nonzero().flatten().tolist() == [200 + 15]
 
 
 def test_requests_that_want_no_forward_get_none(tmp_path: Path) -> None:

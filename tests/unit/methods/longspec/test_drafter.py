@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vllm.platforms import current_platform
 
 from tests.e2e.longspec_module import module_tree
 from tests.e2e.tiny import HEAD_DIM, HEADS, HIDDEN, KV_HEADS, make_longspec_head
@@ -23,6 +22,8 @@ from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.vllm_worker.memory.window_cache import WindowCache
 
+pytestmark = pytest.mark.usefixtures("vllm_kernels")
+
 VOCAB, WINDOW, MAX_LEN = 20, 16, 128
 LENGTHS = [0, 5, 16, 40, 100]
 TARGET = SimpleNamespace(
@@ -30,11 +31,6 @@ TARGET = SimpleNamespace(
     num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate_size=128, rms_norm_eps=1e-6,
     rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def vllm_kernels() -> None:
-    current_platform.import_kernels()
 
 
 @pytest.fixture(scope="module")
@@ -98,18 +94,6 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
         assert tree.parent_indices.tolist() == expected.parent_indices.tolist()
         np.testing.assert_allclose(tree.scores, expected.scores, atol=2e-4)
     assert max(tree.num_nodes for tree in trees) > 1
-
-
-def test_windows_are_filled_once(head: Path) -> None:
-    drafter = make_drafter(head)
-    asked = requests_for(sequences(), [4] * 5, 8)
-    first = drafter.propose(asked)
-    window: Any = drafter.window
-    assert not len(window.missing(asked).token_ids)
-    second = drafter.propose(asked)
-    assert [t.token_ids.tolist() for t in first] == [t.token_ids.tolist() for t in second]
-    drafter.forget(["r4"])
-    assert list(window.regions) == ["r0", "r1", "r2", "r3"]
 
 
 def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:

@@ -113,17 +113,6 @@ def test_drafts_are_penalised_like_samples(tmp_path, reduced) -> None:
     assert held.token_ids[0] != free.token_ids[0]
 
 
-def test_branches_join(tmp_path) -> None:
-    drafter, heads, lm_head = _drafter(tmp_path, "heads", ngram_topk=2)
-    hidden = torch.randn(1, HIDDEN)
-    _observe(drafter, hidden, [0])
-    text = [7, 8, 9, 30, 31, 5, 7, 8, 9]
-    (tree,) = drafter.propose(_requests(text))
-    own = _best(heads(hidden)[:, 0], lm_head)
-    assert tree.child_of(-1, 30) is not None
-    assert tree.child_of(-1, own[0]) is not None
-
-
 def test_self_alone_without_room_looks_up(tmp_path) -> None:
     drafter, _, _ = _drafter(tmp_path, "self", ngram_topk=2)
     _observe(drafter, torch.randn(3, HIDDEN), [0, 1, 2])

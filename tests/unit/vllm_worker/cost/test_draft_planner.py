@@ -16,13 +16,8 @@ from tests.unit.vllm_worker.planning import (
     planner_of,
     requests_of,
 )
-from vllm_specplug.budget import Batch
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.options import (
-    check_request_limit,
-    parse_request_budget,
-    request_budget_limit,
-)
+from vllm_specplug.options import check_request_limit, parse_request_budget, request_budget_limit
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, best_nodes
 from vllm_specplug.vllm_worker.step import StepRequest
@@ -122,15 +117,6 @@ def test_trees_leave_room_for_a_waiting_request(max_requests: int) -> None:
     assert 4 < rows <= 12 - 12 // 5 if max_requests > 4 else rows == 12
 
 
-def test_a_fixed_request_among_adaptive_ones_always_drafts() -> None:
-    drafter = ChainDrafter(score=-4.0)
-    planner = planner_of(draft_ms=5.0)
-    requests = requests_of(planner, [{"specplug_tree_budget": 3}, None])
-    trees = planner.draft(drafter, *requests)
-    assert drafter.asked == [[3, 0]]
-    assert [tree.num_nodes for tree in trees] == [3, 0]
-
-
 def test_rows_reserved_ahead_are_filled_and_the_decision_holds_for_the_step_after() -> None:
     """Whatever was reserved: what would pay does not depend on it, or it could never grow."""
     wanted = []
@@ -215,14 +201,6 @@ def test_a_draft_costs_the_levels_that_it_ran_whether_or_not_its_step_is_looked_
     assert len(learnt) > 3 and max(depth for _, depth, _ in learnt) > 1
     drafter.levels_run = 1
     assert {depth for _, depth, _ in _learnt_drafts(planner_of(), drafter)} == {1.0}
-
-
-def test_nobody_to_draft_for_is_no_work() -> None:
-    drafter = ChainDrafter()
-    planner = planner_of()
-    assert planner.draft(drafter, DraftRequests(), Batch()) == []
-    assert planner.draft(drafter, *requests_of(planner, [{"specplug_tree_budget": 0}])) == []
-    assert not drafter.asked
 
 
 def test_idle_time_and_prompt_chunks_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,86 +351,6 @@ class _LookingDrafter(ChainDrafter):
 
     def lookup(self, requests: DraftRequests) -> list[DraftTree]:
         return [DraftTree.empty()] * len(requests)
-
-
-class _OwingDrafter(ChainDrafter):
-    """Owes work for some requests; others can have no draft at all."""
-
-    def __init__(self, debts: dict[str, float], **options: Any) -> None:
-        super().__init__(**options)
-        self.debts = debts
-        self.paid: list[str] = []
-        self.is_off: list[bool] = []
-        self.shown = False
-
-    def set_deferred(self, is_deferring: bool) -> None:
-        self.is_off.append(is_deferring)
-
-    def pending_context_ms(self, req_ids: Any) -> list[float]:
-        return [self.debts.get(req_id, 0.0) for req_id in req_ids]
-
-    def materialize_context(self, requests: DraftRequests) -> None:
-        assert self.shown, "it has not seen what it is to work on"
-        for req_id in requests.for_forward()[1].req_ids:
-            self.paid.append(req_id)
-            assert self.debts.get(req_id, 0.0) < float("inf")
-            self.debts.pop(req_id, None)
-
-
-def test_who_has_no_context_is_not_drafted_for_and_counted() -> None:
-    planner = planner_of()
-    drafter = _OwingDrafter({"r0": 2.0, "r1": float("inf")}, score=-0.01)
-    for _ in range(8):
-        drafter.shown = False
-        planner.draft(
-            drafter, *requests_of(planner, [None] * 3),
-            show_committed=lambda: setattr(drafter, "shown", True),
-        )  # fmt: skip
-    assert drafter.asked and all(depths[1] == 0 for depths in drafter.asked)
-    assert any(depths[0] and depths[2] for depths in drafter.asked)
-    assert "r0" in drafter.paid and "r1" not in drafter.paid
-    assert planner.stats.plain_steps == {"no_context": 8}
-    assert not any(drafter.is_off)
-
-
-def test_a_request_that_fixed_its_budget_has_no_draft_without_a_context_either() -> None:
-    planner = planner_of()
-    drafter = _OwingDrafter({"r0": float("inf")}, score=-0.01)
-    drafter.shown = True
-    planner.draft(drafter, *requests_of(planner, [{"specplug_tree_budget": 4}, None]))
-    assert drafter.asked and drafter.asked[0][0] == 0
-
-
-def test_drafters_are_told_when_no_drafts_are_expected() -> None:
-    planner = planner_of(draft_ms=60.0)
-    drafter = _OwingDrafter({})
-    drafter.shown = True
-    for _ in range(60):
-        planner.draft(drafter, *requests_of(planner, [None] * 3))
-    assert drafter.is_off[-1]
-
-
-@pytest.mark.parametrize("tree_budget", [0, 4])
-def test_where_only_who_asks_is_drafted_for_contexts_wait(tree_budget: int) -> None:
-    planner = planner_of(tree_budget=tree_budget, max_request_budget=4)
-    drafter = _OwingDrafter({"r0": float("inf")})
-    shown: list[int] = []
-
-    def step(extras: list[dict | None]) -> list[DraftTree]:
-        requests, batch = requests_of(planner, extras)
-        return planner.draft(drafter, requests, batch, show_committed=lambda: shown.append(1))
-
-    asks = {"specplug_tree_budget": 4}
-    assert len(step([{"specplug_tree_budget": 0}] * 2)) == 0
-    assert drafter.is_off == ([True] if tree_budget == 0 else [])
-    assert len(shown) == (tree_budget > 0), "a step that keeps nothing for drafts showed it"
-    planner.forget(["r0", "r1"])
-    lost, drafted = step([asks, asks])
-    assert shown and (lost.num_nodes, drafted.num_nodes) == (0, 4)
-    assert planner.stats.plain_steps == {"no_context": 1}
-    planner.forget(["r1"])
-    assert [tree.num_nodes for tree in step([asks])] == [0]
-    assert len(drafter.asked) == 1, "nobody had a context, and the head ran"
 
 
 # -- lookups that do not pay ---------------------------------------------------------------------

@@ -114,15 +114,6 @@ def test_a_batch_as_large_as_the_cache_shares_no_ring() -> None:
     check(cache, asked, PARENTS)
 
 
-def test_finished_requests_free_their_rings() -> None:
-    cache = WindowCache(WindowSpec(SIZE, HEADS, DIM), 2, torch.float32)
-    fill(cache, requests({"a": 5, "b": 5}))
-    cache.forget(["a", "unknown"])
-    assert len(cache.free) == 1
-    # A new request with the same id starts over.
-    assert fill(cache, requests({"a": 5}, seed=1)) == 5
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 5, 40, 64])
 def test_rows_attend_the_end_of_a_context_of_the_target(

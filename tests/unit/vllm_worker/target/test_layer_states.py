@@ -132,19 +132,6 @@ def test_outputs_that_would_be_misread_are_refused(change: str) -> None:
         model(torch.randn(3, HIDDEN))
 
 
-def test_a_class_that_returns_them_is_left_alone() -> None:
-    from vllm.model_executor.models.interfaces import SupportsEagle3
-
-    class Eagle3(Model, SupportsEagle3):
-        def load_weights(self, *args: Any) -> None: ...
-        def embed_input_ids(self, *args: Any) -> None: ...
-        def compute_logits(self, *args: Any) -> None: ...
-
-    model = Eagle3(Body(2, split=True))
-    assert not collect_layer_states(model, (1,), config(2), "jetspec")
-    assert isinstance(model(torch.zeros(2, HIDDEN)), torch.Tensor)
-
-
 def test_layers_that_cannot_be_told_are_refused() -> None:
     two = Model(Body(3, split=True), Body(3, split=True))
     with pytest.raises(ValueError, match=r"'jetspec'.*has 2 lists of 3 layers.*bodies\.1\.layers"):

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from vllm.model_executor.layers import utils
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms.interface import DeviceCapability
 
 from tests.packed_weights import is_packed
@@ -155,46 +154,12 @@ def test_large_matrices_are_in_fp8_by_default(
 needs_avx2 = pytest.mark.skipif(not packs_target("packed"), reason="this CPU has no AVX2")
 
 
-def _loaded(
-    weight: torch.Tensor, layer: torch.nn.Module | None = None, *, remove_weight: bool = True
-) -> Any:
+def _loaded(weight: torch.Tensor, layer: torch.nn.Module) -> Any:
     """A layer as vLLM leaves it when its weights are loaded."""
-    layer = torch.nn.Module() if layer is None else layer
     torch.nn.Module.__init__(layer)
     layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
     return layer
-
-
-@needs_avx2
-def test_targets_are_packed_while_they_are_loaded() -> None:
-    torch.manual_seed(1)
-    weight, x = (torch.randn(70, 64) / 8).bfloat16(), torch.randn(5, 64).bfloat16()
-    exact = x.float() @ weight.float().T
-    stock = utils.dispatch_cpu_unquantized_gemm
-    with target_products("packed"):
-        layer, tied = _loaded(weight), _loaded(weight, remove_weight=False)
-        draft = packed_linear(weight, None)
-        # Not a product that pays, and not the package's number format: vLLM's own.
-        gate, exact_layer = _loaded(weight[:8]), _loaded(weight.float())
-    assert utils.dispatch_cpu_unquantized_gemm is stock
-    assert is_packed(layer) and not is_packed(gate)
-    # An embedding still reads its rows.
-    assert torch.equal(tied.weight, weight)
-    of_vllm, of_gate = _loaded(weight), _loaded(weight[:8])
-    assert not is_packed(of_vllm)
-    for found in (
-        layer.cpu_linear(x, layer.weight, None),
-        tied.cpu_linear(x, tied.weight, None),
-        draft(x),
-        of_vllm.cpu_linear(x, of_vllm.weight, None),
-    ):
-        assert _error(found, exact) < 3e-3
-    assert torch.equal(
-        gate.cpu_linear(x, gate.weight, None),
-        of_gate.cpu_linear(x, of_gate.weight, None),
-    )
-    assert _error(exact_layer.cpu_linear(x.float(), None, None), exact) < 1e-5
 
 
 class _Gate(torch.nn.Module):
@@ -210,31 +175,11 @@ def test_what_stands_in_for_a_weight_is_as_vllms() -> None:
     weight, x = (torch.randn(64, 32) / 8).bfloat16(), torch.randn(5, 32)
     with target_products("packed"):
         gate = _loaded(weight, _Gate())
-    of_vllm = _loaded(weight).weight
+    of_vllm = _loaded(weight, torch.nn.Module()).weight
     assert is_packed(gate) and type(gate.weight) is type(of_vllm)
     for name in ("shape", "dtype", "device", "requires_grad"):
         assert getattr(gate.weight, name) == getattr(of_vllm, name), name
     assert _error(gate(x), x @ weight.float().T) < 1e-2
-
-
-@needs_avx2
-@pytest.mark.parametrize("tied", [False, True])
-def test_an_embedding_is_packed_where_a_product_reads_it(tied: bool) -> None:
-    """The LM head of its own before there is one."""
-    weight, x = (torch.randn(64, 32) / 8).bfloat16(), torch.randn(5, 32).bfloat16()
-    with target_products("packed"):
-        embedding = _loaded(weight, remove_weight=False)
-        head = _loaded(weight, object.__new__(ParallelLMHead), remove_weight=False)
-    assert is_packed(head) and not is_packed(embedding)
-    if tied:
-        assert _error(embedding.cpu_linear(x, embedding.weight, None), x @ weight.T) < 1e-2
-    assert is_packed(embedding) == tied
-    assert torch.equal(embedding.weight, weight) and torch.equal(head.weight, weight)
-
-
-def test_products_left_to_vllm() -> None:
-    with target_products("vllm"):
-        assert not is_packed(_loaded(torch.randn(64, 64).bfloat16()))
 
 
 def test_packed_products_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from vllm_specplug.methods.block.train.blocks import (
     pack_blocks,
     run_blocks,
     sample_anchors,
-    thin_anchors,
 )
 from vllm_specplug.methods.block.train.start import head_config_for
 from vllm_specplug.methods.dspark_tree.train.objective import tokens_before
@@ -78,17 +77,6 @@ def test_sampled_anchors_are_legal_spread_and_reproducible(feature_folders):
         assert all(int(a) in legal for a in anchors)
         assert (anchors.diff() > 0).all()
         assert len(anchors) >= len(legal) // 3
-
-
-def test_thinning_keeps_order_and_small_sets():
-    generator = torch.Generator().manual_seed(0)
-    anchors = torch.arange(0, 60, 3)
-    thin = thin_anchors(anchors, 8, generator)
-    assert len(thin) == 16
-    assert (thin.diff() > 0).all()
-    assert set(thin.tolist()) <= set(anchors.tolist())
-    assert torch.equal(thin_anchors(anchors[:5], 8, generator), anchors[:5])
-    assert torch.equal(thin_anchors(anchors[:16], 8, generator), anchors[:16])
 
 
 def _floats(batch):

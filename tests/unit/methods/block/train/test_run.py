@@ -12,7 +12,6 @@ from torch import nn
 
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.block.speculators_format import HeadTarget
-from vllm_specplug.methods.block.train.objective import default_gamma
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
 from vllm_specplug.train.target import TargetWeights
 
@@ -77,19 +76,6 @@ def test_bidirectional_heads_refuse_short_blocks(make_job):
 def test_short_blocks_have_a_size_and_a_share(size, share, words, make_job):
     with pytest.raises(ValueError, match=f"--short-block-size {size}.*{words}"):
         make_job("jetspec", short_block_share=share, short_block_size=size).train()
-
-
-@pytest.mark.parametrize(
-    ("block_size", "gamma"), [(16, 7.0), (10, 5.0), (8, 4.0), (12, 5.0 + 2 / 3), (4, 2.0)]
-)
-def test_default_gamma_follows_the_block_size_of_bidirectional_heads(block_size, gamma):
-    class Config:
-        causal = False
-
-    Config.block_size = block_size
-    assert default_gamma(Config) == pytest.approx(gamma)
-    Config.causal = True
-    assert default_gamma(Config) == 4.0
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
