@@ -65,8 +65,6 @@ CAPABILITIES = {
     "cuda": frozenset(Capability) - {Capability.HOST_BRANCHES},
 }
 """Capabilities of the runner on each device."""
-# Capabilities that need all KV heads; with tensor parallelism a rank has only some.
-ONE_RANK_CAPABILITIES = frozenset({Capability.TARGET_CACHE})
 
 
 def current_device() -> str:
@@ -207,16 +205,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 "vLLM, or one of vLLM's own chain methods."
             )
         _check_model_runner(method.name, device)
-        parallel = self.target_parallel_config
-        ranks = parallel.tensor_parallel_size
-        one_rank = sorted(self.needs() & ONE_RANK_CAPABILITIES)
-        if ranks > 1 and one_rank:
-            raise ValueError(
-                f"tensor_parallel_size={ranks} cannot be combined with speculative method "
-                f"{method.name!r}: it needs {', '.join(one_rank)}, but a rank has only some of the "
-                "KV heads. Use --tensor-parallel-size 1, or another method."
-            )
         check_device_options(self, device)
+        parallel = self.target_parallel_config
         if parallel.worker_cls != "auto":
             raise ValueError(
                 f"worker_cls={parallel.worker_cls!r} cannot be combined with "

@@ -49,7 +49,7 @@ from vllm_specplug.vllm_v2.pending_steps import HELD_STEPS, PendingDraft, Pendin
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.step_input import HostRequest
 from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
-from vllm_specplug.vllm_worker.ranks import first_rank_tensor
+from vllm_specplug.vllm_worker.ranks import first_rank_tensor, first_rank_values
 
 
 class DeviceSpeculator(TreeSpeculator):
@@ -303,6 +303,9 @@ class DeviceSpeculator(TreeSpeculator):
         longest = np.minimum(states.max_seq_len[input_batch.idx_mapping_np], self.max_model_len)
         late = self._plan(input_batch, budgets, longest, room)
         forward = budgets if late is None else late.forward_depths(len(budgets))
+        if late is not None and self.proposer.drafter.first_rank is not None:
+            # Ranks run a draft forward together. The host waits for the first rank's depths.
+            forward = np.array(first_rank_values(forward.tolist()), np.int32)
         limits = to_device(
             np.stack([budgets, longest.astype(np.int32), room, forward]), self.device
         )

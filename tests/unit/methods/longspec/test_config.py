@@ -51,11 +51,6 @@ def test_impossible_options_are_refused(
         _resolve(target, head, **spec)
 
 
-def test_a_rank_with_part_of_the_kv_heads_is_refused(target: Path, head: Path) -> None:
-    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be combined"):
-        _resolve(target, head, {"tensor_parallel_size": 2})
-
-
 def test_heads_of_other_kinds_and_targets_are_refused(
     target: Path, head: Path, tmp_path: Path
 ) -> None:
