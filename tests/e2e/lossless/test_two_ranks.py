@@ -20,6 +20,7 @@ from tests.e2e.tiny import (
     make_eagle3_head,
     make_head,
     make_local_head,
+    make_longspec_head,
     make_target,
     make_tokenswift_heads,
 )
@@ -38,6 +39,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "dspark_tree": {"method": "dspark_tree", "model": "dspark"},
     "dflash2_tree": {"method": "dflash2_tree", "model": "dflash2"},
     "eagle3_tree": {"method": "eagle3_tree", "model": "eagle3"},
+    "longspec": {"method": "longspec", "model": "longspec"},
     "tokenswift": {"method": "tokenswift", "model": "swift", "kv_budget": 32},
     "ngram_tree": {"method": "ngram_tree"},
 }
@@ -53,6 +55,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_dspark_head(folder / "dspark", VOCAB)
     make_dflash2_head(folder / "dflash2", VOCAB)
     make_eagle3_head(folder / "eagle3", VOCAB)
+    make_longspec_head(folder / "longspec", VOCAB)
     make_tokenswift_heads(folder / "swift", VOCAB)
     return folder
 
