@@ -108,7 +108,6 @@ def test_ranks_with_other_bits_draft_the_first_ranks_rows(head: Path, shares: bo
     later.embed_tokens = later.embed_tokens + torch.randn(VOCAB, HIDDEN)
     trees = []
     for drafter in (first, later):
-        drafter.bind_target_caches([dense_target(texts)])
         if shares:
 
             def first_rank(tensor: torch.Tensor, is_first: bool = drafter is first) -> torch.Tensor:
