@@ -90,6 +90,19 @@ def _jitter() -> None:
     StepClock.mark = lambda clock: mark(clock) + is_later_rank() * late.uniform(0, 4e-3)
 
 
+def _heads() -> None:
+    """What ranks attend in the target's caches is gathered in the reverse order of ranks."""
+    from vllm_specplug.vllm_worker.memory import rank_caches
+
+    gather = rank_caches.tensor_model_parallel_all_gather
+
+    def reverse(part: Any, dim: int) -> Any:
+        parts = gather(part, dim=dim).unflatten(dim, (-1, part.shape[dim]))
+        return parts.flip(dim).flatten(dim, dim + 1)
+
+    rank_caches.tensor_model_parallel_all_gather = reverse
+
+
 def _drafts() -> None:
     """All ranks but the first draft other tokens, and no second tree."""
     from vllm_specplug.tree import DraftTree
@@ -131,6 +144,7 @@ _SABOTAGES: dict[str, Callable[[], None]] = {
     "clock": _clock,
     "compaction": _compaction,
     "drafts": _drafts,
+    "heads": _heads,
     "jitter": _jitter,
     "order": _order,
     "own_trees": _own_trees,

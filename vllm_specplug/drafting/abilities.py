@@ -108,6 +108,14 @@ class OwnWindow:
 class TargetCaches:
     """Attention over keys and values of the target's own layers."""
 
+    first_rank: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Overwrites a tensor with the first tensor parallel rank's, without a wait on the host, and
+    returns it. None if this rank has all KV heads.
+
+    If not None, attention over the target's caches gathers the heads of all ranks, so every rank
+    must run the same draft forwards of the same rows. The planner shares which ones; a drafter
+    whose rows depend on computed values shares those."""
+
     def target_cache_specs(self) -> list[TargetCacheSpec]:
         """Returns the caches of the target that drafts attend, read after `load`; none by
         default."""

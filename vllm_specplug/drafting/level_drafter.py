@@ -50,6 +50,11 @@ class LevelDrafter(HeadDrafter):
         super().bind_target_caches(caches)
         self.drafts_on_device = caches[0].on_device
 
+    @property
+    def can_be_captured(self) -> bool:
+        # Collectives of ranks in a draft's graph were never run.
+        return self.first_rank is None and super().can_be_captured
+
     @abstractmethod
     def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
         """Computes the context that a draft for these requests reads."""
@@ -130,7 +135,7 @@ class LevelDrafter(HeadDrafter):
         def expand(frontier: Frontier) -> tuple[np.ndarray, np.ndarray]:
             self.levels_run = frontier.depth + 1
             rows.add(frontier)
-            ids, log_probs = self.likeliest(forward(), width)
+            ids, log_probs = self._candidates(forward(), width)
             return ids.cpu().numpy(), log_probs.cpu().numpy()
 
         return expand
@@ -149,8 +154,18 @@ class LevelDrafter(HeadDrafter):
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
             rows.add(frontier)
-            ids, log_probs = self.likeliest(forward(), width)
+            ids, log_probs = self._candidates(forward(), width)
             shape = frontier.token_ids.shape
             return ids.view(*shape, -1), log_probs.view(*shape, -1)
 
         return expand
+
+    def _candidates(self, states: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns `likeliest`, the same on all ranks that draft together."""
+        ids, log_probs = self.likeliest(states, width)
+        if self.first_rank is None:
+            return ids, log_probs
+        # Rounding differs between unlike processors, and states that ranks have summed differ in
+        # their last bits. One message.
+        shared = self.first_rank(torch.stack((ids.int(), log_probs.view(torch.int32))))
+        return shared[0].long(), shared[1].view(torch.float32)

@@ -64,8 +64,6 @@ WORKERS = {
     "cpu": "vllm_specplug.vllm_v2.worker_cpu.TreeCPUWorker",
     "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorker",
 }
-# Capabilities that need all KV heads; with tensor parallelism a rank has only some.
-ONE_RANK_CAPABILITIES = frozenset({Capability.TARGET_CACHE})
 
 
 def current_device() -> str:
@@ -204,16 +202,8 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
                 "one of vLLM's own chain methods."
             )
         _check_model_runner(method.name, device)
-        parallel = self.target_parallel_config
-        ranks = parallel.tensor_parallel_size
-        one_rank = sorted(self.needs() & ONE_RANK_CAPABILITIES)
-        if ranks > 1 and one_rank:
-            raise ValueError(
-                f"tensor_parallel_size={ranks} cannot be combined with speculative method "
-                f"{method.name!r}: it needs {', '.join(one_rank)}, but a rank has only some of the "
-                "KV heads. Use --tensor-parallel-size 1, or another method."
-            )
         check_device_options(self, device)
+        parallel = self.target_parallel_config
         if parallel.worker_cls != "auto":
             raise ValueError(
                 f"worker_cls={parallel.worker_cls!r} cannot be combined with "

@@ -301,6 +301,9 @@ class DeviceSpeculator(TreeSpeculator):
         longest = np.minimum(states.max_seq_len[input_batch.idx_mapping_np], self.max_model_len)
         late = self._plan(input_batch, budgets, longest, room)
         forward = budgets if late is None else late.forward_depths(len(budgets))
+        if late is not None and self.proposer.drafter.first_rank is not None:
+            # Ranks run a draft forward together. The host waits for the first rank's depths.
+            forward = np.array(first_rank_values(forward.tolist()), np.int32)
         limits = to_device(
             np.stack([budgets, longest.astype(np.int32), room, forward]), self.device
         )

@@ -12,6 +12,7 @@ rank calls at the same point of a step:
     trees, on host and device     first rank    in every draft
     source of a target's drafts   first rank    in every draft, where there are several
     nodes to keep                 first rank    in every draft, where the scheduler waits for trees
+    draft forwards, candidates    first rank    in every draft that reads the target's caches
     rows to reserve               first rank    in every draft, where each rank has a scheduler
 
 The executors `mp` and `ray` have one scheduler, which reads only the first rank's output. Under

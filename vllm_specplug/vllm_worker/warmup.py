@@ -16,6 +16,7 @@ from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec, WindowTok
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.registry import headless_methods
+from vllm_specplug.vllm_worker.memory.rank_caches import bind_target_caches
 from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
@@ -198,8 +199,7 @@ def profile_largest_step(
     if (window := drafter.window_spec()) is not None:
         drafter.bind_window(_NoWindow(state, window))
     if specs := drafter.target_cache_specs():
-        target_caches = {spec: _NoTargetCache(spec) for spec in specs}
-        drafter.bind_target_caches([target_caches[spec] for spec in specs])
+        bind_target_caches(drafter, {spec: _NoTargetCache(spec) for spec in specs})
     _observe(state, hidden, aux, has_slots=True)
     with dummy_requests(state, num_reqs, drafter.warmup_depth) as requests:
         drafter.warmup(requests)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two tensor parallel ranks as on CUDA, in Triton's interpreter: a target that drafts for
-itself runs on all of them or on none."""
+itself, and a head that reads the target's caches, run on all of them or on none."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.assistants import make_followed_target
 from tests.e2e.fork_server import run_fresh
-from tests.e2e.tiny import make_target, make_tokenswift_heads
+from tests.e2e.tiny import make_longspec_head, make_target, make_tokenswift_heads
 from tests.e2e.tiny_engine import PARAMS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("cuda_ranks")]
@@ -31,9 +33,11 @@ SPECULATIVE = {
 }  # fmt: skip
 
 
-def _run(folder: Path, name: str, speculative: dict[str, Any] | None) -> dict[str, Any]:
+def _run(
+    folder: Path, name: str, speculative: dict[str, Any] | None, num_ranks: int = 2
+) -> dict[str, Any]:
     engine = {
-        **tiny_engine(folder / "target"), "tensor_parallel_size": 2, "max_model_len": 128,
+        **tiny_engine(folder / "target"), "tensor_parallel_size": num_ranks, "max_model_len": 128,
         "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 1 << 24,
     }  # fmt: skip
     if speculative is not None:
@@ -82,3 +86,29 @@ def test_ranks_draft_from_one_source(tmp_path: Path) -> None:
     for name in ("own", "would_fit_by_late_bounds", "partial"):
         assert [step[name] for step in first] != [step[name] for step in second], name
     assert any(step["partial"] for step in first) and any(step["partial"] for step in second)
+
+
+MAKE: dict[str, Callable[[Path], object]] = {
+    "longspec": lambda folder: make_longspec_head(
+        make_target(folder / "target", VOCAB).parent / "assistant", VOCAB, window=24
+    ),
+    "assistant_tree": lambda folder: make_followed_target(folder, VOCAB),
+}
+
+
+@pytest.mark.parametrize("method", MAKE)
+def test_ranks_attend_all_heads(tmp_path: Path, method: str) -> None:
+    """Under fixed budgets as one rank does. An adaptive one decides late on the second rank."""
+    MAKE[method](tmp_path)
+    speculative = {"method": method, "model": str(tmp_path / "assistant"), "ngram_topk": 0,
+                   "num_speculative_tokens": 8}  # fmt: skip
+    fixed = {**speculative, "tree_budget": 8}
+    plain = _run(tmp_path, "plain", None)
+    one, two = (_run(tmp_path, f"fixed{n}", fixed, n) for n in (1, 2))
+    adaptive = _run(tmp_path, "adaptive", speculative)
+    for tree in (one, two, adaptive):
+        assert _tokens(tree) == _tokens(plain)
+        assert tree["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    for counter in ("draft", "accepted"):
+        name = f"vllm:spec_decode_num_{counter}_tokens"
+        assert one["counters"][name] == two["counters"][name], name

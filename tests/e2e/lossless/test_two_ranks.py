@@ -19,6 +19,7 @@ from tests.e2e.tiny import (
     make_eagle3_head,
     make_head,
     make_local_head,
+    make_longspec_head,
     make_target,
     make_tokenswift_heads,
 )
@@ -31,6 +32,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "jetspec": {"method": "jetspec", "model": "causal", "ngram_topk": 3},
     "dels": {"method": "dels", "model": "block", "local_head": "gru"},
     "eagle3_tree": {"method": "eagle3_tree", "model": "eagle3"},
+    "longspec": {"method": "longspec", "model": "longspec"},
     "tokenswift": {"method": "tokenswift", "model": "swift", "kv_budget": 32},
     "ngram_tree": {"method": "ngram_tree"},
 }
@@ -50,6 +52,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_head(folder / "block", VOCAB, causal=False)
     make_local_head(folder / "gru", VOCAB)
     make_eagle3_head(folder / "eagle3", VOCAB)
+    make_longspec_head(folder / "longspec", VOCAB)
     make_tokenswift_heads(folder / "swift", VOCAB)
     return folder
 

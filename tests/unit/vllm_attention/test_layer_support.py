@@ -183,6 +183,30 @@ def test_a_cache_of_the_target_is_that_of_its_last_layer_with_the_window(
         found(None, (9, 8))
 
 
+# KV heads of the head and of the layer on each rank, and ranks.
+@pytest.mark.parametrize(
+    ("wanted", "own", "num_ranks", "is_legal"),
+    [
+        (8, 4, 2, True), (4, 1, 4, True), (2, 1, 8, True),
+        # A layer of 8, of 4, of 4, and of one that two ranks hold.
+        (4, 4, 2, False), (5, 2, 2, False), (8, 2, 2, False), (3, 1, 4, False),
+    ],
+)  # fmt: skip
+def test_ranks_have_their_parts_of_the_kv_heads(
+    wanted: int, own: int, num_ranks: int, is_legal: bool
+) -> None:
+    name = "model.layers.0.attn"
+    groups = [CacheGroup(3, {name: torch.zeros(1)})]
+    layers = {name: SimpleNamespace(num_kv_heads=own, head_size=HEAD_DIM)}
+    spec = TargetCacheSpec(wanted, HEAD_DIM, 1.0)
+    if is_legal:
+        assert target_layer(groups, layers, spec, "m", num_ranks) == (3, name)
+        return
+    message = rf"has {own} KV heads of {HEAD_DIM} on each of {num_ranks} ranks; .* for {wanted} of"
+    with pytest.raises(ValueError, match=message):
+        target_layer(groups, layers, spec, "m", num_ranks)
+
+
 @pytest.mark.parametrize("is_reader", [False, True])
 def test_a_drafter_may_demand_the_targets_last_layer(config: VllmConfig, is_reader: bool) -> None:
     layers = config.compilation_config.static_forward_context

@@ -16,11 +16,13 @@ from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, RowBudget
+from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan, RowBudget
+from vllm_specplug.budget.adaptive_budget import LevelThresholds
 from vllm_specplug.metrics import SpecPlugMetrics
 from vllm_specplug.options import RequestBudget, max_scheduled_rows, parse_request_budget
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
+from vllm_specplug.vllm_worker.ranks import first_rank_values
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
@@ -315,6 +317,8 @@ class DraftPlanner:
             looked_up = self._valid(drafter.lookup(requests))
         pending_ms = drafter.pending_context_ms(requests.req_ids)
         plan = budget.plan(_next_step(drafter, requests, batch, fixed, pending_ms), looked_up)
+        if drafter.first_rank is not None:
+            _share_forwards(plan)
         depths = plan.depths.tolist()
         drafter.set_deferred(not budget.expects_drafts)
         has_forward = any(depths)
@@ -513,6 +517,15 @@ def _next_step(
         batch=batch,
         pending_ms=[0.0 if ms == math.inf else ms for ms in pending_ms],
     )
+
+
+def _share_forwards(plan: Plan) -> None:
+    """Replaces what decides about draft forwards by the first tensor parallel rank's; ranks run
+    them together."""
+    own = plan.thresholds or LevelThresholds(0.0, 0.0)
+    node, level, *depths = first_rank_values([own.node, own.level, *plan.depths.tolist()])
+    plan.thresholds = LevelThresholds(node, level)
+    plan.depths = np.array(depths, np.int64)
 
 
 def _forward_size(drafter: Drafter, depths: Sequence[int]) -> tuple[int, float]:

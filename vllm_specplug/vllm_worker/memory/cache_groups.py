@@ -162,9 +162,17 @@ def _warn_of_small_groups(groups: Any, layers: Mapping[str, Any], own: int, meth
 
 
 def target_layer(
-    groups: list[CacheGroup], layers: Mapping[str, Any], spec: TargetCacheSpec, method: str
+    groups: list[CacheGroup],
+    layers: Mapping[str, Any],
+    spec: TargetCacheSpec,
+    method: str,
+    num_ranks: int = 1,
 ) -> tuple[int, str]:
     """Returns group and name of the target's layer whose cache `spec` describes.
+
+    Args:
+        num_ranks: ranks among which the layer's KV heads are divided. If there are more than KV
+            heads, each has a copy of one head, and only the divisibility can be checked.
 
     Raises:
         ValueError: if no layer has that window, the last one has other heads, or a later layer has
@@ -196,12 +204,15 @@ def target_layer(
             "method."
         )
     layer = layers[name]
-    shape, wanted = (layer.num_kv_heads, layer.head_size), (spec.num_kv_heads, spec.head_dim)
-    if shape != wanted:
+    kv_heads, wanted = layer.num_kv_heads, spec.num_kv_heads
+    fits = kv_heads == max(1, wanted // num_ranks) and kv_heads * num_ranks % wanted == 0
+    if not fits or layer.head_size != spec.head_dim:
+        each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
         raise ValueError(
             f"Speculative method {method!r} reads the cache of the target's layer {name!r}, which "
-            f"has {shape[0]} KV heads of {shape[1]}; the head was made for {wanted[0]} of "
-            f"{wanted[1]}. Use the head that was made for this target, or another method."
+            f"has {kv_heads} KV heads of {layer.head_size}{each}; the head was made for "
+            f"{wanted} of {spec.head_dim}. Use the head that was made for this target, or another "
+            "method."
         )
     return next(group.index for group in groups if name in group.caches), name
 

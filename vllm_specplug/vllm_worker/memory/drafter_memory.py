@@ -6,9 +6,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
 
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, target_layer
+from vllm_specplug.vllm_worker.memory.rank_caches import bind_target_caches
 from vllm_specplug.vllm_worker.memory.window_cache import window_bytes
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
@@ -95,7 +97,7 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     specs = drafter.target_cache_specs()
     needs_cache = Capability.TARGET_CACHE in state.vllm_config.speculative_config.needs()
     if bool(specs) != needs_cache:
-        # What tensor parallelism and caches allow is decided by the capability.
+        # Which caches of the target are legal is decided by the capability.
         raise ValueError(
             f"Speculative method {method!r}: its drafter's target_cache_specs() names "
             f"{len(specs)} caches, and its needs {'have' if needs_cache else 'lack'} the "
@@ -104,11 +106,14 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     if specs:
         caches = {}
         for cache_spec in dict.fromkeys(specs):
-            group, name = target_layer(state.target_groups(), state.layers, cache_spec, method)
+            group, name = target_layer(
+                state.target_groups(), state.layers, cache_spec, method,
+                get_tensor_model_parallel_world_size(),
+            )  # fmt: skip
             caches[cache_spec] = backend.target_cache(
                 state.layers[name].kv_cache, partial(state.block_table, group), cache_spec
             )
-        drafter.bind_target_caches([caches[cache_spec] for cache_spec in specs])
+        bind_target_caches(drafter, caches)
     spec = drafter.partial_cache_spec()
     if spec is not None:
         check_plain_attention(state.layers, method)

@@ -96,6 +96,33 @@ def test_batched_trees_are_those_of_each_request_alone(head: Path) -> None:
     assert max(tree.num_nodes for tree in trees) > 1
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_ranks_with_other_bits_draft_the_first_ranks_rows(head: Path, shares: bool) -> None:
+    """Without what the first rank sends, the other one would draft other trees."""
+    texts, sent = sequences(), []
+    first, later = make_drafter(head), make_drafter(head)
+    later.embed_tokens = later.embed_tokens + torch.randn(VOCAB, HIDDEN)
+    trees = []
+    for drafter in (first, later):
+        if shares:
+
+            def first_rank(tensor: torch.Tensor, is_first: bool = drafter is first) -> torch.Tensor:
+                sent.extend([tensor.clone()] * is_first)
+                message = sent[-1] if is_first else sent.pop(0)
+                # Every rank knows the size of a message.
+                assert (message.shape, message.dtype) == (tensor.shape, tensor.dtype)
+                return tensor.copy_(message)
+
+            drafter.first_rank = first_rank
+        trees.append(drafter.propose(requests_for(texts, [16] * 5, 8)))
+    assert not sent
+    same = [
+        a.token_ids.tolist() == b.token_ids.tolist() and np.array_equal(a.scores, b.scores)
+        for a, b in zip(*trees, strict=True)
+    ]
+    assert all(same) if shares else not any(same)
+
+
 def test_prompt_tokens_past_the_vocabulary_stop_nothing(head: Path) -> None:
     """vLLM takes every id its tokenizer knows, and pads the target's embedding."""
     drafter = make_drafter(head)

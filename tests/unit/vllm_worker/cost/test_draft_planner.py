@@ -19,6 +19,7 @@ from tests.unit.vllm_worker.planning import (
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.options import check_request_limit, parse_request_budget, request_budget_limit
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_worker.cost import draft_planner
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, best_nodes
 from vllm_specplug.vllm_worker.step import StepRequest
 
@@ -115,6 +116,33 @@ def test_trees_leave_room_for_a_waiting_request(max_requests: int) -> None:
     trees = planner.draft(ChainDrafter(score=-0.01), *requests_of(planner, [None] * 4))
     rows = sum(1 + tree.num_nodes for tree in trees)
     assert 4 < rows <= 12 - 12 // 5 if max_requests > 4 else rows == 12
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_ranks_run_the_first_ranks_draft_forwards(
+    pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever this rank's costs say, where a forward needs all ranks."""
+    planner, drafter = planner_of(draft_ms=0.3 if pays else 1e3), ChainDrafter()
+    said: list[int] = []
+
+    def first_rank_values(values: list[float]) -> list[float]:
+        node, level, *depths = values
+        said.extend(depths)
+        return [0.25, 0.5, *([0.0] * len(depths) if pays else range(1, 1 + len(depths)))]
+
+    monkeypatch.setattr(draft_planner, "first_rank_values", first_rank_values)
+    drafter.first_rank = lambda tensor: tensor
+    seen: list[DraftRequests] = []
+    propose = drafter.propose
+    drafter.propose = lambda requests: seen.append(requests) or propose(requests)  # type: ignore
+    requests, batch = requests_of(planner, [None] * 3)
+    trees = planner.draft(drafter, requests, batch)
+    assert any(said) == pays
+    assert drafter.asked == ([] if pays else [[1, 2, 3]])
+    assert len(trees) == 3
+    for asked in seen:
+        assert (asked.min_node_prob, asked.min_level_prob) == (0.25, 0.5)
 
 
 def test_rows_reserved_ahead_are_filled_and_the_decision_holds_for_the_step_after() -> None:
