@@ -34,7 +34,11 @@ SPECULATIVE = {
 
 
 def _run(
-    folder: Path, name: str, speculative: dict[str, Any] | None, num_ranks: int = 2
+    folder: Path,
+    name: str,
+    speculative: dict[str, Any] | None,
+    calls: list[dict[str, Any]] = CALLS,
+    num_ranks: int = 2,
 ) -> dict[str, Any]:
     engine = {
         **tiny_engine(folder / "target"), "tensor_parallel_size": num_ranks, "max_model_len": 128,
@@ -42,7 +46,7 @@ def _run(
     }  # fmt: skip
     if speculative is not None:
         engine |= {"async_scheduling": True, "speculative_config": speculative}
-    job = {"engine": engine, "calls": CALLS, "own_processes": True}
+    job = {"engine": engine, "calls": calls, "own_processes": True}
     notes, result, log = (folder / f"{name}.{kind}" for kind in ("notes", "json", "log"))
     notes.mkdir()
     (folder / f"{name}.job").write_text(json.dumps(job))
@@ -98,17 +102,16 @@ MAKE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("method", MAKE)
 def test_ranks_attend_all_heads(tmp_path: Path, method: str) -> None:
-    """Under fixed budgets as one rank does. An adaptive one decides late on the second rank."""
+    """Two ranks draft as one does under a fixed budget. An adaptive one decides late on the second
+    rank."""
     MAKE[method](tmp_path)
     speculative = {"method": method, "model": str(tmp_path / "assistant"), "ngram_topk": 0,
-                   "num_speculative_tokens": 8}  # fmt: skip
+                   "num_speculative_tokens": 8, "tree_depth": 2}  # fmt: skip
+    calls = [{"prompts": [PROMPTS[0], PROMPTS[2][:5]], "params": {**PARAMS, "max_tokens": 12}}]
     fixed = {**speculative, "tree_budget": 8}
-    plain = _run(tmp_path, "plain", None)
-    one, two = (_run(tmp_path, f"fixed{n}", fixed, n) for n in (1, 2))
-    adaptive = _run(tmp_path, "adaptive", speculative)
-    for tree in (one, two, adaptive):
-        assert _tokens(tree) == _tokens(plain)
-        assert tree["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0
-    for counter in ("draft", "accepted"):
-        name = f"vllm:spec_decode_num_{counter}_tokens"
-        assert one["counters"][name] == two["counters"][name], name
+    one, two = (_run(tmp_path, f"fixed{n}", fixed, calls, n) for n in (1, 2))
+    adaptive = _run(tmp_path, "adaptive", speculative, calls)
+    assert _tokens(one) == _tokens(two) == _tokens(adaptive)
+    names = [f"vllm:spec_decode_num_{counter}_tokens" for counter in ("draft", "accepted")]
+    assert one["counters"][names[1]] > 0 and adaptive["counters"][names[0]] > 0
+    assert [one["counters"][name] for name in names] == [two["counters"][name] for name in names]

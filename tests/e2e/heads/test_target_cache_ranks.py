@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.e2e.assistants import make_followed_target
+from tests.e2e.assistants import HIDDEN, make_assistant, make_followed_target
+from tests.e2e.families import SIZES
 from tests.e2e.harness import EngineResult, assert_drafted, run_engine
 from tests.e2e.tiny import make_other_target
 from tests.e2e.tiny_engine import tiny_engine
@@ -36,7 +38,7 @@ def _copied(folder: Path) -> tuple[Path, Path]:
     """A target of one layer, and a LongSpec layer that computes the same but for the keys of the
     drafted tokens, which are in no cache."""
     target = make_other_target(
-        folder / "target", "Llama", VOCAB, hidden_size=64, intermediate_size=128, head_dim=16,
+        folder / "target", "Llama", VOCAB, hidden_size=64, intermediate_size=128, head_dim=32,
         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
@@ -48,12 +50,41 @@ def _copied(folder: Path) -> tuple[Path, Path]:
     return target, folder / "head"
 
 
+@torch.no_grad()
+def _copied_assistant(folder: Path) -> tuple[Path, Path]:
+    """The same of Gemma 4 and an assistant."""
+    sizes = SIZES["Gemma4Text"] | {
+        "num_hidden_layers": 1, "layer_types": ["full_attention"], "num_kv_shared_layers": 0,
+        "per_layer_config": {0: {"head_dim": 64, "num_key_value_heads": 2}},
+        "hidden_size_per_layer_input": 0, "sharp": 1.0,
+    }  # fmt: skip
+    target = make_other_target(folder / "target", "Gemma4Text", VOCAB, **sizes)
+    make_assistant(
+        folder / "head", VOCAB, grouped=False, hidden_size=HIDDEN, num_hidden_layers=1,
+        intermediate_size=sizes["intermediate_size"], num_attention_heads=2,
+        num_global_key_value_heads=2, num_kv_shared_layers=1, layer_types=["full_attention"],
+    )  # fmt: skip
+    file = folder / "head" / "model.safetensors"
+    theirs, own = load_file(target / "model.safetensors"), load_file(file)
+    own |= {name: theirs[name].clone() for name in own if name in theirs}
+    own["pre_projection.weight"].zero_()[:, :HIDDEN] = torch.eye(HIDDEN)
+    save_file(own, file, metadata={"format": "pt"})
+    return target, folder / "head"
+
+
 def _followed(folder: Path) -> tuple[Path, Path]:
     """Layers of two KV heads, and of one, of which both ranks have a copy."""
     return make_followed_target(folder, VOCAB)
 
 
-@pytest.mark.parametrize(("method", "make"), [("longspec", _copied), ("assistant_tree", _followed)])
+@pytest.mark.parametrize(
+    ("method", "make"),
+    [
+        ("longspec", _copied),
+        pytest.param("assistant_tree", _copied_assistant, marks=pytest.mark.full),
+        pytest.param("assistant_tree", _followed, marks=pytest.mark.full),
+    ],
+)
 def test_two_ranks_draft_as_one(
     method: str, make: Callable[[Path], tuple[Path, Path]], tmp_path: Path
 ) -> None:
@@ -76,7 +107,9 @@ def test_two_ranks_draft_as_one(
     for call in range(len(CALLS)):
         for tree in (one, two, mixed):
             assert tree.token_ids(call) == plain.token_ids(call)
-    print(method, *((tree.drafted, tree.accepted) for tree in (one, two, mixed)))
-    assert_drafted(two, least_acceptance=0.1)
+    assert_drafted(two, least_acceptance=0.04)
     assert (two.drafted, two.accepted) == (one.drafted, one.accepted)
-    assert mixed.accepted / mixed.drafted < 0.7 * two.accepted / two.drafted
+    assert (mixed.drafted, mixed.accepted) != (two.drafted, two.accepted)
+    if make is not _followed:
+        # There, drafts depend little on the context.
+        assert mixed.accepted / mixed.drafted < 0.5 * two.accepted / two.drafted
