@@ -123,15 +123,9 @@ def test_windows_and_full_attention_in_groups() -> None:
         assert around_windows(made).skipping > 10
         with windows_from_slots():
             diverges(made)
-    with without(window=0):
-        diverges(made)
-
-
-def test_compaction_needs_each_groups_block_table() -> None:
-    """Each group's slots are moved by its own block table."""
-    made = pair("oracle", **engine_of("Gemma3Text"))
-    with of_one_group(made):
-        diverges(made)
+    for wrong in (without(window=0), of_one_group(made)):
+        with wrong:
+            diverges(made)
 
 
 def test_windows_shorter_than_a_tree_is_deep() -> None:
