@@ -250,5 +250,6 @@ def test_a_missing_wait_is_noticed(nodes, kind, monkeypatch):
         return replace(kernel, ptx=ptx) if count else pytest.fail(f"there is no {kind}")
 
     monkeypatch.setattr(cute_machine, "compiled", damaged)
-    with pytest.raises((AssertionError, RuntimeError), match="nobody|off by|unused|left|deadlock"):
+    noticed = "nobody|off by|unused|left|deadlock|before anything was written"
+    with pytest.raises((AssertionError, RuntimeError), match=noticed):
         trees.check(timing=timing)
