@@ -66,33 +66,3 @@ def batch(prompts: list[list[int]], each: Sequence[Any], **options: Any) -> dict
         ],
         "adapters": list(each) * len(prompts),
     }
-
-
-def assert_costs_are_measured_with_adapters(made: Pair) -> None:
-    """The same ones in every forward of a calibration, made once, and none after it."""
-    from vllm_specplug.vllm_worker.cost import calibration
-
-    state, manager = made.runner.state, made.runner.lora_manager
-    # As at start: dummies have the numbers of real ones.
-    manager.remove_all_adapters()
-    seen, added = [], []
-    forward, add = state.dummy_forward, manager.add_dummy_lora
-
-    def noted(rows: int, context: int) -> Any:
-        hidden = forward(rows, context)
-        seen.append(len(manager.list_adapters()))
-        return hidden
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        # False where it is there already.
-        is_new = add(*args, **kwargs)
-        added.extend([args] if is_new else [])
-        return is_new
-
-    state.dummy_forward, manager.add_dummy_lora = noted, counted
-    try:
-        calibration.Calibrator(state, list, time_limit_s=0.1).measure()
-    finally:
-        state.dummy_forward, manager.add_dummy_lora = forward, add
-    assert seen and set(seen) == {LORA["max_loras"]} and len(added) == LORA["max_loras"]
-    assert manager.list_adapters() == set()

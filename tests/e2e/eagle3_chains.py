@@ -72,3 +72,13 @@ def compare_drafts(engines: tuple[Any, Any], prompts: list[list[int]]) -> int:
     }
     assert not other, (len(common), {len(known): pair for known, pair in other.items()})
     return len(common)
+
+
+def compare_in_batches_and_after_hits(
+    engines: tuple[Any, Any], prompts: list[list[int]] = PROMPTS, long: list[int] = LONG
+) -> None:
+    """`compare_drafts` of a batch, of a long prompt, and of one that hits blocks of the long one;
+    the last block that is hit was followed by another token before."""
+    assert compare_drafts(engines, prompts) > 20
+    assert compare_drafts(engines, [long]) > 5
+    assert compare_drafts(engines, [[*long[:96], 12, 3]]) > 5

@@ -88,19 +88,9 @@ def _awq(weight: torch.Tensor) -> Tensors:
     return {"qweight": packed(values.t()), "scales": scale.t(), "qzeros": packed(zero.t())}
 
 
-def _fp8(weight: torch.Tensor, channels: bool) -> Tensors:
-    scale = (weight.abs().amax(1, keepdim=True) if channels else weight.abs().amax()) / 448
-    name = "weight_scale"
-    return {"weight": (weight / scale).to(torch.float8_e4m3fn), name: scale}
-
-
-def _fp8_blocks(weight: torch.Tensor) -> Tensors:
-    blocks = weight.unflatten(0, (-1, GROUP)).unflatten(2, (-1, GROUP))
-    scale = blocks.abs().amax((1, 3), keepdim=True) / 448
-    return {
-        "weight": (blocks / scale).flatten(2).flatten(0, 1).to(torch.float8_e4m3fn),
-        "weight_scale_inv": scale[:, 0, :, 0].contiguous(),
-    }
+def _fp8(weight: torch.Tensor) -> Tensors:
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
 def _compressed(layout: str, weights: Any, inputs: Any, head: bool) -> dict[str, Any]:
@@ -164,23 +154,12 @@ SCHEMES: dict[str, tuple[Callable[[torch.Tensor], Tensors], Callable[[bool], dic
             "version": "gemm", "lm_head": head,
         },
     ),
-    "fp8": (
-        lambda weight: _fp8(weight, channels=False),
-        lambda head: {"quant_method": "fp8", "activation_scheme": "dynamic"},
-    ),
     "fp8-channels": (
-        lambda weight: _fp8(weight, channels=True),
+        _fp8,
         lambda head: _compressed(
             "float-quantized", _numbers(8, "float", "channel"),
             _numbers(8, "float", "token", True), head,
         ),
-    ),
-    "fp8-blocks": (
-        _fp8_blocks,
-        lambda head: {
-            "quant_method": "fp8", "activation_scheme": "dynamic",
-            "weight_block_size": [GROUP, GROUP],
-        },
     ),
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests.fuzz.engine_machine import machine_pair
 from tests.fuzz.examples import TIMEOUT_S, assert_noticed, run_method
-from tests.soak.soak import problems, run
+from tests.soak.soak import run
 from vllm_specplug.registry import method_names
 
 pytestmark = [pytest.mark.e2e, pytest.mark.own_process(timeout_s=TIMEOUT_S)]
@@ -47,11 +47,8 @@ def test_a_kept_request_is_noticed(ahead: bool) -> None:
 
 
 def test_short_soak() -> None:
-    """The long run's script, for a few hundred steps: too few for the slopes to mean anything."""
-    samples, summary = run(400, "ngram_tree", seed=1)
-    assert len(samples) == 4
-    slopes = ("grew", "faded", "stay in use")
-    found = [text for text in problems(summary) if not any(word in text for word in slopes)]
-    assert not found, (found, summary)
+    """The long run's script, for a few hundred steps: too few for memory to mean anything."""
+    summary = run(600, "ngram_tree", seed=1)
+    assert summary["acceptance_second_half"] > 0
     assert summary["requests_finished"] > 20 and summary["clients_left"] > 0
     assert summary["cached_prompt_tokens"] > summary["prompt_tokens"] / 2

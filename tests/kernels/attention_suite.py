@@ -50,7 +50,7 @@ class TreeSuite:
         self.problem([(70, 5), (3, 2)]).check(skipped=3)
 
     def test_shared_prefix_pages(self) -> None:
-        made = self.problem([(32, 6), (40, 9)])
+        made = self.problem([(32, 6), (40, 9)], page=16)
         made.share_pages(2)
         made.check()
 

@@ -5,11 +5,18 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
-from vllm_specplug.kernels import AttnFeatures
+from vllm_specplug.kernels import (
+    AttnFeatures,
+    ancestor_words,
+    causal_words,
+    full_words,
+    tree_attn,
+)
 from vllm_specplug.kernels.cpu_layout import CpuKvLayout, make_layout, standard_tables
 from vllm_specplug.kernels.metadata import TreeAttnMetadata
 
@@ -103,10 +110,12 @@ class PagedTrees:
     dense: bool = False
     # rows of other requests before each tree
     gap: int = 2
-    # for dense blocks: rows attended by row i of n (None: the tree's ancestors)
-    dense_mask: str | None = None
+    # rows that a row attends: "tree" (its ancestors), "causal" or "full"
+    mask: str = "tree"
     features: AttnFeatures = field(default_factory=AttnFeatures)
     cache: torch.Tensor = field(init=False)
+    # The kernel is told that every row hangs below the one before it.
+    is_told_chains: bool = False
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -163,20 +172,43 @@ class PagedTrees:
         size = self.layout.block_size
         return self.block_table[r + 1].long()[positions // size] * size + positions % size
 
+    def share_pages(self, count: int) -> None:
+        """Lets the second tree begin with the first one's pages."""
+        self.block_table[2, :count] = self.block_table[1, :count]
+        shared = count * self.layout.block_size
+        for numbers in (self.keys, self.values):
+            numbers[1][:shared] = numbers[0][:shared]
+
+    def take_pages(self, other: PagedTrees) -> None:
+        """Takes the pages of the same trees with other features."""
+        self.block_table, self.cache = other.block_table, other.cache
+
+    def tell_chains(self) -> None:
+        self.is_told_chains = True
+
+    @property
+    def words(self) -> torch.Tensor:
+        """Those that the kernel is told."""
+        if self.is_told_chains or self.mask == "causal":
+            return causal_words(self.rows)
+        if self.mask == "full":
+            return full_words(self.rows)
+        return ancestor_words([parents for _, parents in self.trees])
+
     def attended(self, r: int, row: int) -> list[int]:
-        if self.dense_mask == "causal":
+        if self.mask == "causal":
             return list(range(row + 1))
-        if self.dense_mask == "full":
+        if self.mask == "full":
             return list(range(self.rows[r]))
         return path_of(self.trees[r][1], row)
 
-    def metadata(self, words: torch.Tensor) -> TreeAttnMetadata:
+    def metadata(self) -> TreeAttnMetadata:
         return TreeAttnMetadata.build(
             [r + 1 for r in range(len(self.trees))],
             self.row_start,
             self.rows,
             [c for c, _ in self.trees],
-            words,
+            self.words,
             self.block_table,
         )
 
@@ -222,20 +254,32 @@ class PagedTrees:
             [output[s : s + n] for s, n in zip(self.row_start, self.rows, strict=True)]
         )
 
-    def check(self, run, words: torch.Tensor, threads: int = 1) -> None:
-        """Runs `run(query, key_cache, value_cache, output, meta, scale, layout, **tail)`."""
-        untouched = torch.full_like(self.query, 7.0)
-        output = untouched.clone()
-        tail = {}
+    def answer(
+        self, run: Any = tree_attn, *, splits: int = 1, features: AttnFeatures | None = None
+    ) -> torch.Tensor:
+        """What a kernel gives, 7 in rows of no tree.
+
+        Args:
+            run: takes `query, key_cache, value_cache, output, meta, scale, layout`, and by name the
+                tails and features.
+            splits: threads, among which contexts are split.
+            features: told to the kernel only.
+        """
+        more: dict[str, Any] = {}
         if self.dense:
-            tail = {"tail_key": self.tail_key, "tail_value": self.tail_value}
-        key_cache, value_cache = self.layout.views(self.cache)
-        meta = self.metadata(words)
-        if not self.features.is_plain:
-            tail["features"] = self.features
-        args = (self.query, key_cache, value_cache, output, meta, self.scale, self.layout)
-        with num_threads(threads):
-            run(*args, **tail)
+            more = {"tail_key": self.tail_key, "tail_value": self.tail_value}
+        told = features or self.features
+        if not told.is_plain:
+            more["features"] = told
+        output = torch.full_like(self.query, 7.0)
+        views = self.layout.views(self.cache)
+        with num_threads(splits):
+            run(self.query, *views, output, self.metadata(), self.scale, self.layout, **more)
+        return output
+
+    def check(self, run: Any = tree_attn, *, skipped: int = 0, **options: Any) -> None:
+        """Compares `answer` with the oracle; no trees are without rows here, none are skipped."""
+        output = self.answer(run, **options)
         expected = self.expected()
         actual = self.tree_rows(output).double()
         assert not actual.isnan().any(), "an unused slot was read"
@@ -250,4 +294,16 @@ class PagedTrees:
         assert error <= limit, f"off by {error}, torch by {torch_error}"
         for start, n in zip(self.row_start, self.rows, strict=True):
             output[start : start + n] = 7.0
-        assert torch.equal(output, untouched), "a row of no tree was written"
+        assert bool((output == 7.0).all()), "a row of no tree was written"
+
+
+def paged_trees(
+    specs: list[tuple[int, int]], cache: tuple[torch.dtype, str] = (torch.float32, "vec"), *,
+    page: int = 32, head: int = 32, kv_heads: int = 2, group: int = 2, seed: int = 0,
+    **options: Any,
+) -> PagedTrees:  # fmt: skip
+    """`PagedTrees` of (context, nodes) each."""
+    rng = np.random.default_rng(seed)
+    trees = [(context, random_parents(n, rng)) for context, n in specs]
+    layout = layout_of(cache[1], cache[0], page, head)
+    return PagedTrees(layout, kv_heads, group, trees, seed=seed, **options)

@@ -3,57 +3,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from tests.kernels.attention_suite import FEATURES, HEADS, FeatureSuite, Specs
-from tests.kernels.paged import PagedTrees, layout_of, random_parents
-from vllm_specplug.kernels import AttnFeatures, ancestor_words, causal_words, reference, tree_attn
+from tests.kernels.paged import PagedTrees, paged_trees
+from vllm_specplug.kernels import AttnFeatures, reference
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CACHES = [(FP32, "vec"), (FP16, "vec"), (BF16, "vec"), (BF16, "vnni"), (FP32, "table")]
 SPECS = [(0, 0), (31, 2), (39, 9), (41, 33), (100, 5)]
 
 
-class Problem(PagedTrees):
-    """Splits of a context are threads here."""
-
-    is_told_chains = False
-    run: Callable[..., None] = staticmethod(tree_attn)
-
-    def take_pages(self, other: Problem) -> None:
-        self.block_table, self.cache = other.block_table, other.cache
-
-    def tell_chains(self) -> None:
-        self.is_told_chains = True
-
-    def check(self, *, splits: int = 1, features: AttnFeatures | None = None) -> None:  # type: ignore[override]
-        """`features` are told to the kernel only."""
-        parents = [parents for _, parents in self.trees]
-        words = causal_words(self.rows) if self.is_told_chains else ancestor_words(parents)
-
-        def told(*args: Any, **options: Any) -> None:
-            self.run(*args, **{**options, "features": features or self.features})
-
-        super().check(told, words, splits)
-
-
 def problem(
-    features: AttnFeatures, specs: Specs = SPECS, cache: tuple[torch.dtype, str] = CACHES[0], *,
-    page: int = 32, head: int = 32, mask: str = "tree", kv_heads: int = 2, group: int = HEADS // 2,
-    dense: bool = False,
-) -> Problem:  # fmt: skip
-    rng = np.random.default_rng(0)
-    trees = [
-        (context, random_parents(n, rng) if mask == "tree" else np.arange(-1, n - 1))
-        for context, n in specs
-    ]
-    layout = layout_of(cache[1], cache[0], page, head)
-    return Problem(layout, kv_heads, group, trees, features=features, dense=dense)
+    features: AttnFeatures, specs: Specs = SPECS, cache: tuple[torch.dtype, str] = CACHES[0],
+    **options: Any,
+) -> PagedTrees:  # fmt: skip
+    options = {"group": HEADS // 2, **options}
+    return paged_trees(specs, cache, features=features, **options)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -62,7 +31,7 @@ class TestFeatures(FeatureSuite):
     def _cache(self, request: pytest.FixtureRequest) -> None:
         self.cache = request.param
 
-    def problem(self, features: AttnFeatures, specs: Specs, **options: Any) -> Problem:
+    def problem(self, features: AttnFeatures, specs: Specs, **options: Any) -> PagedTrees:
         return problem(features, specs, self.cache, **options)
 
 
@@ -76,8 +45,7 @@ def test_every_isa_matches_branches_run_as_chains(isa: str, name: str) -> None:
 def test_reference_matches_the_same_oracle(name: str) -> None:
     for dense in (False, True):
         made = problem(FEATURES[name], [(0, 0), (45, 9), (70, 5)], dense=dense)
-        made.run = reference.tree_attn_reference
-        made.check()
+        made.check(reference.tree_attn_reference)
 
 
 @pytest.mark.parametrize("name", FEATURES)
@@ -93,6 +61,5 @@ def test_dense_tails_and_blocks_of_sixteen(
 
 def test_sinks_of_other_heads_are_refused(compiled: None) -> None:
     made = problem(AttnFeatures(sinks=torch.zeros(HEADS + 1)), [(3, 1)])
-    made.expected = lambda *_: None  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match=r"sinks must be \[Hq\]"):
-        made.check()
+        made.answer()

@@ -7,8 +7,6 @@ Times are tiles with the assumed costs of blocks and parts (`config.WHOLE_COST`,
 
 from __future__ import annotations
 
-import itertools
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,18 +26,6 @@ from vllm_specplug.kernels.cute.launch import GridSplit, split_grid, warpgroups_
 # A100, H100, B200
 MULTIPROCESSORS = (108, 132, 148)
 SKEWED = [1000] * 31 + [100_000]
-SKEWS = {
-    "one long": SKEWED,
-    "the long one first": SKEWED[::-1],
-    "one very long": [4000] * 31 + [131_072],
-    "several long": [1000] * 28 + [30_000, 60_000, 100_000, 130_000],
-    "many short, several long": [500] * 60 + [30_000] * 4,
-    "two sizes": [700] * 200 + [20_000] * 8,
-    "a pair": [1000, 100_000],
-    "both long": [100_000, 70_000],
-    "few": [1000, 1000, 1000, 100_000],
-    "each twice the one before": [500 << i for i in range(9)],
-}
 # (query heads a KV head, KV heads)
 HEADS = [(1, 32), (3, 3), (4, 8), (4, 2), (7, 2), (8, 8), (8, 1)]
 
@@ -67,10 +53,6 @@ def unevenness(batch: Batch, parts: list[Part]) -> float:
     return makespan(batch, parts) / mean_load(batch, parts)
 
 
-def simulate(batch: Batch) -> float:
-    return unevenness(batch, slots_of(batch, batch.grid_split()))
-
-
 def cut(batch: Batch, parts: int) -> list[Part]:
     """Every tree in so many parts."""
     return [
@@ -78,20 +60,6 @@ def cut(batch: Batch, parts: int) -> list[Part]:
         for tree, count in enumerate(batch.tiles)
         for i in range(parts)
     ]
-
-
-def skews() -> list[tuple[str, Batch]]:
-    """Long contexts among short ones; trees of unlike rows, of which the last has the most."""
-    made = [
-        (f"{name}, {rows} rows", batch_of(contexts, each, *model))
-        for name, contexts in SKEWS.items()
-        for rows in (16, 32, 64, 128, 256)
-        for each in (rows, [max(1, rows >> (i % 5)) for i in range(len(contexts))][::-1])
-        for model in itertools.product(*zip(*HEADS, strict=True), MULTIPROCESSORS)
-        if model[:2] in HEADS
-    ]
-    # The simulation of more blocks takes seconds.
-    return [(name, b) for name, b in made if sum(b.row_blocks) * b.heads <= 8_000]
 
 
 def even_share(batch: Batch) -> float:
@@ -124,20 +92,9 @@ def batches(draw: st.DrawFn) -> Batch:
 ENOUGH = 64
 
 
-def test_skewed_batches_keep_all_places_busy():
-    """The busiest place takes at most 1.3 times the mean: in every batch of many short and one or
-    several long contexts, and in 99 of 100 where two or a few trees are all there is. There, equal
-    parts may come to a little more than whole waves of blocks."""
-    ratios = {}
-    for name, batch in skews():
-        if even_share(batch) >= ENOUGH:
-            key = (name, batch.heads, batch.resident_ctas, *batch.row_blocks)
-            ratios[key] = simulate(batch)
-    assert len(ratios) > 1000
-    over = [key[0].split(",")[0] for key, ratio in ratios.items() if ratio > 1.3]
-    many = {"one long", "the long one first", "several long", "many short", "two sizes"}
-    assert not many & set(over), over
-    assert len(over) < 0.01 * len(ratios) and max(ratios.values()) < 1.35
+def test_a_skewed_batch_keeps_all_places_busy():
+    batch = batch_of(SKEWED, 16, 4, 8, 132)
+    assert unevenness(batch, slots_of(batch, batch.grid_split())) < 1.3
 
 
 def test_the_simulation_notices_splits_of_the_grid():
@@ -147,20 +104,11 @@ def test_the_simulation_notices_splits_of_the_grid():
         assert unevenness(batch, cut(batch, splits)) > 3
 
 
-def test_even_batches_take_about_the_fewest_tiles_of_any_cut():
-    """Whole trees that fill the device once are not cut: on an H100 eight of 65 rows over 4,096
-    tokens took a quarter longer in parts."""
-    ratios = {}
-    cells = itertools.product((1000, 4000, 16_000), (2, 4, 8, 12, 32), (16, 65, 257))
-    for context, trees, rows in cells:
-        batch = batch_of([context] * trees, rows, 4, 8, 132)
-        most = min(32, batch.tiles[0] // 2)
-        fewest = min(makespan(batch, cut(batch, n)) for n in range(1, most + 1))
-        chosen = slots_of(batch, batch.grid_split())
-        ratios[context, trees, rows] = makespan(batch, chosen) / fewest
-    assert ratios[4000, 8, 65] == 1.0
-    assert sum(ratios.values()) < 1.04 * len(ratios)
-    assert sum(ratio > 1.1 for ratio in ratios.values()) < 0.07 * len(ratios)
+def test_trees_that_fill_the_device_once_take_the_fewest_tiles_of_any_cut():
+    """On an H100 eight of 65 rows over 4,096 tokens took a quarter longer in other parts."""
+    batch = batch_of([4000] * 8, 65, 4, 8, 132)
+    fewest = min(makespan(batch, cut(batch, n)) for n in range(1, 1 + batch.tiles[0] // 2))
+    assert makespan(batch, slots_of(batch, batch.grid_split())) == fewest
 
 
 @settings(max_examples=150, deadline=None)

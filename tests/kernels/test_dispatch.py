@@ -3,14 +3,13 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 import torch
 
 from tests.conftest import use_isa
-from tests.kernels.paged import PagedTrees, layout_of, random_parents
+from tests.kernels.paged import PagedTrees, paged_trees
 from vllm_specplug import kernels
-from vllm_specplug.kernels import dispatch, extension
+from vllm_specplug.kernels import extension
 
 
 @pytest.fixture
@@ -24,8 +23,7 @@ def fresh_load():
 
 
 def problem() -> PagedTrees:
-    parents = random_parents(6, np.random.default_rng(0))
-    return PagedTrees(layout_of("vnni", torch.bfloat16, 32, 32), 2, 3, [(40, parents)])
+    return paged_trees([(40, 6)], (torch.bfloat16, "vnni"), group=3)
 
 
 def test_without_the_extension_the_reference_serves_with_one_warning(
@@ -37,8 +35,7 @@ def test_without_the_extension_the_reference_serves_with_one_warning(
     step = problem()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            words = kernels.ancestor_words([p for _, p in step.trees])
-            step.check(kernels.tree_attn, words)
+            step.check()
             kernels.compact_kv([step.cache], torch.tensor([3]), torch.tensor([2]), step.layout)
             step = problem()
     warnings = [r for r in caplog.records if "compiled CPU kernels" in r.message]
@@ -82,6 +79,4 @@ def test_describe_names_the_best_variant(compiled):
 
 
 def test_other_dtypes_go_to_the_reference(compiled):
-    parents = random_parents(6, np.random.default_rng(0))
-    step = PagedTrees(layout_of("vec", torch.float64, 32, 32), 2, 3, [(40, parents)])
-    step.check(dispatch.tree_attn, kernels.ancestor_words([parents]))
+    paged_trees([(40, 6)], (torch.float64, "vec"), group=3).check()

@@ -123,11 +123,15 @@ def assistant(folder: Path) -> Made:
     return AssistantDrafter, folder, None
 
 
-HEADS: list[Callable[[Path], Made]] = [
+HEADS: list[Any] = [
     causal_head,
     bidirectional_head,
     markov_head,
-    *(partial(markov_head, kind=kind) for kind in ("gated", "rnn", "domino")),
+    partial(markov_head, kind="domino"),
+    *(
+        pytest.param(partial(markov_head, kind=kind), marks=pytest.mark.full)
+        for kind in ("gated", "rnn")
+    ),
     selector,
     local_head,
     draft_layer,

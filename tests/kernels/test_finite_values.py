@@ -9,9 +9,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.kernels.paged import PagedTrees, layout_of, num_threads, write_slots
+from tests.kernels.paged import PagedTrees, layout_of, write_slots
 from tests.kernels.spoilt_rows import BAD_ROWS, TREES, Store, as_it_is, check_rows, spoil
-from vllm_specplug.kernels import AttnFeatures, ancestor_words, isolate_nonfinite, tree_attn
+from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite, tree_attn
 from vllm_specplug.kernels.reference import tree_attn_reference
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -19,28 +19,17 @@ NAN, INF = float("nan"), float("inf")
 
 
 def check_paged(
-    run: Callable[..., None], problem: PagedTrees, number: float, store: Store, threads: int = 1
+    run: Callable[..., None], problem: PagedTrees, number: float, store: Store, splits: int = 1
 ) -> None:
-    words = ancestor_words([p for _, p in problem.trees])
-    more = {} if problem.features.is_plain else {"features": problem.features}
-
-    def answer() -> torch.Tensor:
-        output = torch.zeros_like(problem.query)
-        views = problem.layout.views(problem.cache)
-        meta = problem.metadata(words)
-        with num_threads(threads):
-            run(problem.query, *views, output, meta, problem.scale, problem.layout, **more)
-        return output
-
-    problem.check(run, words, threads)
-    clean = answer()
+    problem.check(run, splits=splits)
+    clean = problem.answer(run, splits=splits)
     for r, (context, _) in enumerate(problem.trees):
         key, value = problem.keys[r][context:], problem.values[r][context:]
         for row in BAD_ROWS:
             spoil(key, value, row, number)
         slots = problem.slots(r, context + len(key))[context:]
         write_slots(problem.layout, problem.cache, slots, *store(key, value))
-    spoilt = answer()
+    spoilt = problem.answer(run, splits=splits)
     for start, n in zip(problem.row_start, problem.rows, strict=True):
         check_rows(clean[start : start + n], spoilt[start : start + n])
 
@@ -73,7 +62,7 @@ def test_in_layers_with_features(
 
 def test_in_shares_of_a_split_context(compiled: None) -> None:
     """A row's ancestor may be in the share that is merged with weight 0."""
-    check_paged(tree_attn, paged(FP32, "vec"), NAN, isolate_nonfinite, threads=4)
+    check_paged(tree_attn, paged(FP32, "vec"), NAN, isolate_nonfinite, splits=4)
 
 
 @pytest.mark.parametrize("run", [tree_attn, tree_attn_reference])

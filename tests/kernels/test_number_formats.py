@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.paged import PagedTrees, layout_of, num_threads, random_parents
-from vllm_specplug.kernels import AttnFeatures, ancestor_words, probe_cpu_layout, tree_attn
+from tests.kernels.paged import PagedTrees, layout_of, num_threads, paged_trees, write_slots
+from vllm_specplug.kernels import AttnFeatures, probe_cpu_layout, tree_attn
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES, CpuKvLayout
 from vllm_specplug.kernels.reference import compact_kv_reference, tree_attn_reference
 
@@ -30,7 +30,7 @@ def lone_rows(values: torch.Tensor, dtype: torch.dtype, **features: float) -> to
     source = values.view(torch.uint8) if values.dtype.itemsize == 1 else values
     view.flatten(2)[:rows, 0, :size] = source
     problem = PagedTrees(layout_of("vec", dtype, 32, size), 1, 1, [(0, np.empty(0, np.int32))])
-    meta = problem.metadata(ancestor_words([np.empty(0, np.int32)]))
+    meta = problem.metadata()
     plan = torch.zeros(5, rows, dtype=torch.int32)
     plan[0] = plan[1] = plan[4] = torch.arange(rows)
     plan[2] = 1
@@ -82,19 +82,13 @@ def small_problem(
     small: torch.dtype, dtype: torch.dtype, kind: str, features: AttnFeatures
 ) -> tuple[PagedTrees, CpuKvLayout, torch.Tensor]:
     """Trees over a cache of 8 bits, whose keys and values are what those bits stand for."""
-    rng = np.random.default_rng(3)
-    trees = [(c, random_parents(n, rng)) for c, n in ((0, 0), (31, 2), (33, 33), (70, 5))]
-    problem = PagedTrees(layout_of("vec", dtype, 32, 64), 2, 3, trees, features=features)
+    specs = [(0, 0), (31, 2), (33, 33), (70, 5)]
+    problem = paged_trees(specs, (dtype, "vec"), head=64, group=3, features=features)
     layout = layout_of(kind, small, 32, 64)
-    shape = problem.cache.shape
-    cache = torch.full(shape, 255, dtype=torch.uint8)  # NaN
-    flat = cache.view(shape[0], shape[1], 2, -1)
+    cache = torch.full(problem.cache.shape, 255, dtype=torch.uint8)  # NaN
     for r, (keys, values) in enumerate(zip(problem.keys, problem.values, strict=True)):
-        for i, slot in enumerate(problem.slots(r, len(keys)).tolist()):
-            block, offset = divmod(slot, 32)
-            for half, numbers in enumerate((keys[i], values[i])):
-                at = layout.tables[half, offset].long()
-                flat[block, :, half, at] = numbers.float().to(small).view(torch.uint8)
+        rounded = (x.float().to(small).view(torch.uint8) for x in (keys, values))
+        write_slots(layout, cache, problem.slots(r, len(keys)), *rounded)
         problem.keys[r] = keys.float().to(small).float()
         problem.values[r] = values.float().to(small).float()
     return problem, layout, cache
@@ -111,7 +105,7 @@ def test_trees_over_eight_bits(isa, small, run, kind, dtype) -> None:
     problem, layout, cache = small_problem(small, dtype, kind, features)
     views = layout.views(cache)
     output = torch.zeros_like(problem.query)
-    meta = problem.metadata(ancestor_words([p for _, p in problem.trees]))
+    meta = problem.metadata()
     with num_threads(2):
         args = (problem.query, *views, output, meta, problem.scale, layout)
         run(*args, features=features)

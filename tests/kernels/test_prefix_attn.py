@@ -3,18 +3,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
-from tests.kernels.paged import (
-    PagedTrees,
-    chain_attention,
-    layout_of,
-    num_threads,
-    random_parents,
-)
-from vllm_specplug.kernels import ancestor_words, prefix_attn
+from tests.kernels.paged import chain_attention, num_threads, paged_trees
+from vllm_specplug.kernels import prefix_attn
 from vllm_specplug.kernels.reference import prefix_attn_reference
 
 DTYPES = {
@@ -30,11 +23,9 @@ DTYPES = {
 @pytest.mark.parametrize("block_size", [32, 64])
 def test_rows_see_the_context_and_nothing_else(run, threads, dtype, block_size, compiled) -> None:
     kind, tolerance = DTYPES[dtype]
-    layout = layout_of(kind, dtype, block_size, 64)
-    rng = np.random.default_rng(5)
-    sizes = [(0, 3), (1, 0), (31, 2), (33, 65), (500, 4)]
-    case = PagedTrees(layout, 2, 3, [(c, random_parents(n, rng)) for c, n in sizes], dense=True)
-    meta = case.metadata(ancestor_words([parents for _, parents in case.trees]))
+    specs = [(0, 3), (1, 0), (31, 2), (33, 65), (500, 4)]
+    case = paged_trees(specs, (dtype, kind), page=block_size, head=64, group=3, dense=True)
+    layout, meta = case.layout, case.metadata()
     output = torch.full_like(case.query, 7.0)
     lse = torch.full(case.query.shape[:2], 7.0)
     with num_threads(threads):

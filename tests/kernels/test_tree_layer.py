@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.paged import PagedTrees, layout_of
 from tests.kernels.spoilt_rows import TREES
-from vllm_specplug.kernels import AttnFeatures, TreeLayer, ancestor_words, tree_attn
+from vllm_specplug.kernels import AttnFeatures, TreeLayer, tree_attn
 
 SHAPED = {
     "plain": AttnFeatures(),
@@ -25,15 +25,14 @@ def test_as_tree_attn(compiled: None, dtype: torch.dtype, features: AttnFeatures
     problem = PagedTrees(layout_of("vec", dtype, 32, 32), 2, 3, TREES, features=features)
     layer = TreeLayer(problem.cache, problem.layout, problem.scale, features)
     assert TreeLayer.serves(problem.query, problem.cache)
-    words = ancestor_words([parents for _, parents in problem.trees])
 
     def attend(query, key_cache, value_cache, output, meta, scale, layout, features=None) -> None:
         table, meta.block_table = meta.block_table, torch.full_like(meta.block_table, -1)
         layer.attend(query, output, meta, table)
 
-    problem.check(attend, words)
+    problem.check(attend)
     # A later step of the layer, with fewer trees.
-    once = [problem.metadata(words) for _ in range(2)]
+    once = [problem.metadata() for _ in range(2)]
     for meta in once:
         meta.plan = meta.plan[:, :1].contiguous()
     outputs = [torch.zeros_like(problem.query) for _ in range(2)]
@@ -51,7 +50,7 @@ def test_weights_that_are_loaded_again_count(compiled: None) -> None:
     layout = layout_of("vec", torch.float32, 32, 32)
     problem = PagedTrees(layout, 2, 3, TREES, features=features)
     layer = TreeLayer(problem.cache, layout, problem.scale, features)
-    meta = problem.metadata(ancestor_words([parents for _, parents in problem.trees]))
+    meta = problem.metadata()
     outputs = [torch.zeros_like(problem.query) for _ in range(2)]
     layer.attend(problem.query, outputs[0], meta, problem.block_table)
     sinks += 5.0

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-from tests.kernels.attention_suite import DenseSuite, Specs
 from tests.kernels.cute_schedule import Batch, record_of, tiles_of, up
 from tests.kernels.device_trees import DeviceTrees
 from tests.ptx.ptx_machine import Machine, Timing
@@ -91,11 +88,6 @@ class HostDevice:
         return [0 if size == 1 else next(values) for size in kernel.param_bytes]
 
 
-def variant(head_dim: int):
-    """One process compiles a head size's variants, once."""
-    return pytest.mark.xdist_group(f"cute{head_dim}")
-
-
 class MachineTrees(DeviceTrees):
     """Trees that are answered by stepping the launches."""
 
@@ -155,18 +147,3 @@ class MachineTrees(DeviceTrees):
 
 def ran(counts: Counter[str], fragment: str) -> int:
     return sum(count for opcode, count in counts.items() if fragment in opcode)
-
-
-class MachineSuite(DenseSuite):
-    """With copies and products as late as allowed and as early as possible."""
-
-    wide: dict[str, Any] = {}
-
-    @pytest.fixture(autouse=True, params=[LATE, EARLY], ids=["late", "early"])
-    def _timing(self, request: pytest.FixtureRequest) -> None:
-        self.timing = request.param
-
-    def problem(self, specs: Specs, **options: Any) -> MachineTrees:
-        made = MachineTrees(specs, **{"dtype": BF16, "head_dim": 64, **self.wide, **options})
-        made.timing = self.timing
-        return made

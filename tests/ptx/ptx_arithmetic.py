@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tests.ptx.ptx_memory import SHARED_BASE
-from tests.ptx.ptx_registers import ProductRegisters
 
 WARPGROUP = 128
 
@@ -23,15 +22,12 @@ class Warpgroup:
     registers: dict[str, np.ndarray] = field(default_factory=dict)
     copy_groups: list = field(default_factory=list)
     open_copies: list = field(default_factory=list)
+    # (registers of the sums, what computes them if that is due at the wait) of each product
     product_groups: list = field(default_factory=list)
     open_products: list = field(default_factory=list)
+    # Sums that nobody has waited for, and copies of these, which are made again after the wait.
+    pending: set[str] = field(default_factory=set)
     late_moves: list = field(default_factory=list)
-    # groups that were closed, and of those the ones that were waited for
-    copies_closed: int = 0
-    copies_waited: int = 0
-    products_closed: int = 0
-    products_waited: int = 0
-    product_registers: ProductRegisters = field(default_factory=ProductRegisters)
     polling: bool = False
     executed: int = 0
 
@@ -40,7 +36,6 @@ class Warpgroup:
         self.done = np.zeros(self.lanes, bool)
         # number of the barrier at which a thread waits, or -1
         self.at_barrier = np.full(self.lanes, -1)
-        self.warps = range(self.first_thread // 32, (self.first_thread + self.lanes) // 32)
 
 
 class Arithmetic:
@@ -127,10 +122,11 @@ class Arithmetic:
                     group, name, (value >> value.dtype.type(i * part)).astype(element), mask
                 )
             return
-        if group.product_registers.pending(operands[1], group.products_waited):
+        if operands[1] in group.pending:
             # LLVM names sums anew just before the wait for them. The assembler gives both names one
             # register, so the copy holds what the wait brings.
             group.late_moves.append((operands[0], operands[1]))
+            group.pending.add(operands[0])
         self._write(group, operands[0], self._read(group, operands[1], bits), mask)
 
     def _cvta(self, group, suffix, operands, mask) -> None:

@@ -9,13 +9,12 @@ import numpy as np
 
 from tests.ptx.ptx_arithmetic import WARPGROUP, Arithmetic, as_float
 from tests.ptx.ptx_memory import Barrier
-from tests.ptx.ptx_registers import FACTOR
 
 
 class Asynchronous(Arithmetic):
     """Instructions whose work takes effect later: a mixin of the block.
 
-    The block gives `shared`, `order`, `timing`, `barriers`, `maps` and how memory is reached.
+    The block gives `shared`, `timing`, `barriers`, `maps` and how memory is reached.
     """
 
     # -- asynchronous copies
@@ -28,18 +27,12 @@ class Asynchronous(Arithmetic):
             assert mask.all(), "groups are counted for a whole warpgroup"
             group.copy_groups.append(group.open_copies)
             group.open_copies = []
-            group.copies_closed += 1
         elif kind == "async.wait_group":
             assert mask.all()
             keep = int(operands[0])
             while len(group.copy_groups) > keep:
                 for index, data in group.copy_groups.pop(0):
-                    self.shared.bytes[index] = data
-                group.copies_waited += 1
-            for warp in group.warps:
-                self.order.waited(
-                    warp, self.order.copies(warp), group.copies_waited, together=False
-                )
+                    self.shared[index] = data
         elif kind.startswith("async.bulk.tensor"):
             self._copy_box(group, operands, mask)
         else:
@@ -60,8 +53,6 @@ class Asynchronous(Arithmetic):
         if real.any():
             memory, where = self._locate("global", source[real], bytes_copied)
             data[real] = memory[where]
-        warps = self._warps(group, mask)
-        self.shared.write_by_copies(index, warps, group.copies_closed + 1)
         shared[index] = data if self.timing.eager_copies else 0xFF
         group.open_copies.append((index, data))
 
@@ -71,9 +62,7 @@ class Asynchronous(Arithmetic):
         name, coordinates = re.fullmatch(r"\[(%\w+), \{(.*)\}\]", operands[1]).groups()
         descriptor = self.maps[int(self._read(group, name, 64)[lane])]
         at = [int(self._signed(group, c.strip(), 32)[lane]) for c in coordinates.split(",")]
-        counted_by = int(self._address(group, operands[2], 32)[lane])
-        barrier, warp = self._barrier(counted_by), (group.first_thread + int(lane)) // 32
-        barrier.check_fence(warp)
+        barrier = self._barrier(int(self._address(group, operands[2], 32)[lane]))
         assert target % 1024 == 0 and len(at) == len(descriptor.extents)
         steps = [np.arange(size) + start for size, start in zip(descriptor.box, at, strict=True)]
         inside = np.ones((), bool)
@@ -92,7 +81,6 @@ class Asynchronous(Arithmetic):
         assert descriptor.box[0] * 2 == descriptor.swizzle_bytes
         shared, index = self._locate("shared", linear ^ ((linear >> 3) & row_mask), 2)
         data = memory[where]
-        self.shared.write_by_box(index, warp, counted_by)
         barrier.bytes_due -= data.size
         if self.timing.eager_copies:
             shared[index] = data
@@ -107,29 +95,21 @@ class Asynchronous(Arithmetic):
             (lane,) = np.flatnonzero(mask)  # one thread
             place = int(self._address(group, operands[0], 32)[lane])
             count = int(self._read(group, operands[1], 32)[lane])
-            self._use_barriers(group, np.array([place]), mask, set_up=True)
-            self.barriers[place] = Barrier(
-                count, self.order, self.order.boxes(place), maker=group.first_thread + int(lane)
-            )
+            self._locate("shared", np.array([place]), 8)
+            self.barriers[place] = Barrier(count)
         elif kind == "arrive":
             addresses = self._address(group, operands[1], 32)
             amounts = self._read(group, operands[2], 32)
-            self._use_barriers(group, addresses[mask], mask)
-            alone = ~mask.reshape(-1, 32).all(axis=1)
             for lane in np.flatnonzero(mask):
                 barrier = self._barrier(int(addresses[lane]))
                 if suffix[1] == "expect_tx":
                     barrier.bytes_due += int(amounts[lane])
-                count = 1 if suffix[1] == "expect_tx" else int(amounts[lane])
-                barrier.arrive(
-                    (group.first_thread + int(lane)) // 32, count, alone=bool(alone[lane // 32])
-                )
+                barrier.arrive(1 if suffix[1] == "expect_tx" else int(amounts[lane]))
                 barrier.settle()
         elif kind == "try_wait":
             addresses = np.unique(self._address(group, operands[1], 32)[mask])
             parities = np.unique(self._read(group, operands[2], 32)[mask])
             assert len(addresses) == len(parities) == 1, "threads wait for different phases"
-            self._use_barriers(group, np.repeat(addresses, mask.sum()), mask)
             barrier = self._barrier(int(addresses[0]))
             ready = barrier.phase != int(parities[0])
             if not ready:
@@ -138,11 +118,6 @@ class Asynchronous(Arithmetic):
             for shared, index, data in barrier.late:
                 shared[index] = data
             barrier.late.clear()
-            if barrier.told is not None:
-                whole = mask.reshape(-1, 32).all(axis=1)
-                for warp in np.unique(self._warps(group, mask)):
-                    every_lane = bool(whole[warp - group.first_thread // 32])
-                    self.order.learn([warp], barrier.told, every_lane=every_lane)
             self._write(group, operands[0], np.full(group.lanes, True), mask)
         else:
             raise NotImplementedError(kind)
@@ -151,27 +126,13 @@ class Asynchronous(Arithmetic):
         assert address in self.barriers, "an mbarrier is used that nobody has set up"
         return self.barriers[address]
 
-    def _use_barriers(self, group, addresses: np.ndarray, mask, *, set_up: bool = False) -> None:
-        """Where mbarriers lie, those who use them must know that they were set up."""
-        _, index = self._locate("shared", addresses, 8)
-        if set_up:
-            zeros = np.zeros(index.shape, np.uint8)
-            self.shared.write(index, self._warps(group, mask)[: len(index)], zeros)
-        else:
-            self.shared.read(index, self._warps(group, mask))
-
     def _fence(self, group, suffix, operands, mask) -> None:
+        """Nothing: what the machine does is seen at once."""
         if suffix[0] == "proxy":
             assert ".".join(suffix) == "proxy.async.shared::cta"
             self._whole_warps(mask)
-            self.order.fence(np.unique(self._warps(group, mask)))
         else:
             assert ".".join(suffix) == "mbarrier_init.release.cluster"
-        # Either shows the copy engine the mbarriers that these threads have set up.
-        threads = set((group.first_thread + np.flatnonzero(mask)).tolist())
-        for barrier in self.barriers.values():
-            if barrier.maker in threads:
-                barrier.fence()
 
     # -- matrix products
 
@@ -179,26 +140,20 @@ class Asynchronous(Arithmetic):
         assert mask.all() and group.lanes == WARPGROUP, "a warpgroup is split at wgmma"
         kind = suffix[0]
         if kind == "fence":
-            group.product_registers.fence()
-        elif kind == "commit_group":
+            return
+        if kind == "commit_group":
             group.product_groups.append(group.open_products)
             group.open_products = []
-            group.products_closed += 1
         elif kind == "wait_group":
             keep = int(operands[0])
             while len(group.product_groups) > keep:
-                for product in group.product_groups.pop(0):
-                    product()
-                group.products_waited += 1
-            for warp in group.warps:
-                self.order.waited(
-                    warp, self.order.products(warp), group.products_waited, together=True
-                )
+                for _, product in group.product_groups.pop(0):
+                    if product is not None:
+                        product()
+            left = [*group.product_groups, group.open_products]
+            group.pending = {name for products in left for names, _ in products for name in names}
             for copy, source in group.late_moves:
-                waited = group.products_waited
-                assert not group.product_registers.pending(source, waited), (
-                    "a copy of a sum that is not waited for"
-                )
+                assert source not in group.pending, "a copy of a sum that is not waited for"
                 self._write(group, copy, self._read(group, source, 32), mask)
             group.late_moves.clear()
         else:
@@ -225,20 +180,6 @@ class Asynchronous(Arithmetic):
         use_old = bool(self._read(group, accumulate, 1)[0])
 
         factors = self._vector(operands[1]) if from_registers else []
-        for names, kind in ((targets, suffix[3]), (factors, FACTOR)):
-            for name in names:
-                group.product_registers.multiply(
-                    name, kind, group.products_closed + 1, group.products_waited
-                )
-
-        # Read from now until the group is waited for, whenever the product takes effect here.
-        for index in (
-            None if from_registers else self._places(descriptor_a, 64, k_major=True),
-            self._places(descriptor_b, columns, k_major=transposed_b == "0"),
-        ):
-            if index is not None:
-                for warp in group.warps:
-                    self.shared.read_by_product(index, warp, group.products_closed + 1)
 
         def run() -> None:
             if from_registers:
@@ -258,17 +199,8 @@ class Asynchronous(Arithmetic):
 
         if self.timing.eager_products:
             run()
-        # What is not waited for shows in any timing.
-        group.open_products.append((lambda: None) if self.timing.eager_products else run)
-
-    @staticmethod
-    def _touch(group, names: frozenset[str], name: str, operands: list[str]) -> None:
-        """Warps are about to read or write registers that products take part in."""
-        registers, waited = group.product_registers, group.products_waited
-        if name == "mov" and registers.in_flight(operands[1], group.products_closed, waited):
-            registers.copy(operands[0], operands[1], waited)
-        else:
-            registers.touch(names, waited)
+        group.open_products.append((targets, None if self.timing.eager_products else run))
+        group.pending.update(targets)
 
     def _a_fragment(self, group, names: list[str], element: str) -> np.ndarray:
         a = np.zeros((64, 16), np.float32)
@@ -281,8 +213,8 @@ class Asynchronous(Arithmetic):
             a[row, column + 1] = as_float((packed >> np.uint32(16)).astype(np.uint16), element)
         return a
 
-    def _places(self, descriptor: int, rows: int, *, k_major: bool) -> np.ndarray:
-        """[rows * 16, 2] bytes in shared memory by a matrix descriptor."""
+    def _operand(self, descriptor: int, rows: int, element: str, *, k_major: bool) -> np.ndarray:
+        """[rows, 16] from shared memory by a matrix descriptor."""
         start = (descriptor & 0x3FFF) << 4
         leading = (descriptor >> 16 & 0x3FFF) << 4
         stride = (descriptor >> 32 & 0x3FFF) << 4
@@ -297,10 +229,6 @@ class Asynchronous(Arithmetic):
             wide = span // 2
             linear = start + r // wide * leading + r % wide * 2 + k // 8 * stride + k % 8 * span
         address = linear ^ ((linear >> 3) & (span - 16))
-        return self._locate("shared", address.reshape(-1), 2)[1]
-
-    def _operand(self, descriptor: int, rows: int, element: str, *, k_major: bool) -> np.ndarray:
-        """[rows, 16] from shared memory."""
-        index = self._places(descriptor, rows, k_major=k_major)
-        raw = self.shared.bytes[index].view(np.uint16).reshape(rows, 16)
+        _, index = self._locate("shared", address.reshape(-1), 2)
+        raw = self.shared[index].view(np.uint16).reshape(rows, 16)
         return as_float(raw, element)

@@ -7,15 +7,12 @@ to be hostile where the hardware may be:
     shared memory starts as NaN, and every access to memory is checked against what was allocated;
     what a thread has not written to a register is NaN, -1 or true, and a register that no thread
     has written is an error;
-    a warp may read from shared memory only what it knows to have been written, and overwrite only
-    what it knows to be read, whatever order warps happen to run in: through a barrier, or a wait
-    for its own copies and products; and what products read or boxes overwrite must have been fenced
-    if stores or small copies wrote it, see `ptx_memory.Order`;
     asynchronous copies and matrix products take effect at once, or only when they are waited for,
     as the `Timing` says, which shows a missing wait or a buffer reused too early;
     a warpgroup runs until it must wait, the first or the last before the others.
 
-What it cannot show: what ptxas makes of the PTX.
+What it cannot show: what ptxas makes of the PTX, races within a warpgroup, whose warps step
+together, and proxy fences, since memory has one order here.
 
 Threads of a warpgroup step together under a mask (lowest program counter first); registers are
 arrays over them. The meaning of each instruction follows the PTX ISA manual.
@@ -35,7 +32,6 @@ from tests.ptx.ptx_memory import (
     SHARED_BASE,
     Barrier,
     GlobalMemory,
-    SharedMemory,
     TensorMap,
 )
 from tests.ptx.ptx_program import Program
@@ -83,8 +79,7 @@ class _Block(Asynchronous):
         self.timing = machine.timing
         self.index = dict(zip("xyz", index, strict=True))
         self.grid = dict(zip("xyz", grid, strict=True))
-        self.shared = SharedMemory(machine.shared_bytes, self.program.threads // 32)
-        self.order = self.shared.order
+        self.shared = np.full(machine.shared_bytes, 0xFF, np.uint8)
         self.barriers: dict[int, Barrier] = {}
         # threads that a barrier of some of them is for
         self.expected: dict[int, int] = {}
@@ -136,15 +131,8 @@ class _Block(Asynchronous):
             assert arrived <= expected, f"more threads at barrier {number} than it is for"
             if arrived < expected:
                 continue
-            warps = [
-                warp
-                for group, there in zip(self.groups, waiting, strict=True)
-                for warp, all_there in zip(group.warps, there.reshape(-1, 32).all(1), strict=True)
-                if all_there
-            ]
-            assert 32 * len(warps) == arrived, "a warp is split at a barrier"
-            self.order.learn(warps, self.order.release(warps), every_lane=True)
-            self.order.meet(warps)
+            for there in waiting:
+                self._whole_warps(there)
             for group, there in zip(self.groups, waiting, strict=True):
                 group.pc[there] += 1
                 group.at_barrier[there] = -1
@@ -179,7 +167,7 @@ class _Block(Asynchronous):
             taken = mask & (~condition if guard[1] else condition)
         name, *suffix = opcode.split(".")
         if name == "bra":
-            target = self._target(operands[0], at)
+            target = self.program.labels[operands[0]]
             group.pc[mask] += 1
             group.pc[taken] = target
             return
@@ -198,8 +186,6 @@ class _Block(Asynchronous):
         if handler is None:
             raise NotImplementedError(f"{opcode} {operands}")
         if taken.any():
-            if shared := self.program.shared_registers[at]:
-                self._touch(group, shared, name, operands)
             handler(group, suffix, operands, taken)
         elif name == "ld":
             for register in self._vector(operands[0]):
@@ -209,9 +195,6 @@ class _Block(Asynchronous):
                 group.registers.setdefault(register, unknown)
         if not group.polling:
             group.pc[mask] += 1
-
-    def _target(self, label: str, at: int) -> int:
-        return self.program.labels[label]
 
     # -- memory
 
@@ -224,27 +207,8 @@ class _Block(Asynchronous):
             assert self.memory.owned[index].all(), "access outside every allocation"
             return self.memory.bytes, index
         index = address[:, None] - SHARED_BASE + np.arange(size)
-        assert (index >= 0).all() and (index < self.shared.bytes.size).all(), (
-            "shared memory overrun"
-        )
-        return self.shared.bytes, index
-
-    def _load(self, group, space: str, address: np.ndarray, size: int, mask) -> np.ndarray:
-        """[n, size] bytes of the threads in `mask`; `address` is theirs alone."""
-        store, index = self._locate(space, address, size)
-        if space == "shared":
-            self.shared.read(index, self._warps(group, mask))
-        return store[index]
-
-    def _store(self, group, space: str, address: np.ndarray, data: np.ndarray, mask) -> None:
-        store, index = self._locate(space, address, data.shape[1])
-        if space == "shared":
-            self.shared.write(index, self._warps(group, mask), data)
-        else:
-            store[index] = data
-
-    def _warps(self, group, mask: np.ndarray) -> np.ndarray:
-        return (group.first_thread + np.flatnonzero(mask)) // 32
+        assert (index >= 0).all() and (index < self.shared.size).all(), "shared memory overrun"
+        return self.shared, index
 
     def _ld(self, group, suffix, operands, mask) -> None:
         space, kind = suffix[0], suffix[-1]
@@ -257,7 +221,8 @@ class _Block(Asynchronous):
         size = bits // 8 * len(lanes)
         address = self._address(group, operands[1], 64 if space == "global" else 32)
         kinds = {16: np.uint16, 32: np.uint32, 64: np.uint64}
-        loaded = self._load(group, space, address[mask], size, mask).view(kinds[bits])
+        store, index = self._locate(space, address[mask], size)
+        loaded = store[index].view(kinds[bits])
         for i, name in enumerate(lanes):
             full = np.zeros(group.lanes, loaded.dtype)
             full[mask] = loaded[:, i]
@@ -268,7 +233,9 @@ class _Block(Asynchronous):
         lanes = self._vector(operands[1])
         values = np.stack([self._read(group, name, bits) for name in lanes], axis=1)[mask]
         address = self._address(group, operands[0], 64 if space == "global" else 32)
-        self._store(group, space, address[mask], np.ascontiguousarray(values).view(np.uint8), mask)
+        data = np.ascontiguousarray(values).view(np.uint8)
+        store, index = self._locate(space, address[mask], data.shape[1])
+        store[index] = data
 
     # -- within a warp
 
@@ -294,7 +261,6 @@ class _Block(Asynchronous):
     def _bar(self, group, suffix, operands, mask) -> None:
         assert suffix == ["warp", "sync"] and operands == ["-1"], (suffix, operands)
         self._whole_warps(mask)
-        self.order.meet(np.unique(self._warps(group, mask)))
 
     @staticmethod
     def _whole_warps(mask: np.ndarray) -> None:

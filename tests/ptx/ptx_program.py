@@ -26,8 +26,6 @@ class Program:
         self.code: list[tuple] = []
         self.labels: dict[str, int] = {}
         self._parse(body[body.index("{") + 1 : body.rindex("}")])
-        # Of each instruction but products, the registers that products of warpgroups take part in.
-        self.shared_registers = self._shared_registers()
 
     def _parse(self, body: str) -> None:
         """One instruction, label or brace a line; braces of their own are scopes of names."""
@@ -56,28 +54,6 @@ class Program:
         if scope:
             operands = [re.sub(r"(?<![\w%$.])[A-Za-z]\w*", rf"\g<0>{scope}", o) for o in operands]
         return guard, opcode, operands
-
-    def _shared_registers(self) -> list[frozenset[str]]:
-        """Sums and first factors of products, and copies of these."""
-        named = [frozenset(re.findall(r"%\w+", " ".join(o))) for _, _, o in self.code]
-        shared: set[str] = set()
-        for _, opcode, operands in self.code:
-            if opcode.startswith("wgmma.mma_async"):
-                for operand in operands[:2]:
-                    if operand[0] == "{":
-                        shared.update(re.findall(r"%\w+", operand))
-        if not shared:
-            return [frozenset()] * len(self.code)
-        copies = [o for _, opcode, o in self.code if opcode.startswith("mov.")]
-        while True:
-            found = {to for to, source in copies if source in shared} - shared
-            if not found:
-                break
-            shared |= found
-        return [
-            frozenset() if opcode.startswith("wgmma.mma_async") else names & shared
-            for names, (_, opcode, _) in zip(named, self.code, strict=True)
-        ]
 
 
 def _split(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.eagle3_chains import CHAIN, DEPTH, LONG, PROMPTS, compare_drafts, own_engine
+from tests.e2e.eagle3_chains import CHAIN, DEPTH, compare_in_batches_and_after_hits, own_engine
 from tests.e2e.pair import make_engine, target
 from tests.e2e.tiny import make_block_head
 from vllm_specplug.methods.block.checkpoint import save_block_head
@@ -53,6 +53,4 @@ def test_chains_are_those_of_vllms_own_method(tmp_path: Path) -> None:
         own_engine("dflash", speculative={"model": str(head)}, **engine),
         make_engine("ddtree", speculative={**CHAIN, "model": str(head)}, **engine),
     )
-    assert compare_drafts(engines, PROMPTS) > 20
-    assert compare_drafts(engines, [LONG]) > 5
-    assert compare_drafts(engines, [[*LONG[:96], 62, 3]]) > 5
+    compare_in_batches_and_after_hits(engines)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.e2e.eagle3_chains import CHAIN, DEPTH, LONG, PROMPTS, compare_drafts
+from tests.e2e.eagle3_chains import CHAIN, DEPTH, compare_in_batches_and_after_hits
 from tests.e2e.pair import core_of, make_engine, target
 from tests.e2e.tiny import make_dflash2_head
 from vllm_specplug.train.target import TargetWeights
@@ -86,6 +86,4 @@ def test_chains_are_those_of_vllms_own_method(
         make_engine("dflash2_tree", speculative={**CHAIN, "model": str(ours)}, **engine),
     )
     show_drafts(engines[0])
-    assert compare_drafts(engines, PROMPTS) > 20
-    assert compare_drafts(engines, [LONG]) > 5
-    assert compare_drafts(engines, [[*LONG[:96], 62, 3]]) > 5
+    compare_in_batches_and_after_hits(engines)

@@ -3,21 +3,21 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.e2e.harness import EngineResult, assert_drafted, run_engine, with_own_budgets
-from tests.e2e.tiny import make_head, make_target, make_text_target
-from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB, tiny_engine
+from tests.e2e.pair import pair
+from tests.e2e.requests import greedy
+from tests.e2e.tiny import make_head, make_target
+from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
 
-# name: engine arguments, speculative options
+# name: arguments of the tree engine, speculative options
 MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # As users get it: compiled, the budget by the clock, n-grams merged.
     "compiled": ({"enforce_eager": False}, {"tree_budget": "auto"}),
@@ -30,79 +30,29 @@ MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("modes")
     return make_target(folder / "target", VOCAB), make_head(folder / "head", VOCAB)
 
 
-_CALLS = [{"prompts": PROMPTS, "params": PARAMS}]
-
-
-def _plain(target: Path) -> EngineResult:
-    return run_engine(tiny_engine(target), _CALLS)
-
-
-@pytest.mark.xdist_group("engine_modes")
 @pytest.mark.parametrize("mode", MODES)
 def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str) -> None:
     target, head = models
-    engine, options = MODES[mode]
+    tree, options = MODES[mode]
     if options.get("draft_weights") == "int8" and not torch.cpu._is_vnni_supported():
         pytest.skip("oneDNN's int8 products overflow without VNNI: the option is refused")
     speculative = {
-        "method": "jetspec",
-        "model": str(head),
-        "num_speculative_tokens": 24,
-        "max_step_rows": 4096,
-        **options,
-    }
+        "model": str(head), "num_speculative_tokens": 24, "max_step_rows": 4096, **options,
+    }  # fmt: skip
     # Fixed unless a mode says otherwise: what is drafted must not depend on the clock.
     speculative.setdefault("tree_budget", speculative["num_speculative_tokens"])
-    calls = _CALLS
-    if speculative["tree_budget"] == "auto":
-        calls = [with_own_budgets(call) for call in calls]
-    tree = run_engine({**tiny_engine(target), **engine}, calls, speculative=speculative)
-    assert tree.token_ids() == _plain(target).token_ids()
-    assert len({tuple(ids) for ids in tree.token_ids()}) > 1
-    assert_drafted(tree, least_acceptance=0.0)
-
-
-@pytest.mark.xdist_group("engine_modes")
-def test_tensor_parallel(tmp_path: Path) -> None:
-    """Requests without a grammar; and constrained ones, where parents and masks of every draft
-    reach both ranks. The budget follows each rank's clock."""
-    target = make_text_target(tmp_path / "target")
-    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
-    speculative = {
-        "method": "jetspec",
-        "model": str(make_head(tmp_path / "head", vocab)),
-        "num_speculative_tokens": 24,
-        "max_step_rows": 4096,
-    }
-    kinds = [
-        {"regex": "((red|blue) (cat|dog) ){3,12}"},
-        {"choice": ["the quick brown fox", "the lazy dog", "the quick red fox"]},
-        {"regex": "[a-c ]{8,40}"},
-        {"json_object": True},
-    ]
-    params = [
-        {"max_tokens": 60, "structured_outputs": kind, **chance}
-        for kind in kinds
-        for chance in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4})
-    ]
-    engine = {**tiny_engine(target), "skip_tokenizer_init": False}
-    calls = [*_CALLS, {"prompts": [[60, 61, 62]] * len(params), "params": params}]
-    plain = run_engine(engine, calls)
-    tree = run_engine(
-        {**engine, "tensor_parallel_size": 2},
-        [with_own_budgets(call) for call in calls],
-        speculative=speculative,
-        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
-        own_processes=True,
+    made = pair(
+        "jetspec", model=str(target), skip_tokenizer_init=True, tree=tree, speculative=speculative
     )
-    for call in range(len(calls)):
-        assert tree.token_ids(call) == plain.token_ids(call)
-        for counter in ("draft", "accepted"):
-            assert tree.call_counter(call, f"vllm:spec_decode_num_{counter}_tokens") > 0
-    assert len({tuple(ids) for ids in tree.token_ids(1)}) > len(kinds)
+    params = [greedy(**PARAMS) for _ in PROMPTS]
+    if speculative["tree_budget"] == "auto":
+        for one in params[1::2]:
+            one.extra_args = {"specplug_tree_budget": 8}
+    outputs, _ = made.compare(PROMPTS, params, branching=mode not in ("chain", "one_node"))
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1

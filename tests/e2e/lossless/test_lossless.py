@@ -116,10 +116,9 @@ CONFIGURATIONS = {
     **{f"{name}_fixed": options for name, options in METHODS.items()},
     **{f"{name}_default": options for name, options in DEFAULTS.items()},
 }
-# Defaults in every run; of ddtree, dels, dspark_tree and dflash2_tree, which draft alike with a
-# block head, one.
+# Defaults in every run; of the methods that draft with a block head, one.
 _IN_EVERY_RUN = {f"{name}_default" for name in DEFAULTS}
-_IN_EVERY_RUN -= {"ddtree_default", "dspark_tree_default", "dflash2_tree_default"}
+_IN_EVERY_RUN -= {f"{name}_default" for name in ("ddtree", "dels", "dspark_tree", "dflash2_tree")}
 
 
 def _by_tier(names: Iterable[str]) -> list[Any]:

@@ -40,12 +40,13 @@ def _engine(max_num_seqs: int, **more: Any) -> dict[str, Any]:
     return engine_args(dtype="bfloat16", max_num_seqs=max_num_seqs, **more)
 
 
-def test_a_text_is_one_text() -> None:
+@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_a_text_is_one_text(eager: bool) -> None:
     """Alone without drafts; and in company without drafts, with full trees, as users get them."""
     calls = [_call(i, i + 1, 0) for i in range(COUNT)]
     calls += [_call(0, COUNT, budget) for budget in (0, NODES, "auto")]
     # Fewer at once than there are: prompts join the steps of others.
-    engine = _engine(2, enforce_eager=False)
+    engine = _engine(2, enforce_eager=eager)
     result = run_engine(engine, calls, speculative=DEFAULTS["jetspec"])
     assert_drafted(result)
     assert result.call_counter(COUNT, DRAFTED) == 0

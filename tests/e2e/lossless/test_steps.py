@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.e2e.pair import (
+    ENGINE,
     Counts,
     Pair,
     generate,
@@ -158,6 +159,17 @@ def test_full_prefix_hits_of_prompts_in_pieces() -> None:
             # A head that reads the next token has the last block computed again.
             again = 32 if method == "eagle3_tree" else 0
             assert sorted(n + again for n in hits.values())[-4:] == [64, 96, 96, 128], hits
+
+
+def test_prompts_of_one_token_and_of_the_whole_context() -> None:
+    longest = int(ENGINE["max_model_len"])
+    prompts = [[8], *(list(range(6, 6 + longest - short)) for short in (1, 2, 20))]
+    for method, ahead in (("oracle", False), ("oracle", True), ("jetspec", True)):
+        made = scheduled(ahead, method, tree={"max_num_batched_tokens": 100})
+        outputs, _ = made.compare(prompts, greedy(max_tokens=300))
+        lengths = [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs]
+        assert lengths == [longest] * 4
+        assert {o.outputs[0].finish_reason for o in outputs} == {"length"}
 
 
 def test_rows_that_run_out() -> None:

@@ -7,6 +7,7 @@ the two agree.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.e2e.tiny import (
     make_local_head,
     make_longspec_head,
     make_target,
+    make_text_target,
     make_tokenswift_heads,
 )
 from tests.e2e.tiny_engine import CALLS, PROMPTS, VOCAB, tiny_engine
@@ -76,6 +78,45 @@ def _run(
         sabotage=sabotage,
         own_processes=True,
     )
+
+
+def test_tensor_parallel(tmp_path: Path) -> None:
+    """Requests without a grammar; and constrained ones, where parents and masks of every draft
+    reach both ranks. The budget follows each rank's clock."""
+    target = make_text_target(tmp_path / "target")
+    vocab = json.loads((target / "config.json").read_text())["vocab_size"]
+    speculative = {
+        "method": "jetspec",
+        "model": str(make_head(tmp_path / "head", vocab)),
+        "num_speculative_tokens": 24,
+        "max_step_rows": 4096,
+    }
+    kinds = [
+        {"regex": "((red|blue) (cat|dog) ){3,12}"},
+        {"choice": ["the quick brown fox", "the lazy dog", "the quick red fox"]},
+        {"regex": "[a-c ]{8,40}"},
+        {"json_object": True},
+    ]
+    params = [
+        {"max_tokens": 60, "structured_outputs": kind, **chance}
+        for kind in kinds
+        for chance in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 4})
+    ]
+    engine = {**tiny_engine(target), "skip_tokenizer_init": False}
+    calls = [CALLS[0], {"prompts": [[60, 61, 62]] * len(params), "params": params}]
+    plain = run_engine(engine, calls)
+    tree = run_engine(
+        {**engine, "tensor_parallel_size": 2},
+        [with_own_budgets(call) for call in calls],
+        speculative=speculative,
+        env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        own_processes=True,
+    )
+    for call in range(len(calls)):
+        assert tree.token_ids(call) == plain.token_ids(call)
+        for counter in ("draft", "accepted"):
+            assert tree.call_counter(call, f"vllm:spec_decode_num_{counter}_tokens") > 0
+    assert len({tuple(ids) for ids in tree.token_ids(1)}) > len(kinds)
 
 
 @pytest.mark.full

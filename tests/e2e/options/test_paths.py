@@ -34,14 +34,6 @@ def each(made: Pair, prompts: list[list[int]], params: list[Any]) -> tuple[list[
     return outputs, counts
 
 
-def both(prompts: list[list[int]], params: Params, **engine: Any) -> list[Any]:
-    outputs: list[Any] = []
-    for made in both_schedulers(**engine):
-        outputs, counts = each(made, prompts, params())
-        assert (counts.stale > 0) == made.is_ahead, counts
-    return outputs
-
-
 @contextmanager
 def vllms_own_rows(made: Pair) -> Iterator[None]:
     """The sampler as vLLM builds it."""
@@ -64,6 +56,17 @@ def diverges(made: Pair, prompts: list[list[int]], params: list[Any]) -> None:
     except AssertionError as error:
         failure = str(error)
     assert "differs" in failure, failure
+
+
+def both(prompts: list[list[int]], params: Params, **engine: Any) -> list[Any]:
+    """Answers of the last pair; with vLLM's own rows they would be others."""
+    outputs: list[Any] = []
+    for made in both_schedulers(**engine):
+        outputs, counts = each(made, prompts, params())
+        assert (counts.stale > 0) == made.is_ahead, counts
+        with vllms_own_rows(made):
+            diverges(made, prompts, params())
+    return outputs
 
 
 def penalties() -> list[Any]:
@@ -95,18 +98,6 @@ def test_contextual_penalties() -> None:
     assert outputs[0].outputs[0].token_ids != outputs[1].outputs[0].token_ids
 
 
-def test_contextual_penalties_without_paths_differ() -> None:
-    for made in both_schedulers():
-        with vllms_own_rows(made):
-            diverges(made, PROMPTS, contextual_penalties())
-
-
-def test_vllms_own_penalties_differ() -> None:
-    for made in both_schedulers():
-        with vllms_own_rows(made):
-            diverges(made, PROMPTS, penalties())
-
-
 def bad_words(made: Pair) -> list[Any]:
     """Three and four tokens in a row that the plain answers have: the token before a row's own is
     its parent's, and in vLLM's own rows that of the row above."""
@@ -127,13 +118,8 @@ def test_bad_words() -> None:
         words = [len(param.bad_words_token_ids) for param in params]
         assert min(words) > 10, words
         each(made, PROMPTS, params)
-
-
-def test_vllms_own_bad_words_differ() -> None:
-    made = scheduled(False)
-    params = bad_words(made)
-    with vllms_own_rows(made):
-        diverges(made, PROMPTS, params)
+        with vllms_own_rows(made):
+            diverges(made, PROMPTS, params)
 
 
 THINKING = {"reasoning_start_str": "<think>", "reasoning_end_str": " ok</think>"}
@@ -149,12 +135,6 @@ def test_thinking_budget() -> None:
     for i, output in enumerate(outputs):
         budget = budgets()[i % 5].thinking_token_budget
         assert THINK_END in output.outputs[0].token_ids[: budget + 6], (i, budget)
-
-
-def test_vllms_own_thinking_budget_differs() -> None:
-    made = scheduled(False, reasoning_config=THINKING)
-    with vllms_own_rows(made):
-        diverges(made, [[*p, THINK_START] for p in PROMPTS], budgets())
 
 
 def processed() -> list[Any]:
@@ -178,10 +158,6 @@ def test_processors_of_others() -> None:
         generate(made.tree, PROMPTS, processed()[2])
         counts = made.take_counts()
         assert counts.accepted > 10 and counts.branching > 3, counts
-
-
-def test_processors_of_others_shown_vllms_own_rows_differ() -> None:
-    for made in both_schedulers(logits_processors=CUSTOM):
         with vllms_own_rows(made):
             diverges(made, PROMPTS, processed())
 

@@ -1,93 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of the worker arrive in the front end, across vLLM's process boundary."""
+"""An engine's counters, those of vLLM, and those of its requests agree."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import REGISTRY
 
-from tests.e2e import tiny
-from tests.e2e.fork_server import run_code
+from tests.e2e.pair import generate, make_engine
+from tests.e2e.requests import greedy
 
-pytestmark = [pytest.mark.e2e, pytest.mark.xdist_group("metrics")]
+pytestmark = [pytest.mark.e2e, pytest.mark.own_process]
 
-VOCAB = 24
+# Name, labels and value.
+Samples = list[tuple[str, dict[str, str], float]]
 
-ENGINE = """
-import json, sys
-from vllm import LLM, SamplingParams
 
-from tests.e2e.engine_process import fork_workers
-
-if __name__ == "__main__":
-    fork_workers()
-    target, head, options = sys.argv[1:]
-    options = json.loads(options)
-    llm = LLM(
-        target, skip_tokenizer_init=True, dtype="float32", enforce_eager=True, max_model_len=256,
-        max_num_seqs=4, disable_log_stats=False, served_model_name="tiny",
-        per_request_spec_decode_metrics="detailed", async_scheduling=options.pop("ahead"),
-        speculative_config={"method": "jetspec", "model": head, "num_speculative_tokens": 6,
-                            **options},
-    )
-    prompts = [{"prompt_token_ids": [5, 6, 7 + i]} for i in range(2)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-    requests = [
-        done.outputs[0].spec_decode_metrics.to_dict() for done in llm.generate(prompts, params)
-    ]
+def measure(name: str, ahead: bool, **options: Any) -> tuple[Samples, list[dict[str, Any]]]:
+    """Returns the metrics of an engine, and those of its requests."""
+    llm = make_engine(
+        "jetspec", max_num_seqs=4, disable_log_stats=False, served_model_name=name,
+        per_request_spec_decode_metrics="detailed", async_scheduling=ahead,
+        speculative={"num_speculative_tokens": 6, "max_step_rows": None, **options},
+    )  # fmt: skip
+    outputs = generate(llm, [[5, 6, 7 + i] for i in range(2)], greedy(max_tokens=40))
     llm.llm_engine.do_log_stats()
-    from prometheus_client import REGISTRY
     samples = [
-        [s.name, s.labels, s.value] for family in REGISTRY.collect() for s in family.samples
-        if s.name.startswith(("specplug:", "vllm:spec_decode"))
+        (sample.name, sample.labels, sample.value)
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.labels.get("model_name") == name
     ]
-    print("MEASURED " + json.dumps([samples, requests]))
-"""
-
-
-def measure(folder: Path, **options: object) -> tuple[list, list[dict]]:
-    """Returns the metrics of an engine in a process of its own, and those of its requests."""
-    target = tiny.make_target(folder / "target", VOCAB)
-    head = tiny.make_head(folder / "head", VOCAB)
-    arguments = (str(target), str(head), json.dumps(options))
-    stdout = run_code(ENGINE, *arguments, env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
-    line = next(x for x in stdout.splitlines() if x.startswith("MEASURED "))
-    samples, requests = json.loads(line.removeprefix("MEASURED "))
-    return samples, requests
+    return samples, [output.outputs[0].spec_decode_metrics.to_dict() for output in outputs]
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory) -> tuple[list, list[dict]]:
-    folder = tmp_path_factory.mktemp("metrics")
-    return measure(folder, ahead=False, max_step_rows=14, tree_budget=6)
+def measured() -> tuple[Samples, list[dict[str, Any]]]:
+    return measure("waiting", False, max_step_rows=14, tree_budget=6)
 
 
 @pytest.fixture(scope="module")
-def samples(measured) -> list:
+def samples(measured: tuple[Samples, list[dict[str, Any]]]) -> Samples:
     return measured[0]
 
 
-def value(samples: list, name: str, **labels: str) -> float:
+def value(samples: Samples, name: str, **labels: str) -> float:
     """Sum over the samples of one name with these labels; a missing one fails the test."""
     found = [v for n, has, v in samples if n == name and labels.items() <= has.items()]
     assert found, f"no {name} {labels}"
     return sum(found)
 
 
-def per_label(samples: list, name: str, label: str) -> dict[str, float]:
+def per_label(samples: Samples, name: str, label: str) -> dict[str, float]:
     return {has[label]: v for n, has, v in samples if n == name}
 
 
-def assert_counts_agree(samples: list, requests: list[dict]) -> None:
+def assert_counts_agree(samples: Samples, requests: list[dict[str, Any]]) -> None:
     """Asserts that the engine's metrics are vLLM's, and the sums of the requests' metrics."""
     for field, name, vllms in (
         ("num_spec_steps", "drafts_total", "drafts_total"),
         ("num_draft_tokens", "draft_nodes_total", "draft_tokens_total"),
         ("num_accepted_draft_tokens", "accepted_tokens_total", "accepted_tokens_total"),
     ):
-        count = value(samples, f"specplug:{name}", model_name="tiny", engine="0")
+        count = value(samples, f"specplug:{name}", engine="0")
         assert count == value(samples, f"vllm:spec_decode_num_{vllms}") > 0
         assert count == sum(request[field] for request in requests)
     for request in requests:
@@ -109,9 +85,9 @@ def test_depths_agree_with_vllm(samples):
         assert by_depth.get(str(int(position) + 1), 0) == count
 
 
-def test_reserved_rows_without_a_node_are_no_drafts(tmp_path):
+def test_reserved_rows_without_a_node_are_no_drafts():
     """A scheduler that works ahead reserves rows before it knows how many nodes fill them."""
-    assert_counts_agree(*measure(tmp_path, ahead=True, tree_budget="auto"))
+    assert_counts_agree(*measure("ahead", True, tree_budget="auto"))
 
 
 def test_phases_are_timed_and_trees_are_within_budget(samples):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.fork_server import run_code
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.full]
 
 BENCH = Path(__file__).resolve().parents[3] / "bench" / "gpu"
 # Runs a script whose engines are forks of its process, which has imported vLLM.
@@ -25,10 +25,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("head", "imposed"),
-    [("jetspec", 6.0), pytest.param("eagle3", 3.40, marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize(("head", "imposed"), [("jetspec", 6.0), ("eagle3", 3.40)])
 def test_the_bench_measures_the_imposed_acceptance_and_makes_its_page(
     tmp_path: Path, head: str, imposed: float
 ) -> None:

@@ -206,18 +206,3 @@ def test_it_would_notice_missing_compaction() -> None:
     lost = patch.object(engines.runner.tree_backend, "compact", lambda *args: None)
     with lost, pytest.raises(AssertionError, match="behind the best"):
         engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
-
-
-def test_what_vllm_does_not_compute_stops_at_start() -> None:
-    """Formats without a CPU kernel fail with trees as they do without, by vLLM's own message."""
-    if torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM has products for AMX of some of these formats")
-    for scheme, message in (("fp8", "static_scaled_fp8_quant"), ("fp8-blocks", "find a kernel")):
-        for method in (None, "ngram_tree"):
-            with pytest.raises((ValueError, RuntimeError), match=message):
-                make_engine(
-                    method,
-                    model=str(folder_of(scheme, False)),
-                    dtype="bfloat16",
-                    skip_tokenizer_init=True,
-                )

@@ -5,9 +5,7 @@ against plain decoding, float32."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,7 +14,7 @@ from tests.e2e import hybrid_pairs, vision
 from tests.e2e.hybrid_pairs import WRONG
 from tests.e2e.hybrids import wrapped_hybrid
 from tests.e2e.mtp_modules import add_module
-from tests.e2e.pair import Pair, changed, core_of, pair, watch_preemptions, watch_prefix_hits
+from tests.e2e.pair import Pair, changed, pair
 from tests.e2e.vision import compare, compare_answers, prompts
 
 pytestmark = [
@@ -27,14 +25,12 @@ pytestmark = [
 ]
 
 
-def engines(
-    family: str, *, method: str = "oracle", size: int = 32, model: str = "", **options: Any
-) -> Pair:
-    model = model or wrapped_hybrid(family, size)
+def engines(family: str, *, method: str = "oracle", model: str = "") -> Pair:
+    model = model or wrapped_hybrid(family)
     with vision.without_processors():
         return pair(
             method, model=model, limit_mm_per_prompt={"image": 2, "video": 0},
-            speculative=hybrid_pairs.SPECULATIVE, **options,
+            speculative=hybrid_pairs.SPECULATIVE,
         )  # fmt: skip
 
 
@@ -68,30 +64,3 @@ def test_its_own_module(tmp_path: Path) -> None:
 
 def test_text_and_images_with_experts() -> None:
     compare(engines("Qwen3_5Moe"), prompts())
-
-
-def schedulers(**tree: Any) -> Iterator[tuple[Pair, bool]]:
-    """Engines with blocks of 32 tokens, which end inside an image, whose prompts come in chunks,
-    with a scheduler that waits for every step and one that works ahead; and whether it does."""
-    for ahead in (False, True):
-        common = {"enable_prefix_caching": True, "max_num_batched_tokens": 96}
-        made = engines("Qwen3_5", size=16, tree={**common, "async_scheduling": ahead, **tree})
-        assert core_of(made.tree).scheduler.block_size == 32
-        yield made, ahead
-
-
-def test_prefix_hits_and_chunks_with_images() -> None:
-    for made, ahead in schedulers():
-        hits = watch_prefix_hits(made.tree)
-        for hit in (0, 32):
-            hits.clear()
-            _, counts = compare(made, prompts())
-            assert max(hits.values()) == hit, hits
-            assert (counts.stale > 0) == ahead, counts
-
-
-def test_preemption_with_images() -> None:
-    for made, ahead in schedulers(num_gpu_blocks_override=40):
-        preempted = watch_preemptions(made.tree)
-        _, counts = compare(made, prompts())
-        assert preempted and (counts.stale > 0) == ahead, (preempted, counts)

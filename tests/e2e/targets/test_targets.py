@@ -28,6 +28,7 @@ from tests.e2e.pair import (
     changed,
     core_of,
     pair,
+    scheduled,
     sequences_of,
     watch_drafts,
     watch_preemptions,
@@ -122,22 +123,16 @@ def test_windows_and_full_attention_in_groups() -> None:
         assert around_windows(made).skipping > 10
         with windows_from_slots():
             diverges(made)
-    with without(window=0):
-        diverges(made)
-
-
-def test_compaction_needs_each_groups_block_table() -> None:
-    """Each group's slots are moved by its own block table."""
-    made = pair("oracle", **engine_of("Gemma3Text"))
-    with of_one_group(made):
-        diverges(made)
+    for wrong in (without(window=0), of_one_group(made)):
+        with wrong:
+            diverges(made)
 
 
 def test_windows_shorter_than_a_tree_is_deep() -> None:
-    for made in both_schedulers(**engine_of("Mistral")):
-        assert around_windows(made).skipping > 10
-        with windows_from_slots():
-            diverges(made)
+    made = scheduled(True, **engine_of("Mistral"))
+    assert around_windows(made).skipping > 10
+    with windows_from_slots():
+        diverges(made)
 
 
 def test_windows_and_soft_caps() -> None:
@@ -169,10 +164,10 @@ def test_prefix_hits_at_window_borders() -> None:
 
 
 def test_preemption_with_several_groups() -> None:
-    for made in both_schedulers(**engine_of("Gemma3Text"), num_gpu_blocks_override=28):
-        preempted = watch_preemptions(made.tree)
-        made.compare(WINDOW_PROMPTS[3:], greedy(max_tokens=70, detokenize=False))
-        assert preempted
+    made = scheduled(True, **engine_of("Gemma3Text"), num_gpu_blocks_override=28)
+    preempted = watch_preemptions(made.tree)
+    made.compare(WINDOW_PROMPTS[3:], greedy(max_tokens=70, detokenize=False))
+    assert preempted
 
 
 def test_blocks_that_left_a_window_are_never_touched() -> None:
@@ -243,12 +238,12 @@ def test_other_bodies_positions_and_lm_heads(family: str) -> None:
 
 def test_layers_that_read_anothers_keys() -> None:
     """Gemma 3n: a cache that several layers read is moved once."""
-    for made in both_schedulers(**engine_of("Gemma3nText")):
-        groups = made.runner.state.target_groups()
-        assert [(len(g.caches), len(g.own_caches)) for g in groups] == [(2, 1), (2, 1)]
-        assert around_windows(made).skipping > 10
-        with moved_for_each_layer(made):
-            diverges(made)
+    made = scheduled(False, **engine_of("Gemma3nText"))
+    groups = made.runner.state.target_groups()
+    assert [(len(g.caches), len(g.own_caches)) for g in groups] == [(2, 1), (2, 1)]
+    assert around_windows(made).skipping > 10
+    with moved_for_each_layer(made):
+        diverges(made)
 
 
 def test_heads_of_several_shapes() -> None:
