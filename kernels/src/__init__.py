@@ -37,7 +37,7 @@ _EXPORTS = {
     "isolate_nonfinite": "finite_values",
     "describe": "dispatch",
     "full_words": "masks",
-    "recurrent_weights": "local_tree",
+    "gru_weights": "local_tree",
     "gumbel_argmax": "gumbel_argmax",
     "gated_silu": "row_ops",
     "gather_kv": "kv_gather",
