@@ -22,14 +22,10 @@ void tree_attn(const torch::stable::Tensor& query, const torch::stable::Tensor& 
                const std::optional<torch::stable::Tensor>& alibi_slopes,
                const std::optional<torch::stable::Tensor>& sinks, double value_scale);
 
-void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,
-                const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,
-                const torch::stable::Tensor& tables);
-
-void gather_kv(const std::vector<torch::stable::Tensor>& src_caches,
-               const std::vector<torch::stable::Tensor>& dst_caches,
-               const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,
-               const torch::stable::Tensor& tables);
+void copy_kv(const std::vector<torch::stable::Tensor>& src_caches,
+             const std::vector<torch::stable::Tensor>& dst_caches,
+             const torch::stable::Tensor& src_slots, const torch::stable::Tensor& dst_slots,
+             const torch::stable::Tensor& tables);
 
 void ancestor_words(const torch::stable::Tensor& parents, const torch::stable::Tensor& row_counts,
                     torch::stable::Tensor& words);

@@ -38,10 +38,7 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "bool context_only=False, Tensor(b!)? lse=None, int window=0, float soft_cap=0.0, "
       "Tensor? alibi_slopes=None, Tensor? sinks=None, float value_scale=1.0) -> ()");
   m.def(
-      "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
-      "-> ()");
-  m.def(
-      "gather_kv(Tensor[] src_caches, Tensor(a!)[] dst_caches, Tensor src_slots, "
+      "copy_kv(Tensor[] src_caches, Tensor(a!)[] dst_caches, Tensor src_slots, "
       "Tensor dst_slots, Tensor tables) -> ()");
   m.def("ancestor_words(Tensor parents, Tensor row_counts, Tensor(a!) words) -> ()");
   m.def(
@@ -65,8 +62,7 @@ STABLE_TORCH_LIBRARY(specplug, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
   m.impl("tree_attn", TORCH_BOX(&tree_attn));
-  m.impl("compact_kv", TORCH_BOX(&compact_kv));
-  m.impl("gather_kv", TORCH_BOX(&gather_kv));
+  m.impl("copy_kv", TORCH_BOX(&copy_kv));
   m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
   m.impl("build_best_first", TORCH_BOX(&build_best_first));
   m.impl("ngram_lookup", TORCH_BOX(&ngram_lookup));
