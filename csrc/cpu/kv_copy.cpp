@@ -1,16 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies chosen tokens' K and V, in all layers: to other caches, or to other slots of the same.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include "ops.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -39,7 +31,7 @@ Caches describe_caches(const std::vector<Tensor>& caches, int64_t block_size, in
                         static_cast<size_t>(kv.element_size()) == out.element &&
                         (out.element == 1 || out.element == 2 || out.element == 4),
                     "copy_kv: all of ", name, " must share one shape [blocks, Hkv, block, 2*Dh]");
-    out.bases.push_back(static_cast<char*>(kv.data_ptr()));
+    out.bases.push_back(data<char>(kv));
   }
   return out;
 }
@@ -49,14 +41,11 @@ void copy_token(const T* src, T* dst, const int32_t* from, const int32_t* to, in
   for (int64_t d = 0; d < head_size; ++d) dst[to[d]] = src[from[d]];
 }
 
-}  // namespace
-
 void copy_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& dst_caches,
              const Tensor& src_slots, const Tensor& dst_slots, const Tensor& tables) {
   STD_TORCH_CHECK(src_caches.size() == dst_caches.size(),
                   "copy_kv: as many source as destination layers");
-  STD_TORCH_CHECK(tables.scalar_type() == ScalarType::Int && tables.dim() == 3 &&
-                      tables.size(0) == 2 && tables.is_contiguous(),
+  STD_TORCH_CHECK(is_tensor(tables, ScalarType::Int, {2, kAny, kAny}),
                   "copy_kv: tables must be int32 [2, block, head]");
   const int64_t count = dst_slots.numel();
   if (count == 0 || src_caches.empty()) return;
@@ -68,15 +57,13 @@ void copy_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& d
   STD_TORCH_CHECK(src.num_heads == dst.num_heads && src.element == dst.element,
                   "copy_kv: source and destination differ in heads or dtype");
   const int64_t layers = static_cast<int64_t>(src.bases.size());
-  STD_TORCH_CHECK(src_slots.scalar_type() == ScalarType::Long &&
-                      dst_slots.scalar_type() == ScalarType::Long && src_slots.dim() == 3 &&
-                      dst_slots.dim() == 1 && src_slots.is_contiguous() &&
-                      dst_slots.is_contiguous() && src_slots.size(2) == count &&
+  STD_TORCH_CHECK(is_tensor(src_slots, ScalarType::Long, {kAny, kAny, count}) &&
+                      is_tensor(dst_slots, ScalarType::Long, {count}) &&
                       (src_slots.size(0) == layers || src_slots.size(0) == 1) &&
                       (src_slots.size(1) == src.num_heads || src_slots.size(1) == 1),
                   "copy_kv: src_slots must be int64 [layers or 1, Hkv or 1, M], dst_slots [M]");
-  const int64_t* from = static_cast<const int64_t*>(src_slots.data_ptr());
-  const int64_t* to = static_cast<const int64_t*>(dst_slots.data_ptr());
+  const int64_t* from = data<int64_t>(src_slots);
+  const int64_t* to = data<int64_t>(dst_slots);
   for (int64_t i = 0; i < src_slots.numel(); ++i)
     STD_TORCH_CHECK(from[i] >= 0 && from[i] < src.num_slots, "copy_kv: source slot ", from[i],
                     " is outside ", src.num_slots, " slots");
@@ -84,7 +71,7 @@ void copy_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& d
     STD_TORCH_CHECK(to[i] >= 0 && to[i] < dst.num_slots, "copy_kv: destination slot ", to[i],
                     " is outside ", dst.num_slots, " slots");
 
-  const int32_t* k_table = static_cast<const int32_t*>(tables.data_ptr());
+  const int32_t* k_table = data<int32_t>(tables);
   const int32_t* v_table = k_table + interior;
   const int64_t layer_step = src_slots.size(0) == 1 ? 0 : src_slots.size(1) * count;
   const int64_t head_step = src_slots.size(1) == 1 ? 0 : count;
@@ -118,5 +105,15 @@ void copy_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& d
   else
     run(uint32_t{});
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "copy_kv(Tensor[] src_caches, Tensor(a!)[] dst_caches, Tensor src_slots, "
+      "Tensor dst_slots, Tensor tables) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("copy_kv", TORCH_BOX(&copy_kv)); }
 
 }  // namespace specplug
