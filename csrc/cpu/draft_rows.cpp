@@ -2,7 +2,6 @@
 // The parts of a draft layer on both sides of its attention, each in one call: on a handful of rows
 // the operators between the products take as long as the products, as they find neither their code
 // nor their data in the caches that the target's forward has just filled with weights.
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -86,37 +85,6 @@ Rotary rotary_of(const Tensor& cos, const Tensor& sin, const Tensor& positions, 
     STD_TORCH_CHECK(at[r] >= 0 && at[r] < places, "draft rows: position ", at[r],
                     " is outside the table of ", places);
   return {data<uint16_t>(cos), data<uint16_t>(sin), at, turned};
-}
-
-// Anchors and masks of R blocks: embeddings out [R, rows, H] and their positions int64 [R, rows],
-// at most `last`.
-void block_inputs(const Tensor& embeddings, const Tensor& mask, const Tensor& anchors,
-                  const Tensor& starts, int64_t last, Tensor& out, Tensor& positions) {
-  const int64_t blocks = anchors.size(0);
-  STD_TORCH_CHECK(out.dim() == 3 && embeddings.dim() == 2, "block_inputs: out [R, rows, H]");
-  const int64_t rows = out.size(1), hidden = out.size(2), tokens = embeddings.size(0);
-  const auto is_ints = [](const Tensor& t, std::initializer_list<int64_t> sizes) {
-    return is_tensor(t, ScalarType::Long, sizes);
-  };
-  STD_TORCH_CHECK(is_bf16(out, {blocks, rows, hidden}) && is_bf16(embeddings, {tokens, hidden}) &&
-                      is_bf16(mask, {hidden}) && is_ints(anchors, {blocks}) &&
-                      is_ints(starts, {blocks}) && is_ints(positions, {blocks, rows}) && last >= 0,
-                  "block_inputs: embeddings must be bfloat16 [V, H], mask [H], anchors and starts "
-                  "int64 [R], out bfloat16 [R, rows, H], positions int64 [R, rows]");
-  const int64_t* anchor = data<int64_t>(anchors);
-  const int64_t* start = data<int64_t>(starts);
-  int64_t* at = data<int64_t>(positions);
-  const size_t bytes = static_cast<size_t>(hidden) * 2;
-  for (int64_t b = 0; b < blocks; ++b) {
-    STD_TORCH_CHECK(anchor[b] >= 0 && anchor[b] < tokens, "block_inputs: token ", anchor[b], " of ",
-                    tokens);
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(data<uint16_t>(out) + (b * rows + r) * hidden,
-                  r == 0 ? data<uint16_t>(embeddings) + anchor[b] * hidden : data<uint16_t>(mask),
-                  bytes);
-      at[b * rows + r] = std::min(start[b] + r, last);
-    }
-  }
 }
 
 // out [T, heads, Dh] = norm(x [T, H]) times a weight [heads * Dh, H]; the first heads, as many as
@@ -219,9 +187,6 @@ void context_heads(const Tensor& aux, const std::vector<Tensor>& join, const Ten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
   m.def(
-      "block_inputs(Tensor embeddings, Tensor mask, Tensor anchors, Tensor starts, int last, "
-      "Tensor(a!) out, Tensor(b!) positions) -> ()");
-  m.def(
       "project_heads(Tensor x, Tensor norm, Tensor[] weight, Tensor head_norms, Tensor cos, "
       "Tensor sin, Tensor positions, float eps, Tensor(a!) out) -> ()");
   m.def(
@@ -234,7 +199,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("block_inputs", TORCH_BOX(&block_inputs));
   m.impl("project_heads", TORCH_BOX(&project_heads));
   m.impl("finish_layer", TORCH_BOX(&finish_layer));
   m.impl("context_heads", TORCH_BOX(&context_heads));
