@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <limits>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "lanes.h"
@@ -111,6 +112,29 @@ CLONED void gates_float(const float* x, const float* from_state, const float* h,
   gates(x, from_state, h, size, size, out);
 }
 
+// One row of the RNN cell, which computes its new state and its rank vector from the same gates.
+// x [3 * size] are the input gates of state, candidate and output, from_state those of the state or
+// null for a state of zeros, terms [3 * size] those of the slot.
+CLONED void rnn_gates(const float* x, const float* from_state, const float* h, const float* terms,
+                      int64_t size, float* out, float* rank) {
+  for (int64_t i = 0; i < size; i += kLanes) {
+    Lanes part[3], state = {};
+    for (int64_t g = 0; g < 3; ++g) {
+      Lanes of_slot, of_state = {};
+      load_lanes(part[g], x + g * size + i);
+      load_lanes(of_slot, terms + g * size + i);
+      if (from_state != nullptr) load_lanes(of_state, from_state + g * size + i);
+      part[g] += of_slot + of_state;
+    }
+    if (h != nullptr) load_lanes(state, h + i);
+    sigmoid_lanes(part[0]);
+    tanh_lanes(part[1]);
+    tanh_lanes(part[2]);
+    store_lanes(out + i, part[1] + part[0] * (state - part[1]));
+    store_lanes(rank + i, part[2]);
+  }
+}
+
 CLONED void add_rows(float* x, const float* y, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     Lanes a, b;
@@ -125,6 +149,19 @@ CLONED void multiply_rows(float* x, const float* y, int64_t n) {
     Lanes a, b;
     load_lanes(a, x + i);
     load_lanes(b, y + i);
+    store_lanes(x + i, a * b);
+  }
+}
+
+// x = x * sigmoid(gate + term) over n values, n a multiple of 16.
+CLONED void apply_gate(float* x, const float* gate, const float* term, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    Lanes a, b, c;
+    load_lanes(a, x + i);
+    load_lanes(b, gate + i);
+    load_lanes(c, term + i);
+    b += c;
+    sigmoid_lanes(b);
     store_lanes(x + i, a * b);
   }
 }
@@ -185,17 +222,21 @@ struct Table {
   int64_t rows = 0, columns = 0;
 };
 
+enum class Kind { kGru, kMarkov, kGated, kRnn };
+
 struct LocalHead {
   const AttnVariant* variant;
-  Element element;     // of the tables
-  int64_t state_size;  // of a GRU, padded to 32; 0 for a Markov head
-  int64_t rank;        // padded to 32
+  Element element;  // of the tables
+  Kind kind;
+  int64_t state_size;  // padded to 32; 0 without a state
+  int64_t rank;        // padded to 32; state_size for an RNN
   bool silu;
-  Table inputs;    // [V', 3S] input gates of a GRU, or [V', r] rows of a Markov head
-  Table features;  // [n, I] inputs of a GRU, where `inputs` is absent
+  Table inputs;    // [V', 3S] input gates of a GRU, or [V', r] rows of a head without a state
+  Table features;  // [n, I] inputs of a head with a state, where `inputs` is absent
   const int64_t* feature_rows = nullptr;  // [V'] row of `features` of each draft id
-  Packed from_input, from_state, to_rank;
-  Table output;  // [V', r]
+  Packed from_input, from_state;
+  Packed to_rank;  // of the state, or of a row for the gates of a gated head
+  Table output;    // [V', r]
 };
 
 // Nodes whose branch the local head has read: states and rank vectors, one row each.
@@ -253,7 +294,7 @@ void pack_outputs(const LocalHead& head, const int64_t* ids, int64_t count, uint
 }
 
 // One token for each of `count` nodes: parents[i] is its row in `from` (-1: a state of zeros).
-// Input gates (or rows of a Markov head) come from `roots` where given, else by draft id.
+// Input gates (or rows of a head without a state) come from `roots` where given, else by draft id.
 // `terms` are those of each node's slot; empty if the head reads no slots.
 void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
                  const int32_t* parents, int64_t count, const float* roots,
@@ -270,6 +311,11 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
         table_operand(head, head.inputs, tokens[i], r, rank_op + i * rank_words);
     }
     if (terms.empty()) return;
+    float* gate = nullptr;
+    if (head.kind == Kind::kGated) {
+      gate = gate_buffer.get(count * r);
+      multiply(head.variant, rank_op, count, head.to_rank, gate);
+    }
     float* rank = to.rank.get(r);
     uint32_t* words = operands.get(r);
     for (int64_t i = 0; i < count; ++i) {
@@ -282,7 +328,10 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
               words);
         std::memcpy(rank, words, static_cast<size_t>(r) * 4);
       }
-      multiply_rows(rank, terms[i], r);
+      if (gate == nullptr)
+        multiply_rows(rank, terms[i], r);
+      else
+        apply_gate(rank, gate + i * r, terms[i], r);
       to_operand(head, rank, r, rank_op + i * rank_words);
     }
     return;
@@ -324,7 +373,9 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
   for (int64_t i = 0; i < count; ++i) {
     const float* gates_h = slot[i] < 0 ? nullptr : from_state + slot[i] * 3 * s;
     const float* h = slot[i] < 0 ? nullptr : from.state.data() + parents[i] * s;
-    if (computed != nullptr)
+    if (head.kind == Kind::kRnn)
+      rnn_gates(computed + i * 3 * s, gates_h, h, terms[i], s, state + i * s, rank + i * r);
+    else if (computed != nullptr)
       gates_float(computed + i * 3 * s, gates_h, h, s, state + i * s);
     else if (head.element == Element::kBfloat16)
       gates_bf16(reinterpret_cast<const uint16_t*>(head.inputs.data) + tokens[i] * 3 * s, gates_h,
@@ -337,9 +388,11 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
                   s, state + i * s);
     to_operand(head, state + i * s, s, state_op + i * state_words);
   }
-  multiply(head.variant, state_op, count, head.to_rank, rank);
-  for (size_t i = 0; i < terms.size(); ++i) add_rows(rank + i * r, terms[i], r);
-  if (head.silu) activate(rank, count * r);
+  if (head.kind == Kind::kGru) {
+    multiply(head.variant, state_op, count, head.to_rank, rank);
+    for (size_t i = 0; i < terms.size(); ++i) add_rows(rank + i * r, terms[i], r);
+    if (head.silu) activate(rank, count * r);
+  }
   for (int64_t i = 0; i < count; ++i) to_operand(head, rank + i * r, r, rank_op + i * rank_words);
 }
 
@@ -403,6 +456,14 @@ void add_children(Tree& tree, const Frontier& frontier, int64_t f, int32_t depth
   }
 }
 
+Kind kind_of(const std::string& name) {
+  if (name == "gru") return Kind::kGru;
+  if (name == "markov") return Kind::kMarkov;
+  if (name == "gated") return Kind::kGated;
+  STD_TORCH_CHECK(name == "rnn", "local_trees: unknown kind ", name);
+  return Kind::kRnn;
+}
+
 float log_sigmoid(float x) {
   return x < 0.0f ? x - std::log1p(std::exp(x)) : -std::log1p(std::exp(-x));
 }
@@ -412,11 +473,12 @@ float log_sigmoid(float x) {
 void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budgets,
                  const Tensor& depths, const Tensor& widths, const Tensor& alpha,
                  const Tensor& beta, const std::optional<Tensor>& log_prior,
-                 const Tensor& output_table, int64_t state_size, int64_t rank, bool silu,
-                 const std::optional<Tensor>& inputs, const std::optional<Tensor>& features,
-                 const std::optional<Tensor>& feature_rows, const std::optional<Tensor>& w_input,
-                 const std::optional<Tensor>& w_state, const std::optional<Tensor>& w_rank,
-                 const std::optional<Tensor>& roots, const std::optional<Tensor>& slot_terms,
+                 const Tensor& output_table, const std::string& kind, int64_t state_size,
+                 int64_t rank, bool silu, const std::optional<Tensor>& inputs,
+                 const std::optional<Tensor>& features, const std::optional<Tensor>& feature_rows,
+                 const std::optional<Tensor>& w_input, const std::optional<Tensor>& w_state,
+                 const std::optional<Tensor>& w_rank, const std::optional<Tensor>& roots,
+                 const std::optional<Tensor>& slot_terms,
                  const std::optional<Tensor>& slot_confidence,
                  const std::optional<Tensor>& token_confidence, double confidence_weight,
                  Tensor& token_ids, Tensor& parents, Tensor& node_depths, Tensor& scores,
@@ -452,6 +514,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   head.state_size = state_size;
   head.rank = rank;
   head.silu = silu;
+  head.kind = kind_of(kind);
   const auto table_of = [](const Tensor& t) { return Table{data<char>(t), t.size(0), t.size(1)}; };
   head.output = table_of(output_table);
   head.from_input = packed_of(w_input);
@@ -468,11 +531,18 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   const auto fits = [&](const Packed& w, int64_t columns, int64_t rows) {
     return w.data != nullptr && w.columns() == columns && w.words == words_of(head, rows);
   };
-  STD_TORCH_CHECK(
-      !state_size || (state_size % 32 == 0 && fits(head.from_state, 3 * state_size, state_size) &&
-                      fits(head.to_rank, rank, state_size)),
-      "local_trees: packed weights do not fit a state of ", state_size, " and a rank of ", rank,
-      " for variant ", head.variant->name);
+  const bool gated = head.kind == Kind::kGated, rnn = head.kind == Kind::kRnn;
+  STD_TORCH_CHECK((rnn || head.kind == Kind::kGru) == (state_size > 0) &&
+                      (!rnn || (rank == state_size && !inputs.has_value())) &&
+                      (!(rnn || gated) || slot_terms.has_value()),
+                  "local_trees: a head of kind ", kind, " does not fit a state of ", state_size,
+                  ", a rank of ", rank, " and its tensors");
+  STD_TORCH_CHECK((!state_size ||
+                   (state_size % 32 == 0 && fits(head.from_state, 3 * state_size, state_size))) &&
+                      (rnn || head.kind == Kind::kMarkov ||
+                       fits(head.to_rank, rank, gated ? rank : state_size)),
+                  "local_trees: packed weights do not fit a state of ", state_size,
+                  " and a rank of ", rank, " for variant ", head.variant->name);
   if (state_size) {
     if (!inputs.has_value()) {
       STD_TORCH_CHECK(features.has_value() && feature_rows.has_value() &&
@@ -486,16 +556,18 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
       head.feature_rows = data<int64_t>(feature_rows);
     }
   } else {
-    STD_TORCH_CHECK(inputs.has_value(), "local_trees: a Markov head needs its input rows");
+    STD_TORCH_CHECK(inputs.has_value(), "local_trees: a head without a state needs its input rows");
   }
   STD_TORCH_CHECK(!log_prior.has_value() || is_floats(*log_prior, {vocab}),
                   "local_trees: the prior must be float32 [V']");
   STD_TORCH_CHECK(!roots.has_value() || is_floats(*roots, {num_reqs, input_columns}),
                   "local_trees: root inputs must be float32 [R, ", input_columns, "]");
-  STD_TORCH_CHECK(!slot_terms.has_value() ||
-                      (roots.has_value() && is_floats(*slot_terms, {num_reqs, num_depths, rank})),
-                  "local_trees: terms of slots must be float32 [R, D, ", rank,
-                  "], of a head that reads the anchor");
+  const int64_t term_columns = rnn ? 3 * state_size : rank;
+  STD_TORCH_CHECK(
+      !slot_terms.has_value() ||
+          (roots.has_value() && is_floats(*slot_terms, {num_reqs, num_depths, term_columns})),
+      "local_trees: terms of slots must be float32 [R, D, ", term_columns,
+      "], of a head that reads the anchor");
   STD_TORCH_CHECK(!slot_confidence.has_value() ||
                       (is_floats(*slot_confidence, {num_reqs, num_depths}) &&
                        token_confidence.has_value() && is_floats(*token_confidence, {vocab})),
@@ -554,7 +626,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
     terms.clear();
     if (term_rows != nullptr)
       for (const int32_t r : nodes.request)
-        terms.push_back(term_rows + (r * num_depths + depth) * rank);
+        terms.push_back(term_rows + (r * num_depths + depth) * term_columns);
     return terms;
   };
   if (root_rows != nullptr && frontier.size()) {
@@ -656,7 +728,8 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
 STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
   m.def(
       "local_trees(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, Tensor widths, "
-      "Tensor alpha, Tensor beta, Tensor? log_prior, Tensor output_table, int state_size, "
+      "Tensor alpha, Tensor beta, Tensor? log_prior, Tensor output_table, str kind, int "
+      "state_size, "
       "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, "
       "Tensor? w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_terms, "
       "Tensor? slot_confidence, Tensor? token_confidence, float confidence_weight, Tensor(a!) "

@@ -37,7 +37,7 @@ _EXPORTS = {
     "isolate_nonfinite": "finite_values",
     "describe": "dispatch",
     "full_words": "masks",
-    "gru_weights": "local_tree",
+    "recurrent_weights": "local_tree",
     "gumbel_argmax": "gumbel_argmax",
     "gated_silu": "row_ops",
     "key_scores": "key_scores",

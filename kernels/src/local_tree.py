@@ -43,17 +43,19 @@ class LocalTreeWeights:
 
     # [V', r]
     output_table: torch.Tensor
+    kind: str
+    """A `LocalHeadKind`."""
     rank: int
     """Padded to 32."""
     state_size: int
-    """Of a GRU, padded to 32; 0 for a Markov head."""
+    """Padded to 32; 0 for a head without state."""
     silu: bool
-    # [V', 3 S] input gates, or [V', r] rows of a Markov head
+    # [V', 3 S] input gates, or [V', r] rows of a head without a state
     inputs: torch.Tensor | None
     # [n, I] inputs of the state, and the row of each draft id [V']; if `inputs` is None
     features: torch.Tensor | None
     feature_rows: torch.Tensor | None
-    # packed; the last makes rank vectors of states
+    # packed; the last makes rank vectors of states, or gates of a gated head's rows
     w_input: torch.Tensor | None
     w_state: torch.Tensor | None
     w_rank: torch.Tensor | None
@@ -64,13 +66,15 @@ def _pad_gates(weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([_padded(gate, _GROUP, 1) for gate in weight.chunk(3)])
 
 
-def gru_weights(
+def recurrent_weights(
+    # "gru" or "rnn"
+    kind: str,
     # [V', r]
     output_table: torch.Tensor,
-    # [3 S, I], [3 S, S] and [r, S]
+    # [3 S, I], [3 S, S], and [r, S], or None for an RNN (then r = S)
     w_ih: torch.Tensor,
     w_hh: torch.Tensor,
-    rank_proj: torch.Tensor,
+    rank_proj: torch.Tensor | None,
     *,
     silu: bool,
     # [n, I], and the row of each draft id [V'] int64
@@ -78,20 +82,25 @@ def gru_weights(
     feature_rows: torch.Tensor,
     gate_table_bytes: int,
 ) -> LocalTreeWeights:
-    """Returns the weights of a GRU. Its input gates are computed once for every draft id if they
-    fit."""
+    """Returns the weights of a head with a state. Input gates of a GRU are computed once for every
+    draft id if they fit."""
     dtype = output_table.dtype
     bf16_dot = _bf16_dot(dtype)
     w_ih = _pad_gates(w_ih.to(dtype))
     state_size = w_ih.shape[0] // 3
     inputs = None
     size = len(feature_rows) * w_ih.shape[0] * output_table.element_size()
-    if size <= gate_table_bytes:
+    if rank_proj is not None and size <= gate_table_bytes:
         inputs = (features[feature_rows].to(dtype) @ w_ih.T).contiguous()
     w_hh = _pad_gates(w_hh.to(dtype))
+    rank, w_rank = state_size, None
+    if rank_proj is not None:
+        rank = -(-rank_proj.shape[0] // _GROUP) * _GROUP
+        w_rank = pack_rows(_padded(rank_proj.to(dtype), 1, _GROUP), bf16_dot)
     return LocalTreeWeights(
         output_table=_padded(output_table, 1, 2).contiguous(),
-        rank=-(-rank_proj.shape[0] // _GROUP) * _GROUP,
+        kind=kind,
+        rank=rank,
         state_size=state_size,
         silu=silu,
         inputs=inputs,
@@ -99,18 +108,26 @@ def gru_weights(
         feature_rows=None if inputs is not None else feature_rows.contiguous(),
         w_input=None if inputs is not None else pack_rows(w_ih, bf16_dot),
         w_state=pack_rows(_padded(w_hh, 1, _GROUP), bf16_dot),
-        w_rank=pack_rows(_padded(rank_proj.to(dtype), 1, _GROUP), bf16_dot),
+        w_rank=w_rank,
     )
 
 
 def markov_weights(
+    # "markov" or "gated"
+    kind: str,
     # [V', r] each
     output_table: torch.Tensor,
     inputs: torch.Tensor,
+    # [r, r], which a gated head reads a row with
+    token_proj: torch.Tensor | None,
 ) -> LocalTreeWeights:
     """Returns the weights of a head whose rank vectors are made of the rows of a table."""
+    w_rank = None
+    if token_proj is not None:
+        w_rank = pack_rows(_padded(token_proj, 1, _GROUP), _bf16_dot(output_table.dtype))
     return LocalTreeWeights(
         output_table=_padded(output_table, 1, 2).contiguous(),
+        kind=kind,
         rank=-(-output_table.shape[1] // _GROUP) * _GROUP,
         state_size=0,
         silu=False,
@@ -119,7 +136,7 @@ def markov_weights(
         feature_rows=None,
         w_input=None,
         w_state=None,
-        w_rank=None,
+        w_rank=w_rank,
     )
 
 
@@ -144,7 +161,7 @@ def build_local_trees(
     log_prior: torch.Tensor | None,
     # float32 [R, 3 S] input gates (rows [R, r] without a state) of tokens read before depth 1
     roots: torch.Tensor | None,
-    # float32 [R, D, r] terms of the slots, if the head reads them; padded like its weights
+    # float32 [R, D, r or 3 S] terms of the slots, if the head reads them; padded like its weights
     slot_terms: torch.Tensor | None,
     # float32 logits of a confidence head: [R, D] by slot, the anchor's part included, and [V']
     slot_confidence: torch.Tensor | None = None,
@@ -173,7 +190,7 @@ def build_local_trees(
     w, widths = weights, torch.full_like(budgets, width)
     torch.ops.specplug.local_trees.default(
         ids.contiguous(), log_probs.contiguous(), budgets, depths, widths, alpha, beta, log_prior,
-        w.output_table, w.state_size, w.rank, w.silu, w.inputs, w.features,
+        w.output_table, w.kind, w.state_size, w.rank, w.silu, w.inputs, w.features,
         w.feature_rows, w.w_input, w.w_state, w.w_rank, roots, slot_terms, slot_confidence,
         token_confidence, confidence_weight, token_ids, parents, node_depths, scores, counts,
     )  # fmt: skip

@@ -177,7 +177,7 @@ def make_dspark_head(
 ) -> Path:
     """A random DSpark head for `make_target`'s model; a layer, with its sliding window, each.
 
-    `kind` is "vanilla", or "domino" for a Domino head.
+    `kind` is its `markov_head_type`, or "domino" for a Domino head.
     """
     from vllm_specplug.methods.dspark_tree.checkpoint import save_dspark_head
     from vllm_specplug.methods.dspark_tree.config import DSparkConfig
@@ -185,8 +185,9 @@ def make_dspark_head(
     block = make_block_head(
         vocab_size, causal=False, seed=seed, hidden=hidden, anchor=True, windows=windows
     )
-    if kind == "domino":
-        own = {"gru_hidden_dim": 24, "pure_draft_prefix_len": 1, "markov_rank": 16}
+    if kind != "vanilla":
+        own = {"gru_hidden_dim": 24, "pure_draft_prefix_len": 1} if kind == "domino" else {}
+        own |= {"markov_rank": 16, "markov_head_type": kind}
         config = DSparkConfig(**{**vars(block.config), **own})
         tensors = {name: torch.randn(shape) * 0.5 for name, shape in config.extra_tensors.items()}
         state = {**block.state_dict(), **tensors}

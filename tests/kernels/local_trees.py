@@ -33,6 +33,8 @@ HEADS: dict[str, dict[str, Any]] = {
 # Heads that read the block's states.
 SLOT_HEADS: dict[str, dict[str, Any]] = {
     "markov_slots": {"kind": "markov", "rank": 33, "parameterization": "direct_vocab"},
+    "gated": {"kind": "gated", "rank": 33, "parameterization": "direct_vocab"},
+    "rnn": {"kind": "rnn", "rank": 33, "parameterization": "direct_vocab"},
     "gru_slots": {"kind": "gru", "hidden_size": 50, "rank": 19},
 }
 

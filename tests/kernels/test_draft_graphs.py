@@ -127,7 +127,7 @@ HEADS: list[Callable[[Path], Made]] = [
     causal_head,
     bidirectional_head,
     markov_head,
-    partial(markov_head, kind="domino"),
+    *(partial(markov_head, kind=kind) for kind in ("gated", "rnn", "domino")),
     selector,
     local_head,
     draft_layer,

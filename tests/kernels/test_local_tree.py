@@ -45,9 +45,9 @@ def build_both(b: LocalTreeBuilder, count: int) -> Any:
 
 def slot_terms(b: LocalTreeBuilder) -> torch.Tensor | None:
     """Random terms of the slots that the head reads."""
-    config = b.head.config
-    terms = torch.randn(6, DEPTH, config.rank, generator=torch.Generator().manual_seed(9))
-    return terms.to(b.output_table.dtype) if config.slot_size else None
+    count = b.head.config.num_slot_terms
+    terms = torch.randn(6, DEPTH, count, generator=torch.Generator().manual_seed(9))
+    return terms.to(b.output_table.dtype) if count else None
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -138,6 +138,10 @@ def test_bad_arguments_are_refused(compiled: None) -> None:
         b.build(ids + 500 - ids[0, 0, 0], log_probs, [0], [4], [2], 2)
     with pytest.raises(RuntimeError, match="depth 9"):
         b.build(ids, log_probs, [0], [4], [9], 2)
+    for name in ("gated", "rnn"):
+        b = builder(name, torch.float32, anchor=True, has_prior=False)
+        with pytest.raises(RuntimeError, match=f"a head of kind {name} does not fit"):
+            b.build(ids, log_probs, [0], [4], [2], 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

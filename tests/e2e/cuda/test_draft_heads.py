@@ -26,7 +26,7 @@ from tests.e2e.tiny import make_dflash2_head, make_dspark_head, make_eagle3_head
 from vllm_specplug.methods.eagle3_tree.drafter import ParallelDrafter
 from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
-DSPARK_KINDS = ("vanilla", "domino")
+DSPARK_KINDS = ("vanilla", "gated", "rnn", "domino")
 pytestmark = [*INTERPRETED, pytest.mark.full]
 
 

@@ -123,9 +123,10 @@ def test_sources_of_tokenswifts_drafts(source: str) -> None:
     assert drafted_from[source] > 0 or source == "auto", drafted_from
 
 
-def test_heads_that_read_the_tokens_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["gated", "rnn", "domino"])
+def test_heads_that_read_the_tokens_before(kind: str, tmp_path: Path) -> None:
     vocab = json.loads((target() / "config.json").read_text())["vocab_size"]
-    compare("dspark_tree", True, str(make_dspark_head(tmp_path, vocab, kind="domino")))
+    compare("dspark_tree", True, str(make_dspark_head(tmp_path, vocab, kind=kind)))
 
 
 def test_a_prefix_hit_that_leaves_one_token() -> None:

@@ -33,6 +33,7 @@ def _of(**changes: Any) -> dict[str, Any]:
         # Tensors decide where the config names nothing.
         (UNNAMED, BLOCK, ["ddtree"]),
         (UNNAMED, (*BLOCK, "markov_head.markov_w1.weight"), ["dspark_tree"]),
+        (UNNAMED, (*BLOCK, "markov_head.joint_proj.weight"), ["dspark_tree"]),
         (UNNAMED, (*BLOCK, "prefix_gru.weight_ih_l0"), ["dspark_tree"]),
         (UNNAMED, (*BLOCK, "candidate_selector.predecessor_codebook"), ["dflash2_tree"]),
         (UNNAMED, (), []),

@@ -276,6 +276,7 @@ def with_markov_head(
     return on_the_device(DSparkDrafter, head, settings, monkeypatch)
 
 
+with_recurrent_markov_head = partial(with_markov_head, kind="rnn")
 with_domino_head = partial(with_markov_head, kind="domino")
 
 
@@ -325,7 +326,8 @@ def with_assistant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AssistantDr
 # Less is better; more needs a reason.
 LAUNCHES = {
     with_causal_head: 73, with_markov_head: 244, with_selector: 247, with_local_head: 265,
-    with_draft_layer: 380, with_window: 424, with_domino_head: 278,
+    with_draft_layer: 380, with_window: 424, with_recurrent_markov_head: 268,
+    with_domino_head: 278,
     # Four layers.
     with_assistant: 1075,
 }  # fmt: skip
@@ -412,6 +414,7 @@ def from_graphs(
 LAUNCHES_WITH_A_GRAPH = {
     with_causal_head: 9,
     with_markov_head: 9,
+    with_recurrent_markov_head: 9,
     with_domino_head: 9,
     with_selector: 9,
     with_local_head: 9,

@@ -107,6 +107,17 @@ def save_local_head(
     )
 
 
+def check_kind(kind: object, slot_size: object = 0) -> None:
+    """Raises ValueError for a local head that only exists as a part of a block head."""
+    for name, value, legal in (("kind", kind, ("gru", "markov")), ("slot_size", slot_size, (0,))):
+        if value not in legal:
+            raise ValueError(
+                f"local head config: {name} = {repr(value)[:200]}, legal: one of {legal}; other "
+                "local heads are parts of a block head, serve the block head with method "
+                "dspark_tree"
+            )
+
+
 def resolve_local_head(path: str | Path) -> Path:
     """Returns the weights file of `path`.
 
@@ -170,11 +181,7 @@ def _read_config(file: Path) -> LocalHeadConfig:
             f"{file}: unknown keys {unknown}, missing keys {missing}; the file was written by "
             "another version; train the head again, or name the released .pt file"
         )
-    if raw.get("slot_size", 0) != 0:
-        raise ValueError(
-            f"{file}: slot_size = {repr(raw['slot_size'])[:200]}, legal: 0; heads that read a "
-            "block's states are parts of a block head, serve that with method dspark_tree"
-        )
+    check_kind(raw["kind"], raw.get("slot_size", 0))
     return LocalHeadConfig(**{name: raw[name] for name in names if name in raw})
 
 

@@ -33,5 +33,7 @@ def load_dflash2_head(
     successors = codebooks[SUCCESSORS]
     if draft_ids is not None:
         successors = successors[draft_ids]
-    selector = markov_head(codebooks[PREDECESSORS], successors, codebooks[PROJECTION])
+    selector = markov_head(
+        "markov", codebooks[PREDECESSORS], successors, {"slot_proj.weight": codebooks[PROJECTION]}
+    )
     return head, extras, selector

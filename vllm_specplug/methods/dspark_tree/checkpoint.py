@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from vllm_specplug.methods.dspark_tree.config import (
     DOMINO_INPUT,
     DOMINO_OUTPUT,
     MARKOV_INPUT,
+    MARKOV_LAYERS,
     MARKOV_OUTPUT,
     DSparkConfig,
 )
-from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig, LocalHeadKind
+
+_LOCAL_KINDS: dict[str, LocalHeadKind] = {"vanilla": "markov", "gated": "gated", "rnn": "rnn"}
 
 
 @dataclass(frozen=True)
@@ -68,10 +72,15 @@ def load_dspark_head(
     config, extra = head.config, extras.extra
     assert isinstance(config, DSparkConfig)
     markov = confidence = None
-    if config.is_domino:
+    if config.markov_head_type == "domino":
         markov = domino_head(config, extra)
     elif config.markov_rank:
-        markov = markov_head(extra[MARKOV_INPUT], extra[MARKOV_OUTPUT])
+        markov = markov_head(
+            _LOCAL_KINDS[config.markov_head_type],
+            extra[MARKOV_INPUT],
+            extra[MARKOV_OUTPUT],
+            _slot_layers(config, extra),
+        )
     if config.confidence_size:
         confidence = confidence_head(
             extra[CONFIDENCE_WEIGHT],
@@ -101,6 +110,23 @@ def confidence_head(
     return ConfidenceHead(of_state.contiguous(), bias[0].float(), of_token)
 
 
+def _slot_layers(
+    config: DSparkConfig, extra: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Returns the parts of a gated or recurrent Markov head's layer, by their names in a local
+    head; none for a plain Markov head."""
+    layer = MARKOV_LAYERS.get(config.markov_head_type)
+    if layer is None:
+        return {}
+    widths = layer.widths(config.markov_rank, config.hidden_size)
+    columns = extra[f"{layer.name}.weight"].split(widths, dim=1)
+    tensors = {
+        f"{part}.weight": weight.contiguous()
+        for part, weight in zip(layer.parts, columns, strict=True)
+    }
+    return {**tensors, "slot_proj.bias": extra[f"{layer.name}.bias"]}
+
+
 def domino_head(config: DSparkConfig, extra: Mapping[str, torch.Tensor]) -> LocalHead:
     """Returns Domino's head: a GRU over the branch's embeddings, whose state and the slot's state
     are projected together to a rank vector."""
@@ -126,17 +152,21 @@ def domino_head(config: DSparkConfig, extra: Mapping[str, torch.Tensor]) -> Loca
 
 
 def markov_head(
-    w1: torch.Tensor, w2: torch.Tensor, slot_proj: torch.Tensor | None = None
+    kind: LocalHeadKind,
+    w1: torch.Tensor,
+    w2: torch.Tensor,
+    slot_layers: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> LocalHead:
-    """Returns the local head that adds W_2 W_1[y] to the scores after token y.
+    """Returns the local head that adds W_2 v to the scores after token y. Without `slot_layers`, v
+    is W_1[y].
 
     Args:
         w1: [V, r] by target token.
         w2: [V', r] by draft id.
-        slot_proj: [r, H] of a head that multiplies W_1[y] by this projection of the slot's state.
+        slot_layers: tensors of the local head that compute v from W_1[y] and the block's states.
     """
     config = LocalHeadConfig(
-        kind="markov",
+        kind=kind,
         vocab_size=w1.shape[0],
         # Unused: the head reads neither the target's embedding nor its LM head.
         target_hidden_size=w1.shape[1],
@@ -144,11 +174,9 @@ def markov_head(
         draft_vocab_size=w2.shape[0],
         parameterization="direct_vocab",
         anchor_input=True,
-        slot_size=0 if slot_proj is None else slot_proj.shape[1],
+        slot_size=slot_layers["slot_proj.weight"].shape[1] if slot_layers else 0,
     )
-    tensors = {"embed_tokens.weight": w1, "low_rank_lm_head.weight": w2}
-    if slot_proj is not None:
-        tensors["slot_proj.weight"] = slot_proj
+    tensors = {"embed_tokens.weight": w1, "low_rank_lm_head.weight": w2, **slot_layers}
     return load_module(lambda: LocalHead(config), tensors)
 
 

@@ -32,23 +32,49 @@ MARKOV_OUTPUT = "markov_head.markov_w2.weight"
 CONFIDENCE_WEIGHT, CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
+@dataclass(frozen=True)
+class MarkovLayer:
+    """Layer of a Markov head that reads more than the row of W_1.
+
+    It has `outputs` times r outputs. `parts` names the layers of a local head whose columns it
+    holds, in the checkpoint's order.
+    """
+
+    name: str
+    outputs: int
+    parts: tuple[str, ...]
+
+    def widths(self, rank: int, hidden: int) -> list[int]:
+        """Returns the number of columns of each part."""
+        return [hidden if part == "slot_proj" else rank for part in self.parts]
+
+
+MARKOV_LAYERS = {
+    "gated": MarkovLayer("markov_head.gate_proj", 1, ("slot_proj", "token_proj")),
+    "rnn": MarkovLayer("markov_head.joint_proj", 3, ("state_proj", "token_proj", "slot_proj")),
+}
 DOMINO_GRU = ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0")
 DOMINO_INPUT, DOMINO_OUTPUT = "embed_proj.0.weight", "embed_proj.2.weight"
+_LAYER_TENSORS = tuple(
+    f"{layer.name}.{part}" for layer in MARKOV_LAYERS.values() for part in ("weight", "bias")
+)
 # Model-Optimizer's names of these tensors, then those of early SpecForge heads.
 OTHER_NAMES = {
     "markov_w1.weight": MARKOV_INPUT,
     "markov_w2.weight": MARKOV_OUTPUT,
     "confidence_proj.weight": CONFIDENCE_WEIGHT,
     "confidence_proj.bias": CONFIDENCE_BIAS,
+    **{name.removeprefix("markov_head."): name for name in _LAYER_TENSORS},
     **{
         f"logit_head.{name}": name
         for name in (
-            MARKOV_INPUT, MARKOV_OUTPUT, CONFIDENCE_WEIGHT, CONFIDENCE_BIAS, *DOMINO_GRU,
-            DOMINO_INPUT, DOMINO_OUTPUT,
+            MARKOV_INPUT, MARKOV_OUTPUT, CONFIDENCE_WEIGHT, CONFIDENCE_BIAS, *_LAYER_TENSORS,
+            *DOMINO_GRU, DOMINO_INPUT, DOMINO_OUTPUT,
         )
     },
 }  # fmt: skip
 
+_HEAD_TYPES = ("vanilla", "gated", "rnn")
 # vLLM uses the last name for both formats.
 _ARCHITECTURES = ("DSparkSpeculator", "DSparkDraftModel", "Qwen3DSparkModel")
 
@@ -58,13 +84,14 @@ class DSparkConfig(BlockHeadConfig):
     """Shape of a DSpark or Domino head.
 
     `markov_rank` is r of the Markov head, 0 without one, or the rank of Domino's correction.
-    `gru_hidden_dim` is the state size of Domino's GRU, 0 in other heads, and its first
-    `pure_draft_prefix_len` depths are not corrected.
+    `markov_head_type` is "vanilla", "gated", "rnn" or "domino". `gru_hidden_dim` is the state size
+    of Domino's GRU, and its first `pure_draft_prefix_len` depths are not corrected.
     `confidence_size` is the number of inputs of the confidence head, 0 without one.
     """
 
     markov_rank: int = 0
     confidence_size: int = 0
+    markov_head_type: str = "vanilla"
     gru_hidden_dim: int = 0
     pure_draft_prefix_len: int = 0
 
@@ -82,22 +109,32 @@ class DSparkConfig(BlockHeadConfig):
         rank = own.get("markov_rank") or 0
         require(rank == 0 or is_size(rank), "markov_rank", rank, f"an integer from 0 to {MAX_SIZE}")
         kind = str(own.get("markov_head_type") or "vanilla").lower()
-        legal = "absent or 'vanilla' (Markov heads that read the block's states are not served)"
-        require(rank == 0 or kind == "vanilla", "markov_head_type", kind, legal)
+        require(
+            rank == 0 or kind in _HEAD_TYPES,
+            "markov_head_type",
+            kind,
+            f"one of {_HEAD_TYPES} (others are unknown)",
+        )
+        require(
+            rank == 0 or kind != "rnn" or block.sample_from_anchor,
+            "sample_from_anchor",
+            block.sample_from_anchor,
+            "true (a recurrent Markov head is trained from the anchor's slot)",
+        )
         size = _confidence_inputs(own, block.hidden_size, rank)
-        return cls(**vars(block), markov_rank=rank, confidence_size=size)
-
-    @property
-    def is_domino(self) -> bool:
-        """Whether a GRU corrects the block, in place of a Markov head."""
-        return self.gru_hidden_dim > 0
+        return cls(
+            **vars(block),
+            markov_rank=rank,
+            confidence_size=size,
+            markov_head_type=kind if rank else "vanilla",
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns DeepSpec's `config.json` object, which `from_dict` reads back unchanged."""
         config = super().to_dict()
         # Readers take a Markov head without this field to sample from the anchor's slot.
         config["dflash_config"]["sample_from_anchor"] = self.sample_from_anchor
-        if self.is_domino:
+        if self.markov_head_type == "domino":
             own = {"projector_type": "domino", "emb_dim": self.markov_rank}
             own |= {key: getattr(self, key) for key in ("gru_hidden_dim", "pure_draft_prefix_len")}
             config["dflash_config"].update(own)
@@ -114,7 +151,7 @@ class DSparkConfig(BlockHeadConfig):
     def _markov_fields(self) -> dict[str, Any]:
         return {
             "markov_rank": self.markov_rank,
-            "markov_head_type": "vanilla",
+            "markov_head_type": self.markov_head_type,
             "enable_confidence_head": self.confidence_size > 0,
             "confidence_head_with_markov": self.confidence_size > self.hidden_size,
         }
@@ -123,7 +160,7 @@ class DSparkConfig(BlockHeadConfig):
     def extra_tensors(self) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {}
         hidden, rank, state = self.hidden_size, self.markov_rank, self.gru_hidden_dim
-        if self.is_domino:
+        if self.markov_head_type == "domino":
             shapes |= zip(DOMINO_GRU, ((3 * state, hidden), (3 * state, state)), strict=True)
             shapes[DOMINO_INPUT] = (rank, hidden + state)
             shapes[DOMINO_OUTPUT] = (self.draft_vocab_size, rank)
@@ -131,6 +168,10 @@ class DSparkConfig(BlockHeadConfig):
             # W_1 has a row per target token, W_2 per draft id.
             shapes[MARKOV_INPUT] = (self.vocab_size, rank)
             shapes[MARKOV_OUTPUT] = (self.draft_vocab_size, rank)
+        if layer := MARKOV_LAYERS.get(self.markov_head_type):
+            rows = layer.outputs * rank
+            shapes[f"{layer.name}.weight"] = (rows, sum(layer.widths(rank, hidden)))
+            shapes[f"{layer.name}.bias"] = (rows,)
         if self.confidence_size:
             shapes[CONFIDENCE_WEIGHT] = (1, self.confidence_size)
             shapes[CONFIDENCE_BIAS] = (1,)
@@ -160,6 +201,7 @@ def _domino_values(own: Mapping[str, Any], block: BlockHeadConfig) -> dict[str, 
         f"an integer from 0 to {most}",
     )
     return {
+        "markov_head_type": "domino",
         "markov_rank": own["emb_dim"],
         "gru_hidden_dim": own["gru_hidden_dim"],
         "pure_draft_prefix_len": prefix,

@@ -4,8 +4,8 @@ recurrent head corrects the block.
 
 With l_k the block's scores at depth k and y the token of the branch at depth k - 1 (the anchor at
 depth 0), a node's children have the distribution softmax(l_k + W_2 W_1[y]). This is a local head
-with weight 1 and no prior, so `LocalTreeBuilder` builds the trees, as for DeLS. Domino's head also
-reads the state of the slot that drafts depth k.
+with weight 1 and no prior, so `LocalTreeBuilder` builds the trees, as for DeLS. Gated and recurrent
+heads also read the state of the slot that drafts depth k.
 
 A confidence head estimates c, the overlap of that distribution with the target's, from the slot's
 state and W_1[y]. The drafter multiplies the probabilities of children by c to the power

@@ -3,7 +3,7 @@
 
 Shapes: B sequences, L tokens, F nodes of a frontier, V target vocabulary, V' rows of the output
 table (the draft vocabulary where it is reduced), H target hidden size, I input width, S state size,
-r rank of the output, U size of the block's states.
+r rank of the output, Q terms of a slot, U size of the block's states.
 
 A block head scores all depths of a block at once and cannot know which tokens its earlier slots
 became. This head reads those tokens, is small enough to run once per depth, and is fused with the
@@ -12,9 +12,13 @@ i - 1, the last of which is y, it scores the token of depth i with s = W_short r
 
     gru       h <- GRU(x(y), h);  rank = act(W_rank h [+ q])
     markov    rank = x(y) [* q], so that only the last token counts
+    gated     rank = x(y) * sigmoid(W_token x(y) + q)
+    rnn       (g, c, o) = W_state h + W_token x(y) + q
+              h <- sigmoid(g) * h + (1 - sigmoid(g)) * tanh(c);  rank = tanh(o)
 
-q = W_slot u are the terms of the slot that drafts depth i; u is that slot's final state in the
-block. Terms in brackets are those of heads that read slots: DFlash2's markov and Domino's gru.
+q = W_slot u + b are the terms of the slot that drafts depth i; u is that slot's final state in the
+block. Terms in brackets are those of heads that read slots. DeLS-Spec trains heads of the kinds gru
+and markov that read none; the other forms are those of DSpark, DFlash2 and Domino.
 
 x(y) is the target's embedding of y, that embedding times a matrix, or a row of the head's own table
 ("direct_vocab"). W_short is the head's own table [V', r] ("low_rank"), or the target's LM head
@@ -38,7 +42,7 @@ _SIZES = f"an integer from 1 to {MAX_SIZE}"
 MAX_WEIGHT = 100.0
 _WEIGHTS = f"numbers from 0 to {MAX_WEIGHT:.0f}"
 
-LocalHeadKind = Literal["gru", "markov"]
+LocalHeadKind = Literal["gru", "markov", "gated", "rnn"]
 Parameterization = Literal["target_factorized", "direct_vocab"]
 LmHeadMode = Literal["low_rank", "target_lm_head"]
 RankActivation = Literal["identity", "silu"]
@@ -50,8 +54,8 @@ class LocalHeadConfig:
 
     `vocab_size` and `target_hidden_size` are the target's. `draft_vocab_size` is the number of
     tokens that the head scores; if that is not the whole vocabulary, a checkpoint names them in
-    `d2t`. `input_size` is I; it must equal `rank` except for a GRU. `hidden_size` is S, 0 for heads
-    without a state.
+    `d2t`. `input_size` is I; it must equal `rank` except for a GRU. `hidden_size` is S: `rank` for
+    an RNN, 0 for heads without a state.
     `slot_size` is the size of the block's states that the head reads, 0 if it reads none.
     `anchor_input` says that the head reads the anchor (the newest committed token) before the first
     drafted token, and so scores depth 1 too; the paper's decoder does not.
@@ -86,19 +90,22 @@ class LocalHeadConfig:
             _require(is_size(getattr(self, name)), name, getattr(self, name), _SIZES)
         # Frozen: derived defaults are filled in once, here.
         if self.kind != "gru":
+            state_size = self.rank if self.kind == "rnn" else 0
             _default(self, "input_size", self.rank)
+            _default(self, "hidden_size", state_size)
             object.__setattr__(self, "rank_activation", "identity")
             _require(
-                self.input_size == self.rank and self.hidden_size == 0,
+                self.input_size == self.rank and self.hidden_size == state_size,
                 "input_size",
                 self.input_size,
-                f"rank = {self.rank} for kind {self.kind!r}, and hidden_size 0",
+                f"rank = {self.rank} for kind {self.kind!r}, and hidden_size {state_size}",
             )
         else:
             _require(is_size(self.hidden_size), "hidden_size", self.hidden_size, _SIZES)
             _default(self, "input_size", self.target_hidden_size)
-        legal = self.slot_size == 0 or is_size(self.slot_size)
-        _require(legal, "slot_size", self.slot_size, f"{_SIZES}, or 0")
+        optional = self.slot_size == 0 and self.kind in ("gru", "markov")
+        sizes = f"{_SIZES}, or 0 for kinds 'gru' and 'markov'"
+        _require(optional or is_size(self.slot_size), "slot_size", self.slot_size, sizes)
         _default(self, "draft_vocab_size", self.vocab_size)
         _require(is_size(self.input_size), "input_size", self.input_size, _SIZES)
         _require(
@@ -121,6 +128,13 @@ class LocalHeadConfig:
         return self.parameterization == "target_factorized" and (
             self.kind != "gru" or self.input_size != self.target_hidden_size
         )
+
+    @property
+    def num_slot_terms(self) -> int:
+        """Q, the terms that the head reads of a slot."""
+        if not self.slot_size:
+            return 0
+        return 3 * self.rank if self.kind == "rnn" else self.rank
 
 
 class LocalHead(nn.Module):
@@ -147,8 +161,13 @@ class LocalHead(nn.Module):
                 config.input_size, config.hidden_size, bias=False, batch_first=True
             )
             self.rank_proj = nn.Linear(config.hidden_size, config.rank, bias=False)
+        if config.kind in ("gated", "rnn"):
+            self.token_proj = nn.Linear(config.rank, config.num_slot_terms, bias=False)
+        if config.kind == "rnn":
+            self.state_proj = nn.Linear(config.rank, config.num_slot_terms, bias=False)
         if config.slot_size:
-            self.slot_proj = nn.Linear(config.slot_size, config.rank, bias=False)
+            has_bias = config.kind in ("gated", "rnn")
+            self.slot_proj = nn.Linear(config.slot_size, config.num_slot_terms, bias=has_bias)
         if config.lm_head_mode == "low_rank":
             self.low_rank_lm_head = nn.Linear(config.rank, config.draft_vocab_size, bias=False)
             nn.init.zeros_(self.low_rank_lm_head.weight)
@@ -171,7 +190,7 @@ class LocalHead(nn.Module):
         )
 
     def slot_terms(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Returns the terms [..., r] of slots with final states [..., U]; None if the head reads no
+        """Returns the terms [..., Q] of slots with final states [..., U]; None if the head reads no
         slots."""
         if not self.config.slot_size:
             return None
@@ -208,7 +227,7 @@ class LocalHead(nn.Module):
         state: torch.Tensor,
         # [V, H]
         embed_tokens: torch.Tensor | None = None,
-        # [R, r] terms; row i belongs to nodes i*F/R to (i+1)*F/R - 1
+        # [R, Q] terms; row i belongs to nodes i*F/R to (i+1)*F/R - 1
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads one token for each node of a frontier and returns rank vectors [F, r] and new
@@ -219,6 +238,13 @@ class LocalHead(nn.Module):
         x = self.input_features(token_ids, embed_tokens)
         if self.config.kind == "markov":
             return _with_slots(torch.mul, x, slots), state
+        if self.config.kind == "gated":
+            return x * torch.sigmoid(_with_slots(torch.add, self.token_proj(x), slots)), state
+        if self.config.kind == "rnn":
+            terms = _with_slots(torch.add, self.token_proj(x) + self.state_proj(state), slots)
+            gate, new, output = terms.chunk(3, dim=-1)
+            gate = torch.sigmoid(gate)
+            return torch.tanh(output), gate * state + (1 - gate) * torch.tanh(new)
         x = x.to(self.rank_proj.weight.dtype)
         from_input = F.linear(x, self.prefix_gru.weight_ih_l0)
         from_state = F.linear(state, self.prefix_gru.weight_hh_l0)
@@ -287,9 +313,9 @@ class LocalHead(nn.Module):
 
 def _with_slots(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    # [F, r]
+    # [F, Q]
     values: torch.Tensor,
-    # [R, r], or None to return the values
+    # [R, Q], or None to return the values
     slots: torch.Tensor | None,
 ) -> torch.Tensor:
     """Returns `function` of the values and the terms of each value's slot."""

@@ -2,7 +2,7 @@
 """Trees from the product of a block head and a local head.
 
 Shapes: R requests, D depths, M candidates of a depth, F nodes of a frontier, W children of a node,
-V' draft vocabulary, r rank of the local head.
+V' draft vocabulary, r rank of the local head, Q terms of a slot that the local head reads.
 
 For the branch b that reaches depth i - 1, and every candidate y of depth i,
 
@@ -40,8 +40,8 @@ from vllm_specplug.kernels import (
     LocalTreeWeights,
     build_local_trees,
     can_build_local_trees,
-    gru_weights,
     markov_weights,
+    recurrent_weights,
 )
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.methods.local.settings import LocalTreeSettings
@@ -154,7 +154,7 @@ class LocalTreeBuilder:
         width: int,
         # [R, D] float32 confidence logits of the slots, where the builder has a confidence
         slots: torch.Tensor | None = None,
-        # [R, D, r] terms of the slots, where the local head reads them
+        # [R, D, Q] terms of the slots, where the local head reads them
         terms: torch.Tensor | None = None,
         *,
         compiled: bool = True,
@@ -181,7 +181,8 @@ class LocalTreeBuilder:
             # [R, 3 S] or [R, r]
             roots = self._root_inputs(torch.tensor(anchors))
         if terms is not None:
-            terms = F.pad(terms.float(), (0, self.weights.rank - terms.shape[-1]))
+            parts = terms.float().unflatten(-1, (-1, self.head.config.rank))
+            terms = F.pad(parts, (0, self.weights.rank - parts.shape[-1])).flatten(2)
         of_token, weight = None, 0.0
         if self.confidence is not None and slots is not None:
             of_token, weight = self.token_confidence, self.confidence.weight
@@ -229,7 +230,7 @@ class LocalTreeBuilder:
             width: maximum children of a node.
             num_nodes: at least the largest budget.
             slots: [R, D] as in `build`.
-            terms: [R, D, r] as in `build`.
+            terms: [R, D, Q] as in `build`.
         """
         return draft_levels_on_device(
             anchors,
@@ -322,7 +323,7 @@ class LocalTreeBuilder:
         states: torch.Tensor,
         terms: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads tokens [F] after the states of rows `parents` [F], with terms [R, r] of slots, and
+        """Reads tokens [F] after the states of rows `parents` [F], with terms [R, Q] of slots, and
         returns rank vectors and new states."""
         if self.gates is None:
             states = states[parents.to(states.device)]
@@ -340,26 +341,40 @@ class LocalTreeBuilder:
 
     def _compiled_weights(self) -> LocalTreeWeights:
         head, config = self.head, self.head.config
-        if config.kind == "markov":
-            rows = head.input_features(self.draft_ids, self.embed_tokens)
-            return markov_weights(self.output_table, rows)
+        if not config.hidden_size:
+            return markov_weights(
+                config.kind,
+                self.output_table,
+                head.input_features(self.draft_ids, self.embed_tokens),
+                head.token_proj.weight if config.kind == "gated" else None,
+            )
         # The input projection is folded into the input weights.
         features: torch.Tensor = self.embed_tokens
-        w_ih = head.prefix_gru.weight_ih_l0
+        w_ih, w_hh, rank_proj = self._recurrent_layers()
         if config.parameterization == "direct_vocab":
             features = head.embed_tokens.weight
         elif config.projects_input:
             w_ih = w_ih @ head.input_proj.weight
-        return gru_weights(
+        return recurrent_weights(
+            config.kind,
             self.output_table,
             w_ih,
-            head.prefix_gru.weight_hh_l0,
-            head.rank_proj.weight,
+            w_hh,
+            rank_proj,
             silu=config.rank_activation == "silu",
             features=features,
             feature_rows=self.draft_ids,
             gate_table_bytes=self.options.gate_table_bytes,
         )
+
+    def _recurrent_layers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Returns the weights of a head with a state: those that read a token's input [3 S, I] and
+        the state [3 S, S], and those of the rank vector [r, S], None for an RNN."""
+        head = self.head
+        if head.config.kind == "rnn":
+            return head.token_proj.weight, head.state_proj.weight, None
+        gru = head.prefix_gru
+        return gru.weight_ih_l0, gru.weight_hh_l0, head.rank_proj.weight
 
     def _root_inputs(self, anchors: torch.Tensor) -> torch.Tensor:
         """Returns the kernel's inputs for the anchors, float32 and padded like its weights."""
@@ -367,6 +382,6 @@ class LocalTreeBuilder:
         x = self.head.input_features(anchors, self.embed_tokens)
         if self.weights.state_size == 0:
             return F.pad(x.float(), (0, self.weights.rank - x.shape[-1]))
-        w_ih = self.head.prefix_gru.weight_ih_l0
+        w_ih = self._recurrent_layers()[0]
         gates = F.linear(x.to(w_ih.dtype), w_ih).float().unflatten(-1, (3, -1))
         return F.pad(gates, (0, self.weights.state_size - gates.shape[-1])).flatten(1)

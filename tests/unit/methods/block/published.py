@@ -49,6 +49,8 @@ DEEPSPEC_DSPARK_QWEN3_4B = changed(
     markov_head_type="vanilla",
 )  # fmt: skip
 # Other values of `markov_head_type` in deepspec/modeling/dspark/markov_head.py.
+DEEPSPEC_DSPARK_GATED = changed(DEEPSPEC_DSPARK_QWEN3_4B, markov_head_type="gated")
+DEEPSPEC_DSPARK_RNN = changed(DEEPSPEC_DSPARK_QWEN3_4B, markov_head_type="rnn")
 # sgl-project/SpecForge 832263f configs/qwen3-4b-dspark.json
 SPECFORGE_DSPARK_QWEN3_4B = changed(
     ZLAB_QWEN3_8B, hidden_size=2560, intermediate_size=9728, block_size=7,
@@ -232,6 +234,10 @@ MODELOPT_DSPARK_QWEN3_8B: dict[str, Any] = {
     "rope_theta": 1000000, "rope_scaling": None, "tie_word_embeddings": False,
     "torch_dtype": "bfloat16", "num_target_layers": 36, "layer_types": ["full_attention"] * 5,
 }  # fmt: skip
+MODELOPT_DSPARK_GATED, MODELOPT_DSPARK_RNN = (
+    changed(MODELOPT_DSPARK_QWEN3_8B, dflash_config={"markov_head_type": kind})
+    for kind in ("gated", "rnn")
+)
 # Its module (modelopt/torch/speculative/plugins/modeling_dspark.py) has the two heads' tensors
 # beside the block's own. By the names that all others write.
 MODELOPT_NAMES = {
@@ -239,6 +245,10 @@ MODELOPT_NAMES = {
     "markov_head.markov_w2.weight": "markov_w2.weight",
     "confidence_head.proj.weight": "confidence_proj.weight",
     "confidence_head.proj.bias": "confidence_proj.bias",
+    "markov_head.gate_proj.weight": "gate_proj.weight",
+    "markov_head.gate_proj.bias": "gate_proj.bias",
+    "markov_head.joint_proj.weight": "joint_proj.weight",
+    "markov_head.joint_proj.bias": "joint_proj.bias",
 }
 # Tencent/AngelSlim 67394ce configs/qwen3_dflash.json; its module
 # (angelslim/compressor/speculative/train/models/draft/qwen_dflash.py) has z-lab's tensors.
@@ -314,6 +324,8 @@ SPECULATORS_DSPARK = changed(
     markov_rank=256, markov_head_type="vanilla", enable_confidence_head=True,
     confidence_head_with_markov=True,
 )  # fmt: skip
+SPECULATORS_DSPARK_GATED = changed(SPECULATORS_DSPARK, markov_head_type="gated")
+SPECULATORS_DSPARK_RNN = changed(SPECULATORS_DSPARK, markov_head_type="rnn")
 
 # Sizes of a target and a head that tests can compute, for any of the configs above.
 TINY_TARGET = {"hidden_size": 16, "vocab_size": 30, "num_hidden_layers": 4}

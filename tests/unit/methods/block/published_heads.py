@@ -82,6 +82,11 @@ def head_shapes(config: dict[str, Any], *, tables: bool = False) -> dict[str, tu
     if rank:
         shapes["markov_head.markov_w1.weight"] = (vocab, rank)
         shapes["markov_head.markov_w2.weight"] = (draft_vocab, rank)
+        if (kind := own["markov_head_type"]) != "vanilla":
+            name, rows, columns = {"gated": ("gate", 1, 1), "rnn": ("joint", 3, 2)}[kind]
+            layer = f"markov_head.{name}_proj"
+            shapes[f"{layer}.weight"] = (rows * rank, columns * rank + hidden)
+            shapes[f"{layer}.bias"] = (rows * rank,)
     if own.get("projector_type") == "domino":
         state, rank = own["gru_hidden_dim"], own["emb_dim"]
         shapes["prefix_gru.weight_ih_l0"] = (3 * state, hidden)
@@ -107,7 +112,7 @@ def _scale(name: str) -> float:
         return 0.5
     if name == "candidate_selector.hidden_projection.weight":
         return 0.3
-    if name.startswith(("prefix_gru.", "embed_proj.0.")):
+    if name.startswith(("markov_head.joint", "markov_head.gate", "prefix_gru.", "embed_proj.0.")):
         return 0.4
     return 0.2 if name == "fc.weight" or name.endswith("kernel_projection.weight") else 1.0
 

@@ -152,10 +152,28 @@ def markov_log_probs(
     tensors: Tensors,
     # target tokens of a branch, the anchor first
     branch: list[int],
+    # [D, H] the block's states at each depth, for heads that read them
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Log-probabilities [V'] of the token after `branch`, by a Markov head."""
+    """Log-probabilities [V'] of the token after `branch`, for every kind of Markov head."""
     w1, w2 = (tensors[f"markov_head.markov_w{i}.weight"].double() for i in (1, 2))
-    return (logits[len(branch) - 1] + w2 @ w1[branch[-1]]).log_softmax(-1)
+    rank = w1[branch[-1]]
+    for name in ("gate_proj", "joint_proj"):
+        if f"markov_head.{name}.weight" not in tensors:
+            continue
+        assert hidden is not None
+        weight, bias = (tensors[f"markov_head.{name}.{p}"].double() for p in ("weight", "bias"))
+        if name == "gate_proj":
+            gate = weight @ torch.cat((hidden[len(branch) - 1], rank)) + bias
+            rank = gate.sigmoid() * rank
+            continue
+        state = torch.zeros_like(rank)
+        for slot, token in enumerate(branch):
+            read = torch.cat((state, w1[token], hidden[slot]))
+            gate, new, output = (weight @ read + bias).chunk(3)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
+            rank = output.tanh()
+    return (logits[len(branch) - 1] + w2 @ rank).log_softmax(-1)
 
 
 def domino_log_probs(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +19,16 @@ from vllm_specplug.methods.dels.checkpoint import (
 )
 
 
-def test_a_head_that_reads_the_blocks_states_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("changes", [{"slot_size": 8}, {"kind": "gated"}, {"kind": "rnn"}])
+def test_a_head_that_reads_the_blocks_states_is_refused(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
     """It belongs to one block head, in whose checkpoint it is."""
     save_local_head(tmp_path, make("gru_factorized"), dtype=torch.float32)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "slot_size": 8}))
-    with pytest.raises(ValueError, match="slot_size = 8, legal: 0; .* method dspark_tree"):
+    (tmp_path / "config.json").write_text(json.dumps({**config, **changes}))
+    ((name, value),) = changes.items()
+    with pytest.raises(ValueError, match=f"{name} = {value!r}, legal: .* method dspark_tree"):
         load_local_head(tmp_path, TARGET)
 
 

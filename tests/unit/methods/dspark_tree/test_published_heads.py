@@ -27,6 +27,10 @@ from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.registry import get_method, recognise_head
 
 FORMATS = {name: tiny(raw) for name, raw in vars(published).items() if "_DSPARK" in name}
+# Not published, but possible.
+FORMATS["gated, draft vocabulary"] = changed(
+    FORMATS["SPECFORGE_DSPARK_DRAFT_VOCAB"], dflash_config={"markov_head_type": "gated"}
+)
 DOMINO = {name: tiny(raw) for name, raw in vars(published).items() if "_DOMINO" in name}
 DOMINO["draft vocabulary"] = changed(DOMINO["SPECFORGE_DOMINO_QWEN3_8B"], draft_vocab_size=20)
 
@@ -44,20 +48,35 @@ def test_each_branch_is_the_head_run_as_a_chain_along_it(name: str, tmp_path: Pa
     logits = head.logits(first=0, causal=causal)
     assert len(logits) == requests.depths[0] == 5
     draft_of = {int(token): i for i, token in enumerate(head.target_ids)}
+    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
 
-    def score(path: list[int]) -> float:
-        found = 0.0
-        for i in range(1, len(path)):
-            log_probs = markov_log_probs(logits, head.tensors, path[:i])
-            trust = 0.5 * log_confidence(hidden, head.tensors, path[:i])
-            found += float(log_probs[draft_of[path[i]]] + trust)
+    def scores(
+        tensors: Any = head.tensors, states: torch.Tensor = hidden, last_only: bool = False
+    ) -> list[float]:
+        """By the equations; with `last_only` the head reads no token but the last."""
+        found = []
+        for path in paths:
+            found.append(0.0)
+            for i in range(1, len(path)):
+                first = i - 1 if last_only else 0
+                log_probs = markov_log_probs(logits[first:], tensors, path[first:i], states[first:])
+                trust = 0.5 * log_confidence(hidden, head.tensors, path[:i])
+                found[-1] += float(log_probs[draft_of[path[i]]] + trust)
         return found
 
-    paths = [[ANCHOR, *branch] for branch in paths_of(tree)]
-    np.testing.assert_allclose(tree.scores, [score(path) for path in paths], atol=1e-4)
+    np.testing.assert_allclose(tree.scores, scores(), atol=1e-4)
     # The likeliest child of the root comes first.
-    best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR]).argmax()]
+    best = head.target_ids[markov_log_probs(logits, head.tensors, [ANCHOR], hidden).argmax()]
     assert next(token for token, *below in paths_of(tree) if not below) == int(best)
+    # Controls: states of other slots, the plain form of the head, and a state of one token.
+    controls = []
+    if drafter.config.markov_head_type != "vanilla":
+        plain = {k: v for k, v in head.tensors.items() if "gate_proj" not in k and "joint" not in k}
+        controls = [scores(states=hidden.roll(1, 0)), scores(plain)]
+    if drafter.config.markov_head_type == "rnn":
+        controls.append(scores(last_only=True))
+    for other in controls:
+        assert not np.allclose(tree.scores, other, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", DOMINO)
@@ -186,15 +205,15 @@ def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("raw", "changes", "words"),
     [
-        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_head_type": "gated"},
-         ["markov_head_type = 'gated'", "absent or 'vanilla'"]),
+        ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_head_type": "fir"},
+         ["markov_head_type = 'fir'", "'vanilla', 'gated', 'rnn'"]),
         ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_rank": -1}, ["markov_rank", "-1"]),
         ("DEEPSPEC_DSPARK_QWEN3_4B", {"markov_rank": "6"}, ["markov_rank", "'6'"]),
         ("DEEPSPEC_DSPARK_QWEN3_4B", {"architectures": ["Gemma4DSparkModel"]}, ["Gemma4"]),
         ("SPECULATORS_DSPARK", {"architectures": ["Other"]}, ["architectures", "Other"]),
         ("SPECULATORS_DSPARK", {"sample_from_anchor": "yes"}, ["sample_from_anchor", "'yes'"]),
-        ("MODELOPT_DSPARK_QWEN3_8B", {"dflash_config": {"markov_head_type": "rnn"}},
-         ["markov_head_type", "'rnn'"]),
+        ("MODELOPT_DSPARK_QWEN3_8B", {"dflash_config": {"markov_head_type": "fir"}},
+         ["markov_head_type", "'fir'"]),
         ("SPECFORGE_DOMINO_QWEN3_8B", {"dflash_config": {"emb_dim": None}, "emb_dim": None},
          ["emb_dim = None", "an integer from 1"]),
         ("SPECFORGE_DOMINO_QWEN3_8B", {"dflash_config": {"gru_hidden_dim": "10"}},
@@ -214,6 +233,10 @@ def test_heads_without_a_markov_head_draft_by_the_block_alone(tmp_path: Path) ->
          ["projector_type = 'dspark'", "absent or 'domino' in a DominoDraftModel"]),
         ("SPECULATORS_DSPARK", {"speculators_model_type": "domino"},
          ["speculators_model_type = 'domino'", "logits_correction.*"]),
+        ("SPECULATORS_DSPARK_RNN", {"sample_from_anchor": False},
+         ["sample_from_anchor = False", "trained from the anchor's slot"]),
+        ("SPECULATORS_DSPARK_RNN", {"sample_from_anchor": None},
+         ["sample_from_anchor = False", "trained from the anchor's slot"]),
     ],
 )  # fmt: skip
 def test_other_heads_are_refused_by_name(
@@ -224,7 +247,7 @@ def test_other_heads_are_refused_by_name(
     refused(lambda: head.drafter(get_method("dspark_tree")), "draft head config", *words)
 
 
-@pytest.mark.parametrize("name", ["DEEPSPEC_DSPARK_QWEN3_4B", "SPECFORGE_DOMINO_QWEN3_8B"])
+@pytest.mark.parametrize("name", ["DEEPSPEC_DSPARK_RNN", "SPECFORGE_DOMINO_QWEN3_8B"])
 def test_names_of_early_specforge_heads(name: str, tmp_path: Path) -> None:
     head = PublishedHead(tmp_path / "head", tiny(getattr(published, name)))
     drafter, requests = head.drafter(get_method("dspark_tree"))

@@ -10,7 +10,7 @@ import torch
 
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
-from vllm_specplug.methods.dels.checkpoint import save_local_head
+from vllm_specplug.methods.dels.checkpoint import check_kind, save_local_head
 from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dels.unigram import log_prior
@@ -27,6 +27,7 @@ _SHAPE = ("kind", "hidden_size", "input_size", "rank", "rank_activation")
 def local_config(run: LocalRun, target: dict[str, Any]) -> LocalHeadConfig:
     """Returns the shape of the head to train. The target's LM head scores every token, trained on
     or not."""
+    check_kind(run.kind)
     return LocalHeadConfig(
         kind=run.kind,  # type: ignore[arg-type]
         vocab_size=int(target["vocab_size"]),

@@ -116,8 +116,9 @@ def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkMode
     head, extras, markov, _ = load_dspark_head(run.init_from, training.weights.config)
     if markov is not None and markov.config.slot_size:
         raise ValueError(
-            f"--init-from {str(run.init_from)!r} is a Domino head, legal: a DSpark, DFlash or "
-            "JetSpec head; training supports no others"
+            f"--init-from {str(run.init_from)!r} has a Markov head or GRU that reads the block's "
+            "states, legal: a head with markov_head_type 'vanilla' or without a Markov head; "
+            "training supports no others"
         )
     trained, ids = continued_block(
         run.init_from, head, extras, training,

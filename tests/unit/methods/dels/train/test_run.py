@@ -85,6 +85,7 @@ def test_a_step_trains_the_frequent_tokens_and_some_others(make_job):
     ("change", "words"),
     [
         ({"kind": "lstm"}, "kind = 'lstm', legal: one of"),
+        ({"kind": "gated"}, "kind = 'gated', legal: one of"),
         ({"block_size": 1}, "block_size = 1, legal: an integer >= 2"),
         ({"rank": 0}, "rank = 0, legal: an integer from 1 to"),
         ({"data": "/nowhere"}, "neither answers nor features"),

@@ -81,16 +81,16 @@ def test_a_written_head_says_which_slot_drafts_first(anchor: bool, tmp_path: Pat
     assert config.sample_from_anchor == anchor
 
 
+@pytest.mark.parametrize("kind", ["gated", "rnn", "domino"])
 def test_a_head_that_reads_the_blocks_states_is_not_trained(
-    make_job: Callable[..., Job], tmp_path: Path
+    kind: str, make_job: Callable[..., Job], tmp_path: Path
 ) -> None:
     job = make_job("dspark")
     target = TargetWeights(job.run.target).config
     head = make_dspark_head(
-        tmp_path, target["vocab_size"], kind="domino", hidden=target["hidden_size"],
-        windows=(None,),
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="--init-from .* is a Domino head, legal: a DSpark"):
+        tmp_path, target["vocab_size"], kind=kind, hidden=target["hidden_size"], windows=(None,)
+    )
+    with pytest.raises(ValueError, match="--init-from .* legal: a head with markov_head_type"):
         make_job("dspark", "b", init_from=str(head)).train()
 
 
