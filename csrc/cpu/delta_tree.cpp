@@ -5,21 +5,14 @@
 // products of matrices with sums in registers: with the committed state, which is read once per
 // tree and head, and with the keys. Their operands are packed first: rows of one head lie a
 // multiple of 4 KiB apart, which is the same few lines of a cache.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "lanes.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -258,21 +251,6 @@ CLONED void convolve_row(const float* inputs, const int64_t* window, const float
   convolve(inputs, window, weight, bias, silu, out, channels, width);
 }
 
-bool is_rows(const Tensor& t, ScalarType type, std::initializer_list<int64_t> sizes) {
-  if (t.scalar_type() != type || !t.is_contiguous() ||
-      t.dim() != static_cast<int64_t>(sizes.size()))
-    return false;
-  int64_t d = 0;
-  for (const int64_t size : sizes)
-    if (t.size(d++) != size) return false;
-  return true;
-}
-
-template <class T>
-T* data(const Tensor& t) {
-  return static_cast<T*>(t.data_ptr());
-}
-
 struct Trees {
   const int64_t *starts, *parents, *slots;
   int64_t count, rows;
@@ -282,9 +260,9 @@ Trees describe_trees(const Tensor& starts, const Tensor& parents, const Tensor& 
                      const Tensor& states, const char* name) {
   const Trees t{data<int64_t>(starts), data<int64_t>(parents), data<int64_t>(slots), slots.numel(),
                 parents.numel()};
-  STD_TORCH_CHECK(is_rows(starts, ScalarType::Long, {t.count + 1}) &&
-                      is_rows(parents, ScalarType::Long, {t.rows}) &&
-                      is_rows(slots, ScalarType::Long, {t.count}),
+  STD_TORCH_CHECK(is_tensor(starts, ScalarType::Long, {t.count + 1}) &&
+                      is_tensor(parents, ScalarType::Long, {t.rows}) &&
+                      is_tensor(slots, ScalarType::Long, {t.count}),
                   name, ": starts, parents and slots must be int64 [R + 1], [M] and [R]");
   STD_TORCH_CHECK(t.starts[0] == 0 && t.starts[t.count] == t.rows, name,
                   ": starts must begin with 0 and end with ", t.rows);
@@ -320,11 +298,11 @@ void tree_conv(const Tensor& inputs, const Tensor& windows, const Tensor& weight
                   "tree_conv: inputs and windows must be [I, C] and [M, W]");
   const int64_t count = inputs.size(0), channels = inputs.size(1);
   const int64_t rows = windows.size(0), width = windows.size(1);
-  STD_TORCH_CHECK(is_rows(inputs, ScalarType::Float, {count, channels}) &&
-                      is_rows(windows, ScalarType::Long, {rows, width}) &&
-                      is_rows(weight, ScalarType::Float, {width, channels}) &&
-                      (!bias || is_rows(*bias, ScalarType::Float, {channels})) &&
-                      is_rows(out, ScalarType::Float, {rows, channels}),
+  STD_TORCH_CHECK(is_tensor(inputs, ScalarType::Float, {count, channels}) &&
+                      is_tensor(windows, ScalarType::Long, {rows, width}) &&
+                      is_tensor(weight, ScalarType::Float, {width, channels}) &&
+                      (!bias || is_tensor(*bias, ScalarType::Float, {channels})) &&
+                      is_tensor(out, ScalarType::Float, {rows, channels}),
                   "tree_conv: needs contiguous float32 inputs [I, C], weight [W, C], bias [C], "
                   "out [M, C] and int64 windows [M, W]");
   const int64_t* window = data<int64_t>(windows);
@@ -350,14 +328,14 @@ void tree_delta_rule(const Tensor& query, const Tensor& key, const Tensor& value
                   "tree_delta_rule: ", heads, " value heads are no multiple of the key heads");
   const int64_t key_heads = key.size(1), group = heads / key_heads;
   const auto float_rows = [&](const Tensor& t, int64_t size) {
-    return is_rows(t, ScalarType::Float, {trees.rows, heads, size});
+    return is_tensor(t, ScalarType::Float, {trees.rows, heads, size});
   };
-  STD_TORCH_CHECK(is_rows(query, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
-                      is_rows(key, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
+  STD_TORCH_CHECK(is_tensor(query, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
+                      is_tensor(key, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
                       float_rows(value, value_size) && float_rows(output, value_size) &&
                       float_rows(updates, value_size) &&
-                      is_rows(decays, ScalarType::Float, {trees.rows, heads}) &&
-                      is_rows(strengths, ScalarType::Float, {trees.rows, heads}),
+                      is_tensor(decays, ScalarType::Float, {trees.rows, heads}) &&
+                      is_tensor(strengths, ScalarType::Float, {trees.rows, heads}),
                   "tree_delta_rule: needs contiguous float32 query and key [M, Hk, K], value, "
                   "output and updates [M, Hv, V], decays and strengths [M, Hv]");
   torch::stable::parallel_for(0, trees.count * heads, 1, [&](int64_t begin, int64_t end) {
@@ -402,10 +380,10 @@ void commit_states(Tensor& states, const Tensor& keys, const Tensor& updates, co
   STD_TORCH_CHECK(keys.dim() == 3 && keys.size(1) > 0 && heads % keys.size(1) == 0,
                   "commit_states: ", heads, " value heads are no multiple of the key heads");
   const int64_t key_heads = keys.size(1), group = heads / key_heads;
-  STD_TORCH_CHECK(is_rows(keys, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
-                      is_rows(updates, ScalarType::Float, {trees.rows, heads, value_size}) &&
-                      is_rows(decays, ScalarType::Float, {trees.rows, heads}) &&
-                      is_rows(last_rows, ScalarType::Long, {trees.count}),
+  STD_TORCH_CHECK(is_tensor(keys, ScalarType::Float, {trees.rows, key_heads, key_size}) &&
+                      is_tensor(updates, ScalarType::Float, {trees.rows, heads, value_size}) &&
+                      is_tensor(decays, ScalarType::Float, {trees.rows, heads}) &&
+                      is_tensor(last_rows, ScalarType::Long, {trees.count}),
                   "commit_states: needs contiguous float32 keys [M, Hk, K], updates [M, Hv, V], "
                   "decays [M, Hv] and int64 last_rows [R]");
   const int64_t* last = data<int64_t>(last_rows);

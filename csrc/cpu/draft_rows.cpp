@@ -2,26 +2,16 @@
 // The parts of a draft layer on both sides of its attention, each in one call: on a handful of rows
 // the operators between the products take as long as the products, as they find neither their code
 // nor their data in the caches that the target's forward has just filled with weights.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <initializer_list>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "packed_linear.h"
 #include "row_ops.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -29,18 +19,9 @@ namespace {
 constexpr int64_t kFewestRows = 16;
 constexpr int64_t kLanesOfHead = 16;
 
-bool is_bf16(const Tensor& t, std::initializer_list<int64_t> shape) {
-  if (t.scalar_type() != ScalarType::BFloat16 || !t.is_contiguous() ||
-      t.dim() != static_cast<int64_t>(shape.size()))
-    return false;
-  int64_t i = 0;
-  for (const int64_t size : shape)
-    if (t.size(i++) != size) return false;
-  return true;
+bool is_bf16(const Tensor& t, std::initializer_list<int64_t> sizes) {
+  return is_tensor(t, ScalarType::BFloat16, sizes);
 }
-
-const uint16_t* numbers(const Tensor& t) { return static_cast<const uint16_t*>(t.data_ptr()); }
-uint16_t* numbers(Tensor& t) { return static_cast<uint16_t*>(t.data_ptr()); }
 
 // A weight [N, K] with its sums and scales, and perhaps a bias.
 Int8Product product_of(const std::vector<Tensor>& parts, int64_t columns, int64_t depth) {
@@ -92,53 +73,18 @@ struct Rotary {
 Rotary rotary_of(const Tensor& cos, const Tensor& sin, const Tensor& positions, int64_t rows,
                  int64_t dim) {
   STD_TORCH_CHECK(cos.dim() == 2 && is_bf16(cos, {cos.size(0), cos.size(1)}) &&
-                      is_bf16(sin, {cos.size(0), cos.size(1)}) && positions.dim() == 1 &&
-                      positions.is_contiguous() && positions.size(0) == rows &&
-                      positions.scalar_type() == ScalarType::Long,
+                      is_bf16(sin, {cos.size(0), cos.size(1)}) &&
+                      is_tensor(positions, ScalarType::Long, {rows}),
                   "draft rows: cos and sin must be bfloat16 [P, turned], positions int64 [T]");
   const int64_t turned = cos.size(1), places = cos.size(0);
   STD_TORCH_CHECK(dim % kLanesOfHead == 0 && dim <= kMostHeadSize && turned <= dim &&
                       turned % (2 * kLanesOfHead) == 0,
                   "draft rows: heads of ", dim, " with ", turned, " turned");
-  const int64_t* at = static_cast<const int64_t*>(positions.data_ptr());
+  const int64_t* at = data<int64_t>(positions);
   for (int64_t r = 0; r < rows; ++r)
     STD_TORCH_CHECK(at[r] >= 0 && at[r] < places, "draft rows: position ", at[r],
                     " is outside the table of ", places);
-  return {numbers(cos), numbers(sin), at, turned};
-}
-
-// Anchors and masks of R blocks: embeddings out [R, rows, H] and their positions int64 [R, rows],
-// at most `last`.
-void block_inputs(const Tensor& embeddings, const Tensor& mask, const Tensor& anchors,
-                  const Tensor& starts, int64_t last, Tensor& out, Tensor& positions) {
-  const int64_t blocks = anchors.size(0);
-  STD_TORCH_CHECK(out.dim() == 3 && embeddings.dim() == 2, "block_inputs: out [R, rows, H]");
-  const int64_t rows = out.size(1), hidden = out.size(2), tokens = embeddings.size(0);
-  const auto is_ints = [](const Tensor& t, std::initializer_list<int64_t> shape) {
-    bool fits = t.dim() == static_cast<int64_t>(shape.size()) && t.is_contiguous() &&
-                t.scalar_type() == ScalarType::Long;
-    int64_t i = 0;
-    for (const int64_t size : shape) fits = fits && t.size(i++) == size;
-    return fits;
-  };
-  STD_TORCH_CHECK(is_bf16(out, {blocks, rows, hidden}) && is_bf16(embeddings, {tokens, hidden}) &&
-                      is_bf16(mask, {hidden}) && is_ints(anchors, {blocks}) &&
-                      is_ints(starts, {blocks}) && is_ints(positions, {blocks, rows}) && last >= 0,
-                  "block_inputs: embeddings must be bfloat16 [V, H], mask [H], anchors and starts "
-                  "int64 [R], out bfloat16 [R, rows, H], positions int64 [R, rows]");
-  const int64_t* anchor = static_cast<const int64_t*>(anchors.data_ptr());
-  const int64_t* start = static_cast<const int64_t*>(starts.data_ptr());
-  int64_t* at = static_cast<int64_t*>(positions.data_ptr());
-  const size_t bytes = static_cast<size_t>(hidden) * 2;
-  for (int64_t b = 0; b < blocks; ++b) {
-    STD_TORCH_CHECK(anchor[b] >= 0 && anchor[b] < tokens, "block_inputs: token ", anchor[b], " of ",
-                    tokens);
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(numbers(out) + (b * rows + r) * hidden,
-                  r == 0 ? numbers(embeddings) + anchor[b] * hidden : numbers(mask), bytes);
-      at[b * rows + r] = std::min(start[b] + r, last);
-    }
-  }
+  return {data<uint16_t>(cos), data<uint16_t>(sin), at, turned};
 }
 
 // out [T, heads, Dh] = norm(x [T, H]) times a weight [heads * Dh, H]; the first heads, as many as
@@ -158,12 +104,12 @@ void project_heads(const Tensor& x, const Tensor& norm, const std::vector<Tensor
   const Rotary rotary = rotary_of(cos, sin, positions, rows, dim);
   const float e = static_cast<float>(eps);
   const Rows input(rows, hidden);
-  norm_all(numbers(x), numbers(norm), rows, hidden, e, input.get());
-  multiply_int8(product, input.get(), rows, hidden, numbers(out));
+  norm_all(data<uint16_t>(x), data<uint16_t>(norm), rows, hidden, e, input.get());
+  multiply_int8(product, input.get(), rows, hidden, data<uint16_t>(out));
   for_rows(rows, [&](int64_t r) {
     for (int64_t h = 0; h < normed; ++h) {
-      uint16_t* head = numbers(out) + (r * heads + h) * dim;
-      rotary.apply(head, numbers(head_norms) + h * dim, e, r, dim, head);
+      uint16_t* head = data<uint16_t>(out) + (r * heads + h) * dim;
+      rotary.apply(head, data<uint16_t>(head_norms) + h * dim, e, r, dim, head);
     }
   });
 }
@@ -183,11 +129,11 @@ void finish_layer(Tensor& x, const Tensor& mixed, const std::vector<Tensor>& out
   const float e = static_cast<float>(eps);
   const Rows delta(rows, hidden), normed(rows, hidden), gates(rows, 2 * intermediate),
       gated(rows, intermediate);
-  multiply_int8(first, numbers(mixed), rows, width, delta.get());
+  multiply_int8(first, data<uint16_t>(mixed), rows, width, delta.get());
   for_rows(rows, [&](int64_t r) {
     const int64_t at = r * hidden;
-    norm_row_bf16(numbers(x) + at, delta.get() + at, numbers(norm), hidden, e, numbers(x) + at,
-                  normed.get() + at);
+    norm_row_bf16(data<uint16_t>(x) + at, delta.get() + at, data<uint16_t>(norm), hidden, e,
+                  data<uint16_t>(x) + at, normed.get() + at);
   });
   multiply_int8(second, normed.get(), rows, hidden, gates.get());
   for_rows(rows, [&](int64_t r) {
@@ -195,7 +141,7 @@ void finish_layer(Tensor& x, const Tensor& mixed, const std::vector<Tensor>& out
   });
   multiply_int8(third, gated.get(), rows, intermediate, delta.get());
   for_rows(rows, [&](int64_t r) {
-    add_row_bf16(delta.get() + r * hidden, hidden, numbers(x) + r * hidden);
+    add_row_bf16(delta.get() + r * hidden, hidden, data<uint16_t>(x) + r * hidden);
   });
 }
 
@@ -221,8 +167,8 @@ void context_heads(const Tensor& aux, const std::vector<Tensor>& join, const Ten
   const Rotary rotary = rotary_of(cos, sin, positions, rows, dim);
   const float e = static_cast<float>(eps);
   const Rows joined(rows, hidden), projected(rows, of_row);
-  multiply_int8(first, numbers(aux), rows, features, joined.get());
-  norm_all(joined.get(), numbers(norm), rows, hidden, e, joined.get());
+  multiply_int8(first, data<uint16_t>(aux), rows, features, joined.get());
+  norm_all(joined.get(), data<uint16_t>(norm), rows, hidden, e, joined.get());
   multiply_int8(second, joined.get(), rows, hidden, projected.get());
   for_rows(rows, [&](int64_t r) {
     const uint16_t* key = projected.get() + r * of_row;
@@ -230,9 +176,9 @@ void context_heads(const Tensor& aux, const std::vector<Tensor>& join, const Ten
     for (int64_t l = 0; l < layers; ++l, key += of_layer, value += of_layer) {
       const int64_t to = (l * rows + r) * of_layer;
       for (int64_t h = 0; h < heads; ++h)
-        rotary.apply(key + h * dim, numbers(key_norms) + l * dim, e, r, dim,
-                     numbers(keys) + to + h * dim);
-      std::memcpy(numbers(values) + to, value, static_cast<size_t>(of_layer) * 2);
+        rotary.apply(key + h * dim, data<uint16_t>(key_norms) + l * dim, e, r, dim,
+                     data<uint16_t>(keys) + to + h * dim);
+      std::memcpy(data<uint16_t>(values) + to, value, static_cast<size_t>(of_layer) * 2);
     }
   });
 }
@@ -240,9 +186,6 @@ void context_heads(const Tensor& aux, const std::vector<Tensor>& join, const Ten
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "block_inputs(Tensor embeddings, Tensor mask, Tensor anchors, Tensor starts, int last, "
-      "Tensor(a!) out, Tensor(b!) positions) -> ()");
   m.def(
       "project_heads(Tensor x, Tensor norm, Tensor[] weight, Tensor head_norms, Tensor cos, "
       "Tensor sin, Tensor positions, float eps, Tensor(a!) out) -> ()");
@@ -256,7 +199,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("block_inputs", TORCH_BOX(&block_inputs));
   m.impl("project_heads", TORCH_BOX(&project_heads));
   m.impl("finish_layer", TORCH_BOX(&finish_layer));
   m.impl("context_heads", TORCH_BOX(&context_heads));

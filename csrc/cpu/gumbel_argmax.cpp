@@ -6,21 +6,14 @@
 // best value m found so far only if u <= exp(l - m): one exponential and a comparison rule out
 // nearly all tokens, and logarithms are taken of a few dozen per row. Who wins by a hair depends on
 // how logarithms are rounded; such rows are left to the caller.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "lanes.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -140,21 +133,19 @@ CLONED int64_t sample_row(const float* row, int64_t n, float divisor, int64_t se
 
 void gumbel_argmax(const Tensor& logits, const Tensor& divisors, const Tensor& seeds,
                    const Tensor& positions, Tensor& winners) {
-  STD_TORCH_CHECK(
-      logits.dim() == 2 && logits.is_contiguous() && logits.scalar_type() == ScalarType::Float,
-      "gumbel_argmax: logits must be contiguous float32 [L, V]");
+  STD_TORCH_CHECK(is_tensor(logits, ScalarType::Float, {kAny, kAny}),
+                  "gumbel_argmax: logits must be contiguous float32 [L, V]");
   const int64_t count = logits.size(0), n = logits.size(1);
-  const auto fits = [&](const Tensor& t, ScalarType type) {
-    return t.dim() == 1 && t.size(0) == count && t.is_contiguous() && t.scalar_type() == type;
-  };
-  STD_TORCH_CHECK(fits(divisors, ScalarType::Float) && fits(seeds, ScalarType::Long) &&
-                      fits(positions, ScalarType::Long) && fits(winners, ScalarType::Long),
+  STD_TORCH_CHECK(is_tensor(divisors, ScalarType::Float, {count}) &&
+                      is_tensor(seeds, ScalarType::Long, {count}) &&
+                      is_tensor(positions, ScalarType::Long, {count}) &&
+                      is_tensor(winners, ScalarType::Long, {count}),
                   "gumbel_argmax: divisors float32, seeds, positions and winners int64, all [L]");
-  const float* in = static_cast<const float*>(logits.data_ptr());
-  const float* divisor = static_cast<const float*>(divisors.data_ptr());
-  const int64_t* seed = static_cast<const int64_t*>(seeds.data_ptr());
-  const int64_t* pos = static_cast<const int64_t*>(positions.data_ptr());
-  int64_t* out = static_cast<int64_t*>(winners.data_ptr());
+  const float* in = data<float>(logits);
+  const float* divisor = data<float>(divisors);
+  const int64_t* seed = data<int64_t>(seeds);
+  const int64_t* pos = data<int64_t>(positions);
+  int64_t* out = data<int64_t>(winners);
   torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       if (divisor[r] != 0.0f) out[r] = sample_row(in + r * n, n, divisor[r], seed[r], pos[r]);

@@ -4,27 +4,19 @@
 // Depth by depth: the local head reads the tokens of every request's frontier in one batch, scores
 // the block head's candidates of the next depth branch by branch, and each request keeps its best
 // nodes. The readable form is methods/local/tree.py with tree/beam.py.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
 #include "lanes.h"
+#include "tensors.h"
 #include "tree_attn.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -33,28 +25,6 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 constexpr int64_t kParallelWork = 1 << 22;
 
 int64_t padded_to(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// 64-byte aligned words that are never shrunk; contents are not kept when they grow.
-template <class T>
-class Buffer {
- public:
-  T* get(int64_t count) {
-    if (count > size_) {
-      size_ = padded_to(count + count / 2, 64);
-      data_.reset(static_cast<T*>(std::aligned_alloc(64, size_ * sizeof(T))));
-      STD_TORCH_CHECK(data_ != nullptr, "local_trees: out of memory for ", size_, " words");
-    }
-    return data_.get();
-  }
-  T* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(T* p) const { std::free(p); }
-  };
-  std::unique_ptr<T, Free> data_;
-  int64_t size_ = 0;
-};
 
 // A matrix [N, K] packed by kernels/src/local_tree.py: groups of 32 rows, two panels of 16, each
 // [words][16] of 32-bit words (bf16 pairs or floats), words a multiple of 16.
@@ -68,11 +38,9 @@ struct Packed {
 Packed packed_of(const std::optional<Tensor>& t) {
   Packed p;
   if (!t.has_value()) return p;
-  STD_TORCH_CHECK(t->dim() == 4 && t->size(1) == 2 && t->size(3) == kPanel &&
-                      t->size(2) % 16 == 0 && t->is_contiguous() &&
-                      t->scalar_type() == ScalarType::Int,
+  STD_TORCH_CHECK(is_tensor(*t, ScalarType::Int, {kAny, 2, kAny, kPanel}) && t->size(2) % 16 == 0,
                   "local_trees: packed weights must be int32 [groups, 2, words, 16]");
-  p.data = static_cast<const char*>(t->data_ptr());
+  p.data = data<char>(t);
   p.groups = t->size(0);
   p.words = static_cast<int>(t->size(2));
   return p;
@@ -516,48 +484,45 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
                  Tensor& token_ids, Tensor& parents, Tensor& node_depths, Tensor& scores,
                  Tensor& counts) {
   const ScalarType dtype = output_table.scalar_type();
-  const Element element = dtype == ScalarType::BFloat16 ? Element::kBfloat16
-                          : dtype == ScalarType::Half   ? Element::kFloat16
-                                                        : Element::kFloat;
-  const auto is_table = [&](const Tensor& t) {
-    return t.dim() == 2 && t.is_contiguous() && t.scalar_type() == output_table.scalar_type();
+  const std::optional<Element> element = element_of(dtype);
+  const auto is_floats = [](const Tensor& t, std::initializer_list<int64_t> sizes) {
+    return is_tensor(t, ScalarType::Float, sizes);
   };
-  STD_TORCH_CHECK(ids.dim() == 3 && ids.scalar_type() == ScalarType::Long && ids.is_contiguous() &&
-                      log_probs.dim() == 3 && log_probs.scalar_type() == ScalarType::Float &&
-                      log_probs.is_contiguous() && log_probs.numel() == ids.numel(),
+  const auto is_ints = [](const Tensor& t, std::initializer_list<int64_t> sizes) {
+    return is_tensor(t, ScalarType::Int, sizes);
+  };
+  STD_TORCH_CHECK(is_tensor(ids, ScalarType::Long, {kAny, kAny, kAny}) &&
+                      is_floats(log_probs, {ids.size(0), ids.size(1), ids.size(2)}),
                   "local_trees: candidates must be int64 and float32 [R, D, M]");
   const int64_t num_reqs = ids.size(0), num_depths = ids.size(1), num_candidates = ids.size(2);
-  for (const Tensor* t : {&budgets, &depths, &widths, static_cast<const Tensor*>(&counts)})
-    STD_TORCH_CHECK(
-        t->scalar_type() == ScalarType::Int && t->is_contiguous() && t->numel() == num_reqs,
-        "local_trees: budgets, depths, widths and counts must be int32 [R]");
-  for (const Tensor* t : {&alpha, &beta})
-    STD_TORCH_CHECK(
-        t->scalar_type() == ScalarType::Float && t->is_contiguous() && t->numel() >= num_depths,
-        "local_trees: alpha and beta must be float32 [D]");
+  STD_TORCH_CHECK(is_ints(budgets, {num_reqs}) && is_ints(depths, {num_reqs}) &&
+                      is_ints(widths, {num_reqs}) && is_ints(counts, {num_reqs}),
+                  "local_trees: budgets, depths, widths and counts must be int32 [R]");
+  STD_TORCH_CHECK(is_floats(alpha, {kAny}) && is_floats(beta, {kAny}) &&
+                      alpha.size(0) >= num_depths && beta.size(0) >= num_depths,
+                  "local_trees: alpha and beta must be float32 [D]");
   STD_TORCH_CHECK(
-      is_table(output_table) && (element != Element::kFloat || dtype == ScalarType::Float) &&
-          output_table.size(1) % 2 == 0 && rank % 32 == 0 && output_table.size(1) <= rank,
+      element.has_value() && size_of(*element) > 1 &&
+          is_tensor(output_table, dtype, {kAny, kAny}) && output_table.size(1) % 2 == 0 &&
+          rank % 32 == 0 && output_table.size(1) <= rank,
       "local_trees: the output table must be bfloat16, float16 or float32 [V', r], r even");
-  const int64_t vocab = output_table.size(0);
+  const int64_t vocab = output_table.size(0), capacity = token_ids.size(1);
 
   LocalHead head;
-  head.variant = select_variant(element == Element::kBfloat16);
-  head.element = element;
+  head.variant = select_variant(*element == Element::kBfloat16);
+  head.element = *element;
   head.state_size = state_size;
   head.rank = rank;
   head.silu = silu;
   head.kind = kind_of(kind);
-  const auto table_of = [](const Tensor& t) {
-    return Table{static_cast<const char*>(t.data_ptr()), t.size(0), t.size(1)};
-  };
+  const auto table_of = [](const Tensor& t) { return Table{data<char>(t), t.size(0), t.size(1)}; };
   head.output = table_of(output_table);
   head.from_input = packed_of(w_input);
   head.from_state = packed_of(w_state);
   head.to_rank = packed_of(w_rank);
   const int64_t input_columns = state_size ? 3 * state_size : rank;
   if (inputs.has_value()) {
-    STD_TORCH_CHECK(is_table(*inputs) && inputs->size(0) == vocab &&
+    STD_TORCH_CHECK(is_tensor(*inputs, dtype, {vocab, kAny}) &&
                         (state_size ? inputs->size(1) == input_columns
                                     : inputs->size(1) <= rank && inputs->size(1) % 2 == 0),
                     "local_trees: input rows must be [V', ", input_columns, "]");
@@ -580,75 +545,49 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
                   " and a rank of ", rank, " for variant ", head.variant->name);
   if (state_size) {
     if (!inputs.has_value()) {
-      STD_TORCH_CHECK(features.has_value() && feature_rows.has_value() && is_table(*features) &&
-                          features->size(1) % 2 == 0 &&
-                          feature_rows->scalar_type() == ScalarType::Long &&
-                          feature_rows->is_contiguous() && feature_rows->numel() == vocab &&
+      STD_TORCH_CHECK(features.has_value() && feature_rows.has_value() &&
+                          is_tensor(*features, dtype, {kAny, kAny}) && features->size(1) % 2 == 0 &&
+                          is_tensor(*feature_rows, ScalarType::Long, {vocab}) &&
                           head.from_input.columns() == 3 * state_size &&
                           head.from_input.words >= words_of(head, features->size(1)),
                       "local_trees: without input gates, features [n, I], their rows [V'] and "
                       "packed input weights are needed");
       head.features = table_of(*features);
-      head.feature_rows = static_cast<const int64_t*>(feature_rows->data_ptr());
+      head.feature_rows = data<int64_t>(feature_rows);
     }
   } else {
     STD_TORCH_CHECK(inputs.has_value(), "local_trees: a head without a state needs its input rows");
   }
-  const float* prior = nullptr;
-  if (log_prior.has_value()) {
-    STD_TORCH_CHECK(log_prior->scalar_type() == ScalarType::Float && log_prior->is_contiguous() &&
-                        log_prior->numel() == vocab,
-                    "local_trees: the prior must be float32 [V']");
-    prior = static_cast<const float*>(log_prior->data_ptr());
-  }
-  const float* a = static_cast<const float*>(alpha.data_ptr());
-  const float* b = static_cast<const float*>(beta.data_ptr());
+  STD_TORCH_CHECK(!log_prior.has_value() || is_floats(*log_prior, {vocab}),
+                  "local_trees: the prior must be float32 [V']");
+  STD_TORCH_CHECK(!roots.has_value() || is_floats(*roots, {num_reqs, input_columns}),
+                  "local_trees: root inputs must be float32 [R, ", input_columns, "]");
+  const int64_t term_columns = rnn ? 3 * state_size : rank;
+  STD_TORCH_CHECK(
+      !slot_terms.has_value() ||
+          (roots.has_value() && is_floats(*slot_terms, {num_reqs, num_depths, term_columns})),
+      "local_trees: terms of slots must be float32 [R, D, ", term_columns,
+      "], of a head that reads the anchor");
+  STD_TORCH_CHECK(!slot_confidence.has_value() ||
+                      (is_floats(*slot_confidence, {num_reqs, num_depths}) &&
+                       token_confidence.has_value() && is_floats(*token_confidence, {vocab})),
+                  "local_trees: confidences must be float32 [R, D] by slot and [V'] by token");
+  const float *prior = data<float>(log_prior), *root_rows = data<float>(roots),
+              *term_rows = data<float>(slot_terms), *by_slot = data<float>(slot_confidence),
+              *by_token = data<float>(token_confidence), *a = data<float>(alpha),
+              *b = data<float>(beta);
+  const float trust = static_cast<float>(confidence_weight);
   for (int64_t d = 0; d < num_depths; ++d)
     STD_TORCH_CHECK(b[d] == 0.0f || prior != nullptr, "local_trees: beta without a prior");
-  const float* root_rows = nullptr;
-  if (roots.has_value()) {
-    STD_TORCH_CHECK(roots->scalar_type() == ScalarType::Float && roots->is_contiguous() &&
-                        roots->numel() == num_reqs * input_columns,
-                    "local_trees: root inputs must be float32 [R, ", input_columns, "]");
-    root_rows = static_cast<const float*>(roots->data_ptr());
-  }
   STD_TORCH_CHECK(num_depths == 0 || a[0] == 0.0f || root_rows != nullptr,
                   "local_trees: depth 1 is corrected only when the anchor is read");
-  const float* term_rows = nullptr;
-  const int64_t term_columns = rnn ? 3 * state_size : rank;
-  if (slot_terms.has_value()) {
-    STD_TORCH_CHECK(root_rows != nullptr && slot_terms->scalar_type() == ScalarType::Float &&
-                        slot_terms->is_contiguous() &&
-                        slot_terms->numel() == num_reqs * num_depths * term_columns,
-                    "local_trees: terms of slots must be float32 [R, D, ", term_columns,
-                    "], of a head that reads the anchor");
-    term_rows = static_cast<const float*>(slot_terms->data_ptr());
-  }
-  const float* by_slot = nullptr;
-  const float* by_token = nullptr;
-  const float trust = static_cast<float>(confidence_weight);
-  if (slot_confidence.has_value()) {
-    STD_TORCH_CHECK(
-        slot_confidence->scalar_type() == ScalarType::Float && slot_confidence->is_contiguous() &&
-            slot_confidence->numel() == num_reqs * num_depths && token_confidence.has_value() &&
-            token_confidence->scalar_type() == ScalarType::Float &&
-            token_confidence->is_contiguous() && token_confidence->numel() == vocab,
-        "local_trees: confidences must be float32 [R, D] by slot and [V'] by token");
-    by_slot = static_cast<const float*>(slot_confidence->data_ptr());
-    by_token = static_cast<const float*>(token_confidence->data_ptr());
-  }
-  STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == num_reqs &&
-                      token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() &&
-                      parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
-                      node_depths.scalar_type() == ScalarType::Int && node_depths.is_contiguous() &&
-                      scores.scalar_type() == ScalarType::Float && scores.is_contiguous() &&
-                      parents.numel() == token_ids.numel() &&
-                      node_depths.numel() == token_ids.numel() &&
-                      scores.numel() == token_ids.numel(),
+  STD_TORCH_CHECK(is_tensor(token_ids, ScalarType::Long, {num_reqs, capacity}) &&
+                      is_ints(parents, {num_reqs, capacity}) &&
+                      is_ints(node_depths, {num_reqs, capacity}) &&
+                      is_floats(scores, {num_reqs, capacity}),
                   "local_trees: outputs must be [R, N]");
-  const int64_t capacity = token_ids.size(1);
-  const int64_t* id = static_cast<const int64_t*>(ids.data_ptr());
-  const float* log_prob = static_cast<const float*>(log_probs.data_ptr());
+  const int64_t* id = data<int64_t>(ids);
+  const float* log_prob = data<float>(log_probs);
   for (int64_t i = 0; i < ids.numel(); ++i)
     STD_TORCH_CHECK(0 <= id[i] && id[i] < vocab, "local_trees: candidate ", id[i],
                     " is outside the draft vocabulary of ", vocab);
@@ -658,9 +597,9 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   int32_t deepest = 0;
   for (int64_t r = 0; r < num_reqs; ++r) {
     Tree& t = trees[r];
-    t.budget = static_cast<const int32_t*>(budgets.data_ptr())[r];
-    t.depth = static_cast<const int32_t*>(depths.data_ptr())[r];
-    t.width = static_cast<const int32_t*>(widths.data_ptr())[r];
+    t.budget = data<int32_t>(budgets)[r];
+    t.depth = data<int32_t>(depths)[r];
+    t.width = data<int32_t>(widths)[r];
     STD_TORCH_CHECK(t.budget <= capacity && t.depth <= num_depths && t.width >= 1,
                     "local_trees: request ", r, " asks for ", t.budget, " nodes, depth ", t.depth,
                     ", width ", t.width, "; possible are ", capacity, " and ", num_depths);
@@ -768,7 +707,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
     std::swap(frontier, next);
   }
 
-  int32_t* count = static_cast<int32_t*>(counts.data_ptr());
+  int32_t* count = data<int32_t>(counts);
   std::vector<int32_t> place;
   for (int64_t r = 0; r < num_reqs; ++r) {
     const Tree& tree = trees[r];
@@ -778,10 +717,10 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
     for (int32_t n = 0; n < count[r]; ++n) {
       const Node& node = tree.pool[n];
       const int64_t at = r * capacity + n;
-      static_cast<int64_t*>(token_ids.data_ptr())[at] = node.token;
-      static_cast<int32_t*>(parents.data_ptr())[at] = node.parent < 0 ? -1 : place[node.parent];
-      static_cast<int32_t*>(node_depths.data_ptr())[at] = node.depth;
-      static_cast<float*>(scores.data_ptr())[at] = static_cast<float>(node.score);
+      data<int64_t>(token_ids)[at] = node.token;
+      data<int32_t>(parents)[at] = node.parent < 0 ? -1 : place[node.parent];
+      data<int32_t>(node_depths)[at] = node.depth;
+      data<float>(scores)[at] = static_cast<float>(node.score);
     }
   }
 }

@@ -3,10 +3,6 @@
 // themselves. A table has one entry per distinct suffix and a link leads to the same suffix only,
 // so no text makes a lookup follow more than kMaxOccurrences links; the hash is seeded per process,
 // so no text is known to crowd a table either. Answers do not depend on the seed.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -14,12 +10,9 @@
 #include <random>
 #include <vector>
 
-#include "ops.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -52,10 +45,10 @@ int64_t first_entry(const int32_t* tokens, int64_t size, int64_t mask) {
   return static_cast<int64_t>(hash & static_cast<uint64_t>(mask));
 }
 
-void check_int32(const Tensor& tensor, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(
-      tensor.scalar_type() == ScalarType::Int && tensor.is_contiguous() && tensor.dim() == dim,
-      "ngram index: ", name, " must be a contiguous int32 tensor of ", dim, " dimensions");
+bool is_index(const Tensor& tokens, const Tensor& links, const Tensor& heads) {
+  return is_tensor(tokens, ScalarType::Int, {kAny}) &&
+         is_tensor(links, ScalarType::Int, {kAny, kAny}) &&
+         is_tensor(heads, ScalarType::Int, {links.size(0), kAny});
 }
 
 // N-gram nodes less probable than this are worth no row under any budget.
@@ -144,18 +137,16 @@ struct IndexedText {
   }
 };
 
-}  // namespace
-
 int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t indexed,
                      int64_t longest, Tensor& sizes, Tensor& found) {
-  check_int32(tokens, 1, "tokens");
-  check_int32(links, 2, "links");
-  check_int32(heads, 2, "heads");
-  check_int32(sizes, 1, "sizes");
-  check_int32(found, 2, "found");
+  STD_TORCH_CHECK(is_index(tokens, links, heads) &&
+                      is_tensor(found, ScalarType::Int, {kAny, kAny}) &&
+                      is_tensor(sizes, ScalarType::Int, {found.size(0)}),
+                  "ngram_lookup: tokens [n], links and heads with a row per suffix length, sizes "
+                  "[L] and found [L, n] must be contiguous int32");
   const int64_t n = tokens.size(0), levels = links.size(0), capacity = links.size(1);
   const int64_t buckets = heads.size(1), count = found.size(0), length = found.size(1);
-  STD_TORCH_CHECK(levels >= 1 && levels <= longest && heads.size(0) == levels,
+  STD_TORCH_CHECK(levels >= 1 && levels <= longest,
                   "ngram_lookup: links and heads need one row per suffix length, from ", longest,
                   " down");
   STD_TORCH_CHECK(0 <= indexed && indexed <= n && n <= capacity, "ngram_lookup: ", n,
@@ -163,12 +154,11 @@ int64_t ngram_lookup(const Tensor& tokens, Tensor& links, Tensor& heads, int64_t
   STD_TORCH_CHECK((buckets & (buckets - 1)) == 0 && buckets >= 2 * capacity,
                   "ngram_lookup: the entries of heads must be a power of two and at least twice "
                   "those of links");
-  STD_TORCH_CHECK(sizes.size(0) == count, "ngram_lookup: sizes and found disagree");
-  const int32_t* token = static_cast<const int32_t*>(tokens.data_ptr());
-  int32_t* link = static_cast<int32_t*>(links.data_ptr());
-  int32_t* head = static_cast<int32_t*>(heads.data_ptr());
-  int32_t* size_out = static_cast<int32_t*>(sizes.data_ptr());
-  int32_t* out = static_cast<int32_t*>(found.data_ptr());
+  const int32_t* token = data<int32_t>(tokens);
+  int32_t* link = data<int32_t>(links);
+  int32_t* head = data<int32_t>(heads);
+  int32_t* size_out = data<int32_t>(sizes);
+  int32_t* out = data<int32_t>(found);
 
   // A place is the number of tokens up to the end of an occurrence; 0 ends the links and marks a
   // free entry. At most half of a table is ever taken.
@@ -224,47 +214,40 @@ int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& hea
                     const Tensor& tree_tokens, const Tensor& tree_parents,
                     const Tensor& tree_scores, Tensor& out_tokens, Tensor& out_parents,
                     Tensor& out_depths, Tensor& out_scores) {
-  check_int32(tokens, 1, "tokens");
-  check_int32(links, 2, "links");
-  check_int32(heads, 2, "heads");
-  check_int32(tree_parents, 1, "tree_parents");
-  check_int32(out_parents, 1, "out_parents");
-  check_int32(out_depths, 1, "out_depths");
+  STD_TORCH_CHECK(is_index(tokens, links, heads),
+                  "ngram_graft: tokens [n], links and heads must be contiguous int32");
   const int64_t nodes = tree_parents.size(0), budget = out_parents.size(0);
-  const IndexedText text = {static_cast<const int32_t*>(tokens.data_ptr()),
-                            static_cast<const int32_t*>(links.data_ptr()),
-                            static_cast<const int32_t*>(heads.data_ptr()),
+  const IndexedText text = {data<int32_t>(tokens),
+                            data<int32_t>(links),
+                            data<int32_t>(heads),
                             tokens.size(0),
                             links.size(0),
                             links.size(1),
                             heads.size(1),
                             longest,
                             vocab_size};
-  STD_TORCH_CHECK(text.levels >= 1 && text.levels <= longest && heads.size(0) == text.levels &&
-                      text.n <= text.capacity && text.buckets > 0 &&
-                      (text.buckets & (text.buckets - 1)) == 0,
+  STD_TORCH_CHECK(text.levels >= 1 && text.levels <= longest && text.n <= text.capacity &&
+                      text.buckets > 0 && (text.buckets & (text.buckets - 1)) == 0,
                   "ngram_graft: links and heads are not those of an index");
-  STD_TORCH_CHECK(tree_tokens.scalar_type() == ScalarType::Long && tree_tokens.is_contiguous() &&
-                      tree_tokens.numel() == nodes &&
-                      tree_scores.scalar_type() == ScalarType::Float &&
-                      tree_scores.is_contiguous() && tree_scores.numel() == nodes,
+  STD_TORCH_CHECK(is_tensor(tree_tokens, ScalarType::Long, {nodes}) &&
+                      is_tensor(tree_parents, ScalarType::Int, {nodes}) &&
+                      is_tensor(tree_scores, ScalarType::Float, {nodes}),
                   "ngram_graft: a tree must be int64, int32 and float32 [M]");
-  STD_TORCH_CHECK(out_tokens.scalar_type() == ScalarType::Long && out_tokens.is_contiguous() &&
-                      out_tokens.numel() == budget && out_depths.numel() == budget &&
-                      out_scores.scalar_type() == ScalarType::Float && out_scores.is_contiguous() &&
-                      out_scores.numel() == budget,
+  STD_TORCH_CHECK(is_tensor(out_tokens, ScalarType::Long, {budget}) &&
+                      is_tensor(out_parents, ScalarType::Int, {budget}) &&
+                      is_tensor(out_depths, ScalarType::Int, {budget}) &&
+                      is_tensor(out_scores, ScalarType::Float, {budget}),
                   "ngram_graft: outputs must be int64, int32, int32 and float32 [N]");
-  STD_TORCH_CHECK(shares.scalar_type() == ScalarType::Float && shares.is_contiguous() &&
-                      shares.numel() == longest + 1,
+  STD_TORCH_CHECK(is_tensor(shares, ScalarType::Float, {longest + 1}),
                   "ngram_graft: shares must be float32 [longest + 1]");
-  const float* share = static_cast<const float*>(shares.data_ptr());
-  const int64_t* in_token = static_cast<const int64_t*>(tree_tokens.data_ptr());
-  const int32_t* in_parent = static_cast<const int32_t*>(tree_parents.data_ptr());
-  const float* in_score = static_cast<const float*>(tree_scores.data_ptr());
-  int64_t* token = static_cast<int64_t*>(out_tokens.data_ptr());
-  int32_t* parent = static_cast<int32_t*>(out_parents.data_ptr());
-  int32_t* node_depth = static_cast<int32_t*>(out_depths.data_ptr());
-  float* score = static_cast<float*>(out_scores.data_ptr());
+  const float* share = data<float>(shares);
+  const int64_t* in_token = data<int64_t>(tree_tokens);
+  const int32_t* in_parent = data<int32_t>(tree_parents);
+  const float* in_score = data<float>(tree_scores);
+  int64_t* token = data<int64_t>(out_tokens);
+  int32_t* parent = data<int32_t>(out_parents);
+  int32_t* node_depth = data<int32_t>(out_depths);
+  float* score = data<float>(out_scores);
 
   // Children of each node of the tree, the root's last, in their order.
   std::vector<std::vector<int32_t>> children(static_cast<size_t>(nodes) + 1);
@@ -325,6 +308,25 @@ int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& hea
     if (++node < budget) expand(node - 1, best.source, best.score);
   }
   return node;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "ngram_lookup(Tensor tokens, Tensor(a!) links, Tensor(b!) heads, int indexed, int longest, "
+      "Tensor(c!) sizes, Tensor(d!) found) -> int");
+  m.def(
+      "ngram_graft(Tensor tokens, Tensor links, Tensor heads, int longest, Tensor shares, "
+      "int width, int depth, int vocab_size, Tensor tree_tokens, Tensor tree_parents, Tensor "
+      "tree_scores, "
+      "Tensor(a!) out_tokens, Tensor(b!) out_parents, Tensor(c!) out_depths, "
+      "Tensor(d!) out_scores) -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
+  m.impl("ngram_lookup", TORCH_BOX(&ngram_lookup));
+  m.impl("ngram_graft", TORCH_BOX(&ngram_graft));
 }
 
 }  // namespace specplug

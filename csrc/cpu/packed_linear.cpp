@@ -6,27 +6,19 @@
 // read: a panel of the weight streams through once while the sums of some rows stay in registers,
 // and the memory behind it is asked for ahead. Every number is the sum over k, in order, in one
 // register, so a row's result depends neither on the other rows nor on the number of threads.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <optional>
 
 #include "compressed_panels.h"
 #include "int4_panels.h"
 #include "isa.h"
 #include "packed_blocks.h"
 #include "packed_linear.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -158,14 +150,11 @@ int64_t packed_isa() {
   return isa_allowed(kAvx2) ? kAvx2 : -1;
 }
 
-bool is_bf16(const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16; }
-
-bool is_rows_of(const Tensor& t, ScalarType dtype) {
-  return t.dim() == 2 && t.scalar_type() == dtype && t.is_contiguous();
-}
-
-bool is_1d_of(const Tensor& t, ScalarType dtype, int64_t size) {
-  return t.dim() == 1 && t.scalar_type() == dtype && t.is_contiguous() && t.size(0) == size;
+void check_rows(const Tensor& x, const Tensor& out) {
+  STD_TORCH_CHECK(x.dim() == 2 && x.scalar_type() == ScalarType::BFloat16 && x.stride(1) == 1 &&
+                      is_tensor(out, ScalarType::BFloat16, {x.size(0), kAny}),
+                  "packed products: x must be bfloat16 [M, K] with contiguous rows, out contiguous "
+                  "bfloat16 [M, N]");
 }
 
 // The rows of a weight of `depth` bytes in panels; zeros beyond its columns and its depth.
@@ -212,7 +201,7 @@ struct Pieces {
 Tensor compress(const Tensor& weight) {
   const Pieces pieces{weight.size(0), weight.size(1)};
   const int64_t columns = pieces.columns, depth = pieces.depth, count = pieces.count();
-  const uint16_t* from = static_cast<const uint16_t*>(weight.data_ptr());
+  const uint16_t* from = data<uint16_t>(weight);
   const std::unique_ptr<int64_t[]> starts(new int64_t[static_cast<size_t>(count) + 1]);
   starts[0] = pieces.header_bytes();
   pieces.for_each([&](int64_t piece, int64_t panel, int64_t first, int64_t last) {
@@ -220,7 +209,7 @@ Tensor compress(const Tensor& weight) {
   });
   for (int64_t piece = 0; piece < count; ++piece) starts[piece + 1] += starts[piece];
   Tensor packed = torch::stable::new_empty(weight, {starts[count]}, ScalarType::Byte);
-  char* to = static_cast<char*>(packed.data_ptr());
+  char* to = data<char>(packed);
   std::memset(to, 0, static_cast<size_t>(starts[0]));
   const int64_t shape[kShapeWords] = {columns, depth};
   std::memcpy(to, shape, sizeof(shape));
@@ -232,29 +221,28 @@ Tensor compress(const Tensor& weight) {
 }
 
 Tensor pack_linear(const Tensor& weight) {
-  STD_TORCH_CHECK(is_rows_of(weight, ScalarType::BFloat16) && weight.size(1) % 2 == 0,
+  STD_TORCH_CHECK(is_tensor(weight, ScalarType::BFloat16, {kAny, kAny}) && weight.size(1) % 2 == 0,
                   "pack_linear: weight must be contiguous bfloat16 [N, K] with an even K");
   if (packed_isa() == kAvx512Bf16) return compress(weight);
   const int64_t columns = weight.size(0), depth = weight.size(1);
   Tensor packed =
       torch::stable::new_empty(weight, {panels_of(columns), depth / 2, kPanelColumns * 2});
-  pack(static_cast<const char*>(weight.data_ptr()), columns, depth * 2,
-       static_cast<char*>(packed.data_ptr()));
+  pack(data<char>(weight), columns, depth * 2, data<char>(packed));
   return packed;
 }
 
 Tensor pack_int8(const Tensor& weight, Tensor& column_sums) {
-  STD_TORCH_CHECK(is_rows_of(weight, ScalarType::Char),
+  STD_TORCH_CHECK(is_tensor(weight, ScalarType::Char, {kAny, kAny}),
                   "pack_int8: weight must be contiguous int8 [N, K]");
   const int64_t columns = weight.size(0), depth = weight.size(1);
-  STD_TORCH_CHECK(is_1d_of(column_sums, ScalarType::Int, columns),
+  STD_TORCH_CHECK(is_tensor(column_sums, ScalarType::Int, {columns}),
                   "pack_int8: column_sums must be contiguous int32 [N]");
   const int64_t groups = (depth + kGroupBytes - 1) / kGroupBytes;
   Tensor packed =
       torch::stable::new_empty(weight, {panels_of(columns), groups, kPanelColumns * kGroupBytes});
-  const int8_t* from = static_cast<const int8_t*>(weight.data_ptr());
-  pack(reinterpret_cast<const char*>(from), columns, depth, static_cast<char*>(packed.data_ptr()));
-  int32_t* sums = static_cast<int32_t*>(column_sums.data_ptr());
+  const int8_t* from = data<int8_t>(weight);
+  pack(reinterpret_cast<const char*>(from), columns, depth, data<char>(packed));
+  int32_t* sums = data<int32_t>(column_sums);
   for (int64_t column = 0; column < columns; ++column) {
     sums[column] = 0;
     for (int64_t k = 0; k < depth; ++k) sums[column] += from[column * depth + k];
@@ -264,71 +252,59 @@ Tensor pack_int8(const Tensor& weight, Tensor& column_sums) {
 
 void check_packed(const Tensor& packed, ScalarType dtype, int64_t depth_of_group, int64_t columns,
                   int64_t depth) {
-  STD_TORCH_CHECK(packed.dim() == 3 && packed.scalar_type() == dtype && packed.is_contiguous() &&
-                      packed.size(0) == panels_of(columns) &&
-                      packed.size(1) == (depth + depth_of_group - 1) / depth_of_group &&
-                      packed.size(2) == kPanelColumns * depth_of_group,
+  STD_TORCH_CHECK(is_tensor(packed, dtype,
+                            {panels_of(columns), (depth + depth_of_group - 1) / depth_of_group,
+                             kPanelColumns * depth_of_group}),
                   "packed products: packed must be what was made of a weight [", columns, ", ",
                   depth, "]");
 }
 
 void check_compressed(const Tensor& packed, const Pieces& pieces) {
-  const auto* const words = static_cast<const int64_t*>(packed.data_ptr());
-  STD_TORCH_CHECK(packed.dim() == 1 && packed.scalar_type() == ScalarType::Byte &&
-                      packed.is_contiguous() && packed.size(0) >= pieces.header_bytes() &&
-                      words[0] == pieces.columns && words[1] == pieces.depth &&
+  const auto* const words = data<int64_t>(packed);
+  STD_TORCH_CHECK(is_tensor(packed, ScalarType::Byte, {kAny}) &&
+                      packed.size(0) >= pieces.header_bytes() && words[0] == pieces.columns &&
+                      words[1] == pieces.depth &&
                       words[kShapeWords + pieces.count()] == packed.size(0),
                   "packed products: packed must be what was made of a weight [", pieces.columns,
                   ", ", pieces.depth, "]");
 }
 
 void check_bias(const std::optional<Tensor>& bias, int64_t columns) {
-  STD_TORCH_CHECK(!bias.has_value() || is_1d_of(*bias, ScalarType::BFloat16, columns),
+  STD_TORCH_CHECK(!bias.has_value() || is_tensor(*bias, ScalarType::BFloat16, {columns}),
                   "packed products: bias must be contiguous bfloat16 [N]");
-}
-
-const uint16_t* data_of(const std::optional<Tensor>& bias) {
-  return bias.has_value() ? static_cast<const uint16_t*>(bias->data_ptr()) : nullptr;
 }
 
 void packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
                    Tensor& out) {
   const int64_t isa = packed_isa();
   STD_TORCH_CHECK(isa >= 0, "packed products need AVX2");
-  STD_TORCH_CHECK(x.dim() == 2 && is_bf16(x) && x.stride(1) == 1 && x.size(1) % 2 == 0 &&
-                      is_rows_of(out, ScalarType::BFloat16) && out.size(0) == x.size(0),
-                  "packed_linear: x must be bfloat16 [M, K] with contiguous rows, out contiguous "
-                  "bfloat16 [M, N]");
+  check_rows(x, out);
   const int64_t columns = out.size(1), depth = x.size(1);
+  STD_TORCH_CHECK(depth % 2 == 0, "packed_linear: K must be even");
   check_bias(bias, columns);
-  const char *const rows = static_cast<const char*>(x.data_ptr()), *const weight =
-                                                                       static_cast<const char*>(
-                                                                           packed.data_ptr());
-  uint16_t* const to = static_cast<uint16_t*>(out.data_ptr());
+  const char *const rows = data<char>(x), *const weight = data<char>(packed);
+  uint16_t* const to = data<uint16_t>(out);
   if (isa == kAvx512Bf16) {
     const Pieces pieces{columns, depth};
     check_compressed(packed, pieces);
-    multiply_all_compressed({rows, weight, reinterpret_cast<const int64_t*>(weight) + kShapeWords,
-                             data_of(bias), to, x.size(0), columns, pieces.units, x.stride(0) * 2},
-                            depth * 2);
+    multiply_all_compressed(
+        {rows, weight, reinterpret_cast<const int64_t*>(weight) + kShapeWords, data<uint16_t>(bias),
+         to, x.size(0), columns, pieces.units, x.stride(0) * 2},
+        depth * 2);
     return;
   }
   check_packed(packed, ScalarType::BFloat16, 2, columns, depth);
-  multiply({rows, weight, data_of(bias), to, x.size(0), columns, depth / 2, x.stride(0) * 2},
+  multiply({rows, weight, data<uint16_t>(bias), to, x.size(0), columns, depth / 2, x.stride(0) * 2},
            *bf16_blocks_avx2());
 }
 
 void packed_int8_linear(const Tensor& x, const Tensor& packed, const Tensor& column_sums,
                         const Tensor& column_scales, const std::optional<Tensor>& bias,
                         Tensor& out) {
-  STD_TORCH_CHECK(x.dim() == 2 && is_bf16(x) && x.stride(1) == 1 &&
-                      is_rows_of(out, ScalarType::BFloat16) && out.size(0) == x.size(0),
-                  "packed_int8_linear: x must be bfloat16 [M, K] with contiguous rows, out "
-                  "contiguous bfloat16 [M, N]");
+  check_rows(x, out);
   const Int8Product product =
       int8_product(packed, column_sums, column_scales, bias, out.size(1), x.size(1));
-  multiply_int8(product, static_cast<const uint16_t*>(x.data_ptr()), x.size(0), x.stride(0),
-                static_cast<uint16_t*>(out.data_ptr()));
+  multiply_int8(product, data<uint16_t>(x), x.size(0), x.stride(0), data<uint16_t>(out));
 }
 
 Int4Shape int4_shape(int64_t columns, int64_t depth, int64_t group_depth, bool has_zeros) {
@@ -359,23 +335,23 @@ void pack_int4_column(const uint8_t* codes, const uint16_t* scales, const uint16
 }
 
 Tensor pack_int4(const Tensor& codes, const Tensor& scales, const std::optional<Tensor>& zeros) {
-  STD_TORCH_CHECK(is_rows_of(codes, ScalarType::Byte) && is_rows_of(scales, ScalarType::BFloat16) &&
-                      scales.size(0) == codes.size(0) && scales.size(1) > 0,
+  STD_TORCH_CHECK(is_tensor(codes, ScalarType::Byte, {kAny, kAny}) &&
+                      is_tensor(scales, ScalarType::BFloat16, {codes.size(0), kAny}) &&
+                      scales.size(1) > 0,
                   "pack_int4: codes must be contiguous uint8 [N, K], scales contiguous bfloat16 "
                   "[N, groups]");
-  STD_TORCH_CHECK(
-      !zeros.has_value() || (is_rows_of(*zeros, ScalarType::BFloat16) &&
-                             zeros->size(0) == scales.size(0) && zeros->size(1) == scales.size(1)),
-      "pack_int4: zeros must be contiguous bfloat16 [N, groups]");
+  STD_TORCH_CHECK(!zeros.has_value() ||
+                      is_tensor(*zeros, ScalarType::BFloat16, {scales.size(0), scales.size(1)}),
+                  "pack_int4: zeros must be contiguous bfloat16 [N, groups]");
   const int64_t columns = codes.size(0), depth = codes.size(1);
   const Int4Shape shape = int4_shape(columns, depth, depth / scales.size(1), zeros.has_value());
   STD_TORCH_CHECK(shape.groups() == scales.size(1), "pack_int4: groups must divide K");
   const int64_t bytes = panels_of(columns) * shape.panel_bytes();
   Tensor packed = torch::stable::new_empty(codes, {bytes}, ScalarType::Byte);
-  const auto* const from = static_cast<const uint8_t*>(codes.data_ptr());
-  const auto* const scale = static_cast<const uint16_t*>(scales.data_ptr());
-  const uint16_t* const zero = data_of(zeros);
-  char* const to = static_cast<char*>(packed.data_ptr());
+  const auto* const from = data<uint8_t>(codes);
+  const auto* const scale = data<uint16_t>(scales);
+  const uint16_t* const zero = data<uint16_t>(zeros);
+  char* const to = data<char>(packed);
   std::memset(to, 0, static_cast<size_t>(bytes));
   torch::stable::parallel_for(0, panels_of(columns), 8, [&](int64_t first, int64_t last) {
     for (int64_t c = first * kPanelColumns; c < std::min(columns, last * kPanelColumns); ++c)
@@ -389,26 +365,18 @@ Tensor pack_int4(const Tensor& codes, const Tensor& scales, const std::optional<
 void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_depth, bool has_zeros,
                         const std::optional<Tensor>& bias, Tensor& out) {
   STD_TORCH_CHECK(has_avx512_products(), "packed 4-bit products need AVX-512 BF16");
-  STD_TORCH_CHECK(x.dim() == 2 && is_bf16(x) && x.stride(1) == 1 &&
-                      is_rows_of(out, ScalarType::BFloat16) && out.size(0) == x.size(0),
-                  "packed_int4_linear: x must be bfloat16 [M, K] with contiguous rows, out "
-                  "contiguous bfloat16 [M, N]");
+  check_rows(x, out);
   const Int4Shape shape = int4_shape(out.size(1), x.size(1), group_depth, has_zeros);
   check_bias(bias, shape.columns);
   STD_TORCH_CHECK(
-      is_1d_of(packed, ScalarType::Byte, panels_of(shape.columns) * shape.panel_bytes()),
+      is_tensor(packed, ScalarType::Byte, {panels_of(shape.columns) * shape.panel_bytes()}),
       "packed 4-bit products: packed must be what was made of a weight [", shape.columns, ", ",
       shape.depth, "]");
   if (x.size(0) == 0) return;
   const int64_t groups = shape.groups();
-  Int4Product p{shape,
-                static_cast<const char*>(x.data_ptr()),
-                static_cast<const char*>(packed.data_ptr()),
-                nullptr,
-                data_of(bias),
-                static_cast<uint16_t*>(out.data_ptr()),
-                x.size(0),
-                x.stride(0) * 2};
+  Int4Product p{shape,     data<char>(x),        data<char>(packed),
+                nullptr,   data<uint16_t>(bias), data<uint16_t>(out),
+                x.size(0), x.stride(0) * 2};
   std::unique_ptr<float[]> sums;
   if (has_zeros) {
     sums.reset(new float[static_cast<size_t>(p.rows * groups)]);
@@ -434,13 +402,13 @@ Int8Product int8_product(const Tensor& packed, const Tensor& column_sums,
                   "packed int8 products need AVX-512 with bfloat16 and VNNI");
   check_packed(packed, ScalarType::Char, kGroupBytes, columns, depth);
   check_bias(bias, columns);
-  STD_TORCH_CHECK(is_1d_of(column_sums, ScalarType::Int, columns) &&
-                      is_1d_of(column_scales, ScalarType::Float, columns),
+  STD_TORCH_CHECK(is_tensor(column_sums, ScalarType::Int, {columns}) &&
+                      is_tensor(column_scales, ScalarType::Float, {columns}),
                   "packed int8 products: column_sums must be int32 and column_scales float32 [N]");
-  return {static_cast<const char*>(packed.data_ptr()),
-          static_cast<const int32_t*>(column_sums.data_ptr()),
-          static_cast<const float*>(column_scales.data_ptr()),
-          data_of(bias),
+  return {data<char>(packed),
+          data<int32_t>(column_sums),
+          data<float>(column_scales),
+          data<uint16_t>(bias),
           columns,
           depth};
 }

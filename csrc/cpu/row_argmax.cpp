@@ -1,20 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The index of each row's largest entry, as torch.argmax gives it: the first of equals, and NaN
 // above everything. One pass over the row, then one over the chunk that holds the maximum.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <limits>
 
 #include "lanes.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -75,22 +68,19 @@ CLONED int64_t argmax_half(const Float16* row, int64_t n) { return argmax_of(row
 CLONED int64_t argmax_float(const float* row, int64_t n) { return argmax_of(row, n); }
 
 void row_argmax(const Tensor& rows, Tensor& indices) {
-  const ScalarType dtype = rows.scalar_type();
-  const bool bf16 = dtype == ScalarType::BFloat16, half = dtype == ScalarType::Half;
-  STD_TORCH_CHECK(rows.dim() == 2 && rows.size(1) > 0 && rows.is_contiguous() &&
-                      (bf16 || half || dtype == ScalarType::Float),
+  const std::optional<Element> element = element_of(rows.scalar_type());
+  STD_TORCH_CHECK(element.has_value() && size_of(*element) > 1 && rows.dim() == 2 &&
+                      rows.size(1) > 0 && rows.is_contiguous(),
                   "row_argmax: rows must be contiguous bfloat16, float16 or float32 [T, V]");
   const int64_t count = rows.size(0), n = rows.size(1);
-  STD_TORCH_CHECK(indices.dim() == 1 && indices.size(0) == count && indices.is_contiguous() &&
-                      indices.scalar_type() == ScalarType::Long,
+  STD_TORCH_CHECK(is_tensor(indices, ScalarType::Long, {count}),
                   "row_argmax: indices must be int64 [T]");
-  const void* in = rows.data_ptr();
-  int64_t* out = static_cast<int64_t*>(indices.data_ptr());
+  int64_t* out = data<int64_t>(indices);
   torch::stable::parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      out[r] = bf16   ? argmax_bf16(static_cast<const uint16_t*>(in) + r * n, n)
-               : half ? argmax_half(static_cast<const Float16*>(in) + r * n, n)
-                      : argmax_float(static_cast<const float*>(in) + r * n, n);
+      out[r] = *element == Element::kBfloat16  ? argmax_bf16(data<uint16_t>(rows) + r * n, n)
+               : *element == Element::kFloat16 ? argmax_half(data<Float16>(rows) + r * n, n)
+                                               : argmax_float(data<float>(rows) + r * n, n);
   });
 }
 

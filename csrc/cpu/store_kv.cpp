@@ -1,17 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Writes the keys and values of new tokens to their slots, as kernels/src/finite_values.py has it.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include "lanes.h"
+#include "tensors.h"
 #include "tree_attn.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -116,8 +109,7 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor& kv_cache, const Te
   const bool word = dtype == ScalarType::Float, bf16 = dtype == ScalarType::BFloat16;
   STD_TORCH_CHECK(word || bf16 || dtype == ScalarType::Half,
                   "store_kv: the cache must be bfloat16, float16 or float32");
-  STD_TORCH_CHECK(tables.scalar_type() == ScalarType::Int && tables.dim() == 3 &&
-                      tables.size(0) == 2 && tables.is_contiguous() && layout >= 0 && layout <= 2,
+  STD_TORCH_CHECK(is_tensor(tables, ScalarType::Int, {2, kAny, kAny}) && layout >= 0 && layout <= 2,
                   "store_kv: tables must be int32 [2, block, head] of a known layout");
   Source s = {};
   Place& p = s.place;
@@ -125,7 +117,7 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor& kv_cache, const Te
   p.block_size = tables.size(1);
   p.head_size = tables.size(2);
   const int64_t interior = p.block_size * p.head_size;
-  p.k_table = static_cast<const int32_t*>(tables.data_ptr());
+  p.k_table = data<int32_t>(tables);
   p.v_table = p.k_table + interior;
   STD_TORCH_CHECK(p.head_size > 0 && p.head_size <= kMaxHeadSize && p.block_size > 0,
                   "store_kv: head size ", p.head_size, " is not one up to ", kMaxHeadSize);
@@ -144,21 +136,21 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor& kv_cache, const Te
   STD_TORCH_CHECK(fits(key) && fits(value) && key.size(0) == value.size(0),
                   "store_kv: key and value must be [T, Hkv, Dh] like the cache");
   const int64_t rows = key.size(0);
-  STD_TORCH_CHECK(slots.is_cpu() && slots.scalar_type() == ScalarType::Long && slots.dim() == 1 &&
-                      slots.is_contiguous() && slots.size(0) >= rows,
-                  "store_kv: slots must be int64 [T]");
-  s.slots = static_cast<const int64_t*>(slots.data_ptr());
+  STD_TORCH_CHECK(
+      slots.is_cpu() && is_tensor(slots, ScalarType::Long, {kAny}) && slots.size(0) >= rows,
+      "store_kv: slots must be int64 [T]");
+  s.slots = data<int64_t>(slots);
   const int64_t limit = kv_cache.size(0) * p.block_size;
   for (int64_t t = 0; t < rows; ++t)
     STD_TORCH_CHECK(s.slots[t] < limit, "store_kv: slot ", s.slots[t], " is outside ", limit,
                     " slots");
-  s.key = static_cast<const char*>(key.data_ptr());
-  s.value = static_cast<const char*>(value.data_ptr());
+  s.key = data<char>(key);
+  s.value = data<char>(value);
   s.k_row = key.stride(0);
   s.k_head = key.stride(1);
   s.v_row = value.stride(0);
   s.v_head = value.stride(1);
-  s.cache = static_cast<char*>(kv_cache.data_ptr());
+  s.cache = data<char>(kv_cache);
   s.block = kv_cache.stride(0);
   s.head = kv_cache.stride(1);
   s.v_offset = interior;

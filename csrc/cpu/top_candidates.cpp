@@ -1,21 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // The k likeliest entries of rows of logits, with their log-probabilities over the whole row.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "lanes.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -128,29 +121,24 @@ void select(const void* logits, Element element, int64_t n, int64_t k, Workspace
 }
 
 void top_candidates(const Tensor& logits, Tensor& ids, Tensor& log_probs) {
-  const ScalarType dtype = logits.scalar_type();
-  const Element element = dtype == ScalarType::BFloat16 ? Element::kBfloat16
-                          : dtype == ScalarType::Half   ? Element::kFloat16
-                                                        : Element::kFloat;
-  STD_TORCH_CHECK(logits.dim() == 2 && logits.is_contiguous() &&
-                      (element != Element::kFloat || dtype == ScalarType::Float),
-                  "top_candidates: logits must be contiguous bfloat16, float16 or float32 [T, V]");
+  const std::optional<Element> element = element_of(logits.scalar_type());
+  STD_TORCH_CHECK(
+      element.has_value() && size_of(*element) > 1 && logits.dim() == 2 && logits.is_contiguous(),
+      "top_candidates: logits must be contiguous bfloat16, float16 or float32 [T, V]");
   const int64_t rows = logits.size(0), n = logits.size(1);
-  STD_TORCH_CHECK(ids.dim() == 2 && ids.size(0) == rows && ids.is_contiguous() &&
-                      ids.scalar_type() == ScalarType::Long && log_probs.dim() == 2 &&
-                      log_probs.size(0) == rows && log_probs.size(1) == ids.size(1) &&
-                      log_probs.is_contiguous() && log_probs.scalar_type() == ScalarType::Float,
+  STD_TORCH_CHECK(is_tensor(ids, ScalarType::Long, {rows, kAny}) &&
+                      is_tensor(log_probs, ScalarType::Float, {rows, ids.size(1)}),
                   "top_candidates: outputs must be int64 and float32 [T, K]");
   const int64_t k = ids.size(1);
   STD_TORCH_CHECK(1 <= k && k <= n, "top_candidates: ", k, " of ", n, " entries");
-  const char* in = static_cast<const char*>(logits.data_ptr());
-  int64_t* id = static_cast<int64_t*>(ids.data_ptr());
-  float* log_prob = static_cast<float*>(log_probs.data_ptr());
-  const int64_t row_bytes = n * size_of(element);
+  const char* in = data<char>(logits);
+  int64_t* id = data<int64_t>(ids);
+  float* log_prob = data<float>(log_probs);
+  const int64_t row_bytes = n * size_of(*element);
   torch::stable::parallel_for(0, rows, 4, [&](int64_t begin, int64_t end) {
     Workspace work;
     for (int64_t r = begin; r < end; ++r)
-      select(in + r * row_bytes, element, n, k, work, id + r * k, log_prob + r * k);
+      select(in + r * row_bytes, *element, n, k, work, id + r * k, log_prob + r * k);
   });
 }
 

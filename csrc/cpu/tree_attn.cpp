@@ -1,12 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tree attention over a paged KV cache: splits the work, walks the blocks, merges the shares.
-#include "tree_attn.h"
-
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -14,15 +7,12 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <vector>
 
-#include "ops.h"
+#include "tensors.h"
+#include "tree_attn.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -38,26 +28,6 @@ static_assert(kUnitGroups % kTileGroups == 0, "tiles lie in one unit");
 // Below this much work (rows x groups, in units of 16 rows) waking other threads costs more.
 constexpr int64_t kParallelCost = 24;
 constexpr float kLog2E = 1.4426950408889634f;
-
-// Growing 64-byte aligned scratch; contents are not kept.
-class Scratch {
- public:
-  char* get(size_t bytes) {
-    if (bytes > size_) {
-      size_ = bytes + bytes / 2;
-      data_.reset(static_cast<char*>(std::aligned_alloc(64, (size_ + 63) / 64 * 64)));
-      STD_TORCH_CHECK(data_ != nullptr, "tree_attn: out of memory for ", size_, " bytes");
-    }
-    return data_.get();
-  }
-
- private:
-  struct Free {
-    void operator()(char* p) const { std::free(p); }
-  };
-  std::unique_ptr<char, Free> data_;
-  size_t size_ = 0;
-};
 
 // Everything about the call that does not change between items.
 struct Problem {
@@ -121,7 +91,7 @@ struct Plan {
   std::vector<int> thread_begin;  // first piece of each thread, plus the end
   std::unique_ptr<std::atomic<int>[]> pending;
   size_t pending_size = 0;
-  Scratch partials;
+  Buffer<float> partials;
 };
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -368,7 +338,7 @@ class Worker {
 
   // `tail`: columns of the tail's scores.
   void reserve(int rows, int tail) {
-    static thread_local Scratch scratch;
+    static thread_local Buffer<char> scratch;
     const int64_t padded = ceil_div(rows, kRowBlock) * kRowBlock;
     const auto up = [](int64_t bytes) { return (bytes + 63) / 64 * 64; };
     const int64_t q = up(padded * p_.padded_words * 4);
@@ -615,8 +585,7 @@ class Worker {
   Partial share(const Piece& piece, int unit) const {
     const int rows = plan_.items[piece.item].rows;
     const int64_t padded = ceil_div(rows, 16) * 16;
-    float* m = reinterpret_cast<float*>(plan_.partials.get(0)) + piece.partial +
-               unit * partial_floats(rows, p_.head_size);
+    float* m = plan_.partials.data() + piece.partial + unit * partial_floats(rows, p_.head_size);
     return {m, m + padded, m + 2 * padded};
   }
 
@@ -960,30 +929,11 @@ void write_empty(const Problem& p, int req, int num_heads) {
     }
 }
 
-std::optional<Element> element_of(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Float:
-      return Element::kFloat;
-    case ScalarType::BFloat16:
-      return Element::kBfloat16;
-    case ScalarType::Half:
-      return Element::kFloat16;
-    case ScalarType::Float8_e4m3fn:
-      return Element::kE4m3;
-    case ScalarType::Float8_e5m2:
-      return Element::kE5m2;
-    default:
-      return std::nullopt;
-  }
-}
-
 void check(const Tensor& t, const char* name, ScalarType dtype, int64_t dim) {
   STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == dtype && t.dim() == dim, "tree_attn: ", name,
                   " must be a CPU tensor of ", dim, " dimensions and the documented dtype; got ",
                   t.dim(), " dimensions");
 }
-
-}  // namespace
 
 void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value_cache,
                Tensor& output, const Tensor& plan_rows, const Tensor& mask_words,
@@ -1067,39 +1017,39 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
     check(*t, name, ScalarType::Float, 1);
     STD_TORCH_CHECK(t->size(0) == num_heads && t->is_contiguous(), "tree_attn: ", name,
                     " must be [Hq]");
-    return static_cast<const float*>(t->data_ptr());
+    return data<float>(t);
   };
   p.alibi_slopes = per_head(alibi_slopes, "alibi_slopes");
   p.sinks = per_head(sinks, "sinks");
-  p.query = static_cast<const char*>(query.data_ptr());
+  p.query = data<char>(query);
   p.q_row = query.stride(0);
   p.q_head = query.stride(1);
-  p.key_cache = static_cast<const char*>(key_cache.data_ptr());
-  p.value_cache = static_cast<const char*>(value_cache.data_ptr());
+  p.key_cache = data<char>(key_cache);
+  p.value_cache = data<char>(value_cache);
   p.k_block = key_cache.stride(0);
   p.k_head = key_cache.stride(1);
   p.v_block = value_cache.stride(0);
   p.v_head = value_cache.stride(1);
-  p.output = static_cast<char*>(output.data_ptr());
+  p.output = data<char>(output);
   p.o_row = output.stride(0);
   p.o_head = output.stride(1);
 
   const int num_reqs = static_cast<int>(plan_rows.size(1));
-  const int32_t* rows = static_cast<const int32_t*>(plan_rows.data_ptr());
+  const int32_t* rows = data<int32_t>(plan_rows);
   p.req_index = rows;
   p.row_start = rows + num_reqs;
   p.row_count = rows + 2 * num_reqs;
   p.context_len = rows + 3 * num_reqs;
   p.mask_start = rows + 4 * num_reqs;
-  p.words = static_cast<const int64_t*>(mask_words.data_ptr());
+  p.words = data<int64_t>(mask_words);
   p.words_per_row = mask_words.size(1);
-  p.block_table = static_cast<const int32_t*>(block_table.data_ptr());
+  p.block_table = data<int32_t>(block_table);
   p.table_row = block_table.stride(0);
   if (p.layout != LayoutKind::kVec && !p.direct) {
-    STD_TORCH_CHECK(tables.has_value() && tables->scalar_type() == ScalarType::Int &&
-                        tables->is_contiguous() && tables->numel() == 2 * interior,
-                    "tree_attn: this layout needs the offset tables [2, block, head]");
-    p.k_table = static_cast<const int32_t*>(tables->data_ptr());
+    STD_TORCH_CHECK(
+        tables.has_value() && is_tensor(*tables, ScalarType::Int, {2, block_size, p.head_size}),
+        "tree_attn: this layout needs the offset tables [2, block, head]");
+    p.k_table = data<int32_t>(tables);
     p.v_table = p.k_table + interior;
   }
   STD_TORCH_CHECK(tail_key.has_value() == tail_value.has_value(),
@@ -1114,8 +1064,8 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                         tail_value->size(2) == p.head_size && tail_key->stride(2) == 1 &&
                         tail_value->stride(2) == 1,
                     "tree_attn: tail_key and tail_value must be [M, Hkv, Dh]");
-    p.tail_key = static_cast<const char*>(tail_key->data_ptr());
-    p.tail_value = static_cast<const char*>(tail_value->data_ptr());
+    p.tail_key = data<char>(tail_key);
+    p.tail_value = data<char>(tail_value);
     p.tail_k_row = tail_key->stride(0);
     p.tail_k_head = tail_key->stride(1);
     p.tail_v_row = tail_value->stride(0);
@@ -1134,7 +1084,7 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
     check(*lse, "lse", ScalarType::Float, 2);
     STD_TORCH_CHECK(lse->size(0) == query.size(0) && lse->size(1) == num_heads,
                     "tree_attn: lse must be [T, Hq]");
-    p.lse = static_cast<float*>(lse->data_ptr());
+    p.lse = data<float>(lse);
     p.lse_row = lse->stride(0);
     p.lse_head = lse->stride(1);
   }
@@ -1184,7 +1134,7 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
       build_plan(p, num_reqs, static_cast<int>(torch::stable::get_num_threads()), plan);
   if (plan.items.empty()) return;
   if (workspace > 0) {
-    plan.partials.get(static_cast<size_t>(workspace) * 4);
+    plan.partials.get(workspace);
     if (plan.pending_size < plan.items.size()) {
       plan.pending_size = plan.items.size() * 2;
       plan.pending.reset(new std::atomic<int>[plan.pending_size]);
@@ -1203,5 +1153,18 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
     for (int64_t t = begin; t < end; ++t) worker.run(static_cast<int>(t));
   });
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "tree_attn(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
+      "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
+      "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
+      "bool context_only=False, Tensor(b!)? lse=None, int window=0, float soft_cap=0.0, "
+      "Tensor? alibi_slopes=None, Tensor? sinks=None, float value_scale=1.0) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("tree_attn", TORCH_BOX(&tree_attn)); }
 
 }  // namespace specplug

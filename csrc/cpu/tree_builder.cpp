@@ -1,19 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Exact best-first trees from per-depth candidates, for a batch of requests.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "ops.h"
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -73,53 +66,54 @@ int32_t build_one(const int64_t* ids, const float* log_probs, int64_t width, int
   return node;
 }
 
-}  // namespace
-
 void build_best_first(const Tensor& top_ids, const Tensor& top_log_probs, const Tensor& budgets,
                       const Tensor& depths, int64_t max_width, Tensor& token_ids, Tensor& parents,
                       Tensor& node_depths, Tensor& scores, Tensor& counts) {
-  STD_TORCH_CHECK(top_ids.dim() == 3 && top_ids.scalar_type() == ScalarType::Long &&
-                      top_log_probs.dim() == 3 &&
-                      top_log_probs.scalar_type() == ScalarType::Float && top_ids.is_contiguous() &&
-                      top_log_probs.is_contiguous() && top_ids.numel() == top_log_probs.numel(),
-                  "build_best_first: candidates must be int64 and float32 [B, D, K]");
-  const int64_t num_reqs = top_ids.size(0);
-  const int64_t num_rows = top_ids.size(1);
-  const int64_t width = top_ids.size(2);
-  for (const Tensor* t : {&budgets, &depths, static_cast<const Tensor*>(&counts)})
-    STD_TORCH_CHECK(
-        t->scalar_type() == ScalarType::Int && t->is_contiguous() && t->numel() == num_reqs,
-        "build_best_first: budgets, depths and counts must be int32 [B]");
-  STD_TORCH_CHECK(token_ids.dim() == 2 && token_ids.size(0) == num_reqs &&
-                      token_ids.scalar_type() == ScalarType::Long && token_ids.is_contiguous() &&
-                      parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
-                      node_depths.scalar_type() == ScalarType::Int && node_depths.is_contiguous() &&
-                      scores.scalar_type() == ScalarType::Float && scores.is_contiguous() &&
-                      parents.numel() == token_ids.numel() &&
-                      node_depths.numel() == token_ids.numel() &&
-                      scores.numel() == token_ids.numel(),
+  const int64_t num_reqs = top_ids.size(0), capacity = token_ids.size(1);
+  STD_TORCH_CHECK(
+      is_tensor(top_ids, ScalarType::Long, {kAny, kAny, kAny}) &&
+          is_tensor(top_log_probs, ScalarType::Float, {num_reqs, top_ids.size(1), top_ids.size(2)}),
+      "build_best_first: candidates must be int64 and float32 [B, D, K]");
+  const int64_t num_rows = top_ids.size(1), width = top_ids.size(2);
+  STD_TORCH_CHECK(is_tensor(budgets, ScalarType::Int, {num_reqs}) &&
+                      is_tensor(depths, ScalarType::Int, {num_reqs}) &&
+                      is_tensor(counts, ScalarType::Int, {num_reqs}),
+                  "build_best_first: budgets, depths and counts must be int32 [B]");
+  STD_TORCH_CHECK(is_tensor(token_ids, ScalarType::Long, {num_reqs, capacity}) &&
+                      is_tensor(parents, ScalarType::Int, {num_reqs, capacity}) &&
+                      is_tensor(node_depths, ScalarType::Int, {num_reqs, capacity}) &&
+                      is_tensor(scores, ScalarType::Float, {num_reqs, capacity}),
                   "build_best_first: outputs must be [B, N]");
   STD_TORCH_CHECK(max_width >= 1, "build_best_first: max_width must be at least 1");
-  const int64_t capacity = token_ids.size(1);
-  const int32_t* budget = static_cast<const int32_t*>(budgets.data_ptr());
-  const int32_t* depth = static_cast<const int32_t*>(depths.data_ptr());
+  const int32_t* budget = data<int32_t>(budgets);
+  const int32_t* depth = data<int32_t>(depths);
   for (int64_t b = 0; b < num_reqs; ++b)
     STD_TORCH_CHECK(budget[b] <= capacity, "build_best_first: budget ", budget[b], " of request ",
                     b, " exceeds the ", capacity, " nodes of the output");
-  int32_t* count = static_cast<int32_t*>(counts.data_ptr());
+  int32_t* count = data<int32_t>(counts);
   std::vector<Candidate> heap;
   for (int64_t b = 0; b < num_reqs; ++b) {
     const int64_t in = b * num_rows * width;
     const int64_t at = b * capacity;
-    const Output out = {static_cast<int64_t*>(token_ids.data_ptr()) + at,
-                        static_cast<int32_t*>(parents.data_ptr()) + at,
-                        static_cast<int32_t*>(node_depths.data_ptr()) + at,
-                        static_cast<float*>(scores.data_ptr()) + at};
-    count[b] = build_one(static_cast<const int64_t*>(top_ids.data_ptr()) + in,
-                         static_cast<const float*>(top_log_probs.data_ptr()) + in, width,
+    const Output out = {data<int64_t>(token_ids) + at, data<int32_t>(parents) + at,
+                        data<int32_t>(node_depths) + at, data<float>(scores) + at};
+    count[b] = build_one(data<int64_t>(top_ids) + in, data<float>(top_log_probs) + in, width,
                          std::min<int64_t>(num_rows, depth[b]), std::min(width, max_width),
                          budget[b], heap, out);
   }
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "build_best_first(Tensor top_ids, Tensor top_log_probs, Tensor budgets, Tensor depths, "
+      "int max_width, Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) node_depths, "
+      "Tensor(d!) scores, Tensor(e!) counts) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
+  m.impl("build_best_first", TORCH_BOX(&build_best_first));
 }
 
 }  // namespace specplug

@@ -1,27 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ancestor masks as 64-bit words.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <cstring>
 
-#include "ops.h"
+#include "tensors.h"
 
 namespace specplug {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 void ancestor_words(const Tensor& parents, const Tensor& row_counts, Tensor& words) {
-  STD_TORCH_CHECK(parents.scalar_type() == ScalarType::Int && parents.is_contiguous() &&
-                      row_counts.scalar_type() == ScalarType::Int && row_counts.is_contiguous() &&
-                      words.scalar_type() == ScalarType::Long && words.is_contiguous() &&
-                      words.dim() == 2,
+  STD_TORCH_CHECK(is_tensor(parents, ScalarType::Int, {kAny}) &&
+                      is_tensor(row_counts, ScalarType::Int, {kAny}) &&
+                      is_tensor(words, ScalarType::Long, {kAny, kAny}),
                   "ancestor_words: parents and row_counts must be int32, words int64 [M, W]");
-  const int32_t* parent = static_cast<const int32_t*>(parents.data_ptr());
-  const int32_t* counts = static_cast<const int32_t*>(row_counts.data_ptr());
-  uint64_t* out = static_cast<uint64_t*>(words.data_ptr());
+  const int32_t* parent = data<int32_t>(parents);
+  const int32_t* counts = data<int32_t>(row_counts);
+  uint64_t* out = data<uint64_t>(words);
   const int64_t num_trees = row_counts.numel();
   const int64_t width = words.size(1);
   int64_t rows = 0;
@@ -46,6 +38,14 @@ void ancestor_words(const Tensor& parents, const Tensor& row_counts, Tensor& wor
     }
     out += counts[r] * width;
   }
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def("ancestor_words(Tensor parents, Tensor row_counts, Tensor(a!) words) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
+  m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
 }
 
 }  // namespace specplug

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry points of the kernels and the choice between their implementations.
 
-Letters: T query rows of the step, M tree rows, Hq/Hkv heads, Dh head size, P moved slots.
+Letters: T query rows of the step, M tree rows, Hq/Hkv heads, Dh head size, L layers,
+P copied slots.
 """
 
 from __future__ import annotations
@@ -177,23 +178,32 @@ def prefix_attn(
     reference.prefix_attn_reference(query, key_cache, value_cache, output, lse, meta, scale, layout)
 
 
-def compact_kv(
-    # each [num_blocks, Hkv, block_size, 2 * Dh]
-    kv_caches: list[torch.Tensor],
-    # [P] int64
+def copy_kv(
+    # L tensors, each [num_blocks, Hkv, block_size, 2 * Dh]
+    src_caches: list[torch.Tensor],
+    # L tensors of the same layout, any number of blocks; may be the sources
+    dst_caches: list[torch.Tensor],
+    # int64 [L or 1, Hkv or 1, P]
     src_slots: torch.Tensor,
+    # int64 [P]
     dst_slots: torch.Tensor,
     layout: CpuKvLayout,
 ) -> None:
-    """Moves the K and V of slot src_slots[i] to dst_slots[i], in all layers, in order of i.
+    """Copies K and V of slot src_slots[l, h, i] to slot dst_slots[i] of layer l and head h, in
+    order of i.
 
-    A slot number is block * block_size + offset. Moves of one request must come with ascending
-    dst and dst <= src: then no move overwrites a source that is still to be read.
+    A slot number is block * block_size + offset. Inside one cache, copies for one request must come
+    with ascending dst and dst <= src: then none overwrites a source that is still to be read.
+
+    Raises:
+        RuntimeError: if shapes disagree or a slot is outside its cache.
     """
     if has_cpu_extension():
-        torch.ops.specplug.compact_kv.default(kv_caches, src_slots, dst_slots, layout.tables)
+        torch.ops.specplug.copy_kv.default(
+            src_caches, dst_caches, src_slots.contiguous(), dst_slots, layout.tables
+        )
         return
-    reference.compact_kv_reference(kv_caches, src_slots, dst_slots, layout)
+    reference.copy_kv_reference(src_caches, dst_caches, src_slots, dst_slots, layout)
 
 
 def build_best_first(

@@ -6,7 +6,7 @@ as long as usual. A draft layer of torch's operators has thirty of them. Here no
 residual sums are fused with the adjacent products. The products are packed int8 ones;
 `methods.block.fused_head` has torch versions for all others.
 
-Letters: T rows, M committed tokens, R blocks, L layers, H hidden size, Dh head size, I MLP width,
+Letters: T rows, M committed tokens, L layers, H hidden size, Dh head size, I MLP width,
 P positions of the rotary tables.
 """
 
@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .extension import has_cpu_extension
 from .packed_linear import PackedInt8Linear
 
 # Vector size. Heads and the rotated part of their halves must be multiples.
@@ -46,47 +45,6 @@ def can_join_rows(products: list[Any], head_dim: int, turned: int, dtype: torch.
         and head_dim % _LANES == 0
         and turned % (2 * _LANES) == 0
     )
-
-
-def block_inputs(
-    # [V, H]
-    embeddings: torch.Tensor,
-    # [H]
-    mask: torch.Tensor,
-    # int64 [R]
-    anchors: torch.Tensor,
-    starts: torch.Tensor,
-    rows: int,
-    last: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the inputs of R draft blocks: each anchor's embedding, followed by masks.
-
-    Args:
-        starts: positions of the anchors.
-        last: what positions are cut to.
-
-    Returns:
-        Embeddings [R * rows, H], and positions int64 [R * rows].
-    """
-    num_blocks, hidden = len(anchors), embeddings.shape[1]
-    if (
-        embeddings.device.type == "cpu"
-        and embeddings.dtype == torch.bfloat16
-        and embeddings.is_contiguous()
-        and has_cpu_extension()
-    ):
-        block = torch.empty((num_blocks, rows, hidden), dtype=embeddings.dtype)
-        positions = torch.empty((num_blocks, rows), dtype=torch.int64)
-        torch.ops.specplug.block_inputs.default(
-            embeddings, mask, anchors, starts, last, block, positions
-        )
-    else:
-        block = mask.expand(num_blocks, rows, -1).clone()
-        block[:, 0] = embeddings[anchors]
-        # Slots of positions past the last are not used.
-        positions = starts[:, None] + torch.arange(rows, device=starts.device)
-        positions = positions.clamp_(max=last)
-    return block.flatten(0, 1), positions.flatten()
 
 
 def project_heads(

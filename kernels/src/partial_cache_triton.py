@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_specplug.kernels.key_scores import NEWEST, OLDER
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
-from vllm_specplug.kernels.kv_gather import NEWEST, OLDER
 
 # Positions, entries and regions per program of the kernels that score, gather and count.
 _SCORED, _GATHERED, _COUNTED = 64, 16, 64

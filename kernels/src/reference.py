@@ -223,25 +223,24 @@ def _own_rows(meta: TreeAttnMetadata, first: int, rows: int) -> torch.Tensor | b
     return words_to_bool(meta.mask_words[first : first + rows], rows)
 
 
-def compact_kv_reference(
-    # each [num_blocks, Hkv, block_size, 2 * Dh]
-    kv_caches: list[torch.Tensor],
-    # [P] int64
+def copy_kv_reference(
+    src_caches: list[torch.Tensor],
+    dst_caches: list[torch.Tensor],
     src_slots: torch.Tensor,
     dst_slots: torch.Tensor,
     layout: CpuKvLayout,
 ) -> None:
-    """See `dispatch.compact_kv`."""
-    size = layout.block_size
-    for kv_cache in kv_caches:
-        for cache, table in zip(layout.views(kv_cache), layout.tables.long(), strict=True):
-            num_blocks, num_heads = cache.shape[:2]
-            interior = cache.as_strided(
-                (num_blocks, num_heads, size * layout.head_size),
-                (cache.stride(0), cache.stride(1), 1),
-                cache.storage_offset(),
+    """See `dispatch.copy_kv`."""
+    size, interior = layout.block_size, layout.block_size * layout.head_size
+    heads = src_caches[0].shape[1]
+    slots = src_slots.expand(len(src_caches), heads, -1).tolist()
+    for layer, caches in enumerate(zip(src_caches, dst_caches, strict=True)):
+        for half, table in enumerate(layout.tables.long()):
+            # [num_blocks, Hkv, block_size * Dh]
+            source, target = (
+                cache.flatten(2)[..., half * interior :][..., :interior] for cache in caches
             )
-            for src, dst in zip(src_slots.tolist(), dst_slots.tolist(), strict=True):
-                interior[dst // size][:, table[dst % size]] = interior[src // size][
-                    :, table[src % size]
-                ]
+            for head in range(heads):
+                for src, dst in zip(slots[layer][head], dst_slots.tolist(), strict=True):
+                    values = source[src // size, head][table[src % size]]
+                    target[dst // size, head][table[dst % size]] = values

@@ -43,11 +43,11 @@ def self_test(seed: int = 0) -> str:
             )
         if not _compaction_agrees(layout, generator):
             raise RuntimeError(
-                f"compact_kv differs from the reference ({name}, layout {kind}); set "
+                f"copy_kv differs from the reference ({name}, layout {kind}); set "
                 "SPECPLUG_CPU_ISA=reference to run without it"
             )
     differences = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
-    return f"tree_attn and compact_kv agree with the torch reference ({differences})"
+    return f"tree_attn and copy_kv agree with the torch reference ({differences})"
 
 
 def _tree_attn_error(layout: CpuKvLayout, generator: torch.Generator) -> float:
@@ -81,7 +81,7 @@ def _compaction_agrees(layout: CpuKvLayout, generator: torch.Generator) -> bool:
     cache = torch.randn(3, 2, layout.block_size, 2 * layout.head_size, generator=generator)
     moved = [cache.to(layout.dtype).clone() for _ in range(2)]
     expected = [c.clone() for c in moved]
-    src, dst = torch.tensor([35, 37, 70]), torch.tensor([30, 35, 36])
-    dispatch.compact_kv(moved, src, dst, layout)
-    reference.compact_kv_reference(expected, src, dst, layout)
+    slots = torch.tensor([[[35, 37, 70]]]), torch.tensor([30, 35, 36])
+    dispatch.copy_kv(moved, moved, *slots, layout)
+    reference.copy_kv_reference(expected, expected, *slots, layout)
     return all(torch.equal(a, b) for a, b in zip(moved, expected, strict=True))

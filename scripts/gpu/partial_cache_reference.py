@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vllm_specplug.kernels.kv_gather import NEWEST, OLDER
+from vllm_specplug.kernels.key_scores import NEWEST, OLDER
 
 # Rows of the columns.
 ROW, TABLE, REGION, IS_CHOSEN = range(4)

@@ -36,7 +36,8 @@ def test_without_the_extension_the_reference_serves_with_one_warning(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             step.check()
-            kernels.compact_kv([step.cache], torch.tensor([3]), torch.tensor([2]), step.layout)
+            slots = torch.tensor([[[3]]]), torch.tensor([2])
+            kernels.copy_kv([step.cache], [step.cache], *slots, step.layout)
             step = problem()
     warnings = [r for r in caplog.records if "compiled CPU kernels" in r.message]
     assert len(warnings) == 1

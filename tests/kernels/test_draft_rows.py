@@ -11,7 +11,7 @@ import torch
 from tests.kernels.draft_rows import HIDDEN, attend, config
 from tests.kernels.paged import num_threads
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.kernels.draft_rows import block_inputs, can_join_rows
+from vllm_specplug.kernels.draft_rows import can_join_rows
 from vllm_specplug.kernels.packed_linear import has_packed_int8_products
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
 from vllm_specplug.methods.block.fused_parts import plain_linear
@@ -161,17 +161,3 @@ def test_only_what_is_covered_is_joined() -> None:
     assert not can_join_rows(packed, 2048, 64, torch.bfloat16)
     plain = [*packed, plain_linear(torch.randn(64, 64).bfloat16(), None)]
     assert not can_join_rows(plain, 64, 64, torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_blocks_are_anchors_and_masks(dtype: torch.dtype) -> None:
-    embeddings, mask = torch.randn(9, 12).to(dtype), torch.randn(12).to(dtype)
-    block, positions = block_inputs(
-        embeddings, mask, torch.tensor([8, 0]), torch.tensor([3, 10]), 4, 11
-    )
-    assert positions.tolist() == [3, 4, 5, 6, 10, 11, 11, 11]
-    block = block.unflatten(0, (2, 4))
-    assert torch.equal(block[:, 0], embeddings[[8, 0]])
-    assert torch.equal(block[:, 1:], mask.expand(2, 3, -1))
-    with pytest.raises((RuntimeError, IndexError)):
-        block_inputs(embeddings, mask, torch.tensor([9]), torch.tensor([3]), 4, 11)

@@ -12,7 +12,7 @@ import torch
 from tests.kernels.paged import PagedTrees, layout_of, num_threads, paged_trees, write_slots
 from vllm_specplug.kernels import AttnFeatures, probe_cpu_layout, tree_attn
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES, CpuKvLayout
-from vllm_specplug.kernels.reference import compact_kv_reference, tree_attn_reference
+from vllm_specplug.kernels.reference import copy_kv_reference, tree_attn_reference
 
 FP16, E4M3, E5M2 = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 SMALL = pytest.mark.parametrize("small", [E4M3, E5M2])
@@ -121,14 +121,14 @@ def test_trees_over_eight_bits(isa, small, run, kind, dtype) -> None:
 
 @SMALL
 def test_eight_bits_move_as_they_are(isa: str, small: torch.dtype) -> None:
-    from vllm_specplug.kernels import compact_kv
+    from vllm_specplug.kernels import copy_kv
 
     layout = layout_of("table", small, 32, 64)
     cache = torch.randint(0, 256, (3, 2, 32, 128), dtype=torch.uint8)
     moved, expected = [cache.clone()], [cache.clone()]
-    src, dst = torch.tensor([35, 37, 70]), torch.tensor([30, 35, 36])
-    compact_kv(moved, src, dst, layout)
-    compact_kv_reference(expected, src, dst, layout)
+    slots = torch.tensor([[[35, 37, 70]]]), torch.tensor([30, 35, 36])
+    copy_kv(moved, moved, *slots, layout)
+    copy_kv_reference(expected, expected, *slots, layout)
     assert torch.equal(moved[0], expected[0]) and not torch.equal(moved[0], cache)
 
 

@@ -89,16 +89,14 @@ class ChatTokenizer:
             raise ValueError("a conversation, and the target has no chat template")
         return self.text_ids(messages[0]["content"])
 
-    def user_prompt_ids(self, messages: Messages) -> TokenIds:
-        """Returns the ids of a prompt that ends where a user would speak after `messages`.
+    def user_prompt_ids(self) -> TokenIds:
+        """Returns the ids of the chat template up to the first user's turn.
 
         Raises:
-            ValueError: for a target without a chat template, or messages that it refuses.
+            ValueError: for a template that refuses a single user turn.
         """
-        if not self.has_template:
-            raise ValueError("a prompt of kind 'self' needs a target with a chat template")
         mark = "<<user>>"
-        text = self._apply([*messages, {"role": "user", "content": mark}], tokenize=False)
+        text = self._apply([{"role": "user", "content": mark}], tokenize=False)
         return list(self.tokenizer.encode(text.partition(mark)[0], add_special_tokens=False))
 
     def answers(self, conversation: Conversation) -> Iterator[tuple[TokenIds, TokenIds]]:

@@ -27,21 +27,6 @@ for _module in dict.fromkeys(path for m in methods().values() for path in m.trai
     importlib.import_module(_module).register(train_app, data_app)
 
 
-def parse_counts(values: list[str]) -> dict[str, int]:
-    """Returns 'kind=number' options as a mapping.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    counts: dict[str, int] = {}
-    for value in values:
-        kind, _, number = value.partition("=")
-        if not number.isdigit():
-            raise ValueError(f"--make {value!r}, legal: KIND=NUMBER such as code=2000; correct it")
-        counts[kind] = int(number)
-    return counts
-
-
 def parse_temperatures(text: str) -> list[float]:
     """Returns the temperatures of an option.
 
@@ -69,9 +54,8 @@ def generate(
         ),
     ] = None,
     make: Annotated[
-        list[str] | None,
-        typer.Option(help="Prompts to generate, KIND=NUMBER: topic, code, self."),
-    ] = None,
+        int, typer.Option(min=0, help="Number of prompts that the target writes itself.")
+    ] = 0,
     max_tokens: Annotated[int, typer.Option(min=8, help="Maximum tokens per answer.")] = 320,
     max_prompt_tokens: Annotated[
         int,
@@ -100,15 +84,17 @@ def generate(
     from vllm_specplug.train.prompts import read_prompt_file
 
     with common.friendly_errors():
-        counts, template = parse_counts(make or []), parse_template_kwargs(chat_template_kwargs)
-        heat = parse_temperatures(temperatures)
+        template, heat = (
+            parse_template_kwargs(chat_template_kwargs),
+            parse_temperatures(temperatures),
+        )
         planned = (out / answers.PLAN_NAME).is_file()
-        if not planned and not counts and not prompts:
-            raise ValueError("nothing to answer: give --prompts FILE or --make KIND=NUMBER")
+        if not planned and not make and not prompts:
+            raise ValueError("nothing to answer: give --prompts FILE or --make NUMBER")
         settings = {
             "target": str(target),
             "files": [str(p) for p in prompts or []],
-            "make": counts,
+            "make": make,
             "max_tokens": max_tokens,
             "sampled_share": sampled_share,
             "temperatures": heat,
@@ -123,7 +109,10 @@ def generate(
             return
         check_target(str(target))
         chat, left_out = ChatTokenizer.of(target, template), LeftOut()
-        generation.check_kinds(counts, chat)
+        if make and not chat.has_template:
+            raise ValueError(
+                f"--make {make}, legal: 0, because the target has no chat template; leave it out"
+            )
         limit = common.length_limit(target, "--max-prompt-tokens", max_prompt_tokens, max_tokens)
         settings["max_prompt_tokens"] = limit
         given: list[tuple[str, Sequence[int]]]
@@ -134,7 +123,7 @@ def generate(
             rows = (row for path in prompts or [] for row in read_prompt_file(path, left_out))
             given = list(generation.render_all(rows, chat, limit, left_out))
         longest = max((len(ids) for _, ids in given), default=0)
-        if counts:
+        if make:
             longest = max(longest, min(limit, generation.MADE_PROMPT_TOKENS))
         if not longest:
             common.report(left_out, out)
@@ -149,10 +138,10 @@ def generate(
             tensor_parallel_size=tensor_parallel_size,
         )
         if not planned:
-            made = generation.make_prompts(counts, seed, generator.texts)
-            if len(made) < sum(counts.values()):
-                told = f"{len(made):,} prompts made of {sum(counts.values()):,}"
-                typer.echo(f"{told}: material ran out, or turns were too short or long", err=True)
+            made = generator.user_turns(make, seed) if make else []
+            if len(made) < make:
+                told = f"{len(made):,} prompts made of {make:,}: the others were too short or long"
+                typer.echo(told, err=True)
             given += generation.render_all(made, chat, longest, left_out)
             requests = answers.plan_requests(
                 given,

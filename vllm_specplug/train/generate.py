@@ -3,27 +3,22 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm_specplug.rows import LeftOut
-from vllm_specplug.train import prompts as makers
 from vllm_specplug.train.answers import Request
 from vllm_specplug.train.chat import ChatTokenizer
 from vllm_specplug.train.prompts import Prompt
 
-# Prompts of the makers are shorter.
+# Prompts that the target writes are shorter with their chat template.
 MADE_PROMPT_TOKENS = 1024
-# Kinds of prompts that need no target.
-MAKERS: dict[str, Callable[[random.Random], Iterator[Prompt]]] = {
-    "topic": makers.topic_prompts,
-    "code": makers.code_prompts,
-}
-KINDS = (*MAKERS, "self")
+_TURN_TOKENS = 200
+# Shorter and longer ones are left out.
+_TURN_CHARACTERS = (12, 1500)
 
 
 class VllmGenerator:
@@ -97,43 +92,30 @@ class VllmGenerator:
             (list(o.outputs[0].token_ids), o.outputs[0].finish_reason == "stop") for o in outputs
         ]
 
-    def texts(
-        self, prompts: Sequence[Prompt], temperature: float, max_tokens: int, seed: int
-    ) -> list[str]:
-        """Returns a text after each prompt. Unfinished texts are cut at their last sentence."""
+    def user_turns(self, count: int, seed: int) -> list[Prompt]:
+        """Returns prompts that the target writes where its chat template lets a user speak.
+
+        Unfinished turns are cut at their last sentence. Turns that are too short or too long are
+        left out, so there may be fewer than `count`.
+        """
         from vllm import SamplingParams
 
+        rng = random.Random(seed)
         params = [
             SamplingParams(
-                temperature=temperature,
-                top_p=0.95,
-                max_tokens=max_tokens,
-                seed=seed + i,
+                temperature=1.0, top_p=0.95, max_tokens=_TURN_TOKENS, seed=rng.getrandbits(31)
             )
-            for i in range(len(prompts))
+            for _ in range(count)
         ]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": render(p, self.chat)} for p in prompts],  # type: ignore[arg-type]
-            params,
-            use_tqdm=False,
-        )
-        texts = []
-        for output in outputs:
+        ids, prompts = self.chat.user_prompt_ids(), []
+        inputs: Any = [{"prompt_token_ids": ids}] * count
+        for output in self.llm.generate(inputs, params, use_tqdm=False):
             text = output.outputs[0].text.strip()
             if output.outputs[0].finish_reason != "stop":
                 text = text[: text.rfind(".") + 1]
-            texts.append(text)
-        return texts
-
-
-def render(prompt: Prompt, chat: ChatTokenizer) -> list[int]:
-    """Returns the token ids of a prompt.
-
-    Raises:
-        ValueError: for a prompt that the target's chat template cannot hold.
-    """
-    ids = chat.user_prompt_ids if prompt.opens_user_turn else chat.prompt_ids
-    return ids(prompt.messages)
+            if _TURN_CHARACTERS[0] <= len(text) <= _TURN_CHARACTERS[1]:
+                prompts.append(Prompt("self", ({"role": "user", "content": text},)))
+        return prompts
 
 
 def render_all(
@@ -142,7 +124,7 @@ def render_all(
     """Yields (source, token ids) of the prompts of up to `limit` tokens; counts the others."""
     for prompt in prompts:
         try:
-            ids = render(prompt, chat)
+            ids = chat.prompt_ids(prompt.messages)
         except ValueError as error:
             left_out.add(str(error), prompt.place or prompt.source)
             continue
@@ -150,41 +132,3 @@ def render_all(
             left_out.add(f"prompt of more than {limit} tokens", prompt.place or prompt.source)
         else:
             yield prompt.source, ids
-
-
-def check_kinds(counts: Mapping[str, int], chat: ChatTokenizer) -> None:
-    """Raises ValueError for kinds of prompts that cannot be made."""
-    unknown = sorted(set(counts) - set(KINDS))
-    if unknown:
-        raise ValueError(f"--make {unknown[0]}, legal: {', '.join(KINDS)}; correct the name")
-    if counts.get("self") and not chat.has_template:
-        raise ValueError(
-            f"--make self={counts['self']}, legal: 0, because the target has no chat template; "
-            "leave it out"
-        )
-
-
-def make_prompts(
-    counts: Mapping[str, int],
-    seed: int,
-    write_texts: Callable[[Sequence[Prompt], float, int, int], list[str]],
-) -> list[Prompt]:
-    """Returns `counts[kind]` new prompts of every kind.
-
-    Args:
-        counts: of `check_kinds`.
-        write_texts: called with prompts, temperature, most tokens and seed, lets the target write
-            user turns (`self`).
-    """
-    prompts: list[Prompt] = []
-    for offset, kind in enumerate(KINDS):
-        count, rng = counts.get(kind, 0), random.Random(seed * 101 + offset)
-        if count <= 0:
-            continue
-        if kind in MAKERS:
-            prompts += itertools.islice(MAKERS[kind](rng), count)
-        else:
-            requests = list(itertools.islice(makers.self_instruct_prompts(rng), count))
-            turns = write_texts(requests, 1.0, 200, rng.getrandbits(31))
-            prompts += [Prompt.user("self", turn) for turn in turns if 12 <= len(turn) <= 1500]
-    return prompts

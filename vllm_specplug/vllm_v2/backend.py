@@ -23,7 +23,7 @@ from vllm_specplug.drafting.caches import (
     TargetForward,
     WindowSpec,
 )
-from vllm_specplug.kernels import TreeAttnMetadata, TreeLayer, compact_kv, tree_metadata
+from vllm_specplug.kernels import TreeAttnMetadata, TreeLayer, copy_kv, tree_metadata
 from vllm_specplug.tree.step_trees import StepTrees, Walk, ancestor_words, path_moves
 from vllm_specplug.vllm_attention.state_rows import StateStep
 from vllm_specplug.vllm_attention.tree_rows import (
@@ -231,7 +231,7 @@ class CpuTreeBackend(TreeBackend):
             # Slots that stay where they are cost nothing in the kernel.
             sources, targets = path_moves(trees, walk, slot_mappings[index])
             layout = self.layouts[layout_key(caches[0])]
-            compact_kv(caches, sources.flatten(), targets.flatten(), layout)
+            copy_kv(caches, caches, sources.view(1, 1, -1), targets.flatten(), layout)
 
     def draft_cache(
         self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float

@@ -75,9 +75,8 @@ def test_messages_that_a_template_refuses_are_named() -> None:
     with pytest.raises(ValueError, match="refuses .*roles must alternate"):
         ChatTokenizer(tokenizer).prompt_ids(chat("w10").messages)
     tokenizer.chat_template = "{{ 1 / 0 }}"
-    for ids in (ChatTokenizer(tokenizer).prompt_ids, ChatTokenizer(tokenizer).user_prompt_ids):
-        with pytest.raises(ValueError, match="refuses .*division by zero"):
-            ids(chat("w10").messages)
+    with pytest.raises(ValueError, match="refuses .*division by zero"):
+        ChatTokenizer(tokenizer).user_prompt_ids()
 
 
 def test_a_base_model_reads_texts_and_plain_prompts() -> None:
@@ -88,17 +87,10 @@ def test_a_base_model_reads_texts_and_plain_prompts() -> None:
     for call in (tokenizer.prompt_ids, lambda m: list(tokenizer.answers(Conversation(tuple(m))))):
         with pytest.raises(ValueError, match="has no chat template"):
             call(chat("w10", "w11", "w12", "w13").messages)
-    with pytest.raises(ValueError, match="'self' needs a target with a chat template"):
-        tokenizer.user_prompt_ids([])
 
 
-@pytest.mark.parametrize(
-    ("messages", "rendered"),
-    [([], "<user>"), ([{"role": "system", "content": "w9"}], "<system> w9 </s> <user>")],
-)
-def test_a_prompt_can_end_where_the_user_would_speak(messages, rendered: str) -> None:
-    tokenizer = ChatTokenizer(word_tokenizer("plain"))
-    assert words(tokenizer.user_prompt_ids(messages)) == rendered
+def test_a_prompt_can_end_where_the_user_would_speak() -> None:
+    assert words(ChatTokenizer(word_tokenizer("plain")).user_prompt_ids()) == "<user>"
 
 
 def test_a_folder_names_the_tokens_that_end_a_turn(tmp_path) -> None:

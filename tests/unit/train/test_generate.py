@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,16 @@ class Engine:
         self.kv_cache_gib = os.environ.get("VLLM_CPU_KVCACHE_SPACE")
         self.options = options
 
+    def generate(self, prompts: Any, params: Any, **options: Any) -> Any:
+        """A short turn, a cut one, a cut one without a sentence, and a good one."""
+        assert len({p.seed for p in params}) == len(prompts) == 4
+        texts = ["Hi.", "A question? An answer. And th", "no end of this", " How are you?  "]
+        stops = ("stop", "length", "length", "stop")
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(text=text, finish_reason=stop)])
+            for text, stop in zip(texts, stops, strict=True)
+        ]
+
 
 @pytest.mark.parametrize(("given", "used"), [(None, "1"), ("6", "6")])
 def test_the_engine_has_a_kv_cache_and_reads_the_longest_prompt_at_once(
@@ -46,6 +57,13 @@ def test_the_engine_has_a_kv_cache_and_reads_the_longest_prompt_at_once(
     assert engine.kv_cache_gib == used
     options = engine.options
     assert (options["max_model_len"], options["max_num_batched_tokens"]) == (5100, 5100)
+
+
+def test_the_target_writes_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "LLM", Engine)
+    made = VllmGenerator("somewhere", ChatTokenizer(word_tokenizer("plain"))).user_turns(4, 0)
+    texts = [prompt.messages[-1]["content"] for prompt in made]
+    assert texts == ["A question? An answer.", "How are you?"]
 
 
 def test_long_prompts_are_counted_with_their_places() -> None:
@@ -67,8 +85,6 @@ class Generator:
     def __init__(self, target: Any, chat: Any, **options: Any) -> None:
         self.made.append(options)
 
-    texts = None
-
     def __call__(self, requests: Any) -> Any:
         return [([9, 10, 11, 2], True) for _ in requests]
 
@@ -76,9 +92,9 @@ class Generator:
 def test_a_base_model_writes_no_turns_of_users(tmp_path: Path, target_folder: Path) -> None:
     target = chat_target(tmp_path / "chat", target_folder, None)
     command = ["generate", "--target", str(target), "--out", str(tmp_path / "data")]
-    result = runner.invoke(data_app, [*command, "--make", "self=3"])
+    result = runner.invoke(data_app, [*command, "--make", "3"])
     assert result.exit_code == 2
-    assert "--make self=3, legal: 0, because the target has no chat template" in result.stderr
+    assert "--make 3, legal: 0, because the target has no chat template" in result.stderr
 
 
 @pytest.mark.parametrize("template", ["plain", None])
@@ -136,7 +152,7 @@ def test_a_finished_folder_is_refused_for_other_settings(
     for field, changed in (
         ("target", {"target": tmp_path}),
         ("files", {"prompts": tmp_path / "other.jsonl"}),
-        ("make", {"make": "topic=2"}),
+        ("make", {"make": 2}),
         ("max_tokens", {"max_tokens": 41}),
         ("sampled_share", {"sampled_share": 0.5}),
         ("temperatures", {"temperatures": "0.5"}),

@@ -85,7 +85,7 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
         ("generate", {"max_tokens": 300}, "--max-tokens 300, legal: up to 255"),
         ("generate", {"max_tokens": 200, "max_prompt_tokens": 100},
          "--max-prompt-tokens 100, legal: 0..56 for this target beside --max-tokens 200"),
-        ("generate", {"make": "poems=2"}, "--make poems, legal: topic, code, self"),
+        ("generate", {"make": "topic=2"}, "Invalid value for '--make'"),
         ("generate", {"temperatures": "0.7,hot"}, "--temperatures '0.7,hot', legal: numbers > 0"),
         ("generate", {"temperatures": "0"}, "--temperatures '0', legal: numbers > 0"),
         ("longspec-features", {"heldout_answers": 64}, "64 holds 10 of 10 answers out"),
@@ -99,7 +99,7 @@ def test_bad_requests_exit_2_with_the_remedy(
     given = {"target": target_folder, "data": data, "heldout": tmp_path / "h", "heldout_answers": 2}
     if command == "generate":
         given = {"target": chat_target(tmp_path / "chat", target_folder, "plain"),
-                 "make": "topic=2"}  # fmt: skip
+                 "make": 2}  # fmt: skip
     result = run(data_app, command, out=tmp_path / "f", **{**given, **options})
     assert result.exit_code == 2, result.output
     assert words in " ".join(result.output.split())
@@ -131,7 +131,7 @@ def test_a_disk_that_is_too_small_is_named_before_the_target_runs(
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):
     nowhere, stored = str(tmp_path / "nowhere"), {"data": data, "heldout": tmp_path / "h"}
     for command, options in (
-        ("generate", {"make": "topic=2"}),
+        ("generate", {"make": 2}),
         ("features", {**stored, "heldout_answers": 2}),
         ("longspec-features", {"data": data}),
     ):

@@ -105,7 +105,7 @@ def state(job: Job) -> dict[str, Any]:
             for kind in KINDS
             if kind not in ("eagle3", "longspec", "gru by KL")
         ),
-        ("jetspec", {"optimizer": "adamw", "short_block_size": 3, "short_block_share": 0.5}),
+        ("jetspec", {"optimizer": "adamw"}),
     ],
 )
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(

@@ -20,7 +20,6 @@ from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import TargetWeights
 from vllm_specplug.drafting.late_context import LateContextDrafter
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels.draft_rows import block_inputs
 from vllm_specplug.kernels.local_tree import copies_no_logits
 from vllm_specplug.methods.block.checkpoint import BlockHeadExtras, load_block_head
 from vllm_specplug.methods.block.fused_head import FusedBlockHead
@@ -111,16 +110,15 @@ class BlockHeadDrafter(LateContextDrafter, DepthDrafter):
             anchors, starts = requests.anchors, requests.context_lens
         else:
             anchors, starts = device_tensor([requests.anchors, requests.context_lens], device)
+        block = self.head.mask_embedding.expand(num_reqs, rows, -1).clone()
+        block[:, 0] = self.embed_tokens[anchors]
         # Depths are capped, so that no slot past the model's last position is used.
-        block, positions = block_inputs(
-            self.embed_tokens, self.head.mask_embedding, anchors, starts, rows,
-            self.options.max_model_len - 1,
-        )  # fmt: skip
-
+        positions = starts[:, None] + torch.arange(rows, device=device)
+        positions = positions.clamp_(max=self.options.max_model_len - 1).flatten()
         attend = self.cache.block_attention(
             requests, rows, causal[0] if len(set(causal)) == 1 else causal
         )
-        hidden = self.head(block, positions, attend)
+        hidden = self.head(block.flatten(0, 1), positions, attend)
         hidden = hidden.unflatten(0, (num_reqs, rows))[:, first : first + depth]
         ids, log_probs = self.likeliest_draft_ids(hidden.flatten(0, 1), width)
         shape = (num_reqs, depth)

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.kernels import CpuKvLayout, gather_kv, key_scores
-from vllm_specplug.kernels.kv_gather import NEWEST, OLDER
+from vllm_specplug.kernels import CpuKvLayout, copy_kv, key_scores
+from vllm_specplug.kernels.key_scores import NEWEST, OLDER
 from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
 # The newest tokens are chosen whatever their score, because text depends on them most. The newest
@@ -98,7 +98,7 @@ class PartialCache(RegionPool[PartialContext]):
             return context, True
         if new:
             positions = torch.arange(context.covered, context_len)
-            gather_kv(
+            copy_kv(
                 self.target_caches,
                 self.caches,
                 self._slots(positions, block_row)[None, None],
@@ -130,7 +130,7 @@ class PartialCache(RegionPool[PartialContext]):
         scores[:, scores.shape[1] - recent :] = NEWEST - OLDER * ages
         chosen = scores.topk(self.budget - sink, dim=-1).indices + sink
         positions = torch.cat((torch.arange(sink).expand(len(chosen), -1), chosen), dim=1)
-        gather_kv(
+        copy_kv(
             [self.target_caches[layer]],
             [self.caches[layer]],
             self._slots(positions, block_row)[None],

@@ -7,7 +7,7 @@ Each step packs blocks of several sequences and distils the target's distributio
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -49,45 +49,17 @@ def default_gamma(config: BlockHeadConfig) -> float:
     return float(np.interp(block_size, sizes, [_DFLASH_GAMMA[s] for s in sizes]))
 
 
-def completed(recipe: BlockRecipe, config: BlockHeadConfig) -> BlockRecipe:
-    """Returns the recipe with the head's default decay if it names none.
-
-    Raises:
-        ValueError: for short blocks of a bidirectional head, or that are not shorter.
-    """
-    if recipe.short_block_share > 0 and not config.causal:
-        raise ValueError(
-            f"short_block_share = {recipe.short_block_share}, legal: 0 for a bidirectional "
-            "head, whose slots attend the whole block: shorter blocks are another task; "
-            "leave it out"
-        )
-    if recipe.short_block_share > 0 and not 2 <= recipe.short_block_size < config.block_size:
-        raise ValueError(
-            f"--short-block-size {recipe.short_block_size}, legal: 2..{config.block_size - 1}, "
-            f"below the head's block of {config.block_size}; correct it"
-        )
-    if recipe.position_gamma is None:
-        return replace(recipe, position_gamma=default_gamma(config))
-    return recipe
-
-
-def draw_blocks(
-    trainer: Trainer,
-    recipe: AnchorRecipe,
-    block_size: int,
-    wanted: int,
-    first_slot: int,
-    generator: torch.Generator,
-) -> BlockBatch:
-    """Returns `wanted` blocks of a trainer's next sequences, one per `anchor_stride` tokens."""
+def draw_blocks(trainer: Trainer, recipe: AnchorRecipe, config: BlockHeadConfig) -> BlockBatch:
+    """Returns a step's blocks of a trainer's next sequences, one per `anchor_stride` tokens."""
+    generator = trainer.step_generator()
 
     def pick(sequence: FeatureSequence, left: int) -> torch.Tensor:
         at = sample_anchors(sequence, recipe.anchor_stride, generator)
         at = thin_anchors(at, _ANCHOR_MULTIPLE, generator)
         return random_subset(at, min(left, recipe.anchors_per_sequence or left), generator)
 
-    sequences, anchors = trainer.draw_rows(wanted, pick)
-    return pack_blocks(sequences, anchors, block_size, _CONTEXT_MULTIPLE, first_slot)
+    sequences, anchors = trainer.draw_rows(recipe.anchors_per_step, pick)
+    return pack_blocks(sequences, anchors, config.block_size, _CONTEXT_MULTIPLE, config.first_slot)
 
 
 def pack_heldout(
@@ -103,19 +75,12 @@ def pack_heldout(
 
 @dataclass(frozen=True)
 class BlockObjective(ChainObjective):
-    """Trains a block head by a `completed` recipe."""
+    """Trains a block head by a recipe with a `position_gamma`."""
 
     recipe: BlockRecipe
 
     def draw(self, trainer: Trainer) -> BlockBatch:
-        recipe, generator = self.recipe, trainer.step_generator()
-        config: BlockHeadConfig = trainer.head.config
-        size = config.block_size
-        short = torch.rand((), generator=generator).item() < recipe.short_block_share
-        if short:
-            size = recipe.short_block_size
-        wanted = recipe.anchors_per_step * config.block_size // size
-        return draw_blocks(trainer, recipe, size, wanted, config.first_slot, generator)
+        return draw_blocks(trainer, self.recipe, trainer.head.config)
 
     def forward(
         self, head: BlockHead, batch: BlockBatch, embed_tokens: torch.Tensor

@@ -24,6 +24,8 @@ MaskToken = Annotated[
     ),
 ]
 
+_SHORT = "a smaller --position-gamma trains the first slots more"
+REMOVED_SHORT = {"--short-block-size": _SHORT, "--short-block-share": _SHORT}
 REMOVED = {"--speculators": "--mask-token-id ID writes the head in that format, so pass that one"}
 
 
@@ -62,7 +64,7 @@ class WholeBlockRun(BlockRun):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockRecipe(AnchorRecipe, DistillationRecipe):
-    """Recipe of a causal block head; a `position_gamma` of None is completed for the head."""
+    """Recipe of a causal block head; a `position_gamma` of None becomes the head's default."""
 
     compile: bool = True
     position_gamma: Annotated[
@@ -73,21 +75,6 @@ class BlockRecipe(AnchorRecipe, DistillationRecipe):
             show_default=False,
         ),
     ] = None
-    short_block_size: Annotated[
-        int,
-        Option(
-            min=0, help="Train a share of the steps on blocks of this size; 0: none. jetspec only."
-        ),
-    ] = 0
-    short_block_share: Annotated[float, Option(min=0, max=1, help="That share; 0: none.")] = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.short_block_size > 0) != (self.short_block_share > 0):
-            raise ValueError(
-                f"--short-block-size {self.short_block_size} with --short-block-share "
-                f"{self.short_block_share}, legal: both or neither; add the other"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +96,7 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
         BlockRun,
         BlockRecipe,
         recipes_of("jetspec"),
+        removed=REMOVED_SHORT,
         causal=True,
     )
     summary = "Trains a DFlash head: a block head whose slots see the whole block."
@@ -120,6 +108,6 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
         WholeBlockRun,
         WholeBlockRecipe,
         recipes_of("dflash"),
-        removed=REMOVED,
+        removed={**REMOVED, **REMOVED_SHORT},
         causal=False,
     )

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.head import BlockHead
-from vllm_specplug.methods.block.train.objective import BlockObjective, compile_head, completed
+from vllm_specplug.methods.block.train.objective import BlockObjective, compile_head, default_gamma
 from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun, WholeBlockRun
 from vllm_specplug.methods.block.train.start import (
     continued_block,
@@ -32,7 +34,8 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
     training = open_features(run, recipe)
     head, ids = _continued(run, training) if run.init_from else _new(run, recipe, training)
     config = head.config
-    recipe = completed(recipe, config)
+    if recipe.position_gamma is None:
+        recipe = replace(recipe, position_gamma=default_gamma(config))
     if recipe.compile:
         compile_head(head)
     tables = training.draft_tables(ids)

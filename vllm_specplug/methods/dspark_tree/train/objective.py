@@ -72,15 +72,7 @@ class DSparkObjective(ChainObjective):
     recipe: DSparkRecipe
 
     def draw(self, trainer: Trainer) -> BlockBatch:
-        config, recipe = trainer.head.config, self.recipe
-        return draw_blocks(
-            trainer,
-            recipe,
-            config.block_size,
-            recipe.anchors_per_step,
-            config.first_slot,
-            trainer.step_generator(),
-        )
+        return draw_blocks(trainer, self.recipe, trainer.head.config)
 
     def forward(
         self, model: DSparkModel, batch: BlockBatch, embed_tokens: torch.Tensor

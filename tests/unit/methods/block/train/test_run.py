@@ -64,20 +64,6 @@ def test_a_head_whose_slots_draft_other_tokens_is_refused(make_job):
         make_job("dflash", init_from=str(first.head)).train()
 
 
-def test_bidirectional_heads_refuse_short_blocks(make_job):
-    with pytest.raises(ValueError, match=r"short_block_share = 0\.5, legal: 0"):
-        make_job("dflash", short_block_share=0.5, short_block_size=3).train()
-
-
-@pytest.mark.parametrize(
-    ("size", "share", "words"),
-    [(3, 0.0, "legal: both or neither"), (0, 0.5, "legal: both or neither"), (4, 0.5, r"2\.\.3")],
-)
-def test_short_blocks_have_a_size_and_a_share(size, share, words, make_job):
-    with pytest.raises(ValueError, match=f"--short-block-size {size}.*{words}"):
-        make_job("jetspec", short_block_share=share, short_block_size=size).train()
-
-
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_masks_may_read_a_token_of_the_target(kind, make_job, target_folder):
     """The row is not trained, and a head that starts from another may take it up."""

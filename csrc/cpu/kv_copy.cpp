@@ -1,16 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies chosen tokens' K and V from one set of caches into another, in all layers.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
-#include "ops.h"
+// Copies chosen tokens' K and V, in all layers: to other caches, or to other slots of the same.
+#include "tensors.h"
 
 namespace specplug {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 namespace {
 
@@ -24,7 +16,7 @@ struct Caches {
 Caches describe_caches(const std::vector<Tensor>& caches, int64_t block_size, int64_t interior,
                        const char* name) {
   const Tensor& like = caches[0];
-  STD_TORCH_CHECK(like.dim() == 4, "gather_kv: ", name, " must be [blocks, Hkv, block, 2*Dh]");
+  STD_TORCH_CHECK(like.dim() == 4, "copy_kv: ", name, " must be [blocks, Hkv, block, 2*Dh]");
   Caches out{{},
              like.size(0) * block_size,
              like.size(1),
@@ -37,31 +29,24 @@ Caches describe_caches(const std::vector<Tensor>& caches, int64_t block_size, in
                         kv.stride(0) == out.block_stride && kv.stride(1) == out.head_stride &&
                         kv.stride(2) == kv.size(3) && kv.stride(3) == 1 &&
                         static_cast<size_t>(kv.element_size()) == out.element &&
-                        (out.element == 2 || out.element == 4),
-                    "gather_kv: all of ", name, " must share one shape [blocks, Hkv, block, 2*Dh]");
-    out.bases.push_back(static_cast<char*>(kv.data_ptr()));
+                        (out.element == 1 || out.element == 2 || out.element == 4),
+                    "copy_kv: all of ", name, " must share one shape [blocks, Hkv, block, 2*Dh]");
+    out.bases.push_back(data<char>(kv));
   }
   return out;
 }
-
-struct Place {
-  int64_t block, offset;  // block number, first entry of the token in the offset tables
-};
 
 template <class T>
 void copy_token(const T* src, T* dst, const int32_t* from, const int32_t* to, int64_t head_size) {
   for (int64_t d = 0; d < head_size; ++d) dst[to[d]] = src[from[d]];
 }
 
-}  // namespace
-
-void gather_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& dst_caches,
-               const Tensor& src_slots, const Tensor& dst_slots, const Tensor& tables) {
+void copy_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& dst_caches,
+             const Tensor& src_slots, const Tensor& dst_slots, const Tensor& tables) {
   STD_TORCH_CHECK(src_caches.size() == dst_caches.size(),
-                  "gather_kv: as many source as destination layers");
-  STD_TORCH_CHECK(tables.scalar_type() == ScalarType::Int && tables.dim() == 3 &&
-                      tables.size(0) == 2 && tables.is_contiguous(),
-                  "gather_kv: tables must be int32 [2, block, head]");
+                  "copy_kv: as many source as destination layers");
+  STD_TORCH_CHECK(is_tensor(tables, ScalarType::Int, {2, kAny, kAny}),
+                  "copy_kv: tables must be int32 [2, block, head]");
   const int64_t count = dst_slots.numel();
   if (count == 0 || src_caches.empty()) return;
   const int64_t block_size = tables.size(1);
@@ -70,55 +55,65 @@ void gather_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>&
   const Caches src = describe_caches(src_caches, block_size, interior, "src_caches");
   const Caches dst = describe_caches(dst_caches, block_size, interior, "dst_caches");
   STD_TORCH_CHECK(src.num_heads == dst.num_heads && src.element == dst.element,
-                  "gather_kv: source and destination differ in heads or dtype");
+                  "copy_kv: source and destination differ in heads or dtype");
   const int64_t layers = static_cast<int64_t>(src.bases.size());
-  STD_TORCH_CHECK(src_slots.scalar_type() == ScalarType::Long &&
-                      dst_slots.scalar_type() == ScalarType::Long && src_slots.dim() == 3 &&
-                      dst_slots.dim() == 1 && src_slots.is_contiguous() &&
-                      dst_slots.is_contiguous() && src_slots.size(2) == count &&
+  STD_TORCH_CHECK(is_tensor(src_slots, ScalarType::Long, {kAny, kAny, count}) &&
+                      is_tensor(dst_slots, ScalarType::Long, {count}) &&
                       (src_slots.size(0) == layers || src_slots.size(0) == 1) &&
                       (src_slots.size(1) == src.num_heads || src_slots.size(1) == 1),
-                  "gather_kv: src_slots must be int64 [layers or 1, Hkv or 1, M], dst_slots [M]");
-  const int64_t* from = static_cast<const int64_t*>(src_slots.data_ptr());
-  const int64_t* to = static_cast<const int64_t*>(dst_slots.data_ptr());
+                  "copy_kv: src_slots must be int64 [layers or 1, Hkv or 1, M], dst_slots [M]");
+  const int64_t* from = data<int64_t>(src_slots);
+  const int64_t* to = data<int64_t>(dst_slots);
   for (int64_t i = 0; i < src_slots.numel(); ++i)
-    STD_TORCH_CHECK(from[i] >= 0 && from[i] < src.num_slots, "gather_kv: source slot ", from[i],
+    STD_TORCH_CHECK(from[i] >= 0 && from[i] < src.num_slots, "copy_kv: source slot ", from[i],
                     " is outside ", src.num_slots, " slots");
   for (int64_t i = 0; i < count; ++i)
-    STD_TORCH_CHECK(to[i] >= 0 && to[i] < dst.num_slots, "gather_kv: destination slot ", to[i],
+    STD_TORCH_CHECK(to[i] >= 0 && to[i] < dst.num_slots, "copy_kv: destination slot ", to[i],
                     " is outside ", dst.num_slots, " slots");
 
-  const int32_t* k_table = static_cast<const int32_t*>(tables.data_ptr());
+  const int32_t* k_table = data<int32_t>(tables);
   const int32_t* v_table = k_table + interior;
   const int64_t layer_step = src_slots.size(0) == 1 ? 0 : src_slots.size(1) * count;
   const int64_t head_step = src_slots.size(1) == 1 ? 0 : count;
-  const auto place = [&](int64_t slot) {
-    return Place{slot / block_size, slot % block_size * head_size};
-  };
+  // Copies of one head run in order: a later source may be an earlier copy's neighbour.
   const auto run = [&](auto tag) {
     using T = decltype(tag);
     torch::stable::parallel_for(
         0, layers * src.num_heads, 1 + 4096 / (count * head_size), [&](int64_t begin, int64_t end) {
           for (int64_t i = begin; i < end; ++i) {
             const int64_t layer = i / src.num_heads, head = i % src.num_heads;
+            const bool same = src.bases[layer] == dst.bases[layer];
             const T* source = reinterpret_cast<const T*>(src.bases[layer]) + head * src.head_stride;
             T* target = reinterpret_cast<T*>(dst.bases[layer]) + head * dst.head_stride;
             const int64_t* slots = from + layer * layer_step + head * head_step;
             for (int64_t m = 0; m < count; ++m) {
-              const Place a = place(slots[m]), b = place(to[m]);
-              const T* s = source + a.block * src.block_stride;
-              T* d = target + b.block * dst.block_stride;
-              copy_token(s, d, k_table + a.offset, k_table + b.offset, head_size);
-              copy_token(s + interior, d + interior, v_table + a.offset, v_table + b.offset,
-                         head_size);
+              if (same && slots[m] == to[m]) continue;
+              const T* s = source + slots[m] / block_size * src.block_stride;
+              T* d = target + to[m] / block_size * dst.block_stride;
+              const int64_t a = slots[m] % block_size * head_size;
+              const int64_t b = to[m] % block_size * head_size;
+              copy_token(s, d, k_table + a, k_table + b, head_size);
+              copy_token(s + interior, d + interior, v_table + a, v_table + b, head_size);
             }
           }
         });
   };
-  if (src.element == 2)
+  if (src.element == 1)
+    run(uint8_t{});
+  else if (src.element == 2)
     run(uint16_t{});
   else
     run(uint32_t{});
 }
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
+  m.def(
+      "copy_kv(Tensor[] src_caches, Tensor(a!)[] dst_caches, Tensor src_slots, "
+      "Tensor dst_slots, Tensor tables) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("copy_kv", TORCH_BOX(&copy_kv)); }
 
 }  // namespace specplug

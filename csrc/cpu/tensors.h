@@ -1,0 +1,87 @@
+// SPDX-License-Identifier: Apache-2.0
+// Torch's tensors in operators: the checks of their types and shapes, and their numbers.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdlib>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+
+#include "element.h"
+
+namespace specplug {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kAny = -1;
+
+// Whether a tensor is contiguous, of this type and of these sizes, which kAny leaves open.
+inline bool is_tensor(const Tensor& t, ScalarType type, std::initializer_list<int64_t> sizes) {
+  if (t.scalar_type() != type || !t.is_contiguous() ||
+      t.dim() != static_cast<int64_t>(sizes.size()))
+    return false;
+  int64_t d = 0;
+  for (const int64_t size : sizes) {
+    if (size != kAny && t.size(d) != size) return false;
+    ++d;
+  }
+  return true;
+}
+
+template <class T>
+T* data(const Tensor& t) {
+  return static_cast<T*>(t.data_ptr());
+}
+
+template <class T>
+T* data(const std::optional<Tensor>& t) {
+  return t.has_value() ? data<T>(*t) : nullptr;
+}
+
+// Format of a type, if it is one of them.
+inline std::optional<Element> element_of(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float:
+      return Element::kFloat;
+    case ScalarType::BFloat16:
+      return Element::kBfloat16;
+    case ScalarType::Half:
+      return Element::kFloat16;
+    case ScalarType::Float8_e4m3fn:
+      return Element::kE4m3;
+    case ScalarType::Float8_e5m2:
+      return Element::kE5m2;
+    default:
+      return std::nullopt;
+  }
+}
+
+// 64-byte aligned numbers that are never fewer; contents are not kept when they become more.
+template <class T>
+class Buffer {
+ public:
+  T* get(int64_t count) {
+    if (count > size_) {
+      size_ = (count + count / 2 + 63) / 64 * 64;
+      data_.reset(static_cast<T*>(std::aligned_alloc(64, size_ * sizeof(T))));
+      STD_TORCH_CHECK(data_ != nullptr, "out of memory for ", size_ * sizeof(T), " bytes");
+    }
+    return data_.get();
+  }
+  T* data() const { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> data_;
+  int64_t size_ = 0;
+};
+
+}  // namespace specplug
