@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.budget import Batch
@@ -194,11 +193,6 @@ class TreeSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         req_ids = list(input_batch.req_ids)
         self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states)
-        # Tensor parallel ranks wait for the first one's trees, so none of them may skip a draft.
-        may_skip = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
-        may_skip = may_skip and bool((num_sampled > 0).all())
-        if may_skip and self.planner.should_skip(req_ids):
-            return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
         states, slots = self.req_states, input_batch.idx_mapping_np
         tokens = states.all_token_ids.gpu.numpy()
         batch = host_requests(
@@ -209,7 +203,7 @@ class TreeSpeculator(BaseSpeculator):
             states.num_computed_tokens.gpu.numpy()[slots],
             num_sampled.numpy(),
         )
-        return self._draft(input_batch, batch, most, req_ids if may_skip else ())
+        return self._draft(input_batch, batch, most)
 
     def _observe(
         self,
@@ -287,19 +281,9 @@ class TreeSpeculator(BaseSpeculator):
             compacted = partial(self.stats.observe_ms, "compact")
             self.planner.clock.measure(record.walked, record.compacted, compacted)
 
-    def _draft(
-        self,
-        input_batch: Any,
-        batch: list[HostRequest],
-        most: int,
-        may_skip: Sequence[str] = (),
-    ) -> torch.Tensor:
+    def _draft(self, input_batch: Any, batch: list[HostRequest], most: int) -> torch.Tensor:
         """Drafts for a batch on the host, keeps the trees of up to `most` nodes and returns their
-        token ids int64 [R, N].
-
-        Args:
-            may_skip: the batch's requests if the planner may skip later drafts too; else empty.
-        """
+        token ids int64 [R, N]."""
         drafter = self.proposer.drafter
         requests, others = self._draft_requests(batch, most)
         if self.penalties:
@@ -308,7 +292,6 @@ class TreeSpeculator(BaseSpeculator):
             longest = 1 + max(requests.context_lens, default=0)
             penalties = draft_penalties(asked, self.req_states, slots, longest)
             requests = replace(requests, penalties=penalties)
-        others.req_ids = may_skip
         drafted = self.planner.draft(
             drafter, requests, others, self._room(requests), self.commit_buffer.flush
         )

@@ -260,39 +260,3 @@ def test_a_decision_takes_few_calls_for_each_request() -> None:
     few, many = calls(8), calls(64)
     # Nodes are never looked at one by one: a tree has ten.
     assert (many - few) / 56 < CALLS_PER_REQUEST, (few, many)
-
-
-def test_plain_steps_that_are_counted_at_once_are_counted_alike() -> None:
-    """`hold_plain` stands for `plan` and `trim` of a step in which nothing is found."""
-    asked, told = (budget(draft=4.0) for _ in range(2))
-    none = [DraftTree.empty()] * 8
-    told_steps, probes = 0, []
-    for _ in range(600):
-        step = next_step(8)
-        decisions = []
-        for controller in (asked, told):
-            if controller is told and controller.hold_plain():
-                told_steps += 1
-                decisions.append([0] * 8)
-                continue
-            plan = controller.plan(step, none)
-            controller.trim(plan, [tree(0.01, d) if d else DraftTree.empty() for d in plan.depths])
-            decisions.append(plan.depths.tolist())
-        assert decisions[0] == decisions[1]
-        probes.append(any(decisions[0]))
-    assert told_steps > 300 and 0 < sum(probes[300:]) < 30
-    told._count_plain_steps()
-    for name in ("_due", "_emitted"):
-        np.testing.assert_allclose(getattr(asked.fairness, name), getattr(told.fairness, name))
-
-
-def test_nobody_rests_for_a_request_that_ended() -> None:
-    controller = budget(draft=60.0)
-    for _ in range(40):
-        plan = controller.plan(next_step(2), [DraftTree.empty()] * 2)
-        controller.trim(plan, [DraftTree.empty()] * 2)
-        if controller.holds_plain:
-            break
-    assert controller.hold_plain()
-    controller.forget(["r0"])
-    assert not controller.hold_plain()
