@@ -26,7 +26,9 @@ CALLS_PER_REQUEST = 8
 
 
 def budget(**kwargs: object) -> AdaptiveBudget:
-    return AdaptiveBudget(StepCostModel(calibration(**kwargs)), RowBudget(64, 4096), DEEPEST)
+    return AdaptiveBudget(
+        StepCostModel(calibration(**kwargs)), RowBudget(64, 4096, 4096, 1), DEEPEST
+    )
 
 
 def tree(probability: float, depth: int = DEEPEST) -> DraftTree:
@@ -89,7 +91,9 @@ def test_good_drafts_get_many_nodes_at_low_load_and_few_at_high_load() -> None:
 
 def test_hard_limits_hold_and_leave_trees() -> None:
     free = [30.0 + 0.001 * r for r in ROWS]
-    controller = AdaptiveBudget(StepCostModel(calibration(times=free)), RowBudget(64, 10), DEEPEST)
+    controller = AdaptiveBudget(
+        StepCostModel(calibration(times=free)), RowBudget(64, 10, 10, 1), DEEPEST
+    )
     assert max(run(controller, 4, 20, 0.9)) <= 6
     controller = budget(times=free)
     plan = controller.plan(next_step(3, caps=[1, 4, 16]), [DraftTree.empty()] * 3)
@@ -199,7 +203,7 @@ def test_drafts_by_level_cost_by_their_levels() -> None:
     for _ in range(50):
         costs.observe_draft(4, 2, 2 * before)
     assert float(costs.draft_ms(4, 2)) > 1.5 * before
-    controller = AdaptiveBudget(costs, RowBudget(64, 4096), DEEPEST)
+    controller = AdaptiveBudget(costs, RowBudget(64, 4096, 4096, 1), DEEPEST)
     for _ in range(30):
         plan = controller.plan(next_step(1), [DraftTree.empty()])
         if plan.depths.any():
