@@ -17,9 +17,8 @@ void tree_attn(const torch::stable::Tensor& query, const torch::stable::Tensor& 
                const torch::stable::Tensor& block_table, double scale, int64_t layout,
                int64_t block_size, const std::optional<torch::stable::Tensor>& tables,
                const std::optional<torch::stable::Tensor>& tail_key,
-               const std::optional<torch::stable::Tensor>& tail_value, bool context_only,
-               const std::optional<torch::stable::Tensor>& lse, int64_t window, double soft_cap,
-               const std::optional<torch::stable::Tensor>& alibi_slopes,
+               const std::optional<torch::stable::Tensor>& tail_value, int64_t window,
+               double soft_cap, const std::optional<torch::stable::Tensor>& alibi_slopes,
                const std::optional<torch::stable::Tensor>& sinks, double value_scale);
 
 void compact_kv(const std::vector<torch::stable::Tensor>& kv_caches,

@@ -35,8 +35,8 @@ STABLE_TORCH_LIBRARY(specplug, m) {
       "tree_attn(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
       "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
       "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
-      "bool context_only=False, Tensor(b!)? lse=None, int window=0, float soft_cap=0.0, "
-      "Tensor? alibi_slopes=None, Tensor? sinks=None, float value_scale=1.0) -> ()");
+      "int window=0, float soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+      "float value_scale=1.0) -> ()");
   m.def(
       "compact_kv(Tensor(a!)[] kv_caches, Tensor src_slots, Tensor dst_slots, Tensor tables) "
       "-> ()");

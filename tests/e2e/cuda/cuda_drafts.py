@@ -166,7 +166,7 @@ def knowing_contexts() -> Iterator[list[int]]:
             window = self.windows[layer] or length
             mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - window)
             group = rows[0].shape[1] // rows[1].shape[1]
-            return dense_attention(*rows, rows[0].shape[-1] ** -0.5, group, mask)[0]
+            return dense_attention(*rows, rows[0].shape[-1] ** -0.5, group, mask)
 
         embeds = self.embed(torch.tensor([following for _, following, _ in known])).cpu()
         states = head.features(torch.stack([outputs for outputs, _, _ in known]).cpu())

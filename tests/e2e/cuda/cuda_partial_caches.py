@@ -77,7 +77,7 @@ def watching() -> Iterator[Watched]:
             else:
                 seen.whole += 1
             kept = context[positions, heads[:, None]].transpose(0, 1)
-            expected, _ = dense_attention(
+            expected = dense_attention(
                 query[r : r + 1], torch.cat([kept[..., :dim], key[r : r + 1]]),
                 torch.cat([kept[..., dim:], value[r : r + 1]]), layer.impl.scale,
                 query.shape[1] // len(heads), None,

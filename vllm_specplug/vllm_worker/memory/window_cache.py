@@ -20,7 +20,6 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
     AttnFeatures,
     TreeAttnMetadata,
-    prefix_attn,
     tree_attn,
     tree_metadata,
 )
@@ -157,38 +156,16 @@ class PagedTargetCache:
         present, counts = owners.unique_consecutive(return_counts=True)
         req_indices = [requests.req_indices[r] for r in present.tolist()]
         lengths, rows = context_lens[present].tolist(), counts.tolist()
-        if self.spec.window:
-            return self._window_attention(req_indices, lengths, rows)
-        metadata = TreeAttnMetadata.build(
-            req_indices,
-            np.cumsum([0, *rows])[:-1].tolist(),
-            rows,
-            lengths,
-            torch.zeros(sum(rows), 1, dtype=torch.int64),
-            self.block_table(),
-        )
-
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            output = torch.empty_like(query)
-            prefix_attn(query, *self.views, output, None, metadata, self.spec.scale, self.layout)
-            return output
-
-        return attend
-
-    def _window_attention(
-        self, req_indices: list[int], context_lens: list[int], rows: list[int]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
         # The tree kernel lets every row attend itself and ends its window there. So each row takes
         # the place of the context's last token, with that token's key and value.
-        before = [max(length - 1, 0) for length in context_lens]
+        before = [max(length - 1, 0) for length in lengths]
         table = self.block_table()
         positions = torch.tensor(before)
         blocks = table[torch.tensor(req_indices), positions // self.layout.block_size]
         slots = blocks.long() * self.layout.block_size + positions % self.layout.block_size
         last = self.layout.gather(*self.views, slots)
-        counts = torch.tensor(rows)
         key, value = (x.repeat_interleave(counts, 0) for x in last)
-        is_empty = torch.tensor([length <= 0 for length in context_lens]).repeat_interleave(counts)
+        is_empty = (context_lens[present] <= 0).repeat_interleave(counts)
         metadata = TreeAttnMetadata.build(
             req_indices,
             np.cumsum([0, *rows])[:-1].tolist(),

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sliding windows over pages: every row sees its window and nothing before it."""
+"""Sliding windows of draft blocks over pages: every row sees its window and nothing before it."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.kernels.paged import layout_of, write_slots
-from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.vllm_worker.memory.windowed_blocks import WindowedBlocks
+from vllm_specplug.kernels import AttnFeatures, block_metadata, tree_attn
+from vllm_specplug.kernels.reference import tree_attn_reference
 
 SIZE, HEADS, KV_HEADS, DIM, ROWS, SCALE = 16, 4, 2, 16, 5, 0.4
 CONTEXTS = [0, 3, 16, 37, 200, 79]
@@ -36,12 +38,6 @@ class Pages:
         shape = (len(CONTEXTS) * ROWS, KV_HEADS, DIM)
         self.key, self.value = torch.randn(2, *shape, generator=generator).to(dtype)
         self.query = torch.randn(shape[0], HEADS, DIM, generator=generator).to(dtype)
-        self.requests = DraftRequests(
-            req_ids=[str(r) for r in range(len(CONTEXTS))],
-            token_ids=[torch.zeros(1).numpy()] * len(CONTEXTS),
-            context_lens=CONTEXTS,
-            req_indices=[r + 1 for r in range(len(CONTEXTS))],
-        )
 
     def expected(self, causal: bool, window: int | None) -> torch.Tensor:
         outputs = []
@@ -65,12 +61,25 @@ class Pages:
     ("kind", "dtype"),
     [("vec", torch.float32), ("table", torch.float32), ("vec", torch.bfloat16)],
 )
+@pytest.mark.parametrize("run", [tree_attn, tree_attn_reference])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [1, 3, 5, 6, 16, 17, 33, 64, 201, 204, 205, 4096])
-def test_rows_see_their_window(window: int, causal: bool, kind: str, dtype: torch.dtype) -> None:
+def test_rows_see_their_window(
+    window: int,
+    causal: bool,
+    run: Callable[..., None],
+    kind: str,
+    dtype: torch.dtype,
+    compiled: None,
+) -> None:
     pages = Pages(kind, dtype)
-    blocks = WindowedBlocks(pages.requests, ROWS, causal, window, pages.table, pages.layout, SCALE)
-    output = blocks(pages.query, *pages.layout.views(pages.cache), pages.key, pages.value)
+    rows_of_table = range(1, len(CONTEXTS) + 1)
+    metadata = block_metadata(rows_of_table, CONTEXTS, ROWS, causal, pages.table)
+    output = torch.empty_like(pages.query)
+    run(
+        pages.query, *pages.layout.views(pages.cache), output, metadata, SCALE, pages.layout,
+        pages.key, pages.value, features=AttnFeatures(window=window),
+    )  # fmt: skip
     near = 2e-5 if dtype == torch.float32 else 2e-2
     expected = pages.expected(causal, window)
     torch.testing.assert_close(output.double(), expected, atol=near, rtol=near)
