@@ -121,7 +121,7 @@ class DenseTarget:
     def level_attention(
         self, requests: Any, context_lens: torch.Tensor, owners: torch.Tensor
     ) -> Any:
-        indices = requests.req_indices
+        indices = range(len(requests)) if self.on_device else requests.req_indices
 
         def attend(query: torch.Tensor) -> torch.Tensor:
             of = owners

@@ -46,8 +46,8 @@ class Ring(Region):
     """One request's window."""
 
     stored: int = 0
-    """Position after the last stored token, or `TokenHistory.len_upper_bounds` of the last draft if
-    the device knows the request. No request is of both kinds."""
+    """Position after the last stored token; on a device the last draft's
+    `TokenHistory.len_upper_bounds`."""
 
 
 class Rings(RegionPool[Ring]):
@@ -58,23 +58,6 @@ class Rings(RegionPool[Ring]):
         self.spec = spec
         self.blocks_per_request = -(-spec.size // WINDOW_PAGE)
         self.stride = self.blocks_per_request * WINDOW_PAGE
-
-    def take_missing(self, requests: DraftRequests) -> tuple[list[int], list[np.ndarray]]:
-        """Returns each request's ring, and the tokens, positions and slots int64 [M] that the
-        windows do not hold yet. They count as stored."""
-        rings, tokens, positions, slots = [], [], [], []
-        for req_id, token_ids, end in zip(
-            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
-        ):
-            ring = self.region_of(req_id)
-            at = np.arange(max(ring.stored, end - self.spec.size), end)
-            ring.stored = end
-            rings.append(ring.index)
-            tokens.append(token_ids[at])
-            positions.append(at)
-            slots.append(ring.index * self.stride + at % self.spec.size)
-        columns = [np.concatenate(parts) for parts in (tokens, positions, slots)]
-        return rings, [column.astype(np.int64, copy=False) for column in columns]
 
 
 class WindowCache(Rings):
@@ -98,9 +81,19 @@ class WindowCache(Rings):
         self.block_table = torch.arange(shape[0], dtype=torch.int32).view(num_requests, -1)
 
     def missing(self, requests: DraftRequests) -> WindowTokens:
-        """Returns the tokens that the windows do not hold yet; see `take_missing`."""
-        _, columns = self.take_missing(requests)
-        return WindowTokens(*(torch.from_numpy(column) for column in columns))
+        """Returns the tokens that the windows do not hold yet. They count as stored."""
+        tokens, positions, slots = [], [], []
+        for req_id, token_ids, end in zip(
+            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
+        ):
+            ring = self.region_of(req_id)
+            at = np.arange(max(ring.stored, end - self.spec.size), end)
+            ring.stored = end
+            tokens.append(token_ids[at])
+            positions.append(at)
+            slots.append(ring.index * self.stride + at % self.spec.size)
+        columns = [np.concatenate(parts).astype(np.int64) for parts in (tokens, positions, slots)]
+        return WindowTokens(*map(torch.from_numpy, columns))
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
