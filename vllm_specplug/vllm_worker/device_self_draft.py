@@ -12,14 +12,13 @@ import torch
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import TreeAttnMetadata, copy_to_device
+from vllm_specplug.kernels import TreeAttnMetadata, copy_to_device, single_row_metadata
 from vllm_specplug.vllm_attention.tree_rows import DraftAttention
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
 from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows, table_rows
 from vllm_specplug.vllm_worker.memory.device_partial_cache import (
     DevicePartialCache,
     partial_of,
-    single_rows,
 )
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import SelfDraft
@@ -52,18 +51,19 @@ class PartialReads(DraftAttention):
     ) -> None:
         self.draft = draft
         is_partial = ((regions >= 0) & is_drafted).to(torch.int32)
-        every = torch.arange(len(tables), dtype=torch.int32, device=tables.device)
         lens = torch.where(is_drafted, lens, 0).to(torch.int32)
         # Metadata, and the caches that it is of, by layer.
         self.reads: list[tuple[TreeAttnMetadata, Sequence[Any]]] = []
         if max_context is not None:
-            columns = (tables, every, 1 - is_partial, lens, every)
-            full = single_rows(columns, draft.rows.block_table(), max_context)
+            table = draft.rows.block_table()
+            full = single_row_metadata(tables, lens, 1 - is_partial, table, max_context)
             self.reads.append((full, draft.rows.views))
         if has_partial:
-            budget = torch.full_like(lens, draft.pool.budget)
-            columns = (regions.clamp_min(0), every, is_partial, budget, every)
-            part = single_rows(columns, draft.pool.block_table, draft.pool.budget)
+            pool = draft.pool
+            budget = torch.full_like(lens, pool.budget)
+            part = single_row_metadata(
+                regions.clamp_min(0), budget, is_partial, pool.block_table, pool.budget
+            )
             self.reads.append((part, draft.pool_views))
 
     def attend(

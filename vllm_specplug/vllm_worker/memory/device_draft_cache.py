@@ -146,7 +146,8 @@ class CudaDraftCache(CudaDraftRows):
         """Returns the attention of committed tokens over the tokens up to them."""
         table = self.block_table()
         longest = table.shape[1] * self.views[0][0].shape[1]
-        columns = (x.split(_MAX_CONTEXT_ROWS) for x in (table_rows, positions, slots))
+        counts = (slots >= 0).int()
+        columns = (x.split(_MAX_CONTEXT_ROWS) for x in (table_rows, positions, counts))
         pieces = [
             self.attention_of(single_row_metadata(*rows, table, longest))
             for rows in zip(*columns, strict=True)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from vllm_specplug.drafting.device_requests import TokenHistory
-from vllm_specplug.kernels import TreeAttnMetadata, to_device
+from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_worker.memory.partial_cache import RECENT
 from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
@@ -227,21 +227,3 @@ def partial_of(history: TokenHistory, budget: int) -> list[int]:
     context certainly exceeds the budget."""
     bounds = zip(history.min_context_lens, history.is_drafted, strict=True)
     return [r for r, (least, drafted) in enumerate(bounds) if drafted and least > budget]
-
-
-def single_rows(
-    # of `TreeAttnMetadata.plan`, each int32 [R]
-    columns: Sequence[torch.Tensor],
-    block_table: torch.Tensor,
-    max_context: int,
-) -> TreeAttnMetadata:
-    """Returns the metadata of single query rows, which also attend themselves."""
-    ones = torch.ones((len(columns[0]), 1), dtype=torch.int64, device=columns[0].device)
-    return TreeAttnMetadata(
-        torch.stack(tuple(columns)),
-        block_table,
-        max_rows=1,
-        max_context=max_context,
-        mask_words=ones,
-        parent_rows=torch.full_like(columns[0], -1),
-    )

@@ -159,7 +159,7 @@ class PagedDraftCache:
     ) -> BlockAttention:
         """Returns the attention of committed tokens over the tokens up to them."""
         metadata = single_row_metadata(
-            table_rows, positions, slots, self.block_table(), int(positions.max())
+            table_rows, positions, (slots >= 0).int(), self.block_table(), int(positions.max())
         )
         return self._attention(metadata)
 

@@ -20,7 +20,6 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
     AttnFeatures,
     TreeAttnMetadata,
-    tree_attn,
     tree_metadata,
 )
 from vllm_specplug.kernels.finite_values import make_finite
@@ -170,11 +169,9 @@ class PagedTargetCache:
         features = AttnFeatures(window=self.spec.window or 0)
 
         def attend(query: torch.Tensor) -> torch.Tensor:
-            output = torch.empty_like(query)
-            tree_attn(
-                query, *self.views, output, metadata, self.spec.scale, self.layout,
-                tail_key=key, tail_value=value, features=features,
-            )  # fmt: skip
+            output = attend_with_tail(
+                query, key, value, self.views, metadata, self.spec.scale, self.layout, features
+            )
             return output.masked_fill_(is_empty[:, None, None], 0.0)
 
         return attend
