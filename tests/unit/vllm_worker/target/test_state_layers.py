@@ -14,11 +14,11 @@ from vllm_specplug.kernels import DeltaUpdates, StateTrees, commit_states
 from vllm_specplug.tree.step_trees import NO_NODE, ROOT, StepTrees
 from vllm_specplug.vllm_attention.state_rows import (
     PendingLayer,
-    RequestRows,
     StateBlocks,
     StateStep,
     warmup_step,
 )
+from vllm_specplug.vllm_attention.tree_rows import RequestRows
 from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows, state_step
 from vllm_specplug.vllm_worker.target.state_layers import (
     StateLayers,
@@ -64,7 +64,7 @@ def test_a_full_block_keeps_the_state_at_its_end() -> None:
     full_at = [4, 2, None, 0, None]
     count, rows = len(contexts), len(parents)
     step = StateStep(
-        [RequestRows(i * rows, i * rows, (i + 1) * rows, True) for i in range(count)],
+        [RequestRows(i * rows, i * rows, (i + 1) * rows, 1) for i in range(count)],
         torch.tensor([p if p < 0 else p + i * rows for i in range(count) for p in parents]),
     )
     trees = StateTrees(step.starts, step.parents, torch.tensor([2, 4, 5, 8, 9]))
