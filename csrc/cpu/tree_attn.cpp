@@ -262,13 +262,14 @@ struct RowPositions {
   std::vector<char> branches;
 };
 
-// The rows before a row that it attends. Rows of a block attend all of it, and those after them too.
+// Counts the rows before each row that it attends; rows of a block also attend those after them.
 void fill_depths(Problem& p, int num_reqs, int64_t num_rows, RowPositions& rows) {
   rows.depth.resize(static_cast<size_t>(num_rows));
   for (int r = 0; r < num_reqs; ++r)
     for (int i = 0; i < p.row_count[r]; ++i) {
       const int64_t row = p.mask_start[r] + i;
-      rows.depth[row] = count_attended(p.words + row * p.words_per_row, i + 1) - 1;
+      const int64_t last = std::min<int64_t>(i + 1, p.words_per_row * 64);
+      rows.depth[row] = count_attended(p.words + row * p.words_per_row, last) - 1;
     }
   p.depth = rows.depth.data();
 }
