@@ -14,7 +14,7 @@ from vllm.sampling_params import RepetitionDetectionParams
 from tests.unit.vllm_worker.planning import MAX_NODES, planner_of
 from vllm_specplug.vllm_v2.runner import _plain_reason, _stop_tokens
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.step_input import HostRequest
+from vllm_specplug.vllm_v2.step_input import HostBatch
 from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS
 
 LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
@@ -44,8 +44,8 @@ def test_others_beside_it_are_drafted_for() -> None:
         proposer=SimpleNamespace(options=SimpleNamespace(tree_width=4)),
         store=SimpleNamespace(vocab_size=100), max_model_len=512, max_num_tokens=512,
     )  # fmt: skip
-    text = np.ones(11, np.int32)
-    batch = [HostRequest(name, i, text, 512, True, 10) for i, name in enumerate("ab")]
+    two = np.ones(2, np.int32)
+    batch = HostBatch("ab", [np.ones(16, np.int32)] * 2, 11 * two, 512 * two, 10 * two, two)
     requests, others = made._draft_requests(batch, MAX_NODES)
     assert (requests.req_ids, requests.req_indices) == (["b"], [1])
     assert others.num_roots == 2
