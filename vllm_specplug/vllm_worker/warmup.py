@@ -20,6 +20,7 @@ from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
+DUMMY_NAME = "specplug-warmup"
 SHORT_CONTEXT = 7
 # Long enough for kernels to split it.
 LONG_CONTEXT = 8192
@@ -38,7 +39,7 @@ def dummy_requests(
     options = state.drafter_options
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     requests = DraftRequests(
-        req_ids=[f"specplug-warmup-{i}" for i in range(count)],
+        req_ids=[f"{DUMMY_NAME}-{i}" for i in range(count)],
         # Rows of equal tokens would all take the same experts.
         token_ids=[(tokens + 7 * i) % options.vocab_size for i in range(count)],
         context_lens=[context] * count,
