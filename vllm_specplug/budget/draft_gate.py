@@ -110,7 +110,6 @@ class DraftGate:
         """Whether drafts paid off in the last decision."""
         # Steps in which drafts would have paid off without their pending costs.
         self._steps_pending = 0
-        self._is_pending = False
         self._steps_since_forward = 0
         self._probes = 0
         # Milliseconds saved up for the additional time of a forward of full depth.
@@ -215,8 +214,7 @@ class DraftGate:
         pending = pending_ms.cumsum()[choices.sizes - 1]
         size, depth, gain = choices.best(np.zeros(len(pending)))
         pays = gain >= (STAY_ON if self.is_on else TURN_ON)
-        self._is_pending = pays and bool(pending[-1])
-        if not self._is_pending:
+        if not (pays and pending[-1]):
             return size, depth, gain
         self._steps_pending += 1
         return choices.best(pending / (PAYBACK_STEPS + self._steps_pending))
@@ -258,11 +256,6 @@ class DraftGate:
             return False
         self._depth_credit = 0.0
         return True
-
-    def skip(self, steps: int) -> None:
-        """Counts plain steps without a decision."""
-        self._steps_since_forward += steps
-        self._steps_pending += steps * self._is_pending
 
     def observe(
         self,
