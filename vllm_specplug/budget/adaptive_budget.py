@@ -20,6 +20,8 @@ from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.budget.trials import CostTrials
 from vllm_specplug.tree import DraftTree
 
+_REST_STEPS = 8
+"""Steps for which a decision against all drafts holds while the batch stays the same."""
 _CHILD_PROB = 0.7
 """Estimated probability of the best child of a node, before the child is drafted."""
 _AVERAGED_NODES = 4
@@ -122,6 +124,9 @@ class AdaptiveBudget:
         self.lookups = LookupGate()
         self.fairness = FairnessWeights()
         self.trials = CostTrials(costs.forward)
+        # Number of steps for which the decision against all drafts still holds, and their requests.
+        self._plain_steps = 0
+        self._plain_ids: list[str] = []
         # Expected tokens per millisecond of the last step with drafts, relative to a plain one.
         self._gain = 1.0
         self.saved_ms = 0.0
@@ -139,9 +144,23 @@ class AdaptiveBudget:
         slots = self._slots_of(step.req_ids)
         nodes = self._nodes(lookups, slots)
         plan = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
-        if self.gate is not None and len(step.req_ids):
+        holds = self._still_holds_plain(step, nodes)
+        if self.gate is not None and len(step.req_ids) and not holds:
             self._plan_forwards(self.gate, plan)
         return plan
+
+    def _still_holds_plain(self, step: NextStep, lookups: Nodes) -> bool:
+        """Returns whether the last decision against all drafts still holds.
+
+        A new decision would take longer than everything else in a step without drafts.
+        """
+        if self._plain_steps and not len(lookups.scores) and step.req_ids == self._plain_ids:
+            assert self.gate is not None
+            self._plain_steps -= 1
+            self.gate.skip()
+            return True
+        self._plain_steps = 0
+        return False
 
     def _plan_forwards(self, gate: DraftGate, plan: Plan) -> None:
         step = plan.step
@@ -152,6 +171,8 @@ class AdaptiveBudget:
         limits = np.asarray(step.forward_limits, np.int64)
         plan.depths = np.where(fixed, limits, decision.depths)
         plan.is_trial = decision.is_probe
+        if not (decision.depths.any() or len(plan.lookup_nodes.scores) or forced):
+            self._plain_steps, self._plain_ids = _REST_STEPS - 1, list(step.req_ids)
         # A probe measures all levels.
         if self.costs.by_level and not decision.is_probe and not fixed.any():
             plan.thresholds = self._level_thresholds(plan, step_ms)
@@ -303,7 +324,10 @@ class AdaptiveBudget:
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that ended."""
-        self.acceptance.forget(req_ids)
+        ended = set(req_ids)
+        self.acceptance.forget(ended)
+        if not ended.isdisjoint(self._plain_ids):
+            self._plain_steps, self._plain_ids = 0, []
 
     # -- costs and probabilities -----------------------------------------------------------
 

@@ -110,6 +110,7 @@ class DraftGate:
         """Whether drafts paid off in the last decision."""
         # Steps in which drafts would have paid off without their pending costs.
         self._steps_pending = 0
+        self._is_pending = False
         self._steps_since_forward = 0
         self._probes = 0
         # Milliseconds saved up for the additional time of a forward of full depth.
@@ -214,7 +215,8 @@ class DraftGate:
         pending = pending_ms.cumsum()[choices.sizes - 1]
         size, depth, gain = choices.best(np.zeros(len(pending)))
         pays = gain >= (STAY_ON if self.is_on else TURN_ON)
-        if not (pays and pending[-1]):
+        self._is_pending = pays and bool(pending[-1])
+        if not self._is_pending:
             return size, depth, gain
         self._steps_pending += 1
         return choices.best(pending / (PAYBACK_STEPS + self._steps_pending))
@@ -256,6 +258,11 @@ class DraftGate:
             return False
         self._depth_credit = 0.0
         return True
+
+    def skip(self) -> None:
+        """Counts a plain step without a decision."""
+        self._steps_since_forward += 1
+        self._steps_pending += self._is_pending
 
     def observe(
         self,

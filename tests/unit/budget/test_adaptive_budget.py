@@ -110,6 +110,28 @@ def test_long_contexts_get_fewer_nodes() -> None:
     assert short.num_nodes > long.num_nodes
 
 
+def test_a_decision_against_drafts_holds_for_some_steps_of_the_same_batch() -> None:
+    controller = budget(draft=60.0)
+    assert controller.gate is not None
+    decided = []
+    decide = controller.gate.decide
+    controller.gate.decide = lambda *args: decided.append(1) or decide(*args)  # type: ignore
+    nothing = [DraftTree.empty()] * 3
+
+    def go(step: NextStep, found: list[DraftTree]) -> int:
+        before = len(decided)
+        plan = controller.plan(step, found)
+        controller.trim(plan, found)
+        return len(decided) - before
+
+    assert sum(go(next_step(3), nothing) for _ in range(80)) == 10
+    # Another batch, and what lookups found, are looked at.
+    assert go(next_step(3), nothing) == 1
+    assert go(next_step(2), nothing[:2]) == 1
+    assert go(next_step(2), [tree(0.9), nothing[0]]) == 1
+    assert go(next_step(2), nothing[:2]) == 1
+
+
 def test_drafts_by_level_cost_by_their_levels() -> None:
     rows = (1.0, 100.0)
     costs = StepCostModel(
