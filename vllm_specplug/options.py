@@ -305,7 +305,7 @@ def max_scheduled_rows(scheduler_config: Any) -> int:
 
 
 def rows_of_requests(
-    num_requests: int, max_step_rows: int, scheduler_rows: int | None, max_requests: int
+    num_requests: int, max_step_rows: int, scheduler_rows: int, max_requests: int
 ) -> int:
     """Returns the maximum number of rows that `num_requests` requests and their trees may fill.
 
@@ -313,11 +313,9 @@ def rows_of_requests(
     until a running request ends.
 
     Args:
-        scheduler_rows: maximum rows that the scheduler puts into one step; None for no limit.
+        scheduler_rows: maximum rows that the scheduler puts into one step.
         max_requests: maximum requests that the scheduler runs at once.
     """
-    if scheduler_rows is None:
-        return max_step_rows
     reserved = scheduler_rows // (num_requests + 1) if num_requests < max_requests else 0
     return min(max_step_rows, scheduler_rows - reserved)
 

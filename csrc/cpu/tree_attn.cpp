@@ -2,7 +2,6 @@
 // Tree attention over a paged KV cache: splits the work, walks the blocks, merges the shares.
 #include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -54,8 +53,7 @@ struct Problem {
   const int32_t *k_table, *v_table;
   const char *tail_key, *tail_value;  // null: the tail is in the cache
   int64_t tail_k_row, tail_k_head, tail_v_row, tail_v_head;
-  bool context_only;          // rows attend their context and nothing else
-  bool separate_tail;         // the context ends at context_len: the tail is dense or there is none
+  bool separate_tail;         // the context ends at context_len, because the tail is dense
   const int32_t* first_slot;  // [M] first context slot of a row, or null: rows attend from slot 0
   const int32_t* depth;       // [M] position of a row behind its root; null where nobody reads it
   const char* branches;       // [R] whether rows attend others than those before them
@@ -65,8 +63,6 @@ struct Problem {
   const float* sinks;             // [Hq] or null
   float scale, soft_cap;          // read where scores are reshaped before the softmax
   bool reshaped;                  // there is a soft cap, or ALiBi
-  float* lse;                     // [T, Hq] natural log of the sum of exp(scores), or null
-  int64_t lse_row, lse_head;
   int bytes;        // of an element
   int cache_bytes;  // of an element of the cache
 };
@@ -131,10 +127,8 @@ int64_t make_items(const Problem& p, int num_reqs, int max_rows, std::vector<Ite
     const int rows = p.row_count[r] * p.group_size;
     const int context_groups =
         p.separate_tail ? ceil_div(p.context_len[r], kGroup) : p.context_len[r] / kGroup;
-    const int groups = p.context_only    ? context_groups
-                       : p.separate_tail ? context_groups + ceil_div(p.row_count[r], kGroup)
-                                         : ceil_div(p.context_len[r] + p.row_count[r], kGroup);
-    if (groups == 0) continue;  // see write_empty
+    const int groups = p.separate_tail ? context_groups + ceil_div(p.row_count[r], kGroup)
+                                       : ceil_div(p.context_len[r] + p.row_count[r], kGroup);
     const int chunks = ceil_div(rows, max_rows);
     const int per_chunk = ceil_div(ceil_div(rows, chunks), kRowBlock) * kRowBlock;
     for (int h = 0; h < p.num_kv_heads; ++h)
@@ -208,17 +202,19 @@ int64_t build_plan(const Problem& p, int num_reqs, int max_threads, Plan& plan) 
   return partial;
 }
 
-// Position of a row behind its root: the rows before it that it attends.
-int row_depth(const int64_t* words, int64_t words_per_row) {
+// How many of the first `rows` rows of its tree a row attends.
+int count_attended(const int64_t* words, int64_t rows) {
   int count = 0;
-  for (int64_t w = 0; w < words_per_row; ++w)
-    count += __builtin_popcountll(static_cast<unsigned long long>(words[w]));
-  return count - 1;
+  for (int64_t w = 0; w * 64 < rows; ++w) {
+    uint64_t bits = static_cast<uint64_t>(words[w]);
+    if (rows - w * 64 < 64) bits &= (uint64_t{1} << (rows - w * 64)) - 1;
+    count += __builtin_popcountll(bits);
+  }
+  return count;
 }
 
-// Keeps the last `window` rows that a row attends: ancestors come in the order of their positions.
-void cut_to_window(int64_t* words, int64_t words_per_row, int window) {
-  int left = window;
+// Keeps the last `left` rows that a row attends.
+void keep_last(int64_t* words, int64_t words_per_row, int left) {
   for (int64_t w = words_per_row - 1; w >= 0; --w) {
     uint64_t bits = static_cast<uint64_t>(words[w]);
     int count = __builtin_popcountll(bits);
@@ -235,15 +231,21 @@ struct RowPositions {
   std::vector<char> branches;
 };
 
-void fill_depths(Problem& p, int64_t num_rows, RowPositions& rows) {
+// Counts the rows before each row that it attends; rows of a block also attend those after them.
+void fill_depths(Problem& p, int num_reqs, int64_t num_rows, RowPositions& rows) {
   rows.depth.resize(static_cast<size_t>(num_rows));
-  for (int64_t row = 0; row < num_rows; ++row)
-    rows.depth[row] = row_depth(p.words + row * p.words_per_row, p.words_per_row);
+  for (int r = 0; r < num_reqs; ++r)
+    for (int i = 0; i < p.row_count[r]; ++i) {
+      const int64_t row = p.mask_start[r] + i;
+      const int64_t last = std::min<int64_t>(i + 1, p.words_per_row * 64);
+      rows.depth[row] = count_attended(p.words + row * p.words_per_row, last) - 1;
+    }
   p.depth = rows.depth.data();
 }
 
 // A row at depth d attends positions from context + d - window + 1 on: what that leaves of the
-// context, and of the words where a tree is deeper than the window.
+// context, and of the words where a tree is deeper than the window. Ancestors come in the order of
+// their positions, and no window ends the rows after a row.
 void apply_window(Problem& p, int num_reqs, int64_t num_rows, int window, RowPositions& rows) {
   rows.first_slot.assign(static_cast<size_t>(num_rows), 0);
   bool cuts_trees = false;
@@ -258,8 +260,12 @@ void apply_window(Problem& p, int num_reqs, int64_t num_rows, int window, RowPos
   p.first_slot = rows.first_slot.data();
   if (!cuts_trees) return;
   rows.words.assign(p.words, p.words + num_rows * p.words_per_row);
-  for (int64_t row = 0; row < num_rows; ++row)
-    cut_to_window(rows.words.data() + row * p.words_per_row, p.words_per_row, window);
+  for (int r = 0; r < num_reqs; ++r)
+    for (int64_t row = p.mask_start[r]; row < p.mask_start[r] + p.row_count[r]; ++row) {
+      int64_t* words = rows.words.data() + row * p.words_per_row;
+      const int after = count_attended(words, p.words_per_row * 64) - (p.depth[row] + 1);
+      keep_last(words, p.words_per_row, window + after);
+    }
   p.words = rows.words.data();
 }
 
@@ -604,20 +610,6 @@ class Worker {
     target.element = p_.element;
     target.factor = p_.value_scale;
     p_.variant->write(whole.o, whole.l, item.rows, p_.head_size, target, item.first_row);
-    write_lse(item, whole);
-  }
-
-  // Log of the softmax's denominator of every row.
-  void write_lse(const Item& item, const Partial& whole) const {
-    if (p_.lse == nullptr) return;
-    for (int i = 0; i < item.rows; ++i) {
-      const int packed = item.first_row + i;
-      const int64_t row = p_.row_start[item.req] + packed / p_.group_size;
-      const int64_t head = item.head * p_.group_size + packed % p_.group_size;
-      p_.lse[row * p_.lse_row + head * p_.lse_head] =
-          whole.l[i] > 0.0f ? (whole.m[i] + std::log2(whole.l[i])) * 0.6931471805599453f
-                            : -std::numeric_limits<float>::infinity();
-    }
   }
 
   // Where the keys after those of groups [.., g) of `piece` are: its own, or those that the
@@ -917,18 +909,6 @@ class Worker {
   std::vector<const char*> tail_values_;
 };
 
-// Rows of a call that attend nothing at all: zero, of weight -inf.
-void write_empty(const Problem& p, int req, int num_heads) {
-  for (int i = 0; i < p.row_count[req]; ++i)
-    for (int h = 0; h < num_heads; ++h) {
-      const int64_t row = p.row_start[req] + i;
-      std::memset(p.output + (row * p.o_row + h * p.o_head) * p.bytes, 0,
-                  static_cast<size_t>(p.head_size) * p.bytes);
-      if (p.lse != nullptr)
-        p.lse[row * p.lse_row + h * p.lse_head] = -std::numeric_limits<float>::infinity();
-    }
-}
-
 void check(const Tensor& t, const char* name, ScalarType dtype, int64_t dim) {
   STD_TORCH_CHECK(t.is_cpu() && t.scalar_type() == dtype && t.dim() == dim, "tree_attn: ", name,
                   " must be a CPU tensor of ", dim, " dimensions and the documented dtype; got ",
@@ -939,8 +919,7 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                Tensor& output, const Tensor& plan_rows, const Tensor& mask_words,
                const Tensor& block_table, double scale, int64_t layout, int64_t block_size,
                const std::optional<Tensor>& tables, const std::optional<Tensor>& tail_key,
-               const std::optional<Tensor>& tail_value, bool context_only,
-               const std::optional<Tensor>& lse, int64_t window, double soft_cap,
+               const std::optional<Tensor>& tail_value, int64_t window, double soft_cap,
                const std::optional<Tensor>& alibi_slopes, const std::optional<Tensor>& sinks,
                double value_scale) {
   const ScalarType dtype = query.scalar_type();
@@ -1072,26 +1051,11 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
     p.tail_v_head = tail_value->stride(1);
     tail_rows = tail_key->size(0);
   }
-  STD_TORCH_CHECK(!(context_only && tail_key.has_value()),
-                  "tree_attn: context_only leaves no use for a dense tail");
-  p.context_only = context_only;
-  p.separate_tail = context_only || tail_key.has_value();
+  p.separate_tail = tail_key.has_value();
   // Of slots behind a window nothing may be read; a dense tail has to be packed.
   p.interleaved = p.variant->vec_scores != nullptr && p.layout == LayoutKind::kVec &&
                   p.cache_element == Element::kBfloat16 && block_size % kGroup == 0 &&
                   p.head_size % kGroup == 0 && !p.separate_tail && window == 0;
-  if (lse.has_value()) {
-    check(*lse, "lse", ScalarType::Float, 2);
-    STD_TORCH_CHECK(lse->size(0) == query.size(0) && lse->size(1) == num_heads,
-                    "tree_attn: lse must be [T, Hq]");
-    p.lse = data<float>(lse);
-    p.lse_row = lse->stride(0);
-    p.lse_head = lse->stride(1);
-  }
-
-  STD_TORCH_CHECK(!context_only || (window == 0 && !p.reshaped && p.sinks == nullptr),
-                  "tree_attn: context_only serves plain attention");
-  STD_TORCH_CHECK(!lse.has_value() || p.sinks == nullptr, "tree_attn: lse leaves sinks out");
 
   // Wrong metadata would read foreign memory: check all of it before any thread starts.
   for (int r = 0; r < num_reqs; ++r) {
@@ -1109,7 +1073,7 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   }
   static thread_local RowPositions positions;
   if (window > 0 || p.alibi_slopes != nullptr || p.interleaved)
-    fill_depths(p, mask_words.size(0), positions);
+    fill_depths(p, num_reqs, mask_words.size(0), positions);
   if (p.interleaved) list_ancestors(p, num_reqs, mask_words.size(0), positions);
   if (window > 0)
     apply_window(p, num_reqs, mask_words.size(0),
@@ -1125,9 +1089,6 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                       blocks[i], " of tree ", r, " is outside the cache of ", key_cache.size(0),
                       " blocks");
   }
-  if (p.context_only)
-    for (int r = 0; r < num_reqs; ++r)
-      if (p.context_len[r] == 0) write_empty(p, r, static_cast<int>(num_heads));
 
   static thread_local Plan plan;
   const int64_t workspace =
@@ -1161,8 +1122,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
       "tree_attn(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
       "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
       "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
-      "bool context_only=False, Tensor(b!)? lse=None, int window=0, float soft_cap=0.0, "
-      "Tensor? alibi_slopes=None, Tensor? sinks=None, float value_scale=1.0) -> ()");
+      "int window=0, float soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
+      "float value_scale=1.0) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("tree_attn", TORCH_BOX(&tree_attn)); }

@@ -47,7 +47,6 @@ _EXPORTS = {
     "move_latents": "latent_spans",
     "multiply_experts": "experts",
     "norm_rotate_heads": "row_ops",
-    "prefix_attn": "dispatch",
     "probe_cpu_layout": "cpu_layout",
     "rms_norm": "row_ops",
     "rotate_heads": "row_ops",

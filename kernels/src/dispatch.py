@@ -47,9 +47,9 @@ def tree_attn(
     A cache of 8 bits holds keys and values divided by `features.key_scale` and
     `features.value_scale`; it has no dense tail.
 
-    `features` needs masks of trees or chains, whose rows attend as many rows as they are deep. With
-    a window, pages entirely before it are not read, and their entries of the block table are not
-    followed.
+    For `features`, the position of a row is the number of rows before it that it attends. With a
+    window, pages entirely before it are not read, and their entries of the block table are not
+    followed; rows after a row, in a block that is attended in both directions, are never outside.
 
     Raises:
         RuntimeError: if shapes disagree or the metadata points outside a tensor.
@@ -69,8 +69,6 @@ def tree_attn(
             layout.tables,
             tail_key,
             tail_value,
-            False,
-            None,
             features.window,
             features.soft_cap,
             features.alibi_slopes,
@@ -141,41 +139,11 @@ class TreeLayer:
             f = self._features
             # A weight may be loaded again with another dtype.
             sinks = None if f.sinks is None else f.sinks.float()
-            more = False, None, f.window, f.soft_cap, f.alibi_slopes, sinks
+            more = f.window, f.soft_cap, f.alibi_slopes, sinks
         torch.ops.specplug.tree_attn.default(
             query, *self._views, output, meta.plan, meta.mask_words, block_table,
             *self._constants, None, None, *more,
         )  # fmt: skip
-
-
-def prefix_attn(
-    # [T, Hq, Dh]
-    query: torch.Tensor,
-    # [num_blocks, Hkv, block_size, Dh] views as made by CpuKvLayout.views
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    # [T, Hq, Dh], written in place
-    output: torch.Tensor,
-    # float32 [T, Hq], written in place
-    lse: torch.Tensor | None,
-    meta: TreeAttnMetadata,
-    scale: float,
-    layout: CpuKvLayout,
-) -> None:
-    """Every row of tree r attends all of slots [0, context_lens[r]) of its request.
-
-    An empty context gives zeros and a log-sum-exp of -inf. Mask words are not read.
-
-    Raises:
-        RuntimeError: if shapes disagree or the metadata points outside a tensor.
-    """
-    if has_cpu_extension() and query.dtype in _COMPILED_DTYPES:
-        torch.ops.specplug.tree_attn.default(
-            query, key_cache, value_cache, output, meta.plan, meta.mask_words, meta.block_table,
-            scale, layout.kind_id, layout.block_size, layout.tables, None, None, True, lse,
-        )  # fmt: skip
-        return
-    reference.prefix_attn_reference(query, key_cache, value_cache, output, lse, meta, scale, layout)
 
 
 def copy_kv(

@@ -129,7 +129,7 @@ def _attend_reference(
     rows = cache[block_table[span.request].long()[slots // block_size], slots % block_size]
     seen = torch.ones(span.num_rows, end, dtype=torch.bool)
     seen[:, span.context :] = span.mask
-    out, _ = dense_attention(
+    out = dense_attention(
         query, rows[:, None], rows[:, None, :value_size], scale, query.shape[1], seen
     )
     return out.to(query.dtype)

@@ -150,18 +150,16 @@ def tree_metadata(
 def single_row_metadata(
     # int32 [M]
     table_rows: torch.Tensor,
-    # int64 [M]
+    # [M]
     positions: torch.Tensor,
-    # int64 [M]
-    slots: torch.Tensor,
+    # int32 [M]: 1, or 0 to skip the row
+    counts: torch.Tensor,
     # [B, max_blocks] int32
     block_table: torch.Tensor,
     max_context: int,
 ) -> TreeAttnMetadata:
-    """Returns metadata of M rows that each attend the slots before their position and themselves;
-    rows with slot -1 are skipped."""
+    """Returns metadata of M rows that attend the slots before their position, and themselves."""
     rows = torch.arange(len(positions), dtype=torch.int32, device=positions.device)
-    counts = (slots >= 0).int()
     return TreeAttnMetadata(
         torch.stack([table_rows, rows, counts, positions.int(), rows]),
         block_table,

@@ -79,15 +79,13 @@ def tree_attn_reference(
         attended[:, context:] = _own_rows(meta, first, rows)
         distance = None
         if features.window or features.alibi_slopes is not None:
-            own = context - 1 + attended[:, context:].sum(1)
-            if meta.mask_kind == "full":
-                own = context + torch.arange(rows, device=query.device)
+            own = context - 1 + attended[:, context:].tril().sum(1)
             positions = torch.cat([torch.arange(context, device=own.device), own])
             distance = own[:, None] - positions
             if features.window:
                 attended &= distance < features.window
             distance = distance[:, begin:]
-        out, _ = dense_attention(
+        out = dense_attention(
             query[start : start + rows],
             k,
             v,
@@ -124,31 +122,6 @@ def tree_attn_cuda_reference(
     )  # fmt: skip
 
 
-def prefix_attn_reference(
-    # [T, Hq, Dh]
-    query: torch.Tensor,
-    # as `layout` reads them
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    # [T, Hq, Dh], written in place
-    output: torch.Tensor,
-    # float32 [T, Hq], written in place
-    lse: torch.Tensor | None,
-    meta: TreeAttnMetadata,
-    scale: float,
-    layout: KvLayout,
-) -> None:
-    """See `dispatch.prefix_attn`."""
-    for request, start, rows, context, _ in meta.plan.t().tolist():
-        k, v = _cached(meta, request, range(context), key_cache, value_cache, layout)
-        out, part = dense_attention(
-            query[start : start + rows], k, v, scale, query.shape[1] // k.shape[1], None
-        )
-        output[start : start + rows] = out.to(output.dtype)
-        if lse is not None:
-            lse[start : start + rows] = part
-
-
 def dense_attention(
     # [n, Hq, Dh]
     query: torch.Tensor,
@@ -163,10 +136,9 @@ def dense_attention(
     features: AttnFeatures = PLAIN,
     # [n, L] positions between row and key; read for ALiBi
     distance: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns attention and its log-sum-exp, float32 [n, Hq, Dh] and [n, Hq], or float64 for a
-    float64 query. Rows without keys are zero with a log-sum-exp of -inf. The mask must include the
-    window."""
+) -> torch.Tensor:
+    """Returns attention [n, Hq, Dh] in float32, or in float64 for a float64 query. Rows without
+    keys are zero. The mask must include the window."""
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
     k = key.to(wide).repeat_interleave(group_size, dim=1)
     v = value.to(wide).repeat_interleave(group_size, dim=1)
@@ -181,10 +153,10 @@ def dense_attention(
     if features.sinks is not None:
         sink = features.sinks.to(wide)[:, None, None].expand(*scores.shape[:2], 1)
         scores = torch.cat([scores, sink], dim=-1)
-    lse = scores.logsumexp(dim=-1)  # [Hq, n]
     weights = scores.softmax(dim=-1)[..., : len(key)]
-    weights.masked_fill_(lse.isneginf().unsqueeze(-1), 0.0)
-    return torch.einsum("hij,jhd->ihd", weights, v) * features.value_scale, lse.t()
+    # The softmax of no score is NaN.
+    weights.masked_fill_(scores.isneginf().all(dim=-1, keepdim=True), 0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v) * features.value_scale
 
 
 def _cached(

@@ -59,6 +59,7 @@ from vllm_specplug.methods.mtp_tree.drafter import MtpDrafter
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs, graph_depths
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
+from vllm_specplug.vllm_worker.runner_view import RunnerView
 
 pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
@@ -310,15 +311,24 @@ def test_drafts_that_no_graph_was_captured_for(
 
 def test_a_warmup_comes_from_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafts = Drafts(draft_layer, tmp_path, monkeypatch)
-    requests = DraftRequests(
+    asked = DraftRequests(
         req_ids=["a", "b"], token_ids=[np.arange(8)] * 2, context_lens=[7, 7],
         req_indices=[0, 1], budgets=[NODES] * 2, width=3, depths=[2, 2],
     )  # fmt: skip
+    requests = DeviceRequests.of(asked, NODES, CPU)
     drafts.table[:2] = drafts.pages[:2]
-    assert not drafts.graphs.warmup(requests)
+    view = RunnerView(
+        SimpleNamespace(
+            speculator=SimpleNamespace(draft_graphs=drafts.graphs),
+            drafter=SimpleNamespace(drafter=drafts.drafter),
+        )
+    )
+    before = PretendedGraph.replays
+    view.draft(requests)
+    assert PretendedGraph.replays == before
     drafts.graphs.capture_drafts()
     before = PretendedGraph.replays
-    assert drafts.graphs.warmup(requests)
+    view.draft(requests)
     assert PretendedGraph.replays == before + 1
     assert drafts.graphs.trees.counts[:2].tolist() == [NODES] * 2
 

@@ -20,10 +20,11 @@ pytest.importorskip("vllm")
 from triton.runtime.interpreter import InterpretedFunction
 
 from tests.unit.scripts import load_script
+from vllm_specplug.drafting.device_requests import TokenHistory
 from vllm_specplug.kernels import partial_cache_triton
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
 from vllm_specplug.vllm_worker.memory import device_partial_cache
-from vllm_specplug.vllm_worker.memory.device_partial_cache import Contexts, DevicePartialCache
+from vllm_specplug.vllm_worker.memory.device_partial_cache import DevicePartialCache
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -65,14 +66,11 @@ class Pages:
             pages[~used] = float("nan")
 
 
-def contexts_of(lens: list[int], slack: int, names: str, table: list[int]) -> Contexts:
-    """Requests whose bounds are `slack` tokens away."""
-    count = len(lens)
-    tokens = torch.tensor(lens)
-    return Contexts(
-        list(names), [n - slack for n in lens], [n + slack for n in lens], [True] * count, table,
-        torch.zeros(count, dtype=torch.int64), tokens,
-    )  # fmt: skip
+def history_of(lens: list[int], slack: int, names: str) -> TokenHistory:
+    """Of requests whose bounds are `slack` tokens away."""
+    least, most = [n - slack for n in lens], [n + slack for n in lens]
+    none = torch.zeros(1)
+    return TokenHistory(none, none, list(names), most, [True] * len(lens), least, most)
 
 
 @contextmanager
@@ -101,11 +99,11 @@ def drafts(made: Pages, lens: list[list[int]], *, layers: list[int] | None = Non
     pool = DevicePartialCache(made.caches, 44, 4, 4)
     queries, held = made.query.clone(), []
     for step in lens:
-        table = [0, *range(len(step))[::-1]]
-        contexts = contexts_of([30, *step], 1, "zabcd"[: len(table)], table)
-        moves = pool.advance(contexts, range(1, len(table)), made.table)
+        table, lens_of = made.table[[0, *range(len(step))[::-1]]], [30, *step]
+        history = history_of(lens_of, 1, "zabcd"[: len(lens_of)])
+        moves = pool.advance(history, torch.tensor(lens_of), range(1, len(lens_of)), table)
         for layer in range(len(made.caches)) if layers is None else layers:
-            pool.choose(layer, moves, queries, contexts.lens, made.table)
+            pool.choose(layer, moves, queries, torch.tensor(lens_of), table)
         held.append([pages.clone() for pages in (*pool.pages, pool.covered, pool.tails)])
         queries = queries.roll(1, -1)
     return held
@@ -191,7 +189,8 @@ def test_launches_do_not_grow_with_requests(requests: int, layers: int) -> None:
     stock = InterpretedFunction.run
     counted = []
     for length in (60, 61, 64):
-        contexts = contexts_of([length] * requests, 0, "abcd"[:requests], list(range(requests)))
+        lens = torch.tensor([length] * requests)
+        history = history_of(lens.tolist(), 0, "abcd"[:requests])
         launches = Launches()
         with (
             launches,
@@ -199,9 +198,9 @@ def test_launches_do_not_grow_with_requests(requests: int, layers: int) -> None:
                 InterpretedFunction, "run", lambda *a, _l=launches, **k: _l.launch(stock, *a, **k)
             ),
         ):
-            moves = pool.advance(contexts, range(requests), made.table)
+            moves = pool.advance(history, lens, range(requests), made.table)
             for layer in range(layers):
-                pool.choose(layer, moves, made.query, contexts.lens, made.table)
+                pool.choose(layer, moves, made.query, lens, made.table)
         counted.append((launches.kernels, launches.operations))
     # Tokens are counted, and each layer is scored and gathered, with memory for the scores and a
     # top-k between; then all layers take in what is new.

@@ -47,11 +47,7 @@ from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.device_self_draft import (
-    Contexts,
-    DeviceSelfDraft,
-    GraphSelfDraft,
-)
+from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft, GraphSelfDraft
 
 pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
@@ -234,15 +230,17 @@ def test_what_a_graph_does_not_see_is_noticed(
 def test_a_choice_in_a_capture_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: host numbers go to the device where partial caches move."""
     drafts = Drafts(tmp_path / "heads", monkeypatch)
-    contexts = Contexts.of(drafts.requests(Step({"c": 60}, [N])), CPU)
-    stock, pool = GraphSelfDraft.__call__, drafts.forward.pool
+    given = drafts.requests(Step({"c": 60}, [N]))
+    assert given.history is not None
+    history, lens = given.history, given.context_lens.long()
+    stock, pool = GraphSelfDraft.attention_of, drafts.forward.pool
 
     def choosing(self: GraphSelfDraft, requests: DeviceRequests) -> Any:
         pool.forget(["c"])
-        pool.advance(contexts, [0], drafts.target.table)
+        pool.advance(history, lens, [0], drafts.target.table)
         return stock(self, requests)
 
-    monkeypatch.setattr(GraphSelfDraft, "__call__", choosing)
+    monkeypatch.setattr(GraphSelfDraft, "attention_of", choosing)
     with pytest.raises(CaptureError, match="host"):
         drafts.graphs.capture_drafts()
 

@@ -18,10 +18,8 @@ from tests.kernels.step_trees import Drafted, request_states
 from tests.unit.drafters import load_drafter
 from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import input_batch, stored
-from vllm_specplug.drafting import depth_drafter
-from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory
 from vllm_specplug.drafting.ngram import NgramBranches
-from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.tree import DraftTree
@@ -38,7 +36,6 @@ from vllm_specplug.kernels.finite_values_triton import (
     isolate_token_scales_triton,
     store_isolated_triton,
 )
-from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 from vllm_specplug.tree import step_trees
 from vllm_specplug.tree.step_trees import (
     TreeStore,
@@ -59,7 +56,7 @@ from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_worker import warmup
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.device_self_draft import Contexts, DevicePartialCache
+from vllm_specplug.vllm_worker.device_self_draft import DevicePartialCache
 from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
@@ -93,14 +90,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return Launches(monkeypatch)
 
 
-def _build_on_device(ids: torch.Tensor, log_probs: torch.Tensor, budgets: torch.Tensor,
-                     depths: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:  # fmt: skip
-    """As `dispatch` builds trees on CUDA."""
-    limits = torch.stack([budgets, depths])
-    most = max(1, int(budgets.max()))
-    return build_best_first_triton(ids, log_probs, limits[0], limits[1], width, most)
-
-
 def _no_context(*, q: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """In place of FlashAttention: tensors as it returns them."""
     lse = torch.zeros(q.shape[1], q.shape[0])
@@ -120,8 +109,6 @@ class Served:
             tree_attn_flash, "context_attention", lambda head_dim, capped: _no_context
         )
         monkeypatch.setattr(CudaTreeBackend, "choose", lambda *args, **kwargs: kernel)
-        monkeypatch.setattr(depth_drafter, "can_build_best_first", lambda device: True)
-        monkeypatch.setattr(depth_drafter, "build_best_first", _build_on_device)
         self.rng = np.random.default_rng(0)
         self.nodes, self.heads, self.kv_heads, self.head_dim = nodes, heads, kv_heads, head_dim
         limits = StepLimits(REQUESTS, REQUESTS * (nodes + 1), nodes + 1, CONTEXT)
@@ -161,7 +148,7 @@ class Served:
         self.drafter.bind_cache(self.backend.draft_cache(draft_layers, lambda: self.table, 1.0))
         self.runner = SimpleNamespace(
             drafter=SimpleNamespace(drafter=self.drafter, options=self.drafter.options),
-            max_model_len=CONTEXT, device=CPU, speculator=None,
+            max_model_len=CONTEXT, device=CPU, speculator=None, tree_backend=self.backend,
         )  # fmt: skip
 
     def head(self, folder: Path) -> tuple[Any, Path, Any]:
@@ -216,11 +203,12 @@ class Served:
         nodes = torch.full((len(trees), self.nodes), -1, dtype=torch.int32)
         nodes[:, 0] = torch.tensor([tree.num_nodes - 1 for tree in trees])
         self.backend.compact(attached, Walk(nodes, nodes, lengths, nodes), nodes)
-        self.drafter.propose(
-            DraftRequests(
-                req_ids=[str(i) for i in range(count)], token_ids=[np.arange(3)] * count,
-                context_lens=contexts, req_indices=list(range(count)), budgets=sizes,
-                width=4, depths=[1 + i % 4 for i in range(count)],
+        lens, budgets = (torch.tensor(column, dtype=torch.int32) for column in (contexts, sizes))
+        self.drafter.propose_on_device(
+            DeviceRequests(
+                anchors=torch.zeros(count, dtype=torch.int64), context_lens=lens, budgets=budgets,
+                depths=1 + torch.arange(count, dtype=torch.int32) % 4, width=4,
+                num_nodes=self.nodes, max_context=max(contexts),
             )
         )  # fmt: skip
 
@@ -431,18 +419,20 @@ def test_partial_caches_launch_what_was_warmed_up(
         count = int(rng.integers(1, REQUESTS))
         # Some requests are chosen for, others have grown, and one may read all of its context.
         lens = [50 + 3 * step + int(rng.integers(30)) for _ in range(count + 1)]
-        contexts = Contexts(
-            [str(r) for r in range(count + 1)], [n - 1 for n in lens], lens, [True] * len(lens),
-            range(len(lens)), torch.zeros(len(lens)), torch.tensor([0, *lens])[1:],
+        history = TokenHistory(
+            torch.zeros(1), torch.zeros(1), [str(r) for r in range(count + 1)], lens,
+            [True] * len(lens), [n - 1 for n in lens], lens,
         )  # fmt: skip
+        # Contexts of a batch start anywhere.
+        of_batch = torch.tensor([0, *lens])[1:]
         table = torch.zeros(REQUESTS, 1 + step, dtype=torch.int32)
         partial = range(step % 2, count + step % 2)
-        moves = pool.advance(contexts, partial, table)
+        moves = pool.advance(history, of_batch, partial, table)
         # A part of the joint projection, as in vLLM's models.
         joint = torch.zeros(len(lens), (heads + 2 * kv_heads) * head_dim, dtype=torch.bfloat16)
         query = joint[:, : heads * head_dim].view(len(lens), heads, head_dim)
         for layer in range(LAYERS):
-            pool.choose(layer, moves, query, contexts.lens, table)
+            pool.choose(layer, moves, query, of_batch, table)
         launched = launches.taken()
         seen |= launched
         assert not launched - warmed, _difference(launched - warmed, warmed)

@@ -40,7 +40,7 @@ def tree_attention(
         if window is not None:
             # A branch comes in the order of positions.
             mask = mask & (branch.sum(1, keepdim=True) - branch.cumsum(1) < window)
-        out[rows], _ = dense_attention(
+        out[rows] = dense_attention(
             query[rows], torch.cat([old_keys, key[rows]]), torch.cat([old_values, value[rows]]),
             query.shape[-1] ** -0.5, query.shape[1] // key.shape[1], mask,
         )  # fmt: skip
@@ -121,7 +121,7 @@ class DenseTarget:
     def level_attention(
         self, requests: Any, context_lens: torch.Tensor, owners: torch.Tensor
     ) -> Any:
-        indices = requests.req_indices
+        indices = range(len(requests)) if self.on_device else requests.req_indices
 
         def attend(query: torch.Tensor) -> torch.Tensor:
             of = owners
@@ -133,7 +133,7 @@ class DenseTarget:
                 first = max(0, length - self.spec.window) if self.spec.window else 0
                 key, value = (x[first:length] for x in self.caches[indices[r]])
                 group = query.shape[1] // key.shape[1]
-                out[of == r], _ = dense_attention(
+                out[of == r] = dense_attention(
                     query[of == r], key, value, self.spec.scale, group, None
                 )
             return out

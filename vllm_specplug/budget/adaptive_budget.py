@@ -39,8 +39,6 @@ class Batch:
     other_rows: int = 0
     """Prompt rows, which yield no token."""
     other_context: int = 0
-    req_ids: Sequence[str] = ()
-    """All requests of the batch if later drafts of the same batch may be skipped; else empty."""
 
     def add_prompt(self, num_computed: int, num_left: int, max_num_tokens: int) -> None:
         """Adds the prompt rows of a request, as many as fit a step of `max_num_tokens`."""
@@ -129,9 +127,6 @@ class AdaptiveBudget:
         # Number of steps for which the decision against all drafts still holds, and their requests.
         self._plain_steps = 0
         self._plain_ids: list[str] = []
-        # Number of steps of `hold_plain` that are not counted yet, and the plan that they repeat.
-        self._uncounted_steps = 0
-        self._plain_plan: Plan | None = None
         # Expected tokens per millisecond of the last step with drafts, relative to a plain one.
         self._gain = 1.0
         self.saved_ms = 0.0
@@ -146,7 +141,6 @@ class AdaptiveBudget:
         Args:
             lookups: trees from lookups, whose cost is negligible.
         """
-        self._count_plain_steps()
         slots = self._slots_of(step.req_ids)
         nodes = self._nodes(lookups, slots)
         plan = Plan(step, slots, np.zeros(len(step.req_ids), np.int64), nodes)
@@ -154,6 +148,19 @@ class AdaptiveBudget:
         if self.gate is not None and len(step.req_ids) and not holds:
             self._plan_forwards(self.gate, plan)
         return plan
+
+    def _still_holds_plain(self, step: NextStep, lookups: Nodes) -> bool:
+        """Returns whether the last decision against all drafts still holds.
+
+        A new decision would take longer than everything else in a step without drafts.
+        """
+        if self._plain_steps and not len(lookups.scores) and step.req_ids == self._plain_ids:
+            assert self.gate is not None
+            self._plain_steps -= 1
+            self.gate.skip()
+            return True
+        self._plain_steps = 0
+        return False
 
     def _plan_forwards(self, gate: DraftGate, plan: Plan) -> None:
         step = plan.step
@@ -166,7 +173,6 @@ class AdaptiveBudget:
         plan.is_trial = decision.is_probe
         if not (decision.depths.any() or len(plan.lookup_nodes.scores) or forced):
             self._plain_steps, self._plain_ids = _REST_STEPS - 1, list(step.req_ids)
-            self._plain_plan = plan
         # A probe measures all levels.
         if self.costs.by_level and not decision.is_probe and not fixed.any():
             plan.thresholds = self._level_thresholds(plan, step_ms)
@@ -201,46 +207,6 @@ class AdaptiveBudget:
         row_ms = (float(step_ms[nodes]) - float(step_ms[0])) / nodes
         first, second = self.costs.draft_ms(drafted, np.array([1, 2]))
         return LevelThresholds(rate * row_ms, rate * float(second - first) / _CHILD_PROB)
-
-    # -- while nothing is drafted ----------------------------------------------------------
-
-    def _still_holds_plain(self, step: NextStep, lookups: Nodes) -> bool:
-        """Returns whether the last decision against all drafts still holds.
-
-        A new decision would take longer than everything else in a step without drafts.
-        """
-        if self._plain_steps and not len(lookups.scores) and step.req_ids == self._plain_ids:
-            assert self.gate is not None
-            self._plain_steps -= 1
-            self.gate.skip(1)
-            return True
-        self._plain_steps = 0
-        return False
-
-    @property
-    def holds_plain(self) -> bool:
-        """Whether a decision against all drafts holds for the next step."""
-        return self._plain_steps > 0
-
-    def hold_plain(self) -> bool:
-        """Returns whether the last decision against all drafts holds for one more step of the same
-        requests, without lookups. If so, do not call `plan` and `trim` for that step."""
-        if not self._plain_steps:
-            return False
-        self._plain_steps -= 1
-        self._uncounted_steps += 1
-        return True
-
-    def _count_plain_steps(self) -> None:
-        """Counts all steps of `hold_plain` at once; counting each would cost the time saved."""
-        steps, plan = self._uncounted_steps, self._plain_plan
-        if not steps:
-            return
-        assert self.gate is not None and plan is not None
-        self._uncounted_steps = 0
-        self.gate.skip(steps)
-        self.lookups.advance(steps)
-        self.fairness.step(plan.slots, plan.step.batch.num_roots, 1.0, steps)
 
     @property
     def expects_drafts(self) -> bool:
@@ -358,11 +324,10 @@ class AdaptiveBudget:
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops requests that ended."""
-        self._count_plain_steps()
         ended = set(req_ids)
         self.acceptance.forget(ended)
         if not ended.isdisjoint(self._plain_ids):
-            self._plain_steps, self._plain_ids, self._plain_plan = 0, [], None
+            self._plain_steps, self._plain_ids = 0, []
 
     # -- costs and probabilities -----------------------------------------------------------
 

@@ -259,10 +259,10 @@ class DraftGate:
         self._depth_credit = 0.0
         return True
 
-    def skip(self, steps: int) -> None:
-        """Counts plain steps without a decision."""
-        self._steps_since_forward += steps
-        self._steps_pending += steps * self._is_pending
+    def skip(self) -> None:
+        """Counts a plain step without a decision."""
+        self._steps_since_forward += 1
+        self._steps_pending += self._is_pending
 
     def observe(
         self,

@@ -48,16 +48,15 @@ class FairnessWeights:
         num_roots: int,
         # milliseconds of the step relative to a plain one
         ratio: float,
-        steps: int = 1,
     ) -> None:
-        """Counts one token per request and step, for one step or several equal ones."""
+        """Counts a step with one token per request."""
         slots = slots[slots >= 0]
         if num_roots > len(slots):
             slots = np.append(slots, -1)
         else:
             self._due[-1] = self._emitted[-1] = 0.0
-        self._due[slots] += ratio * steps
-        self._emitted[slots] += steps
+        self._due[slots] += ratio
+        self._emitted[slots] += 1.0
 
     def accepted(self, slots: Ints, counts: Ints) -> None:
         """Counts the accepted draft tokens of each request."""

@@ -38,15 +38,6 @@ class LookupGate:
         self._steps_to_skip -= 1
         return True
 
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the next step skips lookups."""
-        return self._steps_to_skip > 0
-
-    def advance(self, steps: int) -> None:
-        """Counts steps for which `should_skip` was not called."""
-        self._steps_to_skip = max(0, self._steps_to_skip - steps)
-
     def observe(self, saved_ms: float, cost_ms: float) -> None:
         """Learns from a step without a draft forward.
 

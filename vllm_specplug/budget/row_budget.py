@@ -22,9 +22,9 @@ class RowBudget:
     """Maximum number of nodes of a tree, without its root."""
     max_step_rows: int
     """Maximum number of rows of a step: roots and nodes of all requests."""
-    scheduler_rows: int | None = None
-    """Maximum number of rows that the scheduler puts into a step; None for no limit."""
-    max_requests: int = 1
+    scheduler_rows: int
+    """Maximum number of rows that the scheduler puts into a step."""
+    max_requests: int
     """Maximum number of requests that the scheduler runs at once."""
 
     def rows(self, num_requests: int) -> int:

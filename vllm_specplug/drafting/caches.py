@@ -4,8 +4,8 @@
 A drafter requests a cache with a `...Spec` and receives an object with the matching protocol. There
 are implementations on the host and on devices. On a host they take `DraftRequests`, and the parents
 of tree rows as one int32 array per request: those of the rows after its root, as in
-`DraftTree.parent_indices`. On a device they also take `DeviceRequests`, and parents as int32
-[R, rows]: the row of each row's parent within its request, -1 for the first row, which is the root.
+`DraftTree.parent_indices`. On a device they take `DeviceRequests`, and parents as int32 [R, rows]:
+the row of each row's parent within its request, -1 for the first row, which is the root.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class DraftWindow(Protocol):
         """Returns the tokens of the requests' windows that are not stored yet, and marks them as
         stored.
 
-        For `DeviceRequests` the result is an upper bound: it may repeat stored tokens, and
-        positions before a request's first token have slot -1.
+        On a device the result is an upper bound: it may repeat stored tokens, and positions before
+        a request's first token have slot -1.
         """
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 import torch
 
-from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.head_drafter import HeadDrafter
-from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import build_best_first, can_build_best_first
 from vllm_specplug.tree import DraftTree, build_tree
 
@@ -64,9 +61,6 @@ def best_first_trees(
         limits = (torch.tensor(values, dtype=torch.int32) for values in (budgets, depths))
         built = build_best_first(token_ids, log_probs, *limits, width)
         return DraftTree.split(*(array.numpy() for array in built))
-    if token_ids.is_cuda:
-        given = device_tensor(np.array([budgets, depths]), token_ids.device).int()
-        return read_trees(_best_first(token_ids, log_probs, *given, width, max(budgets)))
     ids, logps = token_ids.numpy(), log_probs.numpy()
     return [
         build_tree(ids[r], logps[r], budgets[r], tree_width=width, tree_depth=depth)
@@ -81,12 +75,7 @@ def best_first_on_device(
     requests: DeviceRequests,
 ) -> DeviceTrees:
     """Returns the trees of `best_first_trees` without a read on the host."""
-    return _best_first(
-        token_ids, log_probs, requests.budgets, requests.depths, requests.width, requests.num_nodes
-    )
-
-
-def _best_first(*arguments: Any) -> DeviceTrees:
     from vllm_specplug.kernels.tree_builder_triton import build_best_first_triton
 
-    return DeviceTrees(*build_best_first_triton(*arguments))
+    limits = requests.budgets, requests.depths, requests.width, requests.num_nodes
+    return DeviceTrees(*build_best_first_triton(token_ids, log_probs, *limits))

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_specplug.drafting.requests import DraftPenalties
+import numpy as np
+
+from vllm_specplug.drafting.requests import DraftPenalties, DraftRequests
 
 if TYPE_CHECKING:
     import torch
@@ -80,6 +82,38 @@ class DeviceRequests:
 
     def __len__(self) -> int:
         return len(self.anchors)
+
+    @classmethod
+    def of(cls, requests: DraftRequests, num_nodes: int, device: torch.device) -> DeviceRequests:
+        """Returns requests that the host knows, the first of the batch, with their history."""
+        import torch
+
+        from vllm_specplug.kernels import to_device
+
+        limits = requests.context_lens, requests.budgets, requests.depths
+        context_lens, budgets, depths = to_device(np.array(limits, np.int32), device)
+        token_ids = np.zeros((len(requests), 1 + max(requests.context_lens)), np.int32)
+        for line, tokens in zip(token_ids, requests.token_ids, strict=True):
+            line[: len(tokens)] = tokens
+        return cls(
+            anchors=to_device(np.array(requests.anchors), device),
+            context_lens=context_lens,
+            budgets=budgets,
+            depths=depths,
+            width=requests.width,
+            num_nodes=num_nodes,
+            max_context=max(requests.context_lens),
+            max_depth=max(requests.depths),
+            history=TokenHistory(
+                to_device(token_ids, device),
+                torch.arange(len(requests), device=device),
+                requests.req_ids,
+                [len(tokens) for tokens in requests.token_ids],
+                [True] * len(requests),
+                requests.context_lens,
+                requests.context_lens,
+            ),
+        )
 
     def select(self, rows: torch.Tensor, host_rows: Sequence[int] = ()) -> DeviceRequests:
         """Returns the requests at `rows` [n] of the batch.

@@ -25,6 +25,7 @@ from vllm_specplug.drafting.abilities import (
 )
 from vllm_specplug.drafting.caches import DraftCache, DraftCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.target_head import TargetHead
 from vllm_specplug.tree import DraftTree
@@ -186,9 +187,12 @@ class Drafter(
         vLLM's memory profile."""
         return self.forward_depth
 
-    def warmup(self, requests: DraftRequests) -> None:
+    def warmup(self, requests: DraftRequests | DeviceRequests) -> None:
         """Drafts for dummy requests to their full depths, from every source."""
-        self.propose(requests)
+        if isinstance(requests, DeviceRequests):
+            self.propose_on_device(requests)
+        else:
+            self.propose(requests)
 
     def forget(self, req_ids: Iterable[str]) -> None:
         """Drops the state of requests that ended; nothing by default."""

@@ -16,12 +16,11 @@ from vllm_specplug.drafting.device_levels import (
     DeviceFrontier,
     draft_levels_on_device,
     max_frontier_width,
-    read_trees,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.head_drafter import HeadDrafter
 from vllm_specplug.drafting.level_rows import DeviceRows, HostRows, LevelRows
-from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.beam import FRONTIER_WIDTH, Expand, Frontier, draft_level_by_level
 
@@ -68,62 +67,31 @@ class LevelDrafter(HeadDrafter):
 
     def draft(self, requests: DraftRequests) -> list[DraftTree]:
         self.prepare_context(requests)
-        depths = self.depths_of(requests)
-        if not self.drafts_on_device:
-            self.levels_run = 0
-            return draft_level_by_level(
-                requests.anchors,
-                requests.budgets,
-                depths,
-                requests.width,
-                self.host_expand(requests),
-                min_node_prob=requests.min_node_prob,
-                min_level_prob=requests.min_level_prob,
-                frontier_width=self.frontier_width,
-            )
-        self.levels_run = max(depths)
-        columns = (requests.anchors, requests.context_lens, requests.budgets, depths)
-        arguments = device_tensor(np.array(columns), self.embed_tokens.device)
-        trees = self._draft_on_device(
-            requests, *arguments, num_levels=max(depths), width=requests.width
+        self.levels_run = 0
+        return draft_level_by_level(
+            requests.anchors,
+            requests.budgets,
+            self.depths_of(requests),
+            requests.width,
+            self.host_expand(requests),
+            min_node_prob=requests.min_node_prob,
+            min_level_prob=requests.min_level_prob,
+            frontier_width=self.frontier_width,
         )
-        return read_trees(trees)
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         self.prepare_context(requests)
-        return self._draft_on_device(
-            requests,
-            requests.anchors,
-            requests.context_lens,
-            requests.budgets,
-            requests.depths,
-            num_levels=self.max_depth_of(requests),
-            width=requests.width,
-        )
-
-    def _draft_on_device(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        # [R] each
-        anchors: torch.Tensor,
-        context_lens: torch.Tensor,
-        budgets: torch.Tensor,
-        depths: torch.Tensor,
-        *,
-        num_levels: int,
-        width: int,
-    ) -> DeviceTrees:
         options = self.options
         return draft_levels_on_device(
-            anchors,
-            budgets,
-            depths,
-            self.device_expand(requests, context_lens, width),
-            num_levels=num_levels,
+            requests.anchors,
+            requests.budgets,
+            requests.depths,
+            self.device_expand(requests),
+            num_levels=self.max_depth_of(requests),
             # Not the requests' largest budget: kernels have a variant per number of rows in a
             # level, and start-up compiles only the variants of full trees.
             num_nodes=options.num_nodes,
-            width=width,
+            width=requests.width,
             frontier_width=min(self.frontier_width, max_frontier_width(options.tree_depth)),
         )
 
@@ -140,17 +108,10 @@ class LevelDrafter(HeadDrafter):
 
         return expand
 
-    def device_expand(
-        self, requests: DraftRequests | DeviceRequests, context_lens: torch.Tensor, width: int
-    ) -> DeviceExpand:
-        """Returns the function that expands the levels of a draft on the device.
-
-        Args:
-            context_lens: [R] number of tokens before each anchor.
-            width: maximum number of children of a node.
-        """
-        rows = DeviceRows(requests, context_lens, self.options.max_model_len - 1)
-        forward = self.level_forward(rows)
+    def device_expand(self, requests: DeviceRequests) -> DeviceExpand:
+        """Returns the function that expands the levels of a draft on the device."""
+        rows = DeviceRows(requests, self.options.max_model_len - 1)
+        forward, width = self.level_forward(rows), requests.width
 
         def expand(frontier: DeviceFrontier) -> tuple[torch.Tensor, torch.Tensor]:
             rows.add(frontier)

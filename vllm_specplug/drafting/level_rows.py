@@ -153,14 +153,9 @@ class HostRows(LevelRows):
 class DeviceRows(LevelRows):
     """Rows of the entries of a frontier, the same number for every request."""
 
-    def __init__(
-        self,
-        requests: DraftRequests | DeviceRequests,
-        context_lens: torch.Tensor,
-        max_position: int,
-    ) -> None:
-        super().__init__(requests, context_lens, max_position)
-        self._requests = torch.arange(len(context_lens), device=context_lens.device)
+    def __init__(self, requests: DeviceRequests, max_position: int) -> None:
+        super().__init__(requests, requests.context_lens, max_position)
+        self._requests = torch.arange(len(requests), device=self.context_lens.device)
         # Per level [R, F]: row of each row's parent within its request
         self._parent_rows: list[torch.Tensor] = []
         # Rows of a request in the levels before the previous one

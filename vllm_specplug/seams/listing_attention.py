@@ -7,9 +7,9 @@ Workers apply the last two if their target has such layers.
 from __future__ import annotations
 
 from vllm_specplug.seams.seam import Members, Register, Seam, SeamSet, Topic, Wrap
-from vllm_specplug.seams.topics import BACKENDS, HAS_MASKS, ISOLATED, TREE
 
-_BACKENDS = f"{BACKENDS}.registry:AttentionBackendEnum"
+_BACKENDS = "vllm.v1.attention.backends"
+_REGISTRY = f"{_BACKENDS}.registry:AttentionBackendEnum"
 _OWN = "vllm_specplug.vllm_attention"
 
 # -- keys and values -------------------------------------------------------------------------------
@@ -18,16 +18,20 @@ _ATTENTION = Topic(
     "attention_backend",
     "stock attention has one causal mask; tree rows attend their ancestors, and a full graph "
     "captured without tree rows would skip them",
-    HAS_MASKS,
+)
+_ISOLATED = Topic(
+    "isolated_values",
+    "a NaN of a drafted token is stored so that only the rows that attend it read it; kernels "
+    "multiply the values of other columns by 0",
 )
 
 CPU_BACKENDS = SeamSet(
-    (Register(_ATTENTION, f"{_BACKENDS}.CPU_ATTN", path=f"{_OWN}.cpu.TreeCPUAttentionBackend"),)
+    (Register(_ATTENTION, f"{_REGISTRY}.CPU_ATTN", path=f"{_OWN}.cpu.TreeCPUAttentionBackend"),)
 )
 CPU_MEMBERS: tuple[Seam, ...] = (
-    Members(_ATTENTION, f"{BACKENDS}.cpu_attn:CPUAttentionBackend", "get_impl_cls"),
-    Members(_ATTENTION, f"{BACKENDS}.cpu_attn:CPUAttentionBackendImpl", "forward"),
-    Members(ISOLATED, f"{BACKENDS}.cpu_attn:CPUAttentionBackendImpl", "do_kv_cache_update"),
+    Members(_ATTENTION, f"{_BACKENDS}.cpu_attn:CPUAttentionBackend", "get_impl_cls"),
+    Members(_ATTENTION, f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl", "forward"),
+    Members(_ISOLATED, f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl", "do_kv_cache_update"),
     Members(
         _ATTENTION,
         "vllm.model_executor.layers.quantization.kv_cache:BaseKVCacheMethod",
@@ -36,7 +40,7 @@ CPU_MEMBERS: tuple[Seam, ...] = (
 )
 
 ATTENTION_BACKENDS = SeamSet(
-    Register(_ATTENTION, f"{_BACKENDS}.{name}", path=f"{_OWN}.gpu.{path}")
+    Register(_ATTENTION, f"{_REGISTRY}.{name}", path=f"{_OWN}.gpu.{path}")
     for name, path in (
         ("FLASH_ATTN", "TreeFlashAttentionBackend"),
         ("TRITON_ATTN", "TreeTritonAttentionBackend"),
@@ -44,13 +48,13 @@ ATTENTION_BACKENDS = SeamSet(
 )
 GPU_MEMBERS: tuple[Seam, ...] = (
     *(
-        Members(topic, f"{BACKENDS}.{module}:{name}{owner}", members)
+        Members(topic, f"{_BACKENDS}.{module}:{name}{owner}", members)
         for module, name in (("flash_attn", "Flash"), ("triton_attn", "Triton"))
         for topic, owner, members in (
             (_ATTENTION, "AttentionBackend", "get_impl_cls get_builder_cls"),
             (_ATTENTION, "AttentionImpl", "forward"),
             (_ATTENTION, "AttentionMetadataBuilder", "get_cudagraph_support"),
-            (ISOLATED, "AttentionImpl", "do_kv_cache_update"),
+            (_ISOLATED, "AttentionImpl", "do_kv_cache_update"),
         )
     ),
     Members(
@@ -60,12 +64,12 @@ GPU_MEMBERS: tuple[Seam, ...] = (
     ),
     Members(
         _ATTENTION,
-        f"{BACKENDS}.triton_attn:TritonAttentionImpl",
+        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
         "_ensure_scale_caches _k_scale_cache _v_scale_cache",
     ),
     Members(
-        Topic("attention_backend", "fused output quantisation would skip the tree rows", HAS_MASKS),
-        f"{BACKENDS}.triton_attn:TritonAttentionImpl",
+        Topic("attention_backend", "fused output quantisation would skip the tree rows"),
+        f"{_BACKENDS}.triton_attn:TritonAttentionImpl",
         "fused_output_quant_supported",
     ),
 )
@@ -73,12 +77,11 @@ GPU_MEMBERS: tuple[Seam, ...] = (
 # -- recurrent states ------------------------------------------------------------------------------
 
 _GDN = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
-_GDN_BUILDER = f"{BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder"
+_GDN_BUILDER = f"{_BACKENDS}.gdn_attn:GDNAttentionMetadataBuilder"
 _STATES = Topic(
     "state_rows",
     "vLLM keeps one recurrent state per draft token, in the order of a chain; trees keep one per "
     "request and apply the accepted path",
-    f"vLLM passes the parents of drafts to layers with a state ({TREE})",
 )
 
 
@@ -95,7 +98,7 @@ STATE_SEAMS = SeamSet(
     (
         Register(
             _STATES,
-            f"{BACKENDS}.registry:MambaAttentionBackendEnum.GDN_ATTN",
+            f"{_BACKENDS}.registry:MambaAttentionBackendEnum.GDN_ATTN",
             path=f"{_OWN}.state_rows.TreeGDNBackend",
         ),
         Wrap(_STATES, f"{_GDN}._forward_core", make=f"{_OWN}.state_rows:wrap_device_core"),
@@ -104,12 +107,11 @@ STATE_SEAMS = SeamSet(
                 "state_blocks",
                 "with prefix caching vLLM copies states between blocks with Triton kernels, chosen "
                 "by the number of accepted drafts",
-                _STATES.remove_when,
             ),
             "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState",
             "preprocess_state postprocess_state _mamba_state_idx_gpu",
         ),
-        Members(_STATES, f"{BACKENDS}.gdn_attn:GDNAttentionBackend", "get_builder_cls"),
+        Members(_STATES, f"{_BACKENDS}.gdn_attn:GDNAttentionBackend", "get_builder_cls"),
         Members(
             _STATES,
             _GDN_BUILDER,
@@ -155,13 +157,11 @@ _LATENT = Topic(
     "latent_backend",
     "vLLM expands the full context of a request with drafts and attends the drafts causally; tree "
     "rows attend their ancestors over the latent cache",
-    HAS_MASKS,
 )
 _ROUTING = Topic(
     "compiled_routing",
     "compiled for a CPU, a router with a sigmoid and a bias is computed before its input; such "
     "targets are refused",
-    "compiled and eager answers of plain vLLM agree for such targets",
 )
 _LATENT_LAYER = Members(
     _LATENT,
@@ -173,20 +173,19 @@ _LATENT_LAYER = Members(
 LATENT_SEAMS = {
     "cpu": SeamSet(
         (
-            Register(_LATENT, f"{_BACKENDS}.CPU_MLA", path=f"{_OWN}.latent.TreeCPUMLABackend"),
-            Members(_LATENT, f"{BACKENDS}.mla.cpu_mla:CPUMLABackend", "get_impl_cls"),
-            Members(_LATENT, f"{BACKENDS}.mla.cpu_mla:CPUMLAImpl", "forward_mqa"),
-            Members(ISOLATED, f"{BACKENDS}.mla.cpu_mla:CPUMLAImpl", "do_kv_cache_update"),
-            Members(_LATENT, f"{BACKENDS}.mla.prefill.base:MLAPrefillBackend", "prepare_metadata"),
+            Register(_LATENT, f"{_REGISTRY}.CPU_MLA", path=f"{_OWN}.latent.TreeCPUMLABackend"),
+            Members(_LATENT, f"{_BACKENDS}.mla.cpu_mla:CPUMLABackend", "get_impl_cls"),
+            Members(_LATENT, f"{_BACKENDS}.mla.cpu_mla:CPUMLAImpl", "forward_mqa"),
+            Members(_ISOLATED, f"{_BACKENDS}.mla.cpu_mla:CPUMLAImpl", "do_kv_cache_update"),
+            Members(_LATENT, f"{_BACKENDS}.mla.prefill.base:MLAPrefillBackend", "prepare_metadata"),
             _LATENT_LAYER,
             Members(
                 Topic(
                     "latent_drafts",
                     "vLLM's latent caches have blocks of 16 tokens, which its other CPU backend "
                     "refuses; draft layers use that backend",
-                    "vLLM offers cache-only layers to proposers",
                 ),
-                f"{BACKENDS}.cpu_attn:CPUAttentionBackend",
+                f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
                 "get_supported_kernel_block_sizes",
             ),
             Members(
@@ -194,7 +193,6 @@ LATENT_SEAMS = {
                     "latent_rotary",
                     "vLLM's CPU operator for rotary embeddings is wrong for queries of three "
                     "dimensions, which these layers pass to it; targets that call it are refused",
-                    "vLLM's operator is right for them",
                 ),
                 "vllm.model_executor.layers.mla:MultiHeadLatentAttentionWrapper",
                 "mla_attn rotary_emb num_heads qk_head_dim qk_nope_head_dim qk_rope_head_dim",
@@ -210,7 +208,7 @@ LATENT_SEAMS = {
     "cuda": SeamSet(
         (
             *(
-                Register(_LATENT, f"{_BACKENDS}.{name}", path=f"{_OWN}.latent_gpu.{name}")
+                Register(_LATENT, f"{_REGISTRY}.{name}", path=f"{_OWN}.latent_gpu.{name}")
                 for name in (
                     "TRITON_MLA",
                     "FLASHMLA",
@@ -221,13 +219,12 @@ LATENT_SEAMS = {
             ),
             Members(_LATENT, f"{_MLA}:MLACommonBackend", "get_impl_cls get_builder_cls"),
             Members(_LATENT, f"{_MLA}:MLACommonImpl", "forward_mqa"),
-            Members(ISOLATED, "vllm.v1.attention.backend:MLAAttentionImpl", "do_kv_cache_update"),
+            Members(_ISOLATED, "vllm.v1.attention.backend:MLAAttentionImpl", "do_kv_cache_update"),
             Members(
                 Topic(
                     "latent_backend",
                     "requests of any number of rows are decoded together, by a kernel with a mask "
                     "per row",
-                    HAS_MASKS,
                 ),
                 f"{_MLA}:MLACommonMetadataBuilder",
                 "reorder_batch_threshold",

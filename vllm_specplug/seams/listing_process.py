@@ -4,14 +4,6 @@
 from __future__ import annotations
 
 from vllm_specplug.seams.seam import Members, Replace, SeamSet, Topic, Wrap
-from vllm_specplug.seams.topics import (
-    HAS_CPU_KERNELS,
-    HAS_REGISTRY,
-    ISOLATED,
-    PENALTY,
-    REGISTRY,
-    TREE,
-)
 
 _ENGINE = "vllm_specplug.engine"
 _SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
@@ -19,38 +11,36 @@ _GRAMMARS = "vllm.v1.structured_output:StructuredOutputManager"
 _CONFIG = "vllm.config.vllm:VllmConfig"
 _CREATE_CONFIG = "vllm.engine.arg_utils:EngineArgs.create_engine_config"
 
-_SPEC_CONFIG = Topic(
-    "spec_config", "vLLM's list of methods is closed, and it refuses unknown keys", HAS_REGISTRY
-)
+_SPEC_CONFIG = Topic("spec_config", "vLLM's list of methods is closed, and it refuses unknown keys")
 _STATS = Topic(
     "metrics_bridge",
     "a worker makes the statistics, and the API server exports them; the front end drops fields "
     "that no type declares",
-    "a runner can attach statistics that reach stat loggers",
 )
 _COUNTS = Topic(
     "draft_counts",
     "vLLM counts rows that it reserved ahead as drafts, whether they have a node or not",
-    "a worker that works ahead reports the number of drafts of each request",
 )
 _GRAMMAR = Topic(
     "structured_output",
     "vLLM advances a grammar along a flat draft list, where siblings get each other's masks; "
     "changes only drafts that carry their parents",
-    f"drafts carry their parents to the scheduler ({TREE})",
 )
 _ZEROED = Topic(
     "zeroed_pages",
     "cache groups with unlike heads share pages, so NaN keys of drafts may be read as values",
-    ISOLATED.remove_when,
+)
+
+PENALTY = Topic(
+    "penalty_processor",
+    "the contextual penalty applies with and without speculation; vLLM's entry point for "
+    "processors loads one class into two incompatible runners",
 )
 
 _MODEL_RUNNER = (
     Replace(
         Topic(
-            "model_runner_v2",
-            "on a CPU without Triton vLLM chooses V1, which does not run trees",
-            HAS_CPU_KERNELS,
+            "model_runner_v2", "on a CPU without Triton vLLM chooses V1, which does not run trees"
         ),
         f"{_CONFIG}.use_v2_model_runner",
         make=f"{_ENGINE}.model_runner:replace_use_v2_model_runner",
@@ -59,7 +49,6 @@ _MODEL_RUNNER = (
         Topic(
             "model_runner_v2",
             "V2 refuses methods by name, and ours share the name custom_class with others",
-            HAS_REGISTRY,
         ),
         f"{_CONFIG}._get_v2_model_runner_unsupported_features",
         make=f"{_ENGINE}.model_runner:wrap_unsupported_features",
@@ -68,7 +57,6 @@ _MODEL_RUNNER = (
         Topic(
             "model_runner_v2",
             "on a CPU without Triton our methods provide the kernels that V2 needs",
-            HAS_CPU_KERNELS,
         ),
         f"{_CONFIG}._validate_v2_model_runner",
         make=f"{_ENGINE}.model_runner:wrap_validate_v2_model_runner",
@@ -78,7 +66,6 @@ _MODEL_RUNNER = (
             "model_runner_v2",
             "vLLM allows asynchronous scheduling only for its own methods, by name, and switches "
             "it off on a CPU",
-            HAS_REGISTRY,
         ),
         f"{_CONFIG}.__post_init__",
         make=f"{_ENGINE}.model_runner:wrap_post_init",
@@ -101,7 +88,6 @@ PROCESS_SEAMS = SeamSet(
             Topic(
                 "engine_config",
                 "some combinations, such as a quantised cache, show only in the engine config",
-                f"a registered method can validate the engine config ({REGISTRY})",
             ),
             _CREATE_CONFIG,
             make=f"{_ENGINE}.engine_args:wrap_create_engine_config",
@@ -137,7 +123,6 @@ PROCESS_SEAMS = SeamSet(
                 "placeholders",
                 "requests that resume or hit the prefix cache would verify num_speculative_tokens "
                 "placeholder rows, which can never be accepted",
-                "a proposer can decline the placeholders",
             ),
             f"{_SCHEDULER}.__init__",
             make=f"{_ENGINE}.placeholders:wrap_scheduler",
@@ -153,7 +138,6 @@ PROCESS_SEAMS = SeamSet(
                 "sampling_options",
                 "vLLM refuses min_p and logit_bias under any speculation; tree verification "
                 "honours them",
-                "vLLM asks the method which options it honours",
             ),
             "vllm.sampling_params:SamplingParams._validate_spec_decode",
             make=f"{_ENGINE}.sampling_options:wrap_sampling_params",
@@ -163,7 +147,6 @@ PROCESS_SEAMS = SeamSet(
                 "request_body",
                 "vllm_xargs takes no booleans, so true is read as 1; unknown fields of a request "
                 "are silently dropped",
-                "vllm_xargs keeps booleans, and a plugin may declare request fields",
             ),
             "vllm.entrypoints.serve.utils.api_utils:validate_json_request",
             make=f"{_ENGINE}.request_body:wrap_validate_json_request",
@@ -200,7 +183,6 @@ REFUSAL = SeamSet(
                 "refusal",
                 "on an unsupported vLLM, vLLM would refuse our methods as unknown; this says why "
                 "they are unavailable",
-                "never: it is not applied on a supported vLLM",
             ),
             _CREATE_CONFIG,
             make=f"{_ENGINE}.refusal:wrap_create_engine_config",

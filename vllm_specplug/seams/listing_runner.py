@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from vllm_specplug.seams.listing_process import PENALTY
 from vllm_specplug.seams.seam import (
     Add,
     Members,
@@ -13,14 +14,6 @@ from vllm_specplug.seams.seam import (
     Topic,
     Wrap,
 )
-from vllm_specplug.seams.topics import (
-    HAS_CPU_KERNELS,
-    HAS_REGISTRY,
-    HAS_TREES,
-    PENALTY,
-    REGISTRY,
-    WEIGHT_UPDATES,
-)
 
 _V2 = "vllm.v1.worker.gpu"
 _RUNNER = f"{_V2}.model_runner:GPUModelRunner"
@@ -28,28 +21,20 @@ _GRAPHS = f"{_V2}.cudagraph_utils"
 _OWN_KERNELS = "vllm_specplug.vllm_v2.cpu_kernels"
 
 _SPECULATOR = Topic(
-    "speculator",
-    "vLLM's list of speculators is closed; applied while a tree runner is built",
-    HAS_REGISTRY,
+    "speculator", "vLLM's list of speculators is closed; applied while a tree runner is built"
 )
 _TREE_GRAPHS = Topic(
     "tree_graphs",
     "vLLM's full graphs take requests with unequal numbers of rows only for its adaptive "
     "verification; applied while a tree runner makes its graphs",
-    HAS_TREES,
 )
 _KERNELS = Topic(
     "cpu_kernels",
     "without Triton the V2 runner has no kernels on a CPU; applied in workers of tree methods",
-    HAS_CPU_KERNELS,
 )
 
 CPU_RUNNER = Replace(
-    Topic(
-        "cpu_runner",
-        "CPUWorker fixes its V2 runner class; applied during init_device",
-        "CPUWorker gets the _make_model_runner hook of the GPU worker",
-    ),
+    Topic("cpu_runner", "CPUWorker fixes its V2 runner class; applied during init_device"),
     "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
     make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_class",
 )
@@ -59,7 +44,7 @@ SPECULATOR = Replace(
     make="vllm_specplug.vllm_v2.runner:make_speculator",
 )
 DEVICE_SPECULATOR = Replace(
-    Topic("device_speculator", _SPECULATOR.why, HAS_REGISTRY),
+    Topic("device_speculator", _SPECULATOR.why),
     f"{_V2}.model_runner:init_speculator",
     make="vllm_specplug.vllm_v2.device_speculator:make_device_speculator",
 )
@@ -73,7 +58,6 @@ CPU_ADMISSION = Replace(
         "cpu_admission",
         "vLLM refuses the V2 runner without Triton; applied while the config of a tree method is "
         "checked",
-        HAS_CPU_KERNELS,
     ),
     "vllm.config.vllm:HAS_TRITON",
     make=f"{_OWN_KERNELS}.launch:triton_stands_in",
@@ -83,7 +67,6 @@ CPU_WORKER_ADMISSION = Add(
         "cpu_admission",
         "since 0.33 workers refuse the V2 runner without Triton; applied while a worker of a tree "
         "method is built",
-        HAS_CPU_KERNELS,
     ),
     "vllm.v1.worker.gpu_worker:HAS_TRITON",
     make=f"{_OWN_KERNELS}.launch:triton_stands_in",
@@ -95,7 +78,6 @@ _CPU_PRODUCTS_TOPIC = Topic(
     "vLLM multiplies a dozen bfloat16 rows in 1.5 times the time of one row on a CPU with "
     "AVX-512 BF16, in 9 times without AVX-512, and in 2.5 times with 4-bit weights; applied while "
     "a worker loads its weights",
-    "vLLM multiplies the rows of a tree as fast as one row",
 )
 CPU_PRODUCTS = SeamSet(
     Wrap(_CPU_PRODUCTS_TOPIC, target, make=f"{_TARGET_PRODUCTS}.{make}")
@@ -178,7 +160,6 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
             "runner_setup",
             "drafters read the target's hidden states; caches are known only after allocation; "
             "the runner's own fields hold a tree's metadata, parameters and acceptance",
-            HAS_REGISTRY,
         ),
         _RUNNER,
         "load_model initialize_kv_cache sampler rejection_sampler model_state req_states "
@@ -188,7 +169,6 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
         Topic(
             "layer_states",
             "heads read outputs of decoder layers, which only some of vLLM's model classes return",
-            "every model class returns them",
         ),
         "vllm.model_executor.models.interfaces:SupportsEagle3",
         "set_aux_hidden_state_layers",
@@ -199,7 +179,6 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
             "the runner keeps trees by request slot, times steps, attaches their statistics to the "
             "output, and tells a scheduler that waits for drafts how many there are; accepted rows "
             "must be compacted before blocks are hashed",
-            HAS_TREES,
         ),
         _RUNNER,
         "execute_model finish_requests add_requests prepare_attn sample sample_tokens "
@@ -209,17 +188,12 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
         Topic(
             "runner_step",
             "the sizes of trees are attached to a step's output after the copy to the host",
-            HAS_TREES,
         ),
         f"{_V2}.async_utils:AsyncOutput",
         "get_output",
     ),
     Members(
-        Topic(
-            "runner_sample",
-            "acceptance walks each tree along the samples of its rows",
-            "a registered method can bring its own acceptance",
-        ),
+        Topic("runner_sample", "acceptance walks each tree along the samples of its rows"),
         f"{_V2}.sample.sampler:Sampler",
         "get_logprobs_dims sample",
     ),
@@ -228,7 +202,6 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
             "runner_adapters",
             "vLLM maps one row with logits per request to a LoRA adapter, and a tree has several; "
             "every dummy forward creates and removes adapters, also during calibration",
-            "V2 maps all rows with logits, as V1 does, and its dummy forwards take remove_lora",
         ),
         _RUNNER,
         "_set_active_loras maybe_setup_dummy_loras maybe_select_dummy_loras maybe_remove_all_loras",
@@ -239,7 +212,6 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
             "tree rows are attached to the attention metadata; rotary positions on several axes "
             "follow the depth; calibration's dummy rows must differ, or they would all take the "
             "same experts",
-            HAS_TREES,
         ),
         f"{_V2}.model_states.interface:ModelState",
         "prepare_attn prepare_inputs dummy_inputs_embeds",
@@ -249,7 +221,6 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
             "runner_state",
             "calibration, draft forwards and drafters' caches need state of the runner that it "
             "passes in no argument",
-            HAS_TREES,
         ),
         _RUNNER,
         "_dummy_run get_kv_cache_spec vllm_config model_config parallel_config device dtype "
@@ -260,7 +231,6 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
         Topic(
             "kv_connector",
             "a connector that saves layers during the forward would read them before compaction",
-            HAS_TREES,
         ),
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1",
         "save_kv_layer wait_for_save",
@@ -270,18 +240,22 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
             "draft_kv_layer",
             "the context of drafts is kept in vLLM's pages, so it follows prefix hits and "
             "preemption",
-            "vLLM offers cache-only layers to proposers",
         ),
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase",
         "get_attn_backend get_kv_cache_spec",
     ),
     Members(
-        Topic("speculator", "vLLM's runner asks a speculator for the next drafts", HAS_REGISTRY),
+        Topic("speculator", "vLLM's runner asks a speculator for the next drafts"),
         f"{_V2}.spec_decode.speculator:BaseSpeculator",
         "init_cudagraph_manager capture propose",
     ),
 )
 
+_WEIGHT_UPDATES = Topic(
+    "weight_updates",
+    "weights are packed whenever they are loaded, and drafters copy the target's embedding and LM "
+    "head, which vLLM replaces",
+)
 _WEIGHT_METHODS = "reload_weights update_weights finish_weight_update"
 
 # Separate lists: importing vLLM's CPU worker replaces torch's events and pinned memory.
@@ -292,18 +266,15 @@ CPU_WORKER_MEMBERS: tuple[Seam, ...] = (
             "the worker chooses our backend and runner before it sets up the device, subtracts the "
             "drafters' memory from the caches', measures step costs once the model is ready, and "
             "runs steps with the kernels that their engine chose",
-            f"a method can name its runner ({REGISTRY})",
         ),
         "vllm.v1.worker.cpu_worker:CPUWorker",
         "init_device load_model execute_model determine_available_memory compile_or_warm_up_model",
     ),
-    Members(WEIGHT_UPDATES, "vllm.v1.worker.cpu_worker:CPUWorker", _WEIGHT_METHODS),
+    Members(_WEIGHT_UPDATES, "vllm.v1.worker.cpu_worker:CPUWorker", _WEIGHT_METHODS),
     CPU_WORKER_ADMISSION,
     Members(
         Topic(
-            "int8_linear",
-            "int8 products of drafts read half the bytes at nearly twice the speed",
-            'draft_weights "full" becomes the only choice',
+            "int8_linear", "int8 products of drafts read half the bytes at nearly twice the speed"
         ),
         "vllm._custom_ops",
         "create_onednn_scaled_mm onednn_scaled_int8_quant onednn_scaled_mm",
@@ -316,27 +287,23 @@ GPU_WORKER_MEMBERS: tuple[Seam, ...] = (
             "gpu_worker",
             "vLLM's documented hook for another runner, and the two points for warming up: before "
             "graphs are captured, and before vLLM reports kernels that compile late",
-            "never: _make_model_runner is a public hook",
         ),
         "vllm.v1.worker.gpu_worker:Worker",
         "init_device _make_model_runner compile_or_warm_up_model _maybe_activate_jit_monitor",
     ),
     Members(
         Topic(
-            "gpu_worker",
-            "the KV cache must leave memory for drafts and for the logits of all rows",
-            HAS_REGISTRY,
+            "gpu_worker", "the KV cache must leave memory for drafts and for the logits of all rows"
         ),
         _RUNNER,
         "profile_run",
     ),
-    Members(WEIGHT_UPDATES, "vllm.v1.worker.gpu_worker:Worker", _WEIGHT_METHODS),
+    Members(_WEIGHT_UPDATES, "vllm.v1.worker.gpu_worker:Worker", _WEIGHT_METHODS),
     Members(
         Topic(
             "device_ngrams",
             "n-gram lookups read full token histories in every step, which vLLM keeps in host "
             "memory",
-            "a registered method can request them on the device, as vLLM's ngram_gpu does",
         ),
         f"{_V2}.states:RequestState",
         "all_token_ids",
@@ -347,7 +314,6 @@ GPU_WORKER_MEMBERS: tuple[Seam, ...] = (
             "draft forwards are captured in graphs, as vLLM captures those of its own methods; "
             "vLLM's graphs differ in rows or in requests, draft graphs also in depth, and graphs "
             "of ragged steps in both rows and requests",
-            HAS_REGISTRY,
         ),
         f"{_GRAPHS}:CudaGraphManager",
         "capture dispatch run_fullgraph _candidates _capture_descs",
@@ -356,7 +322,6 @@ GPU_WORKER_MEMBERS: tuple[Seam, ...] = (
         Topic(
             "tree_graphs",
             "the graph that stores a draft head's context reads the target's hidden states",
-            HAS_REGISTRY,
         ),
         f"{_GRAPHS}:ModelCudaGraphManager",
         "aux_hidden_states",
@@ -365,7 +330,6 @@ GPU_WORKER_MEMBERS: tuple[Seam, ...] = (
         Topic(
             "fp8_linear",
             "fp8 products of drafts on a GPU read half the bytes, by a kernel tuned for few rows",
-            "torch's product is as fast for few rows",
         ),
         "vllm._custom_ops",
         "cutlass_scaled_mm cutlass_scaled_mm_supports_fp8",

@@ -54,11 +54,10 @@ def _find_problem(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class Topic:
-    """Why the package touches vLLM in some places, and what would make that unnecessary."""
+    """Why the package touches vLLM in some places."""
 
     key: str
     why: str
-    remove_when: str
 
 
 class _Applicable:

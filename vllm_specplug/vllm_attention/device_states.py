@@ -22,11 +22,11 @@ from vllm_specplug.vllm_attention.state_rows import (
     BUILDER_ATTRIBUTE,
     LinearRows,
     PendingLayer,
-    RequestRows,
     StateBlocks,
     StateStep,
     layer_conv_states,
 )
+from vllm_specplug.vllm_attention.tree_rows import RequestRows
 
 # vLLM's device kernels add this to the sum of squares of a query or key.
 NORM_EPS = 1e-6
@@ -210,7 +210,7 @@ def warmup(layer: Any, num_rows: int, dtype: torch.dtype) -> None:
     conv_states, states = layer_conv_states(layer), device_states(layer)
     device = states.device
     parents = torch.arange(-1, num_rows - 1, device=device)
-    step = DeviceStateStep([RequestRows(0, 0, num_rows, True)], parents)
+    step = DeviceStateStep([RequestRows(0, 0, num_rows, 1)], parents)
     slots = torch.zeros(1, dtype=torch.int64, device=device)
     output = torch.zeros((num_rows, states.shape[1], states.shape[3]), dtype=dtype, device=device)
     rows = torch.zeros((num_rows, conv_states.shape[2]), dtype=dtype, device=device)

@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from vllm_specplug.kernels import LatentSpan, isolate_nonfinite, latent_attn
 from vllm_specplug.vllm_attention.latent_gpu import latent_metadata
-from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows, tree_rows_of
+from vllm_specplug.vllm_attention.tree_rows import RequestRows, attach_tree_rows, tree_rows_of
 
 
 class TreeCPUMLABackend(CPUMLABackend):
@@ -74,14 +74,9 @@ class TreeCPUMLAImpl(CPUMLAImpl):
 
 
 @dataclass(frozen=True)
-class LatentRequest:
-    """One request's rows in the forward; the rows from `root_row` on are a tree."""
+class LatentRequest(RequestRows):
+    """One request's rows with the mask of its tree."""
 
-    first_row: int
-    root_row: int
-    end_row: int
-    num_computed: int
-    """Tokens in the cache before `first_row`."""
     # bool [n, n] of the rows from the root on; None for a line
     mask: torch.Tensor | None = None
 
@@ -110,7 +105,7 @@ def spans_of(requests: Iterable[tuple[int, LatentRequest]]) -> list[LatentSpan]:
         if before:
             spans.append(LatentSpan(index, r.first_row, r.num_computed, _line(before)))
         mask = _line(r.end_row - r.root_row) if r.mask is None else r.mask
-        spans.append(LatentSpan(index, r.root_row, r.num_computed + before, mask))
+        spans.append(LatentSpan(index, r.root_row, r.context_len, mask))
     return spans
 
 

@@ -29,6 +29,7 @@ from vllm_specplug.kernels import (
     tree_conv,
     tree_delta_rule,
 )
+from vllm_specplug.vllm_attention.tree_rows import RequestRows
 
 # Attribute of vLLM's metadata of such layers that carries `StateStep`.
 STATE_STEP_ATTRIBUTE = "specplug_state_step"
@@ -90,21 +91,6 @@ class StateBlocks:
 
 
 @dataclass(frozen=True)
-class RequestRows:
-    """One request's rows in the forward; several rows from `root_row` on are a tree."""
-
-    first_row: int
-    root_row: int
-    end_row: int
-    has_state: bool
-    """Whether tokens before `first_row` are computed already."""
-
-    @property
-    def is_tree(self) -> bool:
-        return self.end_row > self.root_row + 1
-
-
-@dataclass(frozen=True)
 class LinearRows:
     """Rows that vLLM's own code computes: rows of requests without a tree, and before a root."""
 
@@ -124,7 +110,7 @@ class LinearRows:
         for index, r in enumerate(requests):
             end = r.root_row if r.is_tree else r.end_row
             if end > r.first_row:
-                spans.append((index, r.first_row, end, r.has_state))
+                spans.append((index, r.first_row, end, r.num_computed > 0))
         if not spans:
             return None
         spans.sort(key=lambda span: span[2] - span[1] > 1 or not span[3])
@@ -187,7 +173,7 @@ class StateStep:
         self.requests = torch.tensor([i for i, _ in drafting])
         # Trees whose first row is their request's first token.
         self.fresh = torch.tensor(
-            [r.first_row == r.root_row and not r.has_state for _, r in drafting]
+            [r.first_row == r.root_row and not r.num_computed for _, r in drafting]
         )
         self.linear = LinearRows.of(requests)
         self.pending: list[PendingLayer] = []
@@ -372,7 +358,7 @@ def warmup_step(
     """
     count = min(max_requests, -(-num_rows // tree_rows))
     ends = torch.linspace(0, num_rows, count + 1).round().long()
-    requests = [RequestRows(a, a, b, True) for a, b in itertools.pairwise(ends.tolist())]
+    requests = [RequestRows(a, a, b, 1) for a, b in itertools.pairwise(ends.tolist())]
     parents: list[torch.Tensor] = []
     for request in requests:
         rows = torch.arange(request.end_row - request.root_row)

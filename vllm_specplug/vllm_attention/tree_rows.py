@@ -57,6 +57,28 @@ def layout_key(kv_cache: torch.Tensor) -> LayoutKey:
 
 
 @dataclass(frozen=True)
+class RequestRows:
+    """One request's rows in the target's forward of a step."""
+
+    first_row: int
+    """The first query row: of a prompt chunk, of recomputed tokens, or the root."""
+    root_row: int
+    """Row of the last token that is not a draft. The rows after it are the nodes of its tree."""
+    end_row: int
+    num_computed: int
+    """Committed tokens in the cache before this step; position of `first_row`."""
+
+    @property
+    def is_tree(self) -> bool:
+        return self.end_row > self.root_row + 1
+
+    @property
+    def context_len(self) -> int:
+        """Tokens before the root, which is also the root's position."""
+        return self.num_computed + self.root_row - self.first_row
+
+
+@dataclass(frozen=True)
 class CpuTreeRows:
     """Tree rows for the CPU kernels."""
 

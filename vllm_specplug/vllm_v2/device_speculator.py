@@ -42,7 +42,7 @@ from vllm_specplug.vllm_v2.host_step import HostStep, StepCopy, TreesCopy
 from vllm_specplug.vllm_v2.penalty_processor import draft_penalties
 from vllm_specplug.vllm_v2.pending_steps import HELD_STEPS, PendingDraft, PendingStep
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
-from vllm_specplug.vllm_v2.step_input import HostRequest, host_requests
+from vllm_specplug.vllm_v2.step_input import HostBatch
 from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
 from vllm_specplug.vllm_worker.ranks import first_rank_tensor, first_rank_values
 
@@ -499,12 +499,12 @@ class DeviceSpeculator(TreeSpeculator):
             budgets[i] = max(nodes, 0)
         return budgets
 
-    def _batch(self, input_batch: Any, read: HostStep) -> list[HostRequest]:
+    def _batch(self, input_batch: Any, read: HostStep) -> HostBatch:
         """Returns the batch's requests after a step. Waits for a copy of their tokens."""
         slots, longest = input_batch.idx_mapping.long(), int(read.totals.max())
         tokens = self.req_states.all_token_ids.gpu[slots, :longest].cpu().numpy()
         ends = self.req_states.max_seq_len[input_batch.idx_mapping_np]
-        return host_requests(
+        return HostBatch(
             input_batch.req_ids, tokens, read.totals, ends, read.computed, read.sampled
         )
 

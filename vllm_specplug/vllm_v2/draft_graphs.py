@@ -21,8 +21,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.drafting.drafter import Drafter
-from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.kernels import copy_to_device, to_device
+from vllm_specplug.kernels import copy_to_device
 
 
 def graph_depths(deepest: int, is_adaptive: bool) -> list[int]:
@@ -138,24 +137,6 @@ class DraftGraphs(CudaGraphManager):
         self._fill(requests, chosen, desc.num_tokens)
         self.run_fullgraph(desc)
         return DeviceTrees(*(tensor[: len(requests)] for tensor in vars(self.trees).values()))
-
-    def warmup(self, requests: DraftRequests) -> bool:
-        """Drafts for dummy requests. Returns False if no graph fits."""
-        columns = requests.anchors, requests.context_lens, requests.budgets, requests.depths
-        anchors, contexts, budgets, depths = to_device(np.array(columns), self.device)
-        drafted = self(
-            DeviceRequests(
-                anchors=anchors,
-                context_lens=contexts,
-                budgets=budgets,
-                depths=depths,
-                width=self._width,
-                num_nodes=self._num_nodes,
-                max_context=self._max_context,
-                max_depth=max(requests.depths),
-            )
-        )
-        return drafted is not None
 
     def _fill(self, requests: DeviceRequests, chosen: np.ndarray, num_requests: int) -> None:
         count = len(requests)

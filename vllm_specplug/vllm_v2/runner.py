@@ -297,7 +297,7 @@ class TreeRunnerMixin(_Runner):
             assert step.trees is not None
             self.tree_backend.compact(step.trees, walk, step.slots)
         step.compacted = self.planner.clock.mark()
-        if self.tree_backend.is_host and not (self.planner.is_skipping and walk is None):
+        if self.tree_backend.is_host:
             self.speculator.learn(input_batch, walk, input_batch.seq_lens, self.speculator.trees)
         return output
 

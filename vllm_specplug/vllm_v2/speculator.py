@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.budget import Batch
@@ -27,8 +26,7 @@ from vllm_specplug.tree.step_trees import CommitMap, TreeStore, Walk
 from vllm_specplug.vllm_v2.penalty_processor import draft_penalties, request_penalty
 from vllm_specplug.vllm_v2.step_context import StepContext, StepRecord
 from vllm_specplug.vllm_v2.step_input import (
-    HostRequest,
-    host_requests,
+    HostBatch,
     verified_step,
 )
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
@@ -194,22 +192,17 @@ class TreeSpeculator(BaseSpeculator):
     ) -> torch.Tensor:
         req_ids = list(input_batch.req_ids)
         self._observe(input_batch, req_ids, last_hidden_states, aux_hidden_states)
-        # Tensor parallel ranks wait for the first one's trees, so none of them may skip a draft.
-        may_skip = not self.schedules_ahead and get_tensor_model_parallel_world_size() == 1
-        may_skip = may_skip and bool((num_sampled > 0).all())
-        if may_skip and self.planner.should_skip(req_ids):
-            return torch.zeros((len(req_ids), self.store.num_nodes), dtype=torch.int64)
         states, slots = self.req_states, input_batch.idx_mapping_np
         tokens = states.all_token_ids.gpu.numpy()
-        batch = host_requests(
+        batch = HostBatch(
             req_ids,
-            (tokens[slot] for slot in slots),
+            [tokens[slot] for slot in slots],
             states.total_len.gpu.numpy()[slots],
             states.max_seq_len[slots],
             states.num_computed_tokens.gpu.numpy()[slots],
             num_sampled.numpy(),
         )
-        return self._draft(input_batch, batch, most, req_ids if may_skip else ())
+        return self._draft(input_batch, batch, most)
 
     def _observe(
         self,
@@ -287,19 +280,9 @@ class TreeSpeculator(BaseSpeculator):
             compacted = partial(self.stats.observe_ms, "compact")
             self.planner.clock.measure(record.walked, record.compacted, compacted)
 
-    def _draft(
-        self,
-        input_batch: Any,
-        batch: list[HostRequest],
-        most: int,
-        may_skip: Sequence[str] = (),
-    ) -> torch.Tensor:
+    def _draft(self, input_batch: Any, batch: HostBatch, most: int) -> torch.Tensor:
         """Drafts for a batch on the host, keeps the trees of up to `most` nodes and returns their
-        token ids int64 [R, N].
-
-        Args:
-            may_skip: the batch's requests if the planner may skip later drafts too; else empty.
-        """
+        token ids int64 [R, N]."""
         drafter = self.proposer.drafter
         requests, others = self._draft_requests(batch, most)
         if self.penalties:
@@ -308,16 +291,14 @@ class TreeSpeculator(BaseSpeculator):
             longest = 1 + max(requests.context_lens, default=0)
             penalties = draft_penalties(asked, self.req_states, slots, longest)
             requests = replace(requests, penalties=penalties)
-        others.req_ids = may_skip
         drafted = self.planner.draft(
             drafter, requests, others, self._room(requests), self.commit_buffer.flush
         )
         drafted = first_rank_trees(drafted, requests.budgets)
-        trees = [DraftTree.empty()] * len(batch)
+        trees = [DraftTree.empty()] * len(batch.req_ids)
         for i, tree in zip(requests.req_indices, drafted, strict=True):
             trees[i] = tree
-        for request, tree in zip(batch, trees, strict=True):
-            self.trees[request.req_id] = tree
+        self.trees.update(zip(batch.req_ids, trees, strict=True))
         self._reserve(requests, batch)
         return self._store(input_batch, batch, trees)
 
@@ -331,12 +312,13 @@ class TreeSpeculator(BaseSpeculator):
             for req_id, most in zip(requests.req_ids, requests.budgets, strict=True)
         ]
 
-    def _reserve(self, requests: DraftRequests, batch: list[HostRequest]) -> None:
+    def _reserve(self, requests: DraftRequests, batch: HostBatch) -> None:
         """Sets the rows to reserve for the step after the next one. Ranks may decide differently:
         see `_shared`."""
         if not self.schedules_ahead:
             return
-        nodes = {request.req_id: 0 for request in batch if request.is_decoding}
+        sampled = zip(batch.req_ids, batch.sampled.tolist(), strict=True)
+        nodes = {req_id: 0 for req_id, count in sampled if count}
         if self.planner.adaptive is None:
             nodes.update(zip(requests.req_ids, requests.budgets, strict=True))
             self.reserved = self._fixed_rows(nodes)
@@ -361,9 +343,7 @@ class TreeSpeculator(BaseSpeculator):
         reserves, as their budget is not known yet."""
         return ReservedRows(nodes, self.store.num_nodes)
 
-    def _store(
-        self, input_batch: Any, batch: list[HostRequest], trees: list[DraftTree]
-    ) -> torch.Tensor:
+    def _store(self, input_batch: Any, batch: HostBatch, trees: list[DraftTree]) -> torch.Tensor:
         shape = (len(trees), self.store.num_nodes)
         token_ids = np.zeros(shape, np.int64)
         parents = np.full(shape, -1, np.int32)
@@ -375,7 +355,7 @@ class TreeSpeculator(BaseSpeculator):
             scores[i, :n] = tree.scores
         counts = np.array([tree.num_nodes for tree in trees], np.int32)
         # The last sampled token is the next root.
-        roots = np.array([len(r.token_ids) - 1 if r.is_decoding else -1 for r in batch], np.int32)
+        roots = np.where(batch.sampled > 0, batch.totals - 1, -1).astype(np.int32)
         arrays = (roots, token_ids, parents, counts, scores)
         tensors = (to_device(array, self.device) for array in arrays)
         return self.store.put(input_batch.idx_mapping, *tensors)
@@ -392,29 +372,28 @@ class TreeSpeculator(BaseSpeculator):
         )
         return (most, "batch") if nodes > most else (nodes, reason)
 
-    def _draft_requests(self, batch: list[HostRequest], most: int) -> tuple[DraftRequests, Batch]:
+    def _draft_requests(self, batch: HostBatch, most: int) -> tuple[DraftRequests, Batch]:
         """Returns the requests to draft for, each with its limits (at most `most` nodes), and the
         rest of the next step."""
         requests = DraftRequests(width=self.proposer.options.tree_width)
-        others = Batch(num_roots=sum(1 for request in batch if request.is_decoding))
-        for request in batch:
-            num_tokens = len(request.token_ids)
-            if not request.is_decoding:
-                done = request.num_computed
-                others.add_prompt(done, num_tokens - done, self.max_num_tokens)
+        others = Batch(num_roots=int(np.count_nonzero(batch.sampled)))
+        columns = batch.totals, batch.max_lens, batch.computed, batch.sampled
+        lines = zip(batch.req_ids, *(column.tolist() for column in columns), strict=True)
+        for i, (req_id, num_tokens, max_len, computed, sampled) in enumerate(lines):
+            if not sampled:
+                others.add_prompt(computed, num_tokens - computed, self.max_num_tokens)
                 continue
             others.root_context += num_tokens
-            nodes, reason = self._max_nodes(request.req_id, num_tokens, others.num_roots, most)
+            nodes, reason = self._max_nodes(req_id, num_tokens, others.num_roots, most)
             # The next step always emits one token besides the accepted drafts.
-            longest = min(self.max_model_len, request.max_len)
-            depth = min(longest - num_tokens - 1, nodes)
+            depth = min(min(self.max_model_len, max_len) - num_tokens - 1, nodes)
             if depth < 1:
                 self.stats.observe_plain(reason if nodes < 1 else "near_max_len")
                 continue
-            requests.req_ids.append(request.req_id)
-            requests.token_ids.append(request.token_ids)
+            requests.req_ids.append(req_id)
+            requests.token_ids.append(batch.tokens[i][:num_tokens])
             requests.context_lens.append(num_tokens - 1)
-            requests.req_indices.append(request.index)
+            requests.req_indices.append(i)
             requests.budgets.append(nodes)
             requests.depths.append(depth)
         return requests, others

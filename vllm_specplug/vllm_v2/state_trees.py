@@ -15,7 +15,8 @@ import torch
 
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree.step_trees import ROOT, StepTrees, Walk
-from vllm_specplug.vllm_attention.state_rows import RequestRows, StateStep
+from vllm_specplug.vllm_attention.state_rows import StateStep
+from vllm_specplug.vllm_attention.tree_rows import RequestRows
 
 
 def state_step(
@@ -30,7 +31,7 @@ def state_step(
     ends = input_batch.query_start_loc_np.tolist()
     computed = input_batch.num_computed_tokens_np.tolist()
     requests = [
-        RequestRows(ends[i], ends[i + 1] - rows, ends[i + 1], computed[i] > 0)
+        RequestRows(ends[i], ends[i + 1] - rows, ends[i + 1], computed[i])
         for i, rows in enumerate(_row_counts(input_batch).tolist())
     ]
     parents, above = trees.parent_rows, trees.above

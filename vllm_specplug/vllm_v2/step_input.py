@@ -7,7 +7,7 @@ the forward that have logits, and `cu_num_logits` the first logits row of each r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,41 +79,18 @@ def verified_step(
 
 
 @dataclass(frozen=True)
-class HostRequest:
-    """One request after a step, for a draft on the host."""
+class HostBatch:
+    """The R requests of a batch after a step, for a draft on the host."""
 
-    req_id: str
-    index: int
-    """Index in the batch and row of the block table."""
-    # [n] int32 committed tokens, the last sampled one included; a view
-    token_ids: np.ndarray
-    max_len: int
-    """Number of tokens at which vLLM ends it: its prompt plus `max_tokens`."""
-    is_decoding: bool
-    """Whether the step sampled for it. Requests in their prompt get no drafts."""
-    num_computed: int
-    """Tokens in the cache."""
-
-
-def host_requests(
-    req_ids: Sequence[str],
-    # [R] arrays [>= n]
-    tokens: Iterable[np.ndarray],
-    # [R] each; see `HostStep` and `HostRequest`
-    totals: np.ndarray,
-    max_lens: np.ndarray,
-    computed: np.ndarray,
-    sampled: np.ndarray,
-) -> list[HostRequest]:
-    """Returns the requests of a batch after a step."""
-    return [
-        HostRequest(
-            req_id=req_id,
-            index=i,
-            token_ids=own[: totals[i]],
-            max_len=int(max_lens[i]),
-            is_decoding=bool(sampled[i] > 0),
-            num_computed=int(computed[i]),
-        )
-        for i, (req_id, own) in enumerate(zip(req_ids, tokens, strict=True))
-    ]
+    # [R] in the batch's order
+    req_ids: Sequence[str]
+    # [R] arrays of tokens int32 [>= total]; views
+    tokens: Sequence[np.ndarray]
+    # [R] committed tokens, the last sampled one included
+    totals: np.ndarray
+    # [R] number of tokens at which vLLM ends the request: its prompt plus `max_tokens`
+    max_lens: np.ndarray
+    # [R] tokens in the cache
+    computed: np.ndarray
+    # [R] tokens that the step sampled; 0 in a prompt, whose requests get no drafts
+    sampled: np.ndarray

@@ -12,15 +12,13 @@ import torch
 from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import TreeAttnMetadata, copy_to_device
+from vllm_specplug.kernels import TreeAttnMetadata, copy_to_device, single_row_metadata
 from vllm_specplug.vllm_attention.tree_rows import DraftAttention
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
-from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows
+from vllm_specplug.vllm_worker.memory.device_draft_cache import CudaDraftRows, table_rows
 from vllm_specplug.vllm_worker.memory.device_partial_cache import (
-    Contexts,
     DevicePartialCache,
     partial_of,
-    single_rows,
 )
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import SelfDraft
@@ -53,18 +51,19 @@ class PartialReads(DraftAttention):
     ) -> None:
         self.draft = draft
         is_partial = ((regions >= 0) & is_drafted).to(torch.int32)
-        every = torch.arange(len(tables), dtype=torch.int32, device=tables.device)
         lens = torch.where(is_drafted, lens, 0).to(torch.int32)
         # Metadata, and the caches that it is of, by layer.
         self.reads: list[tuple[TreeAttnMetadata, Sequence[Any]]] = []
         if max_context is not None:
-            columns = (tables, every, 1 - is_partial, lens, every)
-            full = single_rows(columns, draft.rows.block_table(), max_context)
+            table = draft.rows.block_table()
+            full = single_row_metadata(tables, lens, 1 - is_partial, table, max_context)
             self.reads.append((full, draft.rows.views))
         if has_partial:
-            budget = torch.full_like(lens, draft.pool.budget)
-            columns = (regions.clamp_min(0), every, is_partial, budget, every)
-            part = single_rows(columns, draft.pool.block_table, draft.pool.budget)
+            pool = draft.pool
+            budget = torch.full_like(lens, pool.budget)
+            part = single_row_metadata(
+                regions.clamp_min(0), budget, is_partial, pool.block_table, pool.budget
+            )
             self.reads.append((part, draft.pool_views))
 
     def attend(
@@ -84,22 +83,24 @@ class PartialReads(DraftAttention):
 class DevicePartialAttention(PartialReads):
     """`PartialReads` of a forward that is launched: layers choose positions where that is due."""
 
-    def __init__(self, draft: DeviceSelfDraft, contexts: Contexts) -> None:
-        self.contexts, pool = contexts, draft.pool
+    def __init__(self, draft: DeviceSelfDraft, requests: DeviceRequests) -> None:
+        pool, history = draft.pool, requests.history
+        assert history is not None and requests.rows is None
+        self.history, self.lens = history, requests.context_lens.long()
         self.block_table = draft.rows.block_table()
-        self.partial = partial_of(contexts, pool.budget)
-        self.moves = pool.advance(contexts, self.partial, self.block_table)
-        sent = np.full((3, len(contexts.req_ids)), -1, np.int64)
-        sent[0], sent[1] = list(contexts.rows), list(contexts.is_drafted)
-        sent[2, self.partial] = [region.index for region in self.moves.regions]
-        tables, drafted, regions = device_tensor(sent, contexts.lens.device).to(torch.int32)
-        most = [m for m, d in zip(contexts.max_context_lens, contexts.is_drafted, strict=True) if d]
+        self.partial = partial_of(history, pool.budget)
+        self.moves = pool.advance(history, self.lens, self.partial, self.block_table)
+        sent = np.full((2, len(requests)), -1, np.int64)
+        sent[0] = history.is_drafted
+        sent[1, self.partial] = [region.index for region in self.moves.regions]
+        drafted, regions = device_tensor(sent, self.lens.device).to(torch.int32)
+        most = [m for m, d in zip(history.max_context_lens, history.is_drafted, strict=True) if d]
         # With a partial cache for each request, a kernel less runs in every layer.
-        reads_all = len(self.partial) < len(contexts.req_ids)
+        reads_all = len(self.partial) < len(requests)
         super().__init__(
             draft,
-            tables,
-            contexts.lens,
+            table_rows(requests),
+            self.lens,
             drafted > 0,
             regions,
             max_context=max(most, default=0) if reads_all else None,
@@ -115,8 +116,8 @@ class DevicePartialAttention(PartialReads):
         output: torch.Tensor,
     ) -> None:
         if self.moves.chosen:
-            index, lens = self.draft.layer_index[layer.layer_name], self.contexts.lens
-            self.draft.pool.choose(index, self.moves, query, lens, self.block_table)
+            index = self.draft.layer_index[layer.layer_name]
+            self.draft.pool.choose(index, self.moves, query, self.lens, self.block_table)
         super().attend(layer, query, key, value, output)
 
 
@@ -139,10 +140,8 @@ class DeviceSelfDraft(SelfDraft):
         return DevicePartialCache(kv_caches, self.spec.budget, self.spec.sink, max_requests)
 
     def can_run(self, requests: DraftRequests | DeviceRequests) -> bool:
-        if not isinstance(requests, DeviceRequests):
-            return super().can_run(requests)
+        assert isinstance(requests, DeviceRequests) and requests.history is not None
         history, most = requests.history, self.state.max_model_len
-        assert history is not None
         # All ranks or none must run the target, and each rank learns lower bounds at its own time.
         drafted = zip(history.max_context_lens, history.is_drafted, strict=True)
         return self.has_room(min(length, most) for length, is_drafted in drafted if is_drafted)
@@ -160,26 +159,16 @@ class DeviceSelfDraft(SelfDraft):
         self, requests: DraftRequests | DeviceRequests
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs each request's anchor; see the protocol."""
-        if isinstance(requests, DeviceRequests) and requests.history is None:
-            return self.graphs(requests)
-        contexts = Contexts.of(requests, self.state.device)
-        attention = DevicePartialAttention(self, contexts)
-        return self.run(attention, contexts.anchors, contexts.lens, contexts.rows)
-
-    def run(
-        self,
-        attention: DraftAttention,
-        # [R] each
-        anchors: torch.Tensor,
-        lens: torch.Tensor,
-        rows: Sequence[int],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the target's forward on anchors behind contexts of `lens` tokens."""
+        assert isinstance(requests, DeviceRequests)
+        if requests.history is None:
+            attention: DraftAttention = self.graphs.attention_of(requests)
+        else:
+            attention = DevicePartialAttention(self, requests)
         # Anchors and lengths of requests without a draft may be anything.
-        ids = anchors.clamp(0, self.state.vocab_size - 1).to(torch.int32)
-        positions = lens.clamp(0, self.state.max_model_len - 1)
+        ids = requests.anchors.clamp(0, self.state.vocab_size - 1).to(torch.int32)
+        positions = requests.context_lens.long().clamp(0, self.state.max_model_len - 1)
         layers = dict.fromkeys(self.layer_index, attention)
-        hidden, aux = self.state.forward(ids, positions, layers, list(rows))
+        hidden, aux = self.state.forward(ids, positions, layers, range(len(ids)))
         return hidden[: len(ids)], aux[0][: len(ids)]
 
 
@@ -214,12 +203,13 @@ class GraphSelfDraft:
 
     def prepare(self, requests: DeviceRequests) -> bool:
         """See `drafting.drafter.TargetForward.prepare`."""
-        draft = self.draft
-        contexts = Contexts.of(requests, draft.state.device)
-        partial = partial_of(contexts, draft.pool.budget)
-        if any(draft.pool.is_due(contexts, r) for r in partial):
+        draft, history = self.draft, requests.history
+        assert history is not None and requests.rows is None
+        partial = partial_of(history, draft.pool.budget)
+        if any(draft.pool.is_due(history, r) for r in partial):
             return False
-        moves = draft.pool.advance(contexts, partial, draft.rows.block_table())
+        lens, table = requests.context_lens.long(), draft.rows.block_table()
+        moves = draft.pool.advance(history, lens, partial, table)
         self._send(len(requests), partial, [region.index for region in moves.regions])
         return True
 
@@ -231,11 +221,11 @@ class GraphSelfDraft:
             self._regions[:count] = sent
             copy_to_device(sent, self.regions[:count])
 
-    def __call__(self, requests: DeviceRequests) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs the forward; the host reads nothing."""
+    def attention_of(self, requests: DeviceRequests) -> PartialReads:
+        """Returns the attention of a forward in a graph."""
         draft = self.draft
         assert requests.rows is not None
-        attention = PartialReads(
+        return PartialReads(
             draft,
             requests.rows.to(torch.int32),
             requests.context_lens,
@@ -243,7 +233,4 @@ class GraphSelfDraft:
             self.regions[requests.rows.long()],
             max_context=draft.state.max_model_len,
             has_partial=draft.pool.max_requests > 0,
-        )
-        return draft.run(
-            attention, requests.anchors, requests.context_lens.long(), range(len(requests))
         )

@@ -18,6 +18,7 @@ import torch
 from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DrafterOptions
 from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_attention.state_rows import StateStep, warmup_step
@@ -158,11 +159,18 @@ class RunnerView:
         step.commit(step.starts[1:] - 1)
         return hidden
 
-    def draft(self, requests: DraftRequests) -> None:
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether steps draft on the device, for `DeviceRequests`."""
+        return not self.runner.tree_backend.is_host and self.drafter.drafts_on_device
+
+    def draft(self, requests: DraftRequests | DeviceRequests) -> None:
         """Runs a draft forward for dummy requests, as a step would."""
         graphs = getattr(self.runner.speculator, "draft_graphs", None)
-        if graphs is None or not graphs.warmup(requests):
+        if not isinstance(requests, DeviceRequests):
             self.drafter.propose(requests)
+        elif graphs is None or graphs(requests) is None:
+            self.drafter.propose_on_device(requests)
 
     @property
     def clock(self) -> StepClock:

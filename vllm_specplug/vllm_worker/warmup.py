@@ -14,12 +14,14 @@ import torch
 
 from vllm_specplug.drafting.caches import TargetCacheSpec, WindowSpec, WindowTokens
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.registry import headless_methods
 from vllm_specplug.vllm_worker.memory.rank_caches import bind_target_caches
 from vllm_specplug.vllm_worker.ranks import any_failed
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 
+DUMMY_NAME = "specplug-warmup"
 SHORT_CONTEXT = 7
 # Long enough for kernels to split it.
 LONG_CONTEXT = 8192
@@ -32,13 +34,13 @@ def dummy_requests(
     depth: int,
     context: int = SHORT_CONTEXT,
     nodes: int | None = None,
-) -> Iterator[DraftRequests]:
+) -> Iterator[DraftRequests | DeviceRequests]:
     """Yields `count` dummy requests of `context` tokens and an anchor, for drafts of `depth` levels
-    and at most `nodes` nodes."""
+    and at most `nodes` nodes, where steps draft: on the host or on the device."""
     options = state.drafter_options
     tokens = 1 + np.arange(context + 1) % 7  # ids that the smallest vocabularies have
     requests = DraftRequests(
-        req_ids=[f"specplug-warmup-{i}" for i in range(count)],
+        req_ids=[f"{DUMMY_NAME}-{i}" for i in range(count)],
         # Rows of equal tokens would all take the same experts.
         token_ids=[(tokens + 7 * i) % options.vocab_size for i in range(count)],
         context_lens=[context] * count,
@@ -49,7 +51,10 @@ def dummy_requests(
         forward_depths=[depth] * count,
     )
     try:
-        yield requests
+        if state.drafts_on_device:
+            yield DeviceRequests.of(requests, options.num_nodes, state.device)
+        else:
+            yield requests
     finally:
         state.drafter.forget(requests.req_ids)
 
@@ -124,7 +129,7 @@ class _NoCache:
     def context_attention(self, table_rows: Any, positions: Any, slots: Any) -> Any:
         return self.block_attention(table_rows, 0, causal=True)
 
-    def block_attention(self, requests: DraftRequests, rows: int, causal: Any) -> Any:
+    def block_attention(self, requests: Any, rows: int, causal: Any) -> Any:
         return lambda layer, query, key, value: torch.zeros_like(
             query, memory_format=torch.contiguous_format
         )

@@ -13,6 +13,7 @@ from tests.e2e.cuda import cuda_device  # isort: skip
 
 import pytest
 import torch
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from tests.e2e.oracle import OracleDrafter
 from tests.e2e.pair import Counts, Pair, changed, core_of, pair
@@ -74,10 +75,10 @@ def outputs_are_final() -> Iterator[None]:
     """Raises if a later step writes to the outputs of a step, which a stream of vLLM's copies to
     the host while later steps run."""
     copied: list[tuple[torch.Tensor, torch.Tensor]] = []
-    stock = TreeOutput.__init__
+    stock = AsyncOutput.__init__
 
     def kept(
-        self: TreeOutput, *, sampler_output: Any, num_sampled_tokens: Any, **more: Any
+        self: AsyncOutput, *, sampler_output: Any, num_sampled_tokens: Any, **more: Any
     ) -> None:
         stock(self, sampler_output=sampler_output, num_sampled_tokens=num_sampled_tokens, **more)
         tensors = [sampler_output.sampled_token_ids, num_sampled_tokens]
@@ -85,7 +86,7 @@ def outputs_are_final() -> Iterator[None]:
             tensors.append(sampler_output.logprobs_tensors.logprobs)
         copied.extend((tensor, tensor.clone()) for tensor in tensors)
 
-    with patch.object(TreeOutput, "__init__", kept):
+    with patch.object(AsyncOutput, "__init__", kept):
         yield
     assert copied
     assert all(torch.equal(tensor, copy) for tensor, copy in copied)

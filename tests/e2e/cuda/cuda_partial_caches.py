@@ -48,12 +48,13 @@ def watching() -> Iterator[Watched]:
         attend(self, layer, query, key, value, output)
         index, pool = self.draft.layer_index[layer.layer_name], self.draft.pool
         pages, dim, device = pool.target_pages[index], query.shape[-1], query.device
-        for r, drafted in enumerate(self.contexts.is_drafted):
+        history = self.history
+        for r, drafted in enumerate(history.is_drafted):
             if not drafted:
                 continue
-            length = int(self.contexts.lens[r])
-            assert self.contexts.min_context_lens[r] <= length <= self.contexts.max_context_lens[r]
-            table = self.block_table[self.contexts.rows[r]]
+            length = int(self.lens[r])
+            assert history.min_context_lens[r] <= length <= history.max_context_lens[r]
+            table = self.block_table[r]
             at = torch.arange(length, device=device)
             context = pages[table[at // pool.block_size].long(), at % pool.block_size]
             heads = torch.arange(context.shape[1], device=device)
@@ -77,7 +78,7 @@ def watching() -> Iterator[Watched]:
             else:
                 seen.whole += 1
             kept = context[positions, heads[:, None]].transpose(0, 1)
-            expected, _ = dense_attention(
+            expected = dense_attention(
                 query[r : r + 1], torch.cat([kept[..., :dim], key[r : r + 1]]),
                 torch.cat([kept[..., dim:], value[r : r + 1]]), layer.impl.scale,
                 query.shape[1] // len(heads), None,

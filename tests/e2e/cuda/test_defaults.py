@@ -6,6 +6,7 @@ In every run: what a user of CUDA gets by default, and that a wrong mask would s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -22,8 +23,12 @@ from tests.e2e.cuda.cuda_pairs import (
 )
 from tests.e2e.pair import Counts
 from tests.e2e.requests import greedy, seeded
+from vllm_specplug.drafting.device_levels import read_trees
+from vllm_specplug.drafting.device_requests import DeviceRequests
+from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.ngram_tree.drafter import NgramTreeDrafter
+from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2 import cuda_trees
 
 pytestmark = INTERPRETED
@@ -87,7 +92,15 @@ def test_acceptance_is_that_of_trees_made_on_the_host() -> None:
     # A head with n-gram branches, and only these.
     both = ("jetspec", "ngram_tree")
     on_device = {method: _compare_defaults(method, budget=10)[0] for method in both}
+
+    def draft(self: BlockHeadDrafter, requests: DraftRequests) -> list[DraftTree]:
+        device = self.embed_tokens.device
+        given = DeviceRequests.of(requests, self.options.num_nodes, device)
+        rows = torch.tensor(requests.req_indices, dtype=torch.int32, device=device)
+        return read_trees(self.propose_on_device(replace(given, rows=rows)))
+
     with (
+        patch.object(BlockHeadDrafter, "draft", draft),
         patch.object(BlockHeadDrafter, "drafts_on_device", False),
         patch.object(NgramTreeDrafter, "drafts_on_device", False),
     ):

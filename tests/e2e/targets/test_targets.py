@@ -84,7 +84,7 @@ def windows_from_slots() -> Any:
             at = meta.block_table[request].long()[slots // size] * size + slots % size
             at_rows = slice(start, start + rows)
             group = query.shape[1] // keys.shape[1]
-            out, _ = dense_attention(
+            out = dense_attention(
                 query[at_rows], *layout.gather(keys, values, at), scale, group, seen,
                 features=replace(features, window=0),
             )  # fmt: skip

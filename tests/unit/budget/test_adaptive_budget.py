@@ -26,7 +26,9 @@ CALLS_PER_REQUEST = 8
 
 
 def budget(**kwargs: object) -> AdaptiveBudget:
-    return AdaptiveBudget(StepCostModel(calibration(**kwargs)), RowBudget(64, 4096), DEEPEST)
+    return AdaptiveBudget(
+        StepCostModel(calibration(**kwargs)), RowBudget(64, 4096, 4096, 1), DEEPEST
+    )
 
 
 def tree(probability: float, depth: int = DEEPEST) -> DraftTree:
@@ -80,7 +82,9 @@ def run(
 
 def test_hard_limits_hold_and_leave_trees() -> None:
     free = [30.0 + 0.001 * r for r in ROWS]
-    controller = AdaptiveBudget(StepCostModel(calibration(times=free)), RowBudget(64, 10), DEEPEST)
+    controller = AdaptiveBudget(
+        StepCostModel(calibration(times=free)), RowBudget(64, 10, 10, 1), DEEPEST
+    )
     assert max(run(controller, 4, 20, 0.9)) <= 6
     controller = budget(times=free)
     plan = controller.plan(next_step(3, caps=[1, 4, 16]), [DraftTree.empty()] * 3)
@@ -140,7 +144,7 @@ def test_drafts_by_level_cost_by_their_levels() -> None:
     for _ in range(50):
         costs.observe_draft(4, 2, 2 * before)
     assert float(costs.draft_ms(4, 2)) > 1.5 * before
-    controller = AdaptiveBudget(costs, RowBudget(64, 4096), DEEPEST)
+    controller = AdaptiveBudget(costs, RowBudget(64, 4096, 4096, 1), DEEPEST)
     for _ in range(30):
         plan = controller.plan(next_step(1), [DraftTree.empty()])
         if plan.depths.any():
@@ -191,39 +195,3 @@ def test_a_decision_takes_few_calls_for_each_request() -> None:
     few, many = calls(8), calls(64)
     # Nodes are never looked at one by one: a tree has ten.
     assert (many - few) / 56 < CALLS_PER_REQUEST, (few, many)
-
-
-def test_plain_steps_that_are_counted_at_once_are_counted_alike() -> None:
-    """`hold_plain` stands for `plan` and `trim` of a step in which nothing is found."""
-    asked, told = (budget(draft=4.0) for _ in range(2))
-    none = [DraftTree.empty()] * 8
-    told_steps, probes = 0, []
-    for _ in range(600):
-        step = next_step(8)
-        decisions = []
-        for controller in (asked, told):
-            if controller is told and controller.hold_plain():
-                told_steps += 1
-                decisions.append([0] * 8)
-                continue
-            plan = controller.plan(step, none)
-            controller.trim(plan, [tree(0.01, d) if d else DraftTree.empty() for d in plan.depths])
-            decisions.append(plan.depths.tolist())
-        assert decisions[0] == decisions[1]
-        probes.append(any(decisions[0]))
-    assert told_steps > 300 and 0 < sum(probes[300:]) < 30
-    told._count_plain_steps()
-    for name in ("_due", "_emitted"):
-        np.testing.assert_allclose(getattr(asked.fairness, name), getattr(told.fairness, name))
-
-
-def test_nobody_rests_for_a_request_that_ended() -> None:
-    controller = budget(draft=60.0)
-    for _ in range(40):
-        plan = controller.plan(next_step(2), [DraftTree.empty()] * 2)
-        controller.trim(plan, [DraftTree.empty()] * 2)
-        if controller.holds_plain:
-            break
-    assert controller.hold_plain()
-    controller.forget(["r0"])
-    assert not controller.hold_plain()

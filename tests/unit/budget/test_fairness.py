@@ -75,7 +75,9 @@ def _served(monkeypatch: pytest.MonkeyPatch, pull: float) -> tuple[float, float]
     machine = Machine(times=DEAR_ROWS)
     ratios, paces = [], []
     for seed in (0, 1):
-        budget = AdaptiveBudget(StepCostModel(machine.calibration()), RowBudget(64, 4096), DEPTH)
+        budget = AdaptiveBudget(
+            StepCostModel(machine.calibration()), RowBudget(64, 4096, 4096, 1), DEPTH
+        )
         server = Server(budget, machine, seed=seed)
         plain = Server(0, machine, seed=seed)
         ratios.append(server.serve(4, 80e3) / plain.serve(4, 80e3))

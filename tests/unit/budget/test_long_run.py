@@ -20,7 +20,7 @@ EXPENSIVE_TREES = (1.0, 1.0, 1.15, 1.4, 1.4, 1.2, 1.0, 1.0)
 
 def auto(machine: Machine, error: tuple[float, ...] = EXACT) -> Server:
     costs = StepCostModel(machine.calibration(error))
-    return Server(AdaptiveBudget(costs, RowBudget(64, 4096), DEPTH), machine)
+    return Server(AdaptiveBudget(costs, RowBudget(64, 4096, 4096, 1), DEPTH), machine)
 
 
 def steps_ms(machine: Machine) -> float:

@@ -11,17 +11,17 @@ from vllm_specplug.budget import RowBudget
 
 @given(st.integers(1, 256), st.integers(1, 4096), st.integers(1, 512))
 def test_never_exceeds_rows_or_nodes(nodes: int, rows: int, requests: int) -> None:
-    share = RowBudget(max_nodes=nodes, max_step_rows=rows).nodes_per_request(requests)
+    share = RowBudget(nodes, rows, rows, 1).nodes_per_request(requests)
     assert 0 <= share <= nodes
     assert share == 0 or requests * (share + 1) <= rows
 
 
 def test_shrinks_then_stops() -> None:
-    budget = RowBudget(max_nodes=16, max_step_rows=32)
+    budget = RowBudget(16, 32, 32, 1)
     assert [budget.nodes_per_request(n) for n in (0, 1, 2, 4, 8, 10, 11, 64)] == [
         0, 16, 15, 7, 3, 2, 0, 0,
     ]  # fmt: skip
-    assert RowBudget(max_nodes=1, max_step_rows=8).nodes_per_request(1) == 1
+    assert RowBudget(1, 8, 8, 1).nodes_per_request(1) == 1
 
 
 def test_requests_that_fill_the_scheduler_leave_room_for_one_more() -> None:

@@ -14,7 +14,7 @@ from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS, SeamError
 from vllm_specplug.seams.seam import Members, Topic, resolve
 
 MEMBERS = {target for seam in ALL_SEAMS for target in seam.targets}
-TOPIC = Topic("key", "why", "never")
+TOPIC = Topic("key", "why")
 
 
 def overridden(used: names.UsedNames) -> set[str]:

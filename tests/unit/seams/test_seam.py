@@ -21,7 +21,7 @@ from vllm_specplug.seams.seam import (
     Wrap,
 )
 
-TOPIC = Topic("key", "why", "never")
+TOPIC = Topic("key", "why")
 
 
 class Base:

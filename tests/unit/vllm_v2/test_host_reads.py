@@ -101,7 +101,7 @@ def _runner(step: Step) -> Any:
     runner.speculator = SimpleNamespace(
         store=step.store, trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
     )
-    runner.planner = SimpleNamespace(clock=StepClock(), running=(None, None), is_skipping=False)
+    runner.planner = SimpleNamespace(clock=StepClock(), running=(None, None))
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
     runner.step = StepContext()
     sampler = SimpleNamespace(

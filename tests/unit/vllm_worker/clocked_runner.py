@@ -22,7 +22,7 @@ from vllm_specplug.vllm_worker.target.state_layers import StateLayers
 class ClockedDrafter:
     attends_context = False
     forward_depth = warmup_depth = 3
-    drafts_by_level = False
+    drafts_by_level = drafts_on_device = False
 
     def __init__(self, take: Callable[[float], None]) -> None:
         self.take = take
@@ -58,7 +58,7 @@ class ClockedRunner:
             is_adaptive=True, adaptive=None, clock=StepClock(),
             row_budget=SimpleNamespace(max_step_rows=64),
         )  # fmt: skip
-        self.tree_backend = SimpleNamespace(warmup_rows=0)
+        self.tree_backend = SimpleNamespace(warmup_rows=0, is_host=True)
         self.step = SimpleNamespace(has_dummy_rows=False)
         self.model = SimpleNamespace(compute_logits=lambda hidden: self.take(1e-4))
         self.drafter = SimpleNamespace(

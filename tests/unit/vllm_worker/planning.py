@@ -39,7 +39,7 @@ def planner_of(
 ) -> DraftPlanner:
     options = options_of(**changes)
     nodes = MAX_NODES if options.tree_budget == "auto" else options.tree_budget
-    row_budget = RowBudget(nodes, rows, scheduler_rows, max_requests)
+    row_budget = RowBudget(nodes, rows, scheduler_rows or rows, max_requests)
     planner = DraftPlanner(options, row_budget, StepStats(), 1000, clock)
     if planner.is_adaptive:
         costs = StepCostModel(calibration(draft=draft_ms))

@@ -6,11 +6,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.vllm_attention.gpu import gpu_cache_views
@@ -47,7 +46,8 @@ def test_a_draft_of_another_kernel_than_the_targets_has_its_words(monkeypatch):
     layer = SimpleNamespace(kv_cache=torch.zeros(2, 1, 16, 8), spec=spec)
     layers: Any = [layer, layer]
     drafts = CudaDraftCache(backend, layers, lambda: TABLE, 1.0)
-    requests = DraftRequests(token_ids=[np.array([1])], context_lens=[0], req_indices=[0])
+    one = torch.ones(1, dtype=torch.int32)
+    requests = DeviceRequests(one.long(), one - 1, one, one, 1, 1, 0)
     rows = torch.zeros(3, 1, 4)
     for causal, expected in ((True, ["triton"]), (False, [])):
         filled.clear()

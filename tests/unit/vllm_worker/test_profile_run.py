@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 from vllm import SamplingParams
 
 from tests.e2e.tiny import HIDDEN, make_head
-from tests.unit.drafters import load_drafter
+from tests.unit.drafters import load_drafter, requests_of
 from vllm_specplug.drafting import depth_drafter
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.drafting.requests import DraftRequests
+from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -70,7 +70,7 @@ class LiveBytes(TorchDispatchMode):
 class _Cache:
     def write(self, *args: Any) -> None: ...
 
-    def block_attention(self, requests: DraftRequests, rows: int, causal: bool) -> Any:
+    def block_attention(self, requests: Any, rows: int, causal: bool) -> Any:
         return lambda layer, query, key, value: torch.zeros(query.shape)
 
 
@@ -78,9 +78,11 @@ class _Cache:
 def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from vllm_specplug.vllm_v2.worker_gpu import GPUModelRunner, TreeGPUModelRunner
 
-    # As on CUDA: in torch.
-    monkeypatch.setattr(depth_drafter, "can_build_best_first", lambda device: False)
-    monkeypatch.setattr("vllm_specplug.kernels.local_tree.can_build_local_trees", lambda _: False)
+    # The kernel that builds trees takes no memory of note.
+    monkeypatch.setattr(
+        depth_drafter, "best_first_on_device",
+        lambda ids, log_probs, requests: DeviceTrees.none(len(requests), NODES, CPU),
+    )  # fmt: skip
     monkeypatch.setattr(GPUModelRunner, "profile_run", lambda self, *args, **kwargs: None)
     weights = torch.zeros(VOCAB, HIDDEN)
     drafter = load_drafter(
@@ -95,7 +97,7 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
                 max_step_rows=TOKENS,
             )
         ),
-        tree_backend=SimpleNamespace(make_workspace=lambda: None),
+        tree_backend=SimpleNamespace(make_workspace=lambda: None, is_host=False),
         speculator=SimpleNamespace(
             proposer=SimpleNamespace(
                 drafter=drafter, options=drafter.options, state_layers=StateLayers()
@@ -147,13 +149,8 @@ def _largest_step(runner: Any, sampler: Any) -> None:
     drafter.bind_cache(_Cache())
     every = torch.arange(TOKENS)
     drafter.observe(CommittedTokens(aux, every, every % 64, every))
-    drafter.propose(
-        DraftRequests(
-            req_ids=[str(i) for i in range(REQUESTS)], token_ids=[np.arange(9)] * REQUESTS,
-            context_lens=[8] * REQUESTS, req_indices=list(range(REQUESTS)),
-            budgets=[NODES] * REQUESTS, width=4, depths=[DEPTH] * REQUESTS,
-        )
-    )  # fmt: skip
+    requests = requests_of([np.arange(9)] * REQUESTS, NODES, 4, DEPTH)
+    drafter.propose_on_device(DeviceRequests.of(requests, NODES, CPU))
 
 
 def test_the_profile_run_takes_what_the_largest_step_takes(runner: Any, sampler: Any) -> None:
@@ -194,10 +191,8 @@ def test_the_profile_run_takes_what_attention_over_the_target_takes(
     table = torch.zeros(REQUESTS, pages, dtype=torch.int32)
     spec = TargetCacheSpec(kv_heads, dim, 1.0)
     cache = torch.zeros(pages, kv_heads, 16, 2 * dim)
-    requests = DraftRequests(
-        token_ids=[np.arange(9)] * REQUESTS, context_lens=[8] * REQUESTS,
-        req_indices=list(range(REQUESTS)),
-    )  # fmt: skip
+    texts = [np.arange(9)] * REQUESTS
+    requests = DeviceRequests.of(requests_of(texts, NODES, 4), NODES, CPU)
     query = torch.zeros(REQUESTS * rows, heads, dim)
     owners = torch.arange(REQUESTS).repeat_interleave(rows)
     peaks = []

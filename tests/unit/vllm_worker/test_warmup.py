@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.unit.vllm_worker.clocked_runner import ClockedRunner
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.vllm_worker import warmup as module
 from vllm_specplug.vllm_worker.warmup import dummy_requests, warm_up_draft
 
@@ -33,6 +34,14 @@ def test_warm_up_drafts_every_depth(runner: Any) -> None:
         (tokens,) = requests.token_ids
         assert len(tokens) == requests.context_lens[0] + 1 and tokens.min() > 0
     assert drafter.forgotten == {"specplug-warmup-0"} and len(runner.waits) == 1
+    # On a device it drafts as steps do.
+    drafter.drafts_on_device, runner.tree_backend.is_host = True, False
+    runner.device = torch.device("cpu")
+    with dummy_requests(runner.state, 2, 3, nodes=5) as given:
+        assert isinstance(given, DeviceRequests) and given.max_depth == 3
+        assert given.budgets.tolist() == [5, 5] and given.history is not None
+        for line, tokens in enumerate(given.history.token_ids):
+            assert given.anchors[line] == tokens[given.context_lens[line]]
     # A method without a forward has nothing to warm up.
     drafter.warmup_depth = 0
     warm_up_draft(runner.state)

@@ -138,11 +138,12 @@ class TokenSwiftDrafter(Drafter):
     def warmup_depth(self) -> int:
         return self.options.tree_depth
 
-    def warmup(self, requests: DraftRequests) -> None:
+    def warmup(self, requests: DraftRequests | DeviceRequests) -> None:
+        assert isinstance(requests, DeviceRequests)
         for source in self.chooser.sources:
             # While vLLM measures memory there are no caches; vLLM's forward needs more memory.
             if source == HEADS or (source == SELF and self.target_forward is not None):
-                self._head_trees(source, requests)
+                self._device_trees(source, requests)
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
         """See `Drafter`. The host chooses the source from the steps whose results it has."""
@@ -152,8 +153,10 @@ class TokenSwiftDrafter(Drafter):
         else:
             source, self._chosen = self._chosen or self._choose_source(requests), None
             self._count(source)
-        if source == NGRAMS:
-            return None
+        return None if source == NGRAMS else self._device_trees(source, requests)
+
+    def _device_trees(self, source: str, requests: DeviceRequests) -> DeviceTrees | None:
+        """Returns the trees of the heads, as `_head_trees` does; None for a depth of 0."""
         first = 0 if source == SELF else 1
         depth = min(self.settings.gamma - first, self.options.tree_depth)
         if requests.max_depth is not None:

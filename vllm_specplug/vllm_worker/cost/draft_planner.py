@@ -103,11 +103,6 @@ class DraftPlanner:
         self._has_forward = False
         self._now: _Step | None = None
         self._before: _Step | None = None
-        # The batch whose drafts may be skipped, why it has none, and the number of skipped drafts.
-        self._skippable: list[str] = []
-        self._plain: dict[str, int] = {}
-        self._plain_before: dict[str, int] = {}
-        self._num_skipped = 0
 
     @classmethod
     def for_engine(
@@ -173,38 +168,10 @@ class DraftPlanner:
         for step in (self._before, self._now):
             if step is not None:
                 step.req_ids.difference_update(req_ids)
-        self._end_skipping()
         if self.adaptive is not None:
             self.adaptive.forget(req_ids)
 
     # -- drafting --------------------------------------------------------------------------
-
-    def should_skip(self, req_ids: Sequence[str]) -> bool:
-        """Returns whether to draft nothing for the next step of the same batch.
-
-        If so, do not call `draft` for it; do not call `observe` either unless it verifies earlier
-        trees. Between two forwards the caches hold weights and no code, so work beside a forward
-        takes ten times as long as it does by itself.
-        """
-        if self._skippable and self._skippable == req_ids:
-            assert self.adaptive is not None
-            if self.adaptive.hold_plain():
-                self._num_skipped += 1
-                return True
-        self._end_skipping()
-        self._plain_before = dict(self.stats.plain_steps)
-        return False
-
-    @property
-    def is_skipping(self) -> bool:
-        """Whether the last step's draft was skipped."""
-        return self._num_skipped > 0
-
-    def _end_skipping(self) -> None:
-        if self._num_skipped:
-            for reason, count in self._plain.items():
-                self.stats.observe_plain(reason, count * self._num_skipped)
-        self._skippable, self._plain, self._num_skipped = [], {}, 0
 
     def draft(
         self,
@@ -240,25 +207,9 @@ class DraftPlanner:
         self.stats.observe_plain("invalid_tree", dropped)
         if len(requests):
             self.measure_draft(start, forward)
-            self._finish_draft(drafter, requests, batch, trees)
+            sizes = requests.budgets if self.adaptive is None else [t.num_nodes for t in trees]
+            self.stats.tree_budget = max(sizes)
         return trees
-
-    def _finish_draft(
-        self, drafter: Drafter, requests: DraftRequests, batch: Batch, trees: list[DraftTree]
-    ) -> None:
-        """Counts the budget and decides whether later drafts of the batch may be skipped."""
-        budget = self.adaptive
-        if budget is None:
-            self.stats.tree_budget = max(requests.budgets)
-            return
-        self.stats.tree_budget = max(tree.num_nodes for tree in trees)
-        has_lookup = drafter.has_lookup and not budget.lookups.is_skipping
-        if batch.req_ids and budget.holds_plain and not has_lookup:
-            self._skippable = list(batch.req_ids)
-            self._plain = {
-                reason: count - self._plain_before.get(reason, 0)
-                for reason, count in self.stats.plain_steps.items()
-            }
 
     def measure_draft(self, start: Any, forward: tuple[int, float]) -> None:
         """Measures a draft since the mark `start`, with a forward of `forward` (number of requests,

@@ -9,7 +9,6 @@ from copy import copy
 import torch
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import AttnFeatures, TreeAttnMetadata, single_row_metadata
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel, KernelShape
 from vllm_specplug.kernels.features import PLAIN
@@ -22,13 +21,11 @@ from vllm_specplug.vllm_worker.memory.draft_cache import BlockTable, DraftKVLaye
 _MAX_CONTEXT_ROWS = 4096
 
 
-def table_rows(requests: DraftRequests | DeviceRequests, device: torch.device) -> torch.Tensor:
+def table_rows(requests: DeviceRequests) -> torch.Tensor:
     """Returns int32 [R]: each request's row of the batch's block table."""
-    if not isinstance(requests, DeviceRequests):
-        return device_tensor(requests.req_indices, device).to(torch.int32)
     if requests.rows is not None:
         return requests.rows
-    return torch.arange(len(requests), dtype=torch.int32, device=device)
+    return torch.arange(len(requests), dtype=torch.int32, device=requests.anchors.device)
 
 
 class CudaDraftRows:
@@ -84,7 +81,7 @@ class CudaDraftRows:
 
     def metadata_of(
         self,
-        requests: DraftRequests | DeviceRequests,
+        requests: DeviceRequests,
         # [R]
         context_lens: torch.Tensor,
         # [R, rows] int32
@@ -96,20 +93,15 @@ class CudaDraftRows:
         draft."""
         device, (count, rows) = self.backend.device, parent_rows.shape
         starts = torch.arange(0, count * rows, rows, dtype=torch.int32, device=device)
-        counts = torch.full_like(starts, rows)
-        if isinstance(requests, DeviceRequests):
-            counts = torch.where(requests.budgets > 0, counts, 0)
-            longest = requests.max_context
-        else:
-            longest = max(requests.context_lens)
+        counts = torch.where(requests.budgets > 0, torch.full_like(starts, rows), 0)
         if tables is None:
-            tables = table_rows(requests, device)
+            tables = table_rows(requests)
         words = (count * rows, -(-rows // 64))
         return TreeAttnMetadata(
             torch.stack([tables, starts, counts, context_lens.to(torch.int32), starts]),
             self.block_table(),
             max_rows=rows,
-            max_context=longest,
+            max_context=requests.max_context,
             mask_words=torch.empty(words, dtype=torch.int64, device=device),
             parent_rows=parent_rows.flatten(),
         )
@@ -154,7 +146,8 @@ class CudaDraftCache(CudaDraftRows):
         """Returns the attention of committed tokens over the tokens up to them."""
         table = self.block_table()
         longest = table.shape[1] * self.views[0][0].shape[1]
-        columns = (x.split(_MAX_CONTEXT_ROWS) for x in (table_rows, positions, slots))
+        counts = (slots >= 0).int()
+        columns = (x.split(_MAX_CONTEXT_ROWS) for x in (table_rows, positions, counts))
         pieces = [
             self.attention_of(single_row_metadata(*rows, table, longest))
             for rows in zip(*columns, strict=True)
@@ -170,15 +163,13 @@ class CudaDraftCache(CudaDraftRows):
         return attend
 
     def block_attention(
-        self, requests: DraftRequests | DeviceRequests, rows: int, causal: bool | Sequence[bool]
+        self, requests: DeviceRequests, rows: int, causal: bool | Sequence[bool]
     ) -> Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         """Returns the attention of `rows` block rows per request over its context and the block."""
         masks = [causal] * len(self.views) if isinstance(causal, bool) else causal
-        device, contexts = self.backend.device, requests.context_lens
-        if not isinstance(contexts, torch.Tensor):
-            contexts = device_tensor(contexts, device)
-        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=device)
-        metadata = self.metadata_of(requests, contexts, chain.repeat(len(requests), 1))
+        chain = torch.arange(-1, rows - 1, dtype=torch.int32, device=self.backend.device)
+        parents = chain.repeat(len(requests), 1)
+        metadata = self.metadata_of(requests, requests.context_lens, parents)
         attend = {}
         for mask in set(masks):
             own = copy(metadata)
@@ -188,7 +179,7 @@ class CudaDraftCache(CudaDraftRows):
 
     def tree_attention(
         self,
-        requests: DraftRequests | DeviceRequests,
+        requests: DeviceRequests,
         # [R]
         context_lens: torch.Tensor,
         # [R, rows] int32

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.requests import DraftRequests, device_tensor
-from vllm_specplug.kernels import TreeAttnMetadata, to_device
+from vllm_specplug.drafting.device_requests import TokenHistory
+from vllm_specplug.kernels import to_device
 from vllm_specplug.vllm_worker.memory.partial_cache import RECENT
 from vllm_specplug.vllm_worker.memory.regions import Region, RegionPool
 
@@ -33,44 +32,6 @@ class PartialRegion(Region):
     """Minimum context tokens at the last choice; 0 before the first one."""
     covered: int = 0
     """Minimum context tokens that were chosen among or stored since."""
-
-
-@dataclass(frozen=True)
-class Contexts:
-    """The R requests of a draft forward."""
-
-    req_ids: Sequence[str]
-    # [R] bounds of the contexts
-    min_context_lens: Sequence[int]
-    max_context_lens: Sequence[int]
-    # [R] whether a request gets a draft
-    is_drafted: Sequence[bool]
-    # [R] row of each in the block table
-    rows: Sequence[int]
-    # [R] int64
-    anchors: torch.Tensor
-    lens: torch.Tensor
-
-    @classmethod
-    def of(cls, requests: DraftRequests | DeviceRequests, device: torch.device) -> Contexts:
-        if not isinstance(requests, DeviceRequests):
-            lens = requests.context_lens
-            anchors, contexts = device_tensor(np.array([requests.anchors, lens]), device)
-            drafted = [True] * len(requests)
-            return cls(
-                requests.req_ids, lens, lens, drafted, requests.req_indices, anchors, contexts
-            )
-        history = requests.history
-        assert history is not None and requests.rows is None
-        return cls(
-            history.req_ids,
-            history.min_context_lens,
-            history.max_context_lens,
-            history.is_drafted,
-            range(len(requests)),
-            requests.anchors,
-            requests.context_lens.long(),
-        )
 
 
 @dataclass(frozen=True)
@@ -153,16 +114,18 @@ class DevicePartialCache(RegionPool[PartialRegion]):
             query = torch.zeros(shape, dtype=dtype, device=device)
             self.choose(layer, moves, query, lens + 1, table)
 
-    def is_due(self, contexts: Contexts, r: int) -> bool:
+    def is_due(self, history: TokenHistory, r: int) -> bool:
         """Returns whether positions must be chosen for a request before its next draft."""
-        region = self.regions.get(contexts.req_ids[r])
+        region = self.regions.get(history.req_ids[r])
         if region is None or not region.chosen:
             return True
-        return contexts.max_context_lens[r] - region.chosen > self.budget - self.sink
+        return history.max_context_lens[r] - region.chosen > self.budget - self.sink
 
     def advance(
         self,
-        contexts: Contexts,
+        history: TokenHistory,
+        # [R] int64 tokens of the contexts
+        lens: torch.Tensor,
         # indices of the requests that read partial caches
         partial: Sequence[int],
         # int32 [B, max_blocks]
@@ -176,16 +139,17 @@ class DevicePartialCache(RegionPool[PartialRegion]):
         grown: list[tuple[int, ...]] = []
         most: list[int] = []
         for r in partial:
-            is_due = self.is_due(contexts, r)
-            region = self.region_of(contexts.req_ids[r])
-            column = r, contexts.rows[r], region.index, int(is_due)
+            is_due = self.is_due(history, r)
+            region = self.region_of(history.req_ids[r])
+            # A batch's requests are the first rows of its block table.
+            column = r, r, region.index, int(is_due)
             if is_due:
-                region.chosen = contexts.min_context_lens[r]
+                region.chosen = history.min_context_lens[r]
                 chosen.append(column)
-                most.append(contexts.max_context_lens[r])
-            elif contexts.max_context_lens[r] > region.covered:
+                most.append(history.max_context_lens[r])
+            elif history.max_context_lens[r] > region.covered:
                 grown.append(column)
-            region.covered = contexts.min_context_lens[r]
+            region.covered = history.min_context_lens[r]
             regions.append(region)
             due.append(is_due)
         parts: list[tuple[torch.Tensor, int]] = []
@@ -193,8 +157,8 @@ class DevicePartialCache(RegionPool[PartialRegion]):
             device = self.covered.device
             moved = to_device(np.array([*chosen, *grown], np.int32).T.copy(), device)
             if grown:
-                self._take_in(moved[:, len(chosen) :], contexts.lens, block_table)
-            self._count(moved, contexts.lens)
+                self._take_in(moved[:, len(chosen) :], lens, block_table)
+            self._count(moved, lens)
             parts = [
                 (moved[:, first:last], max(most[first:last]))
                 for first, last in _parts(most, self.target_pages[0].shape[2])
@@ -258,26 +222,8 @@ def _parts(most: Sequence[int], heads: int) -> list[tuple[int, int]]:
     return parts
 
 
-def partial_of(contexts: Contexts, budget: int) -> list[int]:
+def partial_of(history: TokenHistory, budget: int) -> list[int]:
     """Returns the indices of the requests that read partial caches: requests with a draft whose
     context certainly exceeds the budget."""
-    bounds = zip(contexts.min_context_lens, contexts.is_drafted, strict=True)
+    bounds = zip(history.min_context_lens, history.is_drafted, strict=True)
     return [r for r, (least, drafted) in enumerate(bounds) if drafted and least > budget]
-
-
-def single_rows(
-    # of `TreeAttnMetadata.plan`, each int32 [R]
-    columns: Sequence[torch.Tensor],
-    block_table: torch.Tensor,
-    max_context: int,
-) -> TreeAttnMetadata:
-    """Returns the metadata of single query rows, which also attend themselves."""
-    ones = torch.ones((len(columns[0]), 1), dtype=torch.int64, device=columns[0].device)
-    return TreeAttnMetadata(
-        torch.stack(tuple(columns)),
-        block_table,
-        max_rows=1,
-        max_context=max_context,
-        mask_words=ones,
-        parent_rows=torch.full_like(columns[0], -1),
-    )

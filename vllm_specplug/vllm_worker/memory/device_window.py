@@ -20,7 +20,7 @@ from vllm_specplug.drafting.caches import (
     WindowTokens,
 )
 from vllm_specplug.drafting.device_requests import DeviceRequests
-from vllm_specplug.drafting.requests import DraftRequests, device_tensor
+from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.finite_values import make_finite
 from vllm_specplug.vllm_worker.cuda_kernels import CudaKernels
@@ -50,17 +50,8 @@ class DeviceWindowCache(CudaDraftRows, Rings):
         # [R] int32 of the last requests
         self._tables = table[:0, 0]
 
-    def missing(self, requests: DraftRequests | DeviceRequests) -> WindowTokens:
+    def missing(self, requests: DeviceRequests) -> WindowTokens:
         """See the protocol."""
-        if isinstance(requests, DeviceRequests):
-            return self._before_anchors(requests)
-        rings, columns = self.take_missing(requests)
-        # One copy.
-        joined = device_tensor(np.concatenate([rings, *columns]), self.backend.device)
-        self._tables = joined[: len(rings)].to(torch.int32)
-        return WindowTokens(*joined[len(rings) :].view(3, len(columns[0])))
-
-    def _before_anchors(self, requests: DeviceRequests) -> WindowTokens:
         history, size = requests.history, self.spec.size
         assert history is not None
         most = min(size, requests.max_context)
@@ -103,7 +94,7 @@ class DeviceWindowCache(CudaDraftRows, Rings):
 
     def tree_attention(
         self,
-        requests: DraftRequests | DeviceRequests,
+        requests: DeviceRequests,
         # [R]
         context_lens: torch.Tensor,
         # [R, rows] int32
@@ -135,7 +126,7 @@ class PagedDeviceTargetCache(CudaDraftRows):
 
     def level_attention(
         self,
-        requests: DraftRequests | DeviceRequests,
+        requests: DeviceRequests,
         # [R]
         context_lens: torch.Tensor,
         owners: torch.Tensor,
@@ -144,7 +135,7 @@ class PagedDeviceTargetCache(CudaDraftRows):
         protocol."""
         device = self.backend.device
         before = (context_lens - 1).clamp_min(0)
-        tables = table_rows(requests, device)
+        tables = table_rows(requests)
         last = self._at(tables, before)
         is_empty = (context_lens <= 0)[:, None, None, None]
         # By the number of rows of a request, because layers attend the same rows.

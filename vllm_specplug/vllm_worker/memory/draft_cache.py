@@ -37,7 +37,6 @@ from vllm_specplug.vllm_attention.cpu import (
     TreeCPUAttentionBackend,
     cpu_kv_layout,
 )
-from vllm_specplug.vllm_worker.memory.windowed_blocks import WindowedBlocks
 
 # Returns the current batch's block table, int32 [>= B, max_blocks].
 BlockTable = Callable[[], torch.Tensor]
@@ -99,8 +98,7 @@ class PagedDraftCache:
         # A KV connector fills pages with the context of tokens that this engine never computed.
         self.knows_slots = not has_kv_transfer_group()
         self.layout = cpu_kv_layout(layers[0].kv_cache)
-        self.windows = [layer.spec.window for layer in layers]
-        self.features = [AttnFeatures(window=window or 0) for window in self.windows]
+        self.features = [AttnFeatures(window=layer.spec.window or 0) for layer in layers]
         self.caches = [self.layout.views(layer.kv_cache) for layer in layers]
 
     def write(
@@ -127,38 +125,20 @@ class PagedDraftCache:
     ) -> BlockAttention:
         """Returns the attention of `rows` block rows per request over its context and the block."""
         block_table = self.block_table()
-        masks = [causal] * len(self.caches) if isinstance(causal, bool) else list(causal)
-        metadata = {
-            mask: block_metadata(
-                req_indices=requests.req_indices,
-                context_lens=requests.context_lens,
-                rows=rows,
-                causal=mask,
-                block_table=block_table,
+        masks = [causal] * len(self.caches) if isinstance(causal, bool) else causal
+        attend = {
+            mask: self._attention(
+                block_metadata(
+                    req_indices=requests.req_indices,
+                    context_lens=requests.context_lens,
+                    rows=rows,
+                    causal=mask,
+                    block_table=block_table,
+                )
             )
             for mask in set(masks)
         }
-        longest = max(requests.context_lens) + rows
-        windowed = {
-            (window, mask): WindowedBlocks(
-                requests, rows, mask, window, block_table, self.layout, self.scale
-            )
-            for window, mask in set(zip(self.windows, masks, strict=True))
-            if window is not None and longest > window
-        }
-        attend_all = [self._attention(metadata[mask]) for mask in masks]
-
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            window = self.windows[layer]
-            sliding = None if window is None else windowed.get((window, masks[layer]))
-            if sliding is None:
-                return attend_all[layer](layer, query, key, value)
-            key_cache, value_cache = self.caches[layer]
-            return sliding(query, key_cache, value_cache, key, value)
-
-        return attend
+        return lambda layer, query, key, value: attend[masks[layer]](layer, query, key, value)
 
     def tree_attention(
         self, requests: DraftRequests, context_lens: torch.Tensor, parents: list[np.ndarray]
@@ -172,25 +152,22 @@ class PagedDraftCache:
             parents,
             self.block_table(),
         )
-        return self._attention(metadata, self.features)
+        return self._attention(metadata)
 
     def context_attention(
         self, table_rows: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> BlockAttention:
         """Returns the attention of committed tokens over the tokens up to them."""
         metadata = single_row_metadata(
-            table_rows, positions, slots, self.block_table(), int(positions.max())
+            table_rows, positions, (slots >= 0).int(), self.block_table(), int(positions.max())
         )
-        return self._attention(metadata, self.features)
+        return self._attention(metadata)
 
-    def _attention(
-        self, metadata: TreeAttnMetadata, features: Sequence[AttnFeatures] | None = None
-    ) -> BlockAttention:
-        """Returns the attention of rows whose own keys and values are a dense tail; `features` are
-        those of each layer."""
+    def _attention(self, metadata: TreeAttnMetadata) -> BlockAttention:
+        """Returns the attention of rows whose own keys and values are a dense tail."""
         return lambda layer, query, key, value: attend_with_tail(
             query, key, value, self.caches[layer], metadata, self.scale, self.layout,
-            features[layer] if features else PLAIN,
+            self.features[layer],
         )  # fmt: skip
 
 

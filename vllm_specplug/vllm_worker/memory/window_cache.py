@@ -20,8 +20,6 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.kernels import (
     AttnFeatures,
     TreeAttnMetadata,
-    prefix_attn,
-    tree_attn,
     tree_metadata,
 )
 from vllm_specplug.kernels.finite_values import make_finite
@@ -47,8 +45,8 @@ class Ring(Region):
     """One request's window."""
 
     stored: int = 0
-    """Position after the last stored token, or `TokenHistory.len_upper_bounds` of the last draft if
-    the device knows the request. No request is of both kinds."""
+    """Position after the last stored token; on a device the last draft's
+    `TokenHistory.len_upper_bounds`."""
 
 
 class Rings(RegionPool[Ring]):
@@ -59,23 +57,6 @@ class Rings(RegionPool[Ring]):
         self.spec = spec
         self.blocks_per_request = -(-spec.size // WINDOW_PAGE)
         self.stride = self.blocks_per_request * WINDOW_PAGE
-
-    def take_missing(self, requests: DraftRequests) -> tuple[list[int], list[np.ndarray]]:
-        """Returns each request's ring, and the tokens, positions and slots int64 [M] that the
-        windows do not hold yet. They count as stored."""
-        rings, tokens, positions, slots = [], [], [], []
-        for req_id, token_ids, end in zip(
-            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
-        ):
-            ring = self.region_of(req_id)
-            at = np.arange(max(ring.stored, end - self.spec.size), end)
-            ring.stored = end
-            rings.append(ring.index)
-            tokens.append(token_ids[at])
-            positions.append(at)
-            slots.append(ring.index * self.stride + at % self.spec.size)
-        columns = [np.concatenate(parts) for parts in (tokens, positions, slots)]
-        return rings, [column.astype(np.int64, copy=False) for column in columns]
 
 
 class WindowCache(Rings):
@@ -99,9 +80,19 @@ class WindowCache(Rings):
         self.block_table = torch.arange(shape[0], dtype=torch.int32).view(num_requests, -1)
 
     def missing(self, requests: DraftRequests) -> WindowTokens:
-        """Returns the tokens that the windows do not hold yet; see `take_missing`."""
-        _, columns = self.take_missing(requests)
-        return WindowTokens(*(torch.from_numpy(column) for column in columns))
+        """Returns the tokens that the windows do not hold yet. They count as stored."""
+        tokens, positions, slots = [], [], []
+        for req_id, token_ids, end in zip(
+            requests.req_ids, requests.token_ids, requests.context_lens, strict=True
+        ):
+            ring = self.region_of(req_id)
+            at = np.arange(max(ring.stored, end - self.spec.size), end)
+            ring.stored = end
+            tokens.append(token_ids[at])
+            positions.append(at)
+            slots.append(ring.index * self.stride + at % self.spec.size)
+        columns = [np.concatenate(parts).astype(np.int64) for parts in (tokens, positions, slots)]
+        return WindowTokens(*map(torch.from_numpy, columns))
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Stores keys and values [M, Hkv, Dh] at `slots` [M]."""
@@ -157,38 +148,16 @@ class PagedTargetCache:
         present, counts = owners.unique_consecutive(return_counts=True)
         req_indices = [requests.req_indices[r] for r in present.tolist()]
         lengths, rows = context_lens[present].tolist(), counts.tolist()
-        if self.spec.window:
-            return self._window_attention(req_indices, lengths, rows)
-        metadata = TreeAttnMetadata.build(
-            req_indices,
-            np.cumsum([0, *rows])[:-1].tolist(),
-            rows,
-            lengths,
-            torch.zeros(sum(rows), 1, dtype=torch.int64),
-            self.block_table(),
-        )
-
-        def attend(query: torch.Tensor) -> torch.Tensor:
-            output = torch.empty_like(query)
-            prefix_attn(query, *self.views, output, None, metadata, self.spec.scale, self.layout)
-            return output
-
-        return attend
-
-    def _window_attention(
-        self, req_indices: list[int], context_lens: list[int], rows: list[int]
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
         # The tree kernel lets every row attend itself and ends its window there. So each row takes
         # the place of the context's last token, with that token's key and value.
-        before = [max(length - 1, 0) for length in context_lens]
+        before = [max(length - 1, 0) for length in lengths]
         table = self.block_table()
         positions = torch.tensor(before)
         blocks = table[torch.tensor(req_indices), positions // self.layout.block_size]
         slots = blocks.long() * self.layout.block_size + positions % self.layout.block_size
         last = self.layout.gather(*self.views, slots)
-        counts = torch.tensor(rows)
         key, value = (x.repeat_interleave(counts, 0) for x in last)
-        is_empty = torch.tensor([length <= 0 for length in context_lens]).repeat_interleave(counts)
+        is_empty = (context_lens[present] <= 0).repeat_interleave(counts)
         metadata = TreeAttnMetadata.build(
             req_indices,
             np.cumsum([0, *rows])[:-1].tolist(),
@@ -200,11 +169,9 @@ class PagedTargetCache:
         features = AttnFeatures(window=self.spec.window or 0)
 
         def attend(query: torch.Tensor) -> torch.Tensor:
-            output = torch.empty_like(query)
-            tree_attn(
-                query, *self.views, output, metadata, self.spec.scale, self.layout,
-                tail_key=key, tail_value=value, features=features,
-            )  # fmt: skip
+            output = attend_with_tail(
+                query, key, value, self.views, metadata, self.spec.scale, self.layout, features
+            )
             return output.masked_fill_(is_empty[:, None, None], 0.0)
 
         return attend

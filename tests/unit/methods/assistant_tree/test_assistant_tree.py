@@ -27,6 +27,8 @@ from tests.unit.methods.assistant_tree import published
 from tests.unit.methods.eagle3_tree.world import check_branches
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
+from vllm_specplug.drafting.device_levels import read_trees
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.methods.assistant_tree.checkpoint import load_assistant
 from vllm_specplug.methods.assistant_tree.drafter import AssistantDrafter
 from vllm_specplug.registry import recognise_head
@@ -75,7 +77,11 @@ class World:
         )
 
     def draft(self) -> list[DraftTree]:
-        return self.drafter.propose(requests_of(self.tokens, [16, 9, 16, 12, 16], 2))
+        requests = requests_of(self.tokens, [16, 9, 16, 12, 16], 2)
+        if not self.drafter.drafts_on_device:
+            return self.drafter.propose(requests)
+        given = DeviceRequests.of(requests, 16, torch.device("cpu"))
+        return read_trees(self.drafter.propose_on_device(given))
 
     def check(self, trees: list[DraftTree], **changes: Any) -> None:
         """Every node has the score that the module gives it after its branch."""

@@ -65,32 +65,19 @@ def test_trees_of_a_device_are_those_of_the_host(
 ) -> None:
     monkeypatch.setattr(tree_builder_triton, "build_best_first_triton", _built_on_the_host)
     host, device = (World(tmp_path, layout, expand, device_cache=d) for d in (False, True))
-    asked = [16, 9, 16, 12], 8
-    made = []
     for world in (host, device):
         world.commit_all()
-        made.append(world.drafter.propose(world.requests(*asked)))
-    for ours, theirs in zip(*made, strict=True):
-        assert ours.token_ids.tolist() == theirs.token_ids.tolist()
-        assert ours.parent_indices.tolist() == theirs.parent_indices.tolist()
-        assert torch.allclose(torch.tensor(ours.scores), torch.tensor(theirs.scores), atol=1e-4)
-    # The same without the host, each within its own depth.
-    requests = device.requests(*asked)
-    depths = [4, 2, 3, 1]
-    requests.depths[:] = depths
-    on_device = device.drafter.propose_on_device(
-        DeviceRequests(
-            anchors=torch.tensor(requests.anchors),
-            context_lens=torch.tensor(requests.context_lens, dtype=torch.int32),
-            budgets=torch.tensor(requests.budgets, dtype=torch.int32),
-            depths=torch.tensor(depths, dtype=torch.int32),
-            width=8, num_nodes=16, max_context=64,
-        )
-    )  # fmt: skip
-    trees = read_trees(on_device)
-    device.check(trees)
-    for tree, theirs in zip(trees, host.drafter.propose(requests), strict=True):
-        assert tree.token_ids.tolist() == theirs.token_ids.tolist()
+    # Each within its own depth, too.
+    for depths in ([16] * 4, [4, 2, 3, 1]):
+        requests = host.requests([16, 9, 16, 12], 8)
+        requests.depths[:] = depths
+        given = DeviceRequests.of(requests, 16, torch.device("cpu"))
+        trees = read_trees(device.drafter.propose_on_device(given))
+        device.check(trees)
+        for ours, theirs in zip(trees, host.drafter.propose(requests), strict=True):
+            assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+            assert ours.parent_indices.tolist() == theirs.parent_indices.tolist()
+            assert torch.allclose(torch.tensor(ours.scores), torch.tensor(theirs.scores), atol=1e-4)
 
 
 def test_rows_of_a_device_are_in_no_order(tmp_path: Path) -> None:

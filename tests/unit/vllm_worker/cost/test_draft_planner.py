@@ -322,65 +322,6 @@ def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
     assert all(t.num_nodes <= b for t, b in zip(trees, requests.budgets, strict=True))
 
 
-# -- steps for which nothing is asked --------------------------------------------------------------
-
-
-def _hold_plain(planner: DraftPlanner, drafter: Any, count: int = 3) -> list[str]:
-    """Ids of a batch for which it was decided to draft nothing for a while."""
-    for _ in range(60):
-        requests, batch = requests_of(planner, [None] * count)
-        batch.req_ids = list(requests.req_ids)
-        assert not planner.should_skip(batch.req_ids)
-        planner.begin_step()
-        planner.draft(drafter, requests, batch)
-        if planner._skippable:
-            return list(batch.req_ids)
-        planner.stats.drain()
-    raise AssertionError("never at rest")
-
-
-def test_a_batch_at_rest_is_not_asked_about_again_and_counted_all_the_same() -> None:
-    planner = planner_of(draft_ms=60.0)
-    drafter = ChainDrafter()
-    ids = _hold_plain(planner, drafter)
-    assert planner.stats.plain_steps == {"budget": 3}
-    planner.stats.drain()
-    asked = len(drafter.asked)
-    rested = 0
-    while planner.should_skip(ids):
-        rested += 1
-        assert planner.is_skipping
-    assert rested == 7 and not planner.is_skipping and len(drafter.asked) == asked
-    assert planner.stats.plain_steps == {"budget": 3 * 7}
-
-
-@pytest.mark.parametrize("change", ["joined", "left", "ended", "has_lookup"])
-def test_another_batch_ends_plain_steps(change: str) -> None:
-    planner = planner_of(draft_ms=60.0)
-    drafter = ChainDrafter()
-    ids = _hold_plain(planner, drafter)
-    if change == "has_lookup":
-        # With lookups every step may find something, until they rest themselves.
-        planner = planner_of(draft_ms=60.0)
-        _hold_plain(planner, _LookingDrafter())
-        assert planner.adaptive is not None and planner.adaptive.lookups.is_skipping
-        return
-    assert planner.should_skip(ids)
-    if change == "ended":
-        planner.forget(["r1"])
-        assert not planner.should_skip(ids)
-    else:
-        assert not planner.should_skip([*ids, "r9"] if change == "joined" else ids[:-1])
-    assert planner.stats.plain_steps["budget"] == 3 + 3
-
-
-class _LookingDrafter(ChainDrafter):
-    """Looks things up, and finds nothing."""
-
-    def lookup(self, requests: DraftRequests) -> list[DraftTree]:
-        return [DraftTree.empty()] * len(requests)
-
-
 # -- lookups that do not pay ---------------------------------------------------------------------
 
 
