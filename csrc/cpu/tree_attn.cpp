@@ -63,8 +63,8 @@ struct Problem {
   const float* sinks;             // [Hq] or null
   float scale, soft_cap;          // read where scores are reshaped before the softmax
   bool reshaped;                  // there is a soft cap, or ALiBi
-  int bytes;        // of an element
-  int cache_bytes;  // of an element of the cache
+  int bytes;                      // of an element
+  int cache_bytes;                // of an element of the cache
 };
 
 // Rows [first_row, first_row + rows) of the packed (query row, query head) rows of one KV head.
