@@ -151,7 +151,7 @@ def main() -> None:
             "milliseconds per token of one thread, in parts of the output; a draft's milliseconds "
             "are medians. The methods have their shipped heads, 16 nodes, their other defaults, "
             "and the contextual penalty (1.2 over 1,024 tokens). Plain decoding has no penalty. "
-            "Each system writes another text.",
+            "The systems' texts differ.",
             sections=[
                 table(found, args.tokens),
                 Section(

@@ -44,7 +44,7 @@ void copy_token(const T* src, T* dst, const int32_t* from, const int32_t* to, in
 void copy_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& dst_caches,
              const Tensor& src_slots, const Tensor& dst_slots, const Tensor& tables) {
   STD_TORCH_CHECK(src_caches.size() == dst_caches.size(),
-                  "copy_kv: as many source as destination layers");
+                  "copy_kv: there must be as many source caches as destination caches");
   STD_TORCH_CHECK(is_tensor(tables, ScalarType::Int, {2, kAny, kAny}),
                   "copy_kv: tables must be int32 [2, block, head]");
   const int64_t count = dst_slots.numel();

@@ -172,7 +172,7 @@ CLONED void add_bf16(const uint16_t* x, int64_t n, uint16_t* out) {
   for (int64_t i = whole; i < n; ++i) store_one(out + i, float_of(x[i]) + float_of(out[i]));
 }
 
-// Calls `run` with a number of x's format.
+// Calls `run` with a value of x's element type.
 template <class Run>
 void with_numbers_of(const Tensor& x, const Run& run) {
   const bool bf16 = x.scalar_type() == ScalarType::BFloat16;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Torch's tensors in operators: the checks of their types and shapes, and their numbers.
+// Tensors in operators: checks of dtype and shape, data pointers, aligned buffers.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -21,7 +21,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t kAny = -1;
 
-// Whether a tensor is contiguous, of this type and of these sizes, which kAny leaves open.
+// Whether a tensor is contiguous and has this dtype and shape; kAny matches any size.
 inline bool is_tensor(const Tensor& t, ScalarType type, std::initializer_list<int64_t> sizes) {
   if (t.scalar_type() != type || !t.is_contiguous() ||
       t.dim() != static_cast<int64_t>(sizes.size()))
@@ -44,7 +44,7 @@ T* data(const std::optional<Tensor>& t) {
   return t.has_value() ? data<T>(*t) : nullptr;
 }
 
-// Format of a type, if it is one of them.
+// The element format of a dtype; none if it has no kernel.
 inline std::optional<Element> element_of(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float:
@@ -62,7 +62,7 @@ inline std::optional<Element> element_of(ScalarType dtype) {
   }
 }
 
-// 64-byte aligned numbers that are never fewer; contents are not kept when they become more.
+// A 64-byte aligned buffer that only grows. Growth discards its contents.
 template <class T>
 class Buffer {
  public:

@@ -114,7 +114,7 @@ class PagedTrees:
     mask: str = "tree"
     features: AttnFeatures = field(default_factory=AttnFeatures)
     cache: torch.Tensor = field(init=False)
-    # The kernel is told that every row hangs below the one before it.
+    # The words passed to the kernel describe chains.
     is_told_chains: bool = False
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class PagedTrees:
 
     @property
     def words(self) -> torch.Tensor:
-        """Those that the kernel is told."""
+        """The ancestor words passed to the kernel."""
         if self.is_told_chains or self.mask == "causal":
             return causal_words(self.rows)
         if self.mask == "full":

@@ -25,7 +25,7 @@ class Warpgroup:
     # (registers of the sums, what computes them if that is due at the wait) of each product
     product_groups: list = field(default_factory=list)
     open_products: list = field(default_factory=list)
-    # Sums that nobody has waited for, and copies of these, which are made again after the wait.
+    # Sums whose product is still in flight, and copies of these, which are repeated after the wait.
     pending: set[str] = field(default_factory=set)
     late_moves: list = field(default_factory=list)
     polling: bool = False

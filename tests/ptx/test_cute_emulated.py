@@ -118,7 +118,7 @@ def test_the_ring_turns(page, timing):
     # 12 tiles of two warpgroups in four steps each, of which the last is masked
     assert ran(counts, "wgmma.mma_async") == 12 * 2 * (4 + 4)
     assert ran(counts, "cp.async.bulk.tensor") == 11 * 2 * (1 if page >= 64 else 4)
-    # Each warpgroup releases all tiles but the last; the producer tells of the masked one.
+    # Each warpgroup releases all tiles but the last; the producer signals the masked one.
     assert ran(counts, "mbarrier.arrive.shared") == 11 * 2 + 1
     # No barrier of a tile: masks, and the query.
     assert ran(counts, "bar.sync") <= 2 * 4 + 1
@@ -148,7 +148,7 @@ def test_features_of_other_head_sizes(head_dim: int) -> None:
 @variant(64)
 @pytest.mark.parametrize("nodes", [64, 127, 128])
 def test_the_last_block_may_have_a_warpgroup_less(nodes):
-    """That one waits for nobody, and nobody for it."""
+    """A block with one warpgroup skips the barrier between warpgroups."""
     trees = MachineTrees([(70, nodes)], dtype=FP16, head_dim=64, group=1)
     trees.check(timing=EARLY)
 

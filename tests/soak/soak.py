@@ -169,7 +169,7 @@ def run(steps: int, method: str, seed: int) -> dict[str, Any]:
 
 
 def problems(summary: dict[str, Any]) -> list[str]:
-    """What the slopes should not have shown."""
+    """Returns the limits that a run exceeded."""
     found = []
     if summary["resident_kib_per_1000_steps"] > MEMORY_SLOPE_KIB:
         found.append(f"memory grew by {summary['resident_kib_per_1000_steps']:.0f} KiB/1000 steps")

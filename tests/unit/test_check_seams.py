@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seams that a source tree changed or lost are told."""
+"""Seams that a source tree changed or lost are reported."""
 
 from __future__ import annotations
 

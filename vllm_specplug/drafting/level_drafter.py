@@ -51,7 +51,7 @@ class LevelDrafter(HeadDrafter):
 
     @property
     def can_be_captured(self) -> bool:
-        # Collectives of ranks in a draft's graph were never run.
+        # Collectives inside a captured draft are untested.
         return self.first_rank is None and super().can_be_captured
 
     @abstractmethod
@@ -126,7 +126,6 @@ class LevelDrafter(HeadDrafter):
         ids, log_probs = self.likeliest(states, width)
         if self.first_rank is None:
             return ids, log_probs
-        # Rounding differs between unlike processors, and states that ranks have summed differ in
-        # their last bits. One message.
+        # Ranks' states differ in their last bits, so candidates are the first rank's: one message.
         shared = self.first_rank(torch.stack((ids.int(), log_probs.view(torch.int32))))
         return shared[0].long(), shared[1].view(torch.float32)

@@ -94,7 +94,7 @@ def generate(
         settings = {
             "target": str(target),
             "files": [str(p) for p in prompts or []],
-            "make": make,
+            "num_made": make,
             "max_tokens": max_tokens,
             "sampled_share": sampled_share,
             "temperatures": heat,
@@ -140,8 +140,8 @@ def generate(
         if not planned:
             made = generator.user_turns(make, seed) if make else []
             if len(made) < make:
-                told = f"{len(made):,} prompts made of {make:,}: the others were too short or long"
-                typer.echo(told, err=True)
+                told = f"the target wrote {len(made):,} of {make:,} prompts"
+                typer.echo(f"{told}; the others were too short or too long", err=True)
             given += generation.render_all(made, chat, longest, left_out)
             requests = answers.plan_requests(
                 given,

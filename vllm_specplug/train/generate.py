@@ -14,7 +14,7 @@ from vllm_specplug.train.answers import Request
 from vllm_specplug.train.chat import ChatTokenizer
 from vllm_specplug.train.prompts import Prompt
 
-# Prompts that the target writes are shorter with their chat template.
+# Upper bound of a written prompt's tokens, chat template included.
 MADE_PROMPT_TOKENS = 1024
 _TURN_TOKENS = 200
 # Shorter and longer ones are left out.

@@ -31,7 +31,7 @@ GLM: dict[str, Any] = {
 }  # fmt: skip
 
 
-# vLLM's operator for rotary embeddings is wrong for three dimensions; this asks for its torch code.
+# vLLM's operator for rotary embeddings is wrong for three dimensions; this selects its torch code.
 LATENT: dict[str, Any] = {**BACKEND, "compilation_config": {"custom_ops": ["none"]}}
 
 

@@ -52,7 +52,7 @@ def _copied(folder: Path) -> tuple[Path, Path]:
 
 @torch.no_grad()
 def _copied_assistant(folder: Path) -> tuple[Path, Path]:
-    """The same of Gemma 4 and an assistant."""
+    """As `_copied`, for Gemma 4 and an assistant."""
     sizes = SIZES["Gemma4Text"] | {
         "num_hidden_layers": 1, "layer_types": ["full_attention"], "num_kv_shared_layers": 0,
         "per_layer_config": {0: {"head_dim": 64, "num_key_value_heads": 2}},

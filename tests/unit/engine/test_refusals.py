@@ -260,7 +260,7 @@ CASES: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
       for spec in (SELF, AUTO)),
     ("fp8 caches", {}, HEADS, None),
     ("fp8 caches", {}, SELF, "draft_source='self' its drafts read the target"),
-    # Replicas meet in every forward; one that ran one more would wait for the others for ever.
+    # Replicas meet in every forward; one that ran one more would deadlock.
     *(("experts", {}, spec, None) for spec in (HEADS, SELF, AUTO, NGRAMS)),
     *(("experts", {"data_parallel_size": 2}, spec, None) for spec in (HEADS, NGRAMS)),
     *(("experts", {"data_parallel_size": 2}, spec,

@@ -85,7 +85,6 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
         ("generate", {"max_tokens": 300}, "--max-tokens 300, legal: up to 255"),
         ("generate", {"max_tokens": 200, "max_prompt_tokens": 100},
          "--max-prompt-tokens 100, legal: 0..56 for this target beside --max-tokens 200"),
-        ("generate", {"make": "topic=2"}, "Invalid value for '--make'"),
         ("generate", {"temperatures": "0.7,hot"}, "--temperatures '0.7,hot', legal: numbers > 0"),
         ("generate", {"temperatures": "0"}, "--temperatures '0', legal: numbers > 0"),
         ("longspec-features", {"heldout_answers": 64}, "64 holds 10 of 10 answers out"),

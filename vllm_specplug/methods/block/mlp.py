@@ -88,7 +88,7 @@ def _groups(raw: Mapping[str, Any], num_experts: int, chosen: int) -> tuple[int,
     """Returns the number of groups of experts, and from how many a row takes its experts."""
     groups, kept = (1 if raw.get(n) is None else raw[n] for n in ("n_group", "topk_group"))
     is_legal = is_size(groups) and num_experts % groups == 0
-    legal = f"1, or a number of equal groups of {num_experts} experts, at least two in each"
+    legal = f"1, or a divisor of {num_experts} (the experts) that leaves each group two or more"
     require(is_legal and groups < max(2, num_experts), "n_group", groups, legal)
     fewest = -(-chosen * groups // num_experts)
     is_legal = is_size(kept) and fewest <= kept <= groups

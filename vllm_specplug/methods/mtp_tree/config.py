@@ -115,8 +115,8 @@ class MtpConfig:
             kind in FAMILIES,
             "model_type",
             kind,
-            f"{', '.join(FAMILIES)} (modules of other targets have other routers, linear, sparse "
-            "or sliding-window layers, and only run in vLLM's own method mtp)",
+            f"{', '.join(FAMILIES)} (modules of other targets have another router, linear or "
+            "sparse attention or a sliding window, and run only in vLLM's own method mtp)",
         )
         require(count > 0, name, stated, "1 or more (the target ships no module)")
         family = FAMILIES[str(kind)]
@@ -151,7 +151,9 @@ class MtpConfig:
             require(is_legal, "rope_scaling", raw.get("rope_parameters") or rope, legal)
             strength = (rotary.scaling or {}).get("mscale_all_dim")
             is_legal = not strength or is_positive(strength)
-            require(is_legal, "rope_scaling.mscale_all_dim", strength, "absent or a number")
+            require(
+                is_legal, "rope_scaling.mscale_all_dim", strength, "absent, 0 or a positive number"
+            )
         return cls(
             **sizes,
             rotary=rotary,

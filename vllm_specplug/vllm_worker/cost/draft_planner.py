@@ -471,8 +471,8 @@ def _next_step(
 
 
 def _share_forwards(plan: Plan) -> None:
-    """Replaces what decides about draft forwards by the first tensor parallel rank's; ranks run
-    them together."""
+    """Replaces depths and thresholds by the first tensor parallel rank's, because all ranks must
+    run the same draft forwards."""
     own = plan.thresholds or LevelThresholds(0.0, 0.0)
     node, level, *depths = first_rank_values([own.node, own.level, *plan.depths.tolist()])
     plan.thresholds = LevelThresholds(node, level)

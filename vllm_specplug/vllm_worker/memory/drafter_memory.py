@@ -97,7 +97,7 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     specs = drafter.target_cache_specs()
     needs_cache = Capability.TARGET_CACHE in state.vllm_config.speculative_config.needs()
     if bool(specs) != needs_cache:
-        # Which caches of the target are legal is decided by the capability.
+        # The check at start of the target's caches depends on the capability.
         raise ValueError(
             f"Speculative method {method!r}: its drafter's target_cache_specs() names "
             f"{len(specs)} caches, and its needs {'have' if needs_cache else 'lack'} the "

@@ -109,7 +109,7 @@ def test_ranks_with_other_bits_draft_the_first_ranks_rows(head: Path, shares: bo
             def first_rank(tensor: torch.Tensor, is_first: bool = drafter is first) -> torch.Tensor:
                 sent.extend([tensor.clone()] * is_first)
                 message = sent[-1] if is_first else sent.pop(0)
-                # Every rank knows the size of a message.
+                # All ranks must send the same shape and dtype.
                 assert (message.shape, message.dtype) == (tensor.shape, tensor.dtype)
                 return tensor.copy_(message)
 

@@ -122,7 +122,7 @@ def test_trees_leave_room_for_a_waiting_request(max_requests: int) -> None:
 def test_ranks_run_the_first_ranks_draft_forwards(
     pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever this rank's costs say, where a forward needs all ranks."""
+    """A forward that needs all ranks follows the first rank's plan, not local costs."""
     planner, drafter = planner_of(draft_ms=0.3 if pays else 1e3), ChainDrafter()
     said: list[int] = []
 

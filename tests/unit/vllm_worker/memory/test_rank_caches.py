@@ -103,7 +103,7 @@ def test_heads_in_another_order_are_noticed(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_layers_of_one_kind_keep_one_cache(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only drafters on several ranks are told that they draft together."""
+    """`first_rank` is set only with several ranks."""
     Ranks(num_ranks, monkeypatch)
     specs = [TargetCacheSpec(2, DIM, 1.0, window) for window in (None, 16)]
     bound: list[Any] = []

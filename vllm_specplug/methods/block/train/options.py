@@ -24,7 +24,7 @@ MaskToken = Annotated[
     ),
 ]
 
-_SHORT = "a smaller --position-gamma trains the first slots more"
+_SHORT = "a smaller --position-gamma above 0 trains the first slots more"
 REMOVED_SHORT = {"--short-block-size": _SHORT, "--short-block-share": _SHORT}
 REMOVED = {"--speculators": "--mask-token-id ID writes the head in that format, so pass that one"}
 
