@@ -56,7 +56,7 @@ struct Problem {
   bool separate_tail;         // the context ends at context_len, because the tail is dense
   const int32_t* first_slot;  // [M] first context slot of a row, or null: rows attend from slot 0
   const int32_t* depth;       // [M] position of a row behind its root; null where nobody reads it
-  const char* branches;       // [R] whether rows attend others than those before them
+  const char* branches;       // [R] whether a row skips rows before it
   const int32_t* ancestor_start;  // [M] first of a row's `ancestors`, where a tree branches
   const int32_t* ancestors;       // tree rows that a row attends, in the order of their positions
   const float* alibi_slopes;      // [Hq] or null

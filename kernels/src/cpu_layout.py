@@ -67,17 +67,18 @@ class CpuKvLayout:
         slots: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of the given slots, each [L, Hkv, head_size]."""
-        block = slots // self.block_size
-        offset = slots % self.block_size
-        index = self.tables[:, offset].long()  # [2, L, Dh]
-        key = key_cache[block].flatten(2)  # [L, Hkv, block * Dh]
-        value = value_cache[block].flatten(2)
-        heads = key.shape[1]
-        if self.dtype.itemsize == 1:  # torch cannot gather 8-bit floats
-            key, value = key.float(), value.float()
-        k = key.gather(2, index[0][:, None].expand(-1, heads, -1))
-        v = value.gather(2, index[1][:, None].expand(-1, heads, -1))
-        return k, v
+        block = (slots // self.block_size)[:, None, None]
+        index = self.tables[:, slots % self.block_size, None].long()  # [2, L, 1, Dh]
+        head = torch.arange(key_cache.shape[1])[:, None]
+
+        def read(cache: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            # Reads no whole blocks. Torch cannot index 8-bit floats.
+            is_byte = self.dtype.itemsize == 1
+            words = (cache.view(torch.uint8) if is_byte else cache).flatten(2)
+            found = words[block, head, index]
+            return found.view(self.dtype).float() if is_byte else found
+
+        return read(key_cache, index[0]), read(value_cache, index[1])
 
 
 def standard_tables(kind: str, block_size: int, head_size: int) -> torch.Tensor:

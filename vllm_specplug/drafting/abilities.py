@@ -115,6 +115,8 @@ class TargetCaches:
     If not None, attention over the target's caches gathers the heads of all ranks, so every rank
     must run the same draft forwards of the same rows. The planner shares which ones; a drafter
     whose rows depend on computed values shares those."""
+    follows_first_rank: ClassVar[bool] = False
+    """Whether the drafter shares its rows by `first_rank`; if not, several ranks are refused."""
 
     def target_cache_specs(self) -> list[TargetCacheSpec]:
         """Returns the caches of the target that drafts attend, read after `load`; none by

@@ -29,6 +29,7 @@ class LevelDrafter(HeadDrafter):
     """A drafter that expands the frontiers of all trees with one forward per level."""
 
     drafts_by_level: ClassVar[bool] = True
+    follows_first_rank: ClassVar[bool] = True
     frontier_width: ClassVar[int] = FRONTIER_WIDTH
     """Maximum number of nodes per tree that a level expands. With the default, trees are best-first
     for node budgets up to 16 and close to best-first above."""

@@ -228,7 +228,7 @@ class CpuTreeBackend(TreeBackend):
 
     def compact(self, trees: StepTrees, walk: Walk, slot_mappings: torch.Tensor) -> None:
         for index, caches in self.groups:
-            # Slots that stay where they are cost nothing in the kernel.
+            # A slot whose source is its target costs the kernel a comparison.
             sources, targets = path_moves(trees, walk, slot_mappings[index])
             layout = self.layouts[layout_key(caches[0])]
             copy_kv(caches, caches, sources.view(1, 1, -1), targets.flatten(), layout)

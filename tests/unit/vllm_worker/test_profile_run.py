@@ -21,7 +21,7 @@ from vllm import SamplingParams
 
 from tests.e2e.tiny import HIDDEN, make_head
 from tests.unit.drafters import load_drafter, requests_of
-from vllm_specplug.drafting import depth_drafter
+from vllm_specplug.drafting import depth_drafter, head_drafter
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees
@@ -175,6 +175,24 @@ def test_the_profile_run_takes_a_drafters_own_memory(
     with LiveBytes() as profile:
         runner.profile_run()
     assert profile.most - without.most == 1 << 20 and profile.now == without.now
+
+
+def test_draft_logits_are_made_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits of all requests and depths would be the largest tensor of a step."""
+    drafter = runner.drafter.drafter
+    drafter.bind_cache(_Cache())
+    requests = requests_of([np.array([1, i]) for i in range(REQUESTS)], NODES, 4)
+    drafter.lm_head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+    peaks, found = [], []
+    with torch.inference_mode():
+        for most in (1 << 25, 6 * VOCAB):
+            monkeypatch.setattr(head_drafter, "MAX_LOGITS", most)
+            with LiveBytes() as live:
+                found.append(drafter.candidates(requests, DEPTH, 4))
+            peaks.append(live.most)
+    assert torch.equal(found[0][0], found[1][0])
+    torch.testing.assert_close(found[0][1], found[1][1])
+    assert peaks[0] > REQUESTS * DEPTH * VOCAB * 4 > 2 * peaks[1]
 
 
 def test_the_profile_run_takes_what_attention_over_the_target_takes(

@@ -92,6 +92,8 @@ def _read(directory: Path, config: MtpConfig, headers_only: bool) -> dict[str, t
         return {
             _LAYER_NAMES.get(name) or name.replace(".shared_experts.", ".shared_expert."): tensor
             for name, tensor in plain.items()
+            # Computed from the config.
+            if not name.endswith("rotary_emb.inv_freq")
         }
     prefixes = (PREFIX, *_QWEN_NAMES, _QWEN_LAYER)
     found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)

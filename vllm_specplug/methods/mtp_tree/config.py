@@ -146,14 +146,7 @@ class MtpConfig:
         bias = family == "mimo" if bias is None else bias is not False
         rotary = rotary_of(rope, sizes["head_dim"] if latent is None else latent.qk_rope_head_dim)
         if latent is not None:
-            is_legal = rotary.kind in ("default", "yarn") and rotary.rotated == rotary.head_dim
-            legal = "default or yarn, with a partial_rotary_factor of 1"
-            require(is_legal, "rope_scaling", raw.get("rope_parameters") or rope, legal)
-            strength = (rotary.scaling or {}).get("mscale_all_dim")
-            is_legal = not strength or is_positive(strength)
-            require(
-                is_legal, "rope_scaling.mscale_all_dim", strength, "absent, 0 or a positive number"
-            )
+            _check_latent_rotary(raw, rotary, rope["partial_rotary_factor"])
         return cls(
             **sizes,
             rotary=rotary,
@@ -166,3 +159,21 @@ class MtpConfig:
             layer=required_size(raw, "num_hidden_layers") if family in _LAYERS else 0,
             latent=latent,
         )
+
+
+def _check_latent_rotary(raw: Mapping[str, Any], rotary: Rotary, partial: Any) -> None:
+    """Refuses rotary embeddings that vLLM computes in another way for latent attention."""
+    stated = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    kind, scaling = stated.get("rope_type") or stated.get("type"), rotary.scaling or {}
+    is_legal = kind in (None, "default", "yarn")
+    require(is_legal, "rope_scaling.rope_type", kind, "default or yarn with MLA")
+    is_legal = rotary.rotated == rotary.head_dim
+    require(is_legal, "partial_rotary_factor", partial, "absent or 1 with MLA")
+    given = scaling.get("attention_factor")
+    require(given is None, "rope_scaling.attention_factor", given, "absent with MLA")
+    strength = scaling.get("mscale_all_dim")
+    is_legal = not strength or is_positive(strength)
+    require(is_legal, "rope_scaling.mscale_all_dim", strength, "absent, 0 or a positive number")
+    is_legal = ("mscale" in scaling) == ("mscale_all_dim" in scaling)
+    legal = "set if mscale_all_dim is set, else absent"
+    require(is_legal, "rope_scaling.mscale", scaling.get("mscale"), legal)

@@ -58,8 +58,18 @@ class RankTargetCache:
 
 
 def bind_target_caches(drafter: Drafter, caches: Mapping[TargetCacheSpec, TargetCache]) -> None:
-    """Gives a drafter its caches of the target, which hold the KV heads of this rank."""
-    if get_tensor_model_parallel_world_size() > 1:
+    """Gives a drafter its caches of the target, which hold the KV heads of this rank.
+
+    Raises:
+        ValueError: if there are several ranks and the drafter does not share its rows.
+    """
+    if (ranks := get_tensor_model_parallel_world_size()) > 1:
+        if not drafter.follows_first_rank:
+            raise ValueError(
+                f"tensor_parallel_size={ranks} cannot be used with {type(drafter).__name__}, which "
+                "drafts from the target's caches and does not share its rows (see "
+                "TargetCaches.follows_first_rank). Use --tensor-parallel-size 1."
+            )
         caches = {spec: RankTargetCache(own) for spec, own in caches.items()}
         drafter.first_rank = first_rank_tensor
     drafter.bind_target_caches([caches[spec] for spec in drafter.target_cache_specs()])

@@ -305,15 +305,23 @@ LATENT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"qk_rope_head_dim": 3}, "qk_rope_head_dim = 3, legal: an even number"),
     ({"attention_bias": True}, "attention_bias = True, legal: absent or False"),
     ({"rope_interleave": False}, "rope_interleave = False, legal: absent or True"),
-    ({"partial_rotary_factor": 0.5}, "rope_scaling = .*legal: default or yarn"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5, legal: absent or 1 with MLA"),
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        "rope_scaling = .*legal: default or yarn",
+        "rope_scaling.rope_type = 'linear', legal: default or yarn",
     ),
     ({"rope_scaling": {"type": "yarn", "factor": "2"}}, "rope_scaling = .*complete settings"),
     (
         {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale_all_dim": "1"}},
-        "rope_scaling.mscale_all_dim = '1', legal: absent or a number",
+        "rope_scaling.mscale_all_dim = '1', legal: absent, 0 or a positive number",
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "attention_factor": 1.2}},
+        "rope_scaling.attention_factor = 1.2, legal: absent with MLA",
+    ),
+    (
+        {"rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": 0.7}},
+        "rope_scaling.mscale = 0.7, legal: set if mscale_all_dim is set",
     ),
     (
         {"v_head_dim": 8},

@@ -322,6 +322,28 @@ def test_no_tree_outgrows_its_budget(tree_budget: Any) -> None:
     assert all(t.num_nodes <= b for t, b in zip(trees, requests.budgets, strict=True))
 
 
+class _LostDrafter(ChainDrafter):
+    """Its first request can have no context."""
+
+    def pending_context_ms(self, req_ids: Any) -> list[float]:
+        return [float("inf") if req_id == "r0" else 0.0 for req_id in req_ids]
+
+
+@pytest.mark.parametrize(
+    ("options", "extra"), [({"tree_budget": 4}, None), ({}, {"specplug_tree_budget": 4})]
+)
+def test_fixed_budgets_without_a_context_have_no_draft(
+    options: dict[str, Any], extra: dict | None
+) -> None:
+    planner, drafter = planner_of(**options), _LostDrafter()
+    trees = planner.draft(drafter, *requests_of(planner, [extra] * 2))
+    assert [tree.num_nodes for tree in trees] == [0, 4]
+    assert planner.stats.plain_steps == {"no_context": 1}
+    planner.forget(["r1"])
+    trees = planner.draft(drafter, *requests_of(planner, [extra]))
+    assert [tree.num_nodes for tree in trees] == [0] and len(drafter.asked) == 1
+
+
 # -- lookups that do not pay ---------------------------------------------------------------------
 
 

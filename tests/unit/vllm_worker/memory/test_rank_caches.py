@@ -10,12 +10,17 @@ import pytest
 import torch
 
 from tests.unit.dense_trees import DenseTarget
+from vllm_specplug.drafting.abilities import TargetCaches
 from vllm_specplug.drafting.caches import TargetCacheSpec
 from vllm_specplug.vllm_worker.memory import rank_caches
 from vllm_specplug.vllm_worker.memory.rank_caches import RankTargetCache, bind_target_caches
 
 DIM, LENGTHS = 8, [9, 4]
 OWNERS = torch.tensor([0, 0, 0, 1, 1])
+
+
+class OwnBeam(TargetCaches):
+    """A drafter of another package, which chooses rows by its own values."""
 
 
 class Ranks:
@@ -109,7 +114,7 @@ def test_layers_of_one_kind_keep_one_cache(num_ranks: int, monkeypatch: pytest.M
     bound: list[Any] = []
     drafter: Any = SimpleNamespace(
         target_cache_specs=lambda: [specs[0], specs[0], specs[1]],
-        bind_target_caches=bound.extend, first_rank=None,
+        bind_target_caches=bound.extend, first_rank=None, follows_first_rank=True,
     )  # fmt: skip
     caches: dict[TargetCacheSpec, Any] = {
         spec: SimpleNamespace(on_device=spec is specs[1]) for spec in specs
@@ -119,3 +124,11 @@ def test_layers_of_one_kind_keep_one_cache(num_ranks: int, monkeypatch: pytest.M
     assert [cache.on_device for cache in bound] == [False, False, True]
     assert (drafter.first_rank is not None) == (num_ranks > 1)
     assert (bound[0] is caches[specs[0]]) == (num_ranks == 1)
+
+
+def test_drafters_whose_rows_differ_between_ranks_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Ranks(2, monkeypatch)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2 cannot be used with OwnBeam"):
+        bind_target_caches(OwnBeam(), {})
