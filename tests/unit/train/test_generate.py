@@ -152,7 +152,7 @@ def test_a_finished_folder_is_refused_for_other_settings(
     for field, changed in (
         ("target", {"target": tmp_path}),
         ("files", {"prompts": tmp_path / "other.jsonl"}),
-        ("make", {"make": 2}),
+        ("num_made", {"make": 2}),
         ("max_tokens", {"max_tokens": 41}),
         ("sampled_share", {"sampled_share": 0.5}),
         ("temperatures", {"temperatures": "0.5"}),

@@ -286,8 +286,8 @@ EXPERTS_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_experts": 8}, "(misshapen mlp.experts.gate_up_proj|missing mlp.experts.7.up_proj)"),
 ]
 GLM_REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"n_group": 4}, "n_group = 4, legal: 1, or a number of equal groups of 6 experts"),
-    ({"n_group": 6}, "n_group = 6, legal: 1, .* at least two in each"),
+    ({"n_group": 4}, r"n_group = 4, legal: 1, or a divisor of 6 \(the experts\)"),
+    ({"n_group": 6}, "n_group = 6, legal: 1, .* leaves each group two or more"),
     ({"topk_group": 2}, r"topk_group = 2, legal: 1..1 \(groups that hold 2 experts\)"),
     ({"n_group": 3, "num_experts_per_tok": 3}, r"topk_group = 1, legal: 2..3"),
     ({"scoring_func": "softmax"}, "scoring_func = 'softmax', legal: absent or 'sigmoid'"),
