@@ -244,6 +244,9 @@ HEADS, SELF, AUTO, NGRAMS = ({"draft_source": s} for s in ("heads", "self", "aut
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
     ("plain", {"pipeline_parallel_size": 2}, {},
      "pipeline_parallel_size=2.*last rank drafts.*only token"),
+    ("plain", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, {},
+     "context parallelism"),
+    ("plain", {"runner": "pooling"}, {}, "runner 'pooling' of this target"),
     ("plain", {"kv_cache_dtype": "int8_per_token_head"}, {},
      "'int8_per_token_head'.*, or one of fp8"),
     ("plain", {"kv_cache_dtype": "bfloat16"}, {},
