@@ -207,7 +207,7 @@ def _serve() -> None:
     # Nothing but answers goes to the tests.
     os.dup2(2, 1)
     for name in _MODULES:
-        # Releases of vLLM have other modules; a test imports what is missing here.
+        # A release of vLLM may lack a module; a fork imports its own one, only later.
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
     prepare_engines()

@@ -236,7 +236,7 @@ def test_options_fit_a_terminal(monkeypatch: pytest.MonkeyPatch, method: str, wi
     whole = json.loads(runner.invoke(cli.app, ["options", method, "--json"]).stdout)
     assert starts == [row["option"] for row in whole]
     assert all(all(row.values()) for row in whole)
-    # No word is cut: the text is that of the JSON but for white space.
+    # No word is cut: the text differs from the JSON's only in white space.
     text = " ".join(" ".join(lines).split())
     assert all(" ".join(row["meaning"].split()) in text for row in whole)
     # Few lines are nearly empty, as narrow columns would make them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine's counters, those of vLLM, and those of its requests agree."""
+"""Counters of an engine, of vLLM and of the requests agree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Samples = list[tuple[str, dict[str, str], float]]
 
 
 def measure(name: str, ahead: bool, **options: Any) -> tuple[Samples, list[dict[str, Any]]]:
-    """Returns the metrics of an engine, and those of its requests."""
+    """Returns the metrics of an engine and of its requests."""
     llm = make_engine(
         "jetspec", max_num_seqs=4, disable_log_stats=False, served_model_name=name,
         per_request_spec_decode_metrics="detailed", async_scheduling=ahead,
