@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from vllm_specplug.budget.acceptance import AcceptanceModel, accepted_nodes
-from vllm_specplug.budget.allocation import Allocation, allocate
+from vllm_specplug.budget.allocation import allocate
 from vllm_specplug.budget.arrays import Bools, Floats, Ints
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate, GateDecision
 from vllm_specplug.budget.fairness import FairnessWeights
@@ -100,6 +100,8 @@ class Plan:
     """None if all levels of the draft are drafted."""
     ratio: float = 1.0
     """Milliseconds of the step with its chosen trees relative to a plain one."""
+    # [sum of caps + 1] `AdaptiveBudget._step_ms`; None until it is needed
+    step_ms: Floats | None = None
 
     def exclude(self, request: int) -> None:
         """Excludes a request that has ended. Another request may have its slot."""
@@ -166,7 +168,8 @@ class AdaptiveBudget:
         step = plan.step
         fixed = np.asarray(step.fixed, np.bool_)
         forced = int(np.asarray(step.caps)[fixed].sum())
-        step_ms = self._step_ms(step, forced, sum(step.caps)) + self._mean_node_ms(step)
+        step_ms = self._step_ms(plan, forced)[forced:]
+        step_ms = step_ms + self._mean_node_ms(step, len(step_ms))
         decision = self._decide(gate, plan, fixed, step_ms)
         limits = np.asarray(step.forward_limits, np.int64)
         plan.depths = np.where(fixed, limits, decision.depths)
@@ -257,38 +260,37 @@ class AdaptiveBudget:
         self.saved_ms = 0.0
         kept = np.zeros(len(nodes.probabilities), np.bool_)
         if len(kept) or len(drafted):
-            plain_ms = float(self._step_ms(step, 0, 0)[0])
-            kept, allocation = self._allocate(plan, nodes, plain_ms)
-            plan.ratio = allocation.milliseconds / plain_ms
+            kept = self._allocate(plan, nodes)
         self.fairness.step(plan.slots, step.batch.num_roots, plan.ratio)
         return kept
 
-    def _allocate(self, plan: Plan, nodes: Nodes, plain_ms: float) -> tuple[Bools, Allocation]:
-        """Returns [N] the nodes to verify, and the allocation of the nodes of requests without a
-        budget of their own."""
+    def _allocate(self, plan: Plan, nodes: Nodes) -> Bools:
+        """Returns [N] whether to verify each node, and updates the ratio of the plan."""
         step = plan.step
         weights = self.fairness.weights(plan.slots, step.batch.num_roots)
         probabilities = nodes.capped(np.asarray(step.caps)) * weights[nodes.owners]
         is_possible = probabilities > 0
         kept = np.asarray(step.fixed, np.bool_)[nodes.owners] & is_possible
         free = np.flatnonzero(~kept & is_possible)
-        step_ms = self._step_ms(step, int(kept.sum()), len(free)) + self._draft_ms(plan)
-        base_tokens = step.batch.num_roots + float(probabilities[kept].sum())
+        forced = int(kept.sum())
+        step_ms = self._step_ms(plan, forced)
+        plain_ms = float(step_ms[0])
         context_lens = np.asarray(step.context_lens, np.float64)
-        node_ms = (self.costs.attention_ms * context_lens)[nodes.owners[free]]
-
-        def allocate_at(milliseconds: Floats) -> Allocation:
-            return allocate(probabilities[free], milliseconds, base_tokens, node_ms)
-
-        best = allocation = allocate_at(step_ms)
+        best = allocate(
+            probabilities[free],
+            step_ms[forced : forced + len(free) + 1] + self._draft_ms(plan),
+            step.batch.num_roots + float(probabilities[kept].sum()),
+            (self.costs.attention_ms * context_lens)[nodes.owners[free]],
+        )
         self._gain = max(1.0, best.rate * plain_ms / step.batch.num_roots)
         self.saved_ms = plain_ms * (self._gain - 1.0)
+        chosen = best
         if not any(step.fixed):
-            rows = step.batch.num_roots + step.batch.other_rows
-            allocation = self.trials.choose(rows, best, allocate_at, step_ms)
-            plan.is_trial |= allocation is not best
-        kept[free] = allocation.kept
-        return kept, allocation
+            chosen = self.trials.choose(step.batch.num_roots + step.batch.other_rows, best)
+        plan.is_trial |= chosen is not best
+        plan.ratio = chosen.milliseconds / plain_ms
+        kept[free] = chosen.kept
+        return kept
 
     # -- learning from a step --------------------------------------------------------------
 
@@ -349,22 +351,26 @@ class AdaptiveBudget:
             )
         return nodes
 
-    def _step_ms(self, step: NextStep, forced: int, num_nodes: int) -> Floats:
-        """Returns [num_nodes + 1] ms of the step with `forced` nodes and 0, 1, ... more, without
-        the attention of these nodes."""
-        rows = step.batch.num_roots + forced
-        ms = self.costs.decode_ms(
-            step.batch.num_roots, forced, step.batch.other_rows, num_nodes, step.batch.root_context,
-            step.batch.other_context,
-        )  # fmt: skip
-        max_rows = self.row_budget.rows(step.batch.num_roots)
-        ms[1 + max(0, max_rows - rows - step.batch.other_rows) :] = IMPOSSIBLE_MS
-        return ms
+    def _step_ms(self, plan: Plan, forced: int) -> Floats:
+        """Returns [sum of caps + 1] ms of the step with 0, 1, ... nodes, without their attention.
 
-    def _mean_node_ms(self, step: NextStep) -> Floats:
-        """Returns [sum of caps + 1] ms of the attention of 0, 1, ... nodes at the mean context."""
+        Args:
+            forced: number of nodes that are verified at any cost.
+        """
+        if plan.step_ms is None:
+            batch, num_nodes = plan.step.batch, sum(plan.step.caps)
+            plan.step_ms = self.costs.decode_ms(
+                batch.num_roots, batch.other_rows, num_nodes, batch.root_context,
+                batch.other_context,
+            )  # fmt: skip
+            rows = self.row_budget.rows(batch.num_roots) - batch.num_roots - batch.other_rows
+            plan.step_ms[1 + max(forced, rows) :] = IMPOSSIBLE_MS
+        return plan.step_ms
+
+    def _mean_node_ms(self, step: NextStep, count: int) -> Floats:
+        """Returns [count] ms of the attention of 0, 1, ... nodes at the mean context."""
         context = sum(step.context_lens) / len(step.context_lens)
-        nodes: Floats = np.arange(sum(step.caps) + 1, dtype=np.float64)
+        nodes: Floats = np.arange(count, dtype=np.float64)
         return nodes * (self.costs.attention_ms * context)
 
     def _draft_ms(self, plan: Plan) -> float:

@@ -15,11 +15,11 @@ until r stays the same. It ends at the best ratio after two or three rounds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_specplug.budget.arrays import Bools, Floats
+from vllm_specplug.budget.arrays import Bools, Floats, Ints
 
 _MAX_ROUNDS = 8
 
@@ -28,26 +28,50 @@ _MAX_ROUNDS = 8
 class Allocation:
     """The nodes that a step should verify."""
 
-    kept: Bools
-    """[N] True for the nodes to verify."""
-    tokens: float
-    """Expected tokens of the step."""
-    milliseconds: float
+    order: Ints
+    """[N] all nodes, the best first."""
+    tokens_of: Floats
+    """[N + 1] expected tokens of a step with the best 0, 1, ... nodes."""
+    ms_of: Floats
+    """[N + 1] milliseconds of that step."""
+    count: int
+    """Number of nodes to verify."""
+
+    @property
+    def kept(self) -> Bools:
+        """[N] True for the nodes to verify."""
+        kept = np.zeros(len(self.order), np.bool_)
+        kept[self.order[: self.count]] = True
+        return kept
+
+    @property
+    def tokens(self) -> float:
+        """Expected tokens of the step."""
+        return float(self.tokens_of[self.count])
+
+    @property
+    def milliseconds(self) -> float:
+        """Milliseconds of the step."""
+        return float(self.ms_of[self.count])
 
     @property
     def rate(self) -> float:
         """Expected tokens per millisecond."""
         return self.tokens / self.milliseconds
 
+    def with_count(self, count: int) -> Allocation:
+        """Returns the allocation of the best `count` nodes."""
+        return replace(self, count=count)
+
 
 def allocate(
     # [N] probability that each node is accepted, not larger than that of its parent
     probabilities: Floats,
-    # [N + 1] or longer: ms of a step that verifies n nodes; [0] is the plain step
+    # [N + 1]: ms of a step that verifies n nodes; [0] is the plain step
     step_ms: Floats,
     base_tokens: float,
-    # [N] additional ms of each node; None for none
-    node_ms: Floats | None = None,
+    # [N] additional ms of each node
+    node_ms: Floats,
 ) -> Allocation:
     """Returns the nodes with the most expected tokens per millisecond.
 
@@ -55,34 +79,22 @@ def allocate(
     no node is kept without its ancestors, which are at least as probable and win ties. Of several
     best choices, the one with the fewest nodes is returned.
     """
-    num_nodes = len(probabilities)
-    assert len(step_ms) > num_nodes and base_tokens > 0
-    tokens = np.empty(num_nodes + 1)
-    tokens[0] = base_tokens
-    kept = np.zeros(num_nodes, np.bool_)
-    if node_ms is None or not node_ms.any():
-        order = np.argsort(-probabilities, kind="stable")
-        np.cumsum(probabilities[order], out=tokens[1:])
-        tokens[1:] += base_tokens
-        count = int(np.argmax(tokens / step_ms[: num_nodes + 1]))
-        kept[order[:count]] = True
-        return Allocation(kept, float(tokens[count]), float(step_ms[count]))
+    assert len(step_ms) == len(probabilities) + 1 and base_tokens > 0
+
+    def best_at(rate: float) -> Allocation:
+        order = np.argsort(rate * node_ms - probabilities, kind="stable")
+        tokens = np.concatenate(([base_tokens], probabilities[order])).cumsum()
+        milliseconds = np.concatenate(([0.0], node_ms[order])).cumsum() + step_ms
+        count = int((tokens - rate * milliseconds).argmax())
+        return Allocation(order, tokens, milliseconds, count)
 
     rate = base_tokens / float(step_ms[0])
-    milliseconds = np.empty(num_nodes + 1)
-    best = (float(base_tokens), float(step_ms[0]), np.empty(0, np.int64))
-    for _ in range(_MAX_ROUNDS):
-        order = np.argsort(rate * node_ms - probabilities, kind="stable")
-        np.cumsum(probabilities[order], out=tokens[1:])
-        tokens[1:] += base_tokens
-        milliseconds[0] = 0.0
-        np.cumsum(node_ms[order], out=milliseconds[1:])
-        milliseconds += step_ms[: num_nodes + 1]
-        count = int(np.argmax(tokens - rate * milliseconds))
-        reached = float(tokens[count] / milliseconds[count])
-        if reached <= rate * (1 + 1e-12):
+    best = best_at(rate)
+    if best.rate <= rate * (1 + 1e-12):
+        return best.with_count(0)
+    for _ in range(_MAX_ROUNDS - 1):
+        found = best_at(best.rate)
+        if found.rate <= best.rate * (1 + 1e-12):
             break
-        rate = reached
-        best = (float(tokens[count]), float(milliseconds[count]), order[:count])
-    kept[best[2]] = True
-    return Allocation(kept, best[0], best[1])
+        best = found
+    return best

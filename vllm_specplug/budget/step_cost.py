@@ -96,28 +96,24 @@ class StepCostModel:
     def decode_ms(
         self,
         roots: int,
-        nodes: int,
         other_rows: int,
         num_nodes: int,
         context: float,
         other_context: float = 0.0,
     ) -> Floats:
-        """Returns [num_nodes + 1] ms of a step with 0, 1, ... additional nodes, without drafting.
+        """Returns [num_nodes + 1] ms of a step with 0, 1, ... nodes, without drafting.
 
         Args:
             roots: rows that are sampled without drafts.
-            nodes: nodes that are always verified.
             other_rows: rows that are not sampled.
             context: tokens attended by the roots.
             other_context: tokens attended by the other rows.
         """
-        sampled = roots + nodes + np.arange(num_nodes + 1)
-        plain = self.verify_ms(sampled + other_rows, sampled, context, other_context) + self.rest_ms
-        with_trees = plain + (self.forward.tree_factor - 1.0) * (plain - self.rest_ms)
-        with_trees += self.tree_rest_ms
-        if not nodes:
-            with_trees[0] = plain[0]
-        return with_trees
+        sampled = roots + np.arange(num_nodes + 1)
+        milliseconds = self.verify_ms(sampled + other_rows, sampled, context, other_context)
+        milliseconds[1:] *= self.forward.tree_factor
+        milliseconds[1:] += self.tree_rest_ms
+        return milliseconds + self.rest_ms
 
     def draft_ms(self, requests: npt.ArrayLike, depth: npt.ArrayLike) -> Floats:
         """Returns the milliseconds of a draft forward. Arguments are those of `draft_rows`."""

@@ -7,12 +7,7 @@ drafts pay no step is plain, so nothing would show that plain decoding has becom
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import numpy as np
-
 from vllm_specplug.budget.allocation import Allocation
-from vllm_specplug.budget.arrays import Floats
 from vllm_specplug.budget.cost_curve import CostCurve
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS
 
@@ -37,39 +32,29 @@ class CostTrials:
         # By whether a step is plain.
         self._credits = {True: 0.0, False: 0.0}
 
-    def choose(
-        self,
-        rows: int,
-        best: Allocation,
-        allocate_at: Callable[[Floats], Allocation],
-        step_ms: Floats,
-    ) -> Allocation:
+    def choose(self, rows: int, best: Allocation) -> Allocation:
         """Returns the allocation of a plain step, or of a size near the best one, if it is due for
         a trial; else `best`.
 
         Args:
             rows: rows of a plain step.
-            allocate_at: returns the best allocation for given costs of a step.
-            step_ms: costs of a step by number of nodes.
         """
-        chosen = int(best.kept.sum())
-        if not chosen:
+        if not best.count:
             return best
         for is_plain, share in ((True, _PLAIN_SHARE), (False, _SIZE_SHARE)):
             self._credits[is_plain] = min(self._credits[is_plain] + share, 1.0)
-        for size in (rows, *self._curve.sizes_near(rows + chosen)):
-            count = min(int(size) - rows, len(step_ms) - 1)
+        for size in (rows, *self._curve.sizes_near(rows + best.count)):
+            count = min(int(size) - rows, len(best.order))
+            if count < 0 or count == best.count or best.ms_of[count] >= IMPOSSIBLE_MS:
+                continue
             is_plain = count == 0
             has_changed = self._curve.is_surprising(size)
             stale = _STALE_STEPS_IF_CHANGED if has_changed else _STALE_STEPS
-            is_due = self._curve.age(size, plain=is_plain) >= stale
-            if count < 0 or count == chosen or not is_due:
+            if self._curve.age(size, plain=is_plain) < stale:
                 continue
-            only = np.full(len(step_ms), IMPOSSIBLE_MS)
-            only[count] = step_ms[count]
-            other = allocate_at(only)
-            loss = 1.0 - other.rate / best.rate
+            trial = best.with_count(count)
+            loss = 1.0 - trial.rate / best.rate
             if loss <= self._credits[is_plain] + _ADVANCE * has_changed:
                 self._credits[is_plain] -= loss
-                return other
+                return trial
         return best

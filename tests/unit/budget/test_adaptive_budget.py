@@ -95,6 +95,17 @@ def test_hard_limits_hold_and_leave_trees() -> None:
         one.validate()
 
 
+def test_trials_of_changed_costs_keep_the_limit_on_rows() -> None:
+    costs = StepCostModel(calibration())
+    controller = AdaptiveBudget(costs, RowBudget(64, 10, 4096, 1), DEEPEST)
+    # Steps with prompts took longer than before, so the size is due for a trial.
+    costs.forward.observe(16, 3.0 * float(costs.forward(16)))
+    for _ in range(10):
+        costs.forward.observe(1, float(costs.forward(1)))
+    assert costs.forward.is_surprising(16)
+    assert max(run(controller, 1, steps=20, probability=0.9)) <= 9
+
+
 def test_prompt_rows_that_share_the_step_are_counted() -> None:
     alone = np.mean(run(budget(), 2, 40, 0.6)[20:])
     shared = np.mean(run(budget(), 2, 40, 0.6, batch=Batch(2, 400, 8, 100))[20:])
