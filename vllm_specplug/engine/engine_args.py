@@ -9,7 +9,6 @@ from typing import Any
 
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.engine.cpu_memory import fit_to_free_memory
-from vllm_specplug.engine.refusal import refused
 from vllm_specplug.engine.spec_config import (
     SpecPlugSpeculativeConfig,
     option_names,
@@ -349,7 +348,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
             message = refusal_message(error)
             if message is None:
                 raise
-            raise refused(message) from None
+            raise ValueError(message) from None
         return vllm_config
 
     return create_engine_config
