@@ -249,10 +249,9 @@ class TreeSpeculator(BaseSpeculator):
         record = record or self.step.record(self.planner.running)
         step = verified_step(input_batch, trees, walk, seq_lens)
         step_nodes = 0
-        adapters = record.adapters or (None,) * len(step)
-        for r, adapter in zip(step, adapters, strict=True):
+        for r in step:
             if r.tree.num_nodes:
-                self.stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
+                self.stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
                 step_nodes += r.tree.num_nodes
         self.planner.observe(step, input_batch.req_ids, record.walked, record.running)
         if step_nodes:
