@@ -9,13 +9,13 @@ from itertools import zip_longest
 from typing import Any
 
 PLAIN_REASONS = (
-    "batch", "budget", "opted_out", "context", "near_max_len", "no_draft", "invalid_tree",
+    "batch", "budget", "opted_out", "near_max_len", "no_draft", "invalid_tree",
     "embeds", "no_context",
 )  # fmt: skip
 """Reasons why a request decoded a step without a tree, in this order: the row limit left no row for
-a fixed budget, no node was worth its row, the request opted out, its context exceeds the limit for
-drafts, no position is left before the maximum length, the drafter proposed nothing, its tree was
-malformed and was dropped, its prompt holds embeddings, its draft context was dropped under load."""
+a fixed budget, no node was worth its row, the request opted out, no position is left before the
+maximum length, the drafter proposed nothing, its tree was malformed and was dropped, its prompt
+holds embeddings, its draft context was dropped under load."""
 
 PHASES = ("draft", "verify", "compact")
 """Timed phases of a step: drafting and building trees; the target's forward pass and the walk;

@@ -337,16 +337,12 @@ class TreeSpeculator(BaseSpeculator):
         tensors = (to_device(array, self.device) for array in arrays)
         return self.store.put(input_batch.idx_mapping, *tensors)
 
-    def _max_nodes(
-        self, req_id: str, num_tokens: int, num_running: int, most: int
-    ) -> tuple[int, str]:
+    def _max_nodes(self, req_id: str, num_running: int, most: int) -> tuple[int, str]:
         """Returns the maximum nodes of a request's tree, at most `most`, and the reason if that is
         0."""
         if req_id in self.plain:
             return 0, self.plain[req_id]
-        nodes, reason = self.planner.nodes_for(
-            req_id, self.extra_args.get(req_id), num_tokens, num_running
-        )
+        nodes, reason = self.planner.nodes_for(req_id, self.extra_args.get(req_id), num_running)
         return (most, "batch") if nodes > most else (nodes, reason)
 
     def _draft_requests(self, batch: HostBatch, most: int) -> tuple[DraftRequests, Batch]:
@@ -361,7 +357,7 @@ class TreeSpeculator(BaseSpeculator):
                 others.add_prompt(computed, num_tokens - computed, self.max_num_tokens)
                 continue
             others.root_context += num_tokens
-            nodes, reason = self._max_nodes(req_id, num_tokens, others.num_roots, most)
+            nodes, reason = self._max_nodes(req_id, others.num_roots, most)
             # The next step always emits one token besides the accepted drafts.
             depth = min(min(self.max_model_len, max_len) - num_tokens - 1, nodes)
             if depth < 1:

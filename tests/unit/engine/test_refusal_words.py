@@ -86,7 +86,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
      "1..64. Correct it, or leave it out for its default, 8."),
     ({**NGRAM_TREE, "tree_width": 65}, "speculative_config.tree_width=65 is not usable"),
     ({**NGRAM_TREE, "max_step_rows": 0}, "speculative_config.max_step_rows=0 is not usable: legal"),
-    ({**NGRAM_TREE, "max_draft_context": -1}, "speculative_config.max_draft_context=-1 is not"),
 ]  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan, RowBudget
 from vllm_specplug.budget.adaptive_budget import LevelThresholds
 from vllm_specplug.metrics import SpecPlugMetrics
-from vllm_specplug.options import RequestBudget, max_scheduled_rows, parse_request_budget
+from vllm_specplug.options import max_scheduled_rows, parse_request_budget
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.ranks import first_rank_values
@@ -94,7 +94,8 @@ class DraftPlanner:
         # Requests of this step whose tree was dropped, and whether a warning was logged.
         self._dropped: set[int] = set()
         self._has_warned = False
-        self._by_request: dict[str, RequestBudget] = {}
+        # Nodes that each request asked for; None for those that follow the engine's budget.
+        self._by_request: dict[str, int | None] = {}
         self.wanted: list[int] = []
         """Nodes of each request that were worth their cost in the last `draft` under an adaptive
         budget; the whole budget of requests that fixed it."""
@@ -129,29 +130,27 @@ class DraftPlanner:
     # -- limits of one request -------------------------------------------------------------
 
     def nodes_for(
-        self, req_id: str, extra_args: dict[str, Any] | None, context_len: int, num_requests: int
+        self, req_id: str, extra_args: dict[str, Any] | None, num_requests: int
     ) -> tuple[int, str]:
         """Returns the maximum nodes of a request's tree if `num_requests` may draft, and the reason
         if that is 0."""
-        asked = self._by_request.get(req_id)
-        if asked is None:
-            asked = self._by_request[req_id] = self._requested(extra_args)
-        if asked.max_context is not None and context_len > asked.max_context:
-            return 0, "context"
-        if asked.nodes is not None:
-            nodes = min(asked.nodes, self.row_budget.share(num_requests))
-            return nodes, "batch" if asked.nodes else "opted_out"
+        if req_id not in self._by_request:
+            self._by_request[req_id] = self._requested(extra_args)
+        asked = self._by_request[req_id]
+        if asked is not None:
+            nodes = min(asked, self.row_budget.share(num_requests))
+            return nodes, "batch" if asked else "opted_out"
         if self.adaptive is not None:
             return self.max_nodes, "budget"
         return self.row_budget.nodes_per_request(num_requests), "batch"
 
-    def _requested(self, extra_args: dict[str, Any] | None) -> RequestBudget:
+    def _requested(self, extra_args: dict[str, Any] | None) -> int | None:
         try:
             return parse_request_budget(extra_args, self.options)
         except ValueError:
             # The front end refuses it. A front end that does not must not end the worker.
             logger.warning_once("Ignored an invalid budget of a request")
-            return parse_request_budget(None, self.options)
+            return None
 
     def knows(self, req_id: str) -> bool:
         """Returns whether `nodes_for` was called for a request that has not ended."""
@@ -159,7 +158,7 @@ class DraftPlanner:
 
     def has_own_budget(self, req_id: str) -> bool:
         """Returns whether a known request fixed its budget."""
-        return self._by_request[req_id].nodes is not None
+        return self._by_request[req_id] is not None
 
     def forget(self, req_ids: Sequence[str]) -> None:
         """Drops requests that ended."""
