@@ -204,13 +204,25 @@ class TreeSpeculator(BaseSpeculator):
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
     ) -> None:
-        """Shows the drafter what the step committed."""
+        """Shows the drafter what the step committed, without rows that committed nothing."""
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
         following = self._next_tokens(input_batch, final)
         starts = input_batch.query_start_loc_np[: len(req_ids) + 1]
-        committed = _committed_tokens(final, req_ids, starts, aux_hidden_states, following)
-        drafter.observe(replace(committed, output_states=last_hidden_states))
+        kept = final.slots >= 0
+        drafter.observe(
+            CommittedTokens(
+                aux_hidden_states=aux_hidden_states or [],
+                rows=final.computed_rows[kept],
+                positions=final.positions[kept],
+                slots=final.slots[kept],
+                last_rows=final.last_rows,
+                next_token_ids=None if following is None else following[kept],
+                output_states=last_hidden_states,
+                req_ids=req_ids,
+                owners=np.arange(len(req_ids)).repeat(np.diff(starts))[kept.numpy()],
+            )
+        )
         for i, req_id in enumerate(req_ids):
             if req_id not in self.begun:
                 self.begun.add(req_id)
@@ -370,29 +382,3 @@ class TreeSpeculator(BaseSpeculator):
             requests.budgets.append(nodes)
             requests.depths.append(depth)
         return requests, others
-
-
-def _committed_tokens(
-    committed: CommitMap,
-    req_ids: list[str],
-    # [R + 1] first row of each request
-    starts: np.ndarray,
-    aux_hidden_states: list[torch.Tensor] | None,
-    following: torch.Tensor | None,
-) -> CommittedTokens:
-    """Returns what a drafter observes, without rows that committed nothing. Reads the device.
-
-    Args:
-        following: int64 [T] as of `_next_tokens`.
-    """
-    kept = committed.slots >= 0
-    return CommittedTokens(
-        aux_hidden_states=aux_hidden_states or [],
-        rows=committed.computed_rows[kept],
-        positions=committed.positions[kept],
-        slots=committed.slots[kept],
-        last_rows=committed.last_rows,
-        next_token_ids=None if following is None else following[kept],
-        req_ids=req_ids,
-        owners=np.arange(len(req_ids)).repeat(np.diff(starts))[kept.numpy()],
-    )
