@@ -6,7 +6,6 @@ field here is a key of `--speculative-config`. Nothing in this file imports vLLM
 vLLM reads the annotations as types: no `from __future__ import annotations` here.
 """
 
-import dataclasses
 import difflib
 import json
 import types
@@ -51,11 +50,9 @@ REMOVED_OPTIONS = {
     ),
     "causal": 'set "is_causal" in the config.json of a copy of the head\'s folder',
     "expand_width": "a level expands the 16 best nodes of each request",
+    "max_draft_context": 'tree_budget "auto" counts what contexts cost',
 }
 """Options of earlier versions by name, and what replaces each of them."""
-
-_MAX_CONTEXT = 2**31 - 1
-"""Maximum context length; the front end cannot send a larger number to the engine."""
 
 
 @dataclass(config={"extra": "forbid"})
@@ -83,8 +80,6 @@ class TreeOptions:
     drafts such nodes whatever they cost. With 0 a request can only switch drafts off. Default:
     twice `tree_budget`, or 32 if `tree_budget` is "auto" or 0, but at most
     `num_speculative_tokens`."""
-    max_draft_context: int | None = Field(default=None, ge=0, le=_MAX_CONTEXT)
-    """A request with more tokens of context than this decodes without drafts. Default: no limit."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
     """Maximum number of rows (roots and nodes of all requests) that one step verifies. It overrides
     `tree_budget`: a fixed budget shrinks to an equal share per request, and drafting stops if that
@@ -276,17 +271,6 @@ REQUEST_BUDGET_FACTOR = 2
 """Default of `max_request_budget`, as a multiple of the server's default number of nodes."""
 
 REQUEST_BUDGET_ARG = "specplug_tree_budget"
-REQUEST_CONTEXT_ARG = "specplug_max_draft_context"
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestBudget:
-    """Draft limits of one request."""
-
-    nodes: int | None
-    """Nodes per tree, 0 for no drafts; None means the engine's `tree_budget`."""
-    max_context: int | None
-    """The request decodes without drafts beyond this many tokens of context; None for no limit."""
 
 
 def request_budget_limit(options: Any) -> int:
@@ -331,8 +315,9 @@ def check_request_limit(max_request_budget: int | None, num_speculative_tokens: 
         )
 
 
-def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> RequestBudget:
-    """Returns the budget and context limit of a request; the engine's if the request sets none.
+def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> int | None:
+    """Returns the nodes per tree that a request asks for, 0 for no drafts; None for the engine's
+    `tree_budget`.
 
     Args:
         extra_args: the request's `extra_args` (`vllm_xargs` over HTTP).
@@ -346,20 +331,15 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> Req
     if max_nodes == options.num_speculative_tokens:
         name = "num_speculative_tokens"
     nodes = extra.get(REQUEST_BUDGET_ARG, "auto")
-    is_auto = isinstance(nodes, str) and nodes == "auto"
-    if not is_auto and not (is_integer(nodes) and 0 <= nodes <= max_nodes):
+    if isinstance(nodes, str) and nodes == "auto":
+        return None
+    if not (is_integer(nodes) and 0 <= nodes <= max_nodes):
         raise ValueError(
             f'{REQUEST_BUDGET_ARG}={short_repr(nodes)} is not usable: "auto" (the server '
             f"decides) or a number of nodes from 0 (no drafts) to {name}={max_nodes}. "
             "Give one of these, or leave it out"
         )
-    context = extra.get(REQUEST_CONTEXT_ARG, options.max_draft_context)
-    if context is not None and not (is_integer(context) and 0 <= context <= _MAX_CONTEXT):
-        raise ValueError(
-            f"{REQUEST_CONTEXT_ARG}={short_repr(context)} is not usable: a number of tokens from 0 "
-            f"to {_MAX_CONTEXT}. Give an integer, or leave it out"
-        )
-    return RequestBudget(None if is_auto else nodes, context)
+    return nodes
 
 
 def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> None:

@@ -20,5 +20,5 @@ def register() -> None:
     except Exception:
         logging.getLogger("vllm.specplug").exception(
             "vllm-specplug could not be installed into this vLLM, and its methods are unavailable. "
-            "All changes that the error does not name were undone. Run `specplug doctor` for more."
+            "All changes were undone. Run `specplug doctor` for more."
         )

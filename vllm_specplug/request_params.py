@@ -6,10 +6,10 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
-from vllm_specplug.options import REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, is_integer, short_repr
+from vllm_specplug.options import REQUEST_BUDGET_ARG, is_integer, short_repr
 
 PENALTY_ARGS = ("specplug_penalty_window", "specplug_penalty")
-REQUEST_ARGS = (REQUEST_BUDGET_ARG, REQUEST_CONTEXT_ARG, *PENALTY_ARGS)
+REQUEST_ARGS = (REQUEST_BUDGET_ARG, *PENALTY_ARGS)
 """Parameters that a request may set."""
 DEFAULT_PENALTY_WINDOW = 1024
 MIN_PENALTY, MAX_PENALTY = 1e-3, 1e3

@@ -19,17 +19,16 @@ def install() -> None:
 
     if PROCESS_SEAMS.is_applied or REFUSAL.is_applied:
         return
-    from vllm_specplug.engine import refusal
-    from vllm_specplug.engine.versions import SeamReport, check_vllm
+    from vllm_specplug.engine import versions
 
-    report = check_vllm()
+    report = versions.check_vllm()
     if report.supported:
         try:
             PROCESS_SEAMS.apply()
         except Exception as error:
             _logger.exception("vllm-specplug could not be installed into this vLLM")
-            report = SeamReport(report.vllm_version, str(error).rstrip("."))
+            report = versions.SeamReport(report.vllm_version, str(error).rstrip("."))
     if not report.supported:
         _logger.warning("%s; its speculative methods are switched off.", report.problem)
-        refusal.reason = report
+        versions.reason = report
         REFUSAL.apply()

@@ -9,7 +9,6 @@ from typing import Any
 
 from vllm_specplug.drafting.method import Capability
 from vllm_specplug.engine.cpu_memory import fit_to_free_memory
-from vllm_specplug.engine.refusal import refused
 from vllm_specplug.engine.spec_config import (
     SpecPlugSpeculativeConfig,
     option_names,
@@ -108,12 +107,6 @@ def check_engine_config(vllm_config: Any) -> None:
             f"kv_load_failure_policy={transfer.kv_load_failure_policy!r}",
             "vLLM's Model Runner V2 does not recompute blocks whose load failed, so the request "
             'would answer wrongly: use "fail", the default',
-        )
-    if _dtype_name(vllm_config) not in ("float32", "bfloat16", "float16"):
-        _refuse(
-            method,
-            f"dtype={model.dtype}",
-            "Tree kernels read bfloat16, float16 and float32: use one of them",
         )
     _check_cache_dtype(method, spec, vllm_config)
     if model.use_mla:
@@ -231,14 +224,7 @@ def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
     model = vllm_config.model_config
     target = f"an MLA target ({model.architectures[0]})"
     device = vllm_config.device_config.device_type
-    kernels = _LATENT_KERNELS.get(device, ())
-    if not kernels:
-        _refuse(
-            method,
-            f"{target} on {device!r}",
-            "Trees over latent caches are computed on CPUs and on CUDA; use a target with MHA or "
-            "GQA, or one of vLLM's own chain methods",
-        )
+    kernels = _LATENT_KERNELS[device]
     if spec.tree_kernel not in kernels:
         _refuse(
             method,
@@ -297,8 +283,6 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
         cache = f"a checkpoint whose kv_cache_scheme={scheme!r} asks for a quantised KV cache"
     remedy = f'Use kv_cache_dtype="{dtype}", which keeps keys and values as they are'
     device = vllm_config.device_config.device_type
-    if device not in SERVED_CACHES:
-        _refuse(method, f"{cache} on {device!r}", remedy)
     served = SERVED_CACHES[device]
     if cache_dtype not in ("auto", *served):
         _refuse(method, f"{cache} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
@@ -349,7 +333,7 @@ def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any
             message = refusal_message(error)
             if message is None:
                 raise
-            raise refused(message) from None
+            raise ValueError(message) from None
         return vllm_config
 
     return create_engine_config

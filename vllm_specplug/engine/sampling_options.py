@@ -18,7 +18,7 @@ from vllm_specplug.request_params import named_arg
 
 def wrap_sampling_params(original: Callable[..., None]) -> Callable[..., None]:
     """`SamplingParams._validate_spec_decode`, which for trees allows `min_p` and `logit_bias`, and
-    checks the request's tree budget and context limit."""
+    checks the request's tree budget."""
 
     def validate(self: Any, speculative_config: Any) -> None:
         if (

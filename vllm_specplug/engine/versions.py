@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the vLLM version and the seams that every process needs."""
+"""Checks the vLLM version and the seams that every process needs, and refuses our methods on a vLLM
+that this release does not support."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from vllm_specplug.registry import legal_method_names
 from vllm_specplug.seams import PROCESS_SEAMS
 
 SUPPORTED_VLLM = ("0.32", "0.33")
@@ -49,3 +53,20 @@ def refusal_text(method: str, report: SeamReport) -> str:
         f"Supported: vLLM {SUPPORTED_TEXT}. Install it with: {PIP_LINE}. "
         "Other methods and plain decoding work as usual."
     )
+
+
+reason: SeamReport | None = None
+"""Why the methods are unavailable; set when the plugin is installed."""
+
+
+def wrap_create_engine_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineArgs.create_engine_config` that refuses our methods. Seam: refusal."""
+
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        spec = self.speculative_config or {}
+        method = getattr(self, "spec_method", None) or spec.get("method")
+        if method in legal_method_names():
+            raise ValueError(refusal_text(method, reason or check_vllm()))
+        return original(self, *args, **kwargs)
+
+    return create_engine_config

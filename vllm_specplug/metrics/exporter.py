@@ -18,11 +18,6 @@ _SECONDS_BUCKETS = (
 )  # fmt: skip
 _NODE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
-# Labels of requests without a LoRA adapter, and of adapters past the first `MAX_ADAPTERS`: a server
-# may load any number of adapters, and Prometheus keeps a time series for each name.
-BARE_TARGET, OTHER_ADAPTERS = "(none)", "(others)"
-MAX_ADAPTERS = 64
-
 # Counters by name: what they count, and their labels besides the exporter's.
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "drafts": ("Draft trees verified.",),
@@ -34,12 +29,8 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "plain_steps": ("Decode steps of single requests without a tree, by reason.", "reason"),
     "predicted_accepted_tokens": ("Accepted draft tokens, as the adaptive budget predicted.",),
     "predicted_actual_tokens": ("Accepted draft tokens of the trees with a prediction.",),
-    "adapter_drafts": ("Draft trees verified, by LoRA adapter.", "adapter"),
-    "adapter_draft_nodes": ("Draft tree nodes verified, by adapter.", "adapter"),
-    "adapter_accepted_tokens": ("Draft tokens accepted, by adapter.", "adapter"),
 }
 _LABELLED = {name for name, (_, *own) in _COUNTERS.items() if own}
-_ADAPTER_COUNTERS = ("adapter_drafts", "adapter_draft_nodes", "adapter_accepted_tokens")
 _HISTOGRAMS = {
     "step_nodes": ("Draft tree nodes per step, of all requests.", _NODE_BUCKETS),
     "draft_seconds": ("Seconds per step for drafting and building trees.", _SECONDS_BUCKETS),
@@ -94,7 +85,6 @@ class PrometheusExporter:
         """
         self._families = _families(tuple(labels), REGISTRY if registry is None else registry)
         self._values = tuple(labels.values())
-        self._adapters: set[str] = set()
         # Create series now, so that their rates are 0 and not empty.
         for name in self._families.keys() - _LABELLED:
             self._metric(name)
@@ -128,15 +118,3 @@ class PrometheusExporter:
         if (predicted := payload.get("predicted")) is not None:
             self._metric("predicted_accepted_tokens").inc(predicted[0])
             self._metric("predicted_actual_tokens").inc(predicted[1])
-        for name, counts in payload.get("adapters", {}).items():
-            label = self._adapter_label(name)
-            for counter, count in zip(_ADAPTER_COUNTERS, counts, strict=True):
-                self._metric(counter, label).inc(count)
-
-    def _adapter_label(self, name: str) -> str:
-        """Returns the label of an adapter, "" for none; new adapters past the limit share one."""
-        if name and name not in self._adapters and len(self._adapters) >= MAX_ADAPTERS:
-            return OTHER_ADAPTERS
-        label = name or BARE_TARGET
-        self._adapters.add(label)
-        return label

@@ -9,13 +9,13 @@ from itertools import zip_longest
 from typing import Any
 
 PLAIN_REASONS = (
-    "batch", "budget", "opted_out", "context", "near_max_len", "no_draft", "invalid_tree",
+    "batch", "budget", "opted_out", "near_max_len", "no_draft", "invalid_tree",
     "embeds", "no_context",
 )  # fmt: skip
 """Reasons why a request decoded a step without a tree, in this order: the row limit left no row for
-a fixed budget, no node was worth its row, the request opted out, its context exceeds the limit for
-drafts, no position is left before the maximum length, the drafter proposed nothing, its tree was
-malformed and was dropped, its prompt holds embeddings, its draft context was dropped under load."""
+a fixed budget, no node was worth its row, the request opted out, no position is left before the
+maximum length, the drafter proposed nothing, its tree was malformed and was dropped, its prompt
+holds embeddings, its draft context was dropped under load."""
 
 PHASES = ("draft", "verify", "compact")
 """Timed phases of a step: drafting and building trees; the target's forward pass and the walk;
@@ -49,8 +49,6 @@ class StepStats:
     # accepted nodes, as the adaptive budget predicted and as counted
     predicted_accepted: float = 0.0
     predicted_actual: int = 0
-    # drafts, nodes and accepted nodes by LoRA adapter, "" for none; empty without LoRA
-    by_adapter: dict[str, list[int]] = field(default_factory=dict)
 
     @property
     def num_accepted(self) -> int:
@@ -61,22 +59,13 @@ class StepStats:
         """1 + accepted / drafts, as in vLLM; 1.0 without drafts."""
         return 1.0 + self.num_accepted / self.num_drafts if self.num_drafts else 1.0
 
-    def observe_draft(self, num_nodes: int, num_accepted: int, adapter: str | None = None) -> None:
-        """Counts a verified tree of `num_nodes` >= 1 nodes, accepted down to depth `num_accepted`.
-
-        Args:
-            adapter: name of the request's LoRA adapter, "" for none; None on engines without LoRA.
-        """
+    def observe_draft(self, num_nodes: int, num_accepted: int) -> None:
+        """Counts a verified tree of at least one node, accepted down to depth `num_accepted`."""
         assert 0 <= num_accepted <= num_nodes, (num_accepted, num_nodes)
         assert num_nodes > 0, "a request without a tree is a plain step"
         self.num_drafts += 1
         self.num_nodes += num_nodes
         self.accepted_by_depth = _added(self.accepted_by_depth, [1] * num_accepted)
-        if adapter is not None:
-            self._add_adapter(adapter, (1, num_nodes, num_accepted))
-
-    def _add_adapter(self, adapter: str, counts: Sequence[int]) -> None:
-        self.by_adapter[adapter] = _added(self.by_adapter.get(adapter, ()), counts)
 
     def observe_step_nodes(self, num_nodes: int) -> None:
         """Records the nodes of all trees of one step."""
@@ -115,8 +104,6 @@ class StepStats:
             payload["budget"] = self.tree_budget
         if self.predicted_accepted:
             payload["predicted"] = [self.predicted_accepted, self.predicted_actual]
-        if self.by_adapter:
-            payload["adapters"] = self.by_adapter
         # Others hold this object, so its fields are replaced.
         vars(self).update(vars(StepStats()))
         return payload or None
@@ -133,8 +120,6 @@ class StepStats:
             self.milliseconds.setdefault(phase, []).extend(values)
         self.tree_budget = payload.get("budget", self.tree_budget)
         self.observe_prediction(*payload.get("predicted", (0.0, 0)))
-        for adapter, counts in payload.get("adapters", {}).items():
-            self._add_adapter(adapter, counts)
 
 
 def _added(a: Sequence[int], b: Sequence[int]) -> list[int]:

@@ -185,7 +185,7 @@ REFUSAL = SeamSet(
                 "they are unavailable",
             ),
             _CREATE_CONFIG,
-            make=f"{_ENGINE}.refusal:wrap_create_engine_config",
+            make=f"{_ENGINE}.versions:wrap_create_engine_config",
         ),
     )
 )

@@ -21,7 +21,7 @@ _MISSING: Any = object()
 
 
 class SeamError(RuntimeError):
-    """A seam's target is missing, already changed, or can no longer be undone."""
+    """A seam's target is missing, or the seam is already applied."""
 
 
 def resolve(path: str) -> Any:
@@ -114,7 +114,7 @@ class Seam(_Applicable):
         """Makes the change.
 
         Raises:
-            SeamError: if the target is missing, or a seam has already changed it.
+            SeamError: if the target is missing, or the change is already made.
         """
         if self._is_applied:
             raise SeamError(f"{self.name} is already applied")
@@ -122,11 +122,7 @@ class Seam(_Applicable):
         self._is_applied = True
 
     def undo(self) -> None:
-        """Reverts the change; does nothing if it was not made.
-
-        Raises:
-            SeamError: if other code has changed the target since.
-        """
+        """Reverts the change; does nothing if it was not made."""
         if self._is_applied:
             self._undo()
             self._is_applied = False
@@ -136,11 +132,6 @@ class Seam(_Applicable):
 
     def _undo(self) -> None:
         pass
-
-    def _check_unchanged(self, is_ours: bool) -> None:
-        """Raises SeamError unless the target still holds what the seam put there."""
-        if not is_ours:
-            raise SeamError(f"{self.name} was changed by other code since; it is left as it is")
 
 
 @dataclass(eq=False)
@@ -201,11 +192,6 @@ def _stored_names(owner: Any) -> frozenset[str]:
     )
 
 
-# Objects that seams have installed, by identity: `functools.wraps` copies attributes, so a mark on
-# a function would also appear on another package's wrapper around it.
-_installed: dict[int, Any] = {}
-
-
 @dataclass(eq=False)
 class Replace(Seam):
     """An attribute or module global that is replaced.
@@ -218,7 +204,6 @@ class Replace(Seam):
     _owner: Any = field(default=None, init=False, repr=False)
     _own: Any = field(default=_MISSING, init=False, repr=False)
     """The owner's own value; missing if it inherited the attribute."""
-    _new: Any = field(default=None, init=False, repr=False)
 
     @property
     def attribute(self) -> str:
@@ -231,13 +216,9 @@ class Replace(Seam):
     def _apply(self) -> None:
         owner = resolve(self.owner_path)
         stock = self._stock()
-        if id(stock) in _installed:
-            raise SeamError(f"{self.name} is already changed; seams do not wrap one another")
         new = self._made(resolve(self.make)(stock), stock)
         self._owner, self._own = owner, vars(owner).get(self.attribute, _MISSING)
         setattr(owner, self.attribute, new)
-        self._new = new
-        _installed[id(new)] = new
 
     def _stock(self) -> Any:
         return resolve(self.target)
@@ -246,14 +227,11 @@ class Replace(Seam):
         return new
 
     def _undo(self) -> None:
-        self._check_unchanged(vars(self._owner).get(self.attribute, _MISSING) is self._new)
         if self._own is _MISSING:
             delattr(self._owner, self.attribute)
         else:
             setattr(self._owner, self.attribute, self._own)
-        # Two seams may install the same constant.
-        _installed.pop(id(self._new), None)
-        self._owner, self._own, self._new = None, _MISSING, None
+        self._owner, self._own = None, _MISSING
 
 
 class Wrap(Replace):
@@ -272,11 +250,11 @@ class ReplaceKernel(Replace):
 
     def verify(self) -> str | None:
         problem = super().verify()
-        if problem is not None:
-            return problem
-        stock = resolve(self.target)
         # An engine that this process built earlier may have replaced it.
-        return None if id(stock) in _installed else resolve(self.make).misfit(stock)
+        if problem is not None or self._is_applied:
+            return problem
+        misfit: str | None = resolve(self.make).misfit(resolve(self.target))
+        return misfit
 
 
 class Add(Replace):
@@ -305,7 +283,6 @@ class Register(Seam):
 
     path: str = ""
     kind: ClassVar[str] = "registers over"
-    _own: Any = field(default=None, init=False, repr=False)
 
     def verify(self) -> str | None:
         # Only the module: each backend of `latent_gpu` imports libraries that the others do not
@@ -313,26 +290,14 @@ class Register(Seam):
         return super().verify() or _find_problem(self.path.rpartition(".")[0])
 
     def _apply(self) -> None:
-        backend = resolve(self.target)
-        self._own = backend.get_path() if backend.is_overridden() else None
-        if self._own == self.path:
-            raise SeamError(f"{self.name} is already {self.path}")
-        self._register(backend, self.path)
-
-    def _undo(self) -> None:
-        backend = resolve(self.target)
-        self._check_unchanged(backend.get_path() == self.path)
-        if self._own is None:
-            backend.clear_override()
-            self._clear_cached_choices()
-        else:
-            self._register(backend, self._own)
-
-    def _register(self, backend: Any, path: str) -> None:
         # vLLM keeps overrides of Mamba backends in a table of their own.
         is_mamba = "MambaAttentionBackendEnum" in self.target
         register = resolve("vllm.v1.attention.backends.registry:register_backend")
-        register(backend, path, is_mamba=is_mamba)
+        register(resolve(self.target), self.path, is_mamba=is_mamba)
+        self._clear_cached_choices()
+
+    def _undo(self) -> None:
+        resolve(self.target).clear_override()
         self._clear_cached_choices()
 
     def _clear_cached_choices(self) -> None:
@@ -369,27 +334,13 @@ class SeamSet(_Applicable):
             try:
                 seam.apply()
             except Exception as error:
-                problems = self._undo_applied()
-                outcome = f"Not undone: {problems}" if problems else "vLLM is as it was."
-                raise SeamError(f"{seam.name} could not be changed: {error}. {outcome}") from error
+                self.undo()
+                raise SeamError(
+                    f"{seam.name} could not be changed: {error}. vLLM is as it was."
+                ) from error
             self._applied.append(seam)
 
     def undo(self) -> None:
-        """Undoes all seams in reverse order.
-
-        Raises:
-            SeamError: naming the targets that other code has changed since; the others are undone.
-        """
-        problems = self._undo_applied()
-        if problems:
-            raise SeamError(f"Not undone: {problems}")
-
-    def _undo_applied(self) -> str:
-        """Undoes the applied seams; returns the errors."""
-        problems = []
+        """Undoes all applied seams in reverse order."""
         while self._applied:
-            try:
-                self._applied.pop().undo()
-            except Exception as error:
-                problems.append(str(error))
-        return "; ".join(problems)
+            self._applied.pop().undo()

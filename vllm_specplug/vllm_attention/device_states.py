@@ -95,8 +95,6 @@ class DeviceStateStep(StateStep):
     def __init__(self, requests: Sequence[RequestRows], parents: torch.Tensor) -> None:
         super().__init__(requests, parents)
         device = parents.device
-        fresh = self.fresh.nonzero()[:, 0]
-        self.fresh_trees = to_device(fresh, device) if len(fresh) else None
         self.starts, self.rows = to_device(self.starts, device), to_device(self.rows, device)
         self.requests = to_device(self.requests, device)
         if self.linear is not None:
@@ -115,10 +113,6 @@ class DeviceStateStep(StateStep):
         from vllm_specplug.kernels import delta_tree_triton as kernels
 
         conv_states, states = layer_conv_states(layer), device_states(layer)
-        if self.fresh_trees is not None:
-            slots = trees.slots[self.fresh_trees]
-            conv_states[slots] = 0
-            states[slots] = 0
         # Indexing copies; the next layer reuses the memory of `mixed_qkv`.
         inputs = mixed_qkv[self.rows]
         weight = layer.conv1d.weight.flatten(1)

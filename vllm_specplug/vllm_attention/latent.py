@@ -75,9 +75,9 @@ class TreeCPUMLAImpl(CPUMLAImpl):
 
 @dataclass(frozen=True)
 class LatentRequest(RequestRows):
-    """One request's rows with the mask of its tree."""
+    """One request's rows with the mask of its tree. No rows precede a tree."""
 
-    # bool [n, n] of the rows from the root on; None for a line
+    # bool [n, n] of the rows; None for a line
     mask: torch.Tensor | None = None
 
 
@@ -97,16 +97,16 @@ def _line(count: int) -> torch.Tensor:
 
 
 def spans_of(requests: Iterable[tuple[int, LatentRequest]]) -> list[LatentSpan]:
-    """Returns the spans of requests, each given with its batch index. A tree after rows of its
-    prompt is a separate span."""
-    spans = []
-    for index, r in requests:
-        before = r.root_row - r.first_row
-        if before:
-            spans.append(LatentSpan(index, r.first_row, r.num_computed, _line(before)))
-        mask = _line(r.end_row - r.root_row) if r.mask is None else r.mask
-        spans.append(LatentSpan(index, r.root_row, r.context_len, mask))
-    return spans
+    """Returns the spans of requests, each given with its batch index."""
+    return [
+        LatentSpan(
+            index,
+            r.first_row,
+            r.num_computed,
+            _line(r.end_row - r.first_row) if r.mask is None else r.mask,
+        )
+        for index, r in requests
+    ]
 
 
 def attach_latent_rows(attn_metadata: dict[str, Any], requests: Sequence[LatentRequest]) -> None:

@@ -92,7 +92,7 @@ class StateBlocks:
 
 @dataclass(frozen=True)
 class LinearRows:
-    """Rows that vLLM's own code computes: rows of requests without a tree, and before a root."""
+    """Rows that vLLM's own code computes: those of requests without a tree."""
 
     # [T'] int64 rows of the forward, single rows that continue a state first
     rows: torch.Tensor
@@ -106,11 +106,11 @@ class LinearRows:
 
     @classmethod
     def of(cls, requests: Sequence[RequestRows]) -> LinearRows | None:
-        spans = []
-        for index, r in enumerate(requests):
-            end = r.root_row if r.is_tree else r.end_row
-            if end > r.first_row:
-                spans.append((index, r.first_row, end, r.num_computed > 0))
+        spans = [
+            (index, r.first_row, r.end_row, r.num_computed > 0)
+            for index, r in enumerate(requests)
+            if not r.is_tree
+        ]
         if not spans:
             return None
         spans.sort(key=lambda span: span[2] - span[1] > 1 or not span[3])
@@ -159,22 +159,20 @@ class StateStep:
     """The trees of one step over their requests' states.
 
     Args:
-        requests: all requests of the batch, in order; at least one has a tree.
+        requests: all requests of the batch, in order; at least one has a tree. No rows precede a
+            tree, and its request has a state: vLLM schedules drafts only after the full prompt.
         parents: int64 [M], as in `StateTrees`, over the rows of all trees.
     """
 
     def __init__(self, requests: Sequence[RequestRows], parents: torch.Tensor) -> None:
         drafting = [(i, r) for i, r in enumerate(requests) if r.is_tree]
+        assert all(r.first_row == r.root_row and r.num_computed for _, r in drafting)
         counts = torch.tensor([r.end_row - r.root_row for _, r in drafting])
         self.max_rows = int(counts.max())
         self.starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
         self.parents = parents
         self.rows = torch.cat([torch.arange(r.root_row, r.end_row) for _, r in drafting])
         self.requests = torch.tensor([i for i, _ in drafting])
-        # Trees whose first row is their request's first token.
-        self.fresh = torch.tensor(
-            [r.first_row == r.root_row and not r.num_computed for _, r in drafting]
-        )
         self.linear = LinearRows.of(requests)
         self.pending: list[PendingLayer] = []
         # By KV cache group, whose layers share one metadata object.
@@ -206,7 +204,7 @@ class StateStep:
         # [T, Hv, V], written in place
         output: torch.Tensor,
     ) -> None:
-        """Computes one layer: vLLM's own rows first, as rows of a prompt may precede its root."""
+        """Computes one layer."""
         _, trees, linear = self._group(metadata)
         if self.linear is not None:
             at = self.linear.rows
@@ -229,9 +227,6 @@ class StateStep:
         """Writes the trees' rows of a layer to `output`, without changing the states."""
         inputs, b, a = mixed_qkv[self.rows], b[self.rows], a[self.rows]
         conv_states, states = layer_states(layer)
-        if self.fresh.any():
-            conv_states[trees.slots[self.fresh]] = 0
-            states[trees.slots[self.fresh]] = 0
         # Imported here, because every device imports this module, and this is a CPU kernel's.
         from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
 

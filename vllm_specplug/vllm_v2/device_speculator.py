@@ -485,15 +485,13 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _budgets(self, input_batch: Any, most: int) -> np.ndarray:
         """Returns int32 [R]: most nodes of each request's next tree, as far as the host knows."""
-        # Upper bounds for decoding requests, exact for prompts.
-        ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         is_decoding = self._is_decoding(input_batch)
         running = int(is_decoding.sum())
-        budgets = np.zeros(len(ends), np.int32)
+        budgets = np.zeros(len(is_decoding), np.int32)
         for i, req_id in enumerate(input_batch.req_ids):
             if not is_decoding[i]:
                 continue
-            nodes, reason = self._max_nodes(req_id, int(ends[i]), running, most)
+            nodes, reason = self._max_nodes(req_id, running, most)
             if nodes < 1:
                 self.stats.observe_plain(reason)
             budgets[i] = max(nodes, 0)

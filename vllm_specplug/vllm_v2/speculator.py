@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.budget import Batch
-from vllm_specplug.drafting.committed_tokens import CommitBuffer, CommittedTokens
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
@@ -95,11 +95,6 @@ class TreeSpeculator(BaseSpeculator):
         self.planner, self.stats, self.step = planner, stats, step
         self.target_graphs = target_graphs
 
-    @cached_property
-    def commit_buffer(self) -> CommitBuffer:
-        """Committed tokens that the drafter has not observed."""
-        return CommitBuffer(self.proposer.drafter)
-
     # -- requests that come and go -----------------------------------------------------------
 
     def add(
@@ -126,8 +121,6 @@ class TreeSpeculator(BaseSpeculator):
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         """Drops the state of requests in `gone`, which no longer run. Requests in `ended` do not
         come back."""
-        if gone:
-            self.commit_buffer.flush()
         self.proposer.drafter.forget(gone)
         self.planner.forget(ended)
         self.begun.difference_update(gone)
@@ -211,31 +204,30 @@ class TreeSpeculator(BaseSpeculator):
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
     ) -> None:
-        """Shows the drafter what the step committed, now or before it next drafts."""
+        """Shows the drafter what the step committed, without rows that committed nothing."""
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
         following = self._next_tokens(input_batch, final)
-        if self.commit_buffer.is_late:
-            # Cloned: the next step overwrites these tensors.
-            final = replace(final, slots=final.slots.clone(), positions=final.positions.clone())
-        make = partial(
-            _committed_tokens,
-            final,
-            req_ids,
-            input_batch.query_start_loc_np[: len(req_ids) + 1].copy(),
-            aux_hidden_states,
-            following,
-            self.step.walk is None,
+        starts = input_batch.query_start_loc_np[: len(req_ids) + 1]
+        kept = final.slots >= 0
+        drafter.observe(
+            CommittedTokens(
+                aux_hidden_states=aux_hidden_states or [],
+                rows=final.computed_rows[kept],
+                positions=final.positions[kept],
+                slots=final.slots[kept],
+                last_rows=final.last_rows,
+                next_token_ids=None if following is None else following[kept],
+                output_states=last_hidden_states,
+                req_ids=req_ids,
+                owners=np.arange(len(req_ids)).repeat(np.diff(starts))[kept.numpy()],
+            )
         )
-        self.commit_buffer.add(lambda: replace(make(), output_states=last_hidden_states))
-        new = [i for i, req_id in enumerate(req_ids) if req_id not in self.begun]
-        if new:
-            self.commit_buffer.flush()
-        for i in new:
-            self.begun.add(req_ids[i])
-            # A request's first step has no drafts, so its rows are in the order of positions.
-            first = int(final.positions[input_batch.query_start_loc_np[i]])
-            drafter.begin(req_ids[i], i, first)
+        for i, req_id in enumerate(req_ids):
+            if req_id not in self.begun:
+                self.begun.add(req_id)
+                # A request's first step has no drafts, so its rows are in the order of positions.
+                drafter.begin(req_id, i, int(final.positions[starts[i]]))
 
     def _next_tokens(self, input_batch: Any, final: CommitMap) -> torch.Tensor | None:
         """Returns int64 [T]: the token that follows each row's token, 0 if it is not known. None
@@ -269,10 +261,9 @@ class TreeSpeculator(BaseSpeculator):
         record = record or self.step.record(self.planner.running)
         step = verified_step(input_batch, trees, walk, seq_lens)
         step_nodes = 0
-        adapters = record.adapters or (None,) * len(step)
-        for r, adapter in zip(step, adapters, strict=True):
+        for r in step:
             if r.tree.num_nodes:
-                self.stats.observe_draft(r.tree.num_nodes, len(r.accepted_path), adapter)
+                self.stats.observe_draft(r.tree.num_nodes, len(r.accepted_path))
                 step_nodes += r.tree.num_nodes
         self.planner.observe(step, input_batch.req_ids, record.walked, record.running)
         if step_nodes:
@@ -291,9 +282,7 @@ class TreeSpeculator(BaseSpeculator):
             longest = 1 + max(requests.context_lens, default=0)
             penalties = draft_penalties(asked, self.req_states, slots, longest)
             requests = replace(requests, penalties=penalties)
-        drafted = self.planner.draft(
-            drafter, requests, others, self._room(requests), self.commit_buffer.flush
-        )
+        drafted = self.planner.draft(drafter, requests, others, self._room(requests))
         drafted = first_rank_trees(drafted, requests.budgets)
         trees = [DraftTree.empty()] * len(batch.req_ids)
         for i, tree in zip(requests.req_indices, drafted, strict=True):
@@ -360,16 +349,12 @@ class TreeSpeculator(BaseSpeculator):
         tensors = (to_device(array, self.device) for array in arrays)
         return self.store.put(input_batch.idx_mapping, *tensors)
 
-    def _max_nodes(
-        self, req_id: str, num_tokens: int, num_running: int, most: int
-    ) -> tuple[int, str]:
+    def _max_nodes(self, req_id: str, num_running: int, most: int) -> tuple[int, str]:
         """Returns the maximum nodes of a request's tree, at most `most`, and the reason if that is
         0."""
         if req_id in self.plain:
             return 0, self.plain[req_id]
-        nodes, reason = self.planner.nodes_for(
-            req_id, self.extra_args.get(req_id), num_tokens, num_running
-        )
+        nodes, reason = self.planner.nodes_for(req_id, self.extra_args.get(req_id), num_running)
         return (most, "batch") if nodes > most else (nodes, reason)
 
     def _draft_requests(self, batch: HostBatch, most: int) -> tuple[DraftRequests, Batch]:
@@ -384,7 +369,7 @@ class TreeSpeculator(BaseSpeculator):
                 others.add_prompt(computed, num_tokens - computed, self.max_num_tokens)
                 continue
             others.root_context += num_tokens
-            nodes, reason = self._max_nodes(req_id, num_tokens, others.num_roots, most)
+            nodes, reason = self._max_nodes(req_id, others.num_roots, most)
             # The next step always emits one token besides the accepted drafts.
             depth = min(min(self.max_model_len, max_len) - num_tokens - 1, nodes)
             if depth < 1:
@@ -397,42 +382,3 @@ class TreeSpeculator(BaseSpeculator):
             requests.budgets.append(nodes)
             requests.depths.append(depth)
         return requests, others
-
-
-def _committed_tokens(
-    committed: CommitMap,
-    req_ids: list[str],
-    # [R + 1] first row of each request
-    starts: np.ndarray,
-    aux_hidden_states: list[torch.Tensor] | None,
-    following: torch.Tensor | None,
-    is_plain: bool,
-) -> CommittedTokens:
-    """Returns what a drafter observes, without rows that committed nothing. Reads the device.
-
-    Args:
-        following: int64 [T] as of `_next_tokens`.
-        is_plain: whether the step had no drafts, so that every row committed its token.
-    """
-    owners = np.arange(len(req_ids)).repeat(np.diff(starts))
-    if not is_plain:
-        kept = committed.slots >= 0
-        committed = replace(
-            committed,
-            computed_rows=committed.computed_rows[kept],
-            positions=committed.positions[kept],
-            slots=committed.slots[kept],
-        )
-        owners = owners[kept.numpy()]
-        following = None if following is None else following[kept]
-    return CommittedTokens(
-        aux_hidden_states=aux_hidden_states or [],
-        rows=committed.computed_rows,
-        positions=committed.positions,
-        slots=committed.slots,
-        last_rows=committed.last_rows,
-        next_token_ids=following,
-        req_ids=req_ids,
-        owners=owners,
-        in_order=is_plain,
-    )

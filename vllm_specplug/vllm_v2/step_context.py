@@ -23,8 +23,6 @@ class StepRecord:
     compacted: Any
     # `DraftPlanner.running`
     running: Any
-    # LoRA adapter of each request, "" for none; empty on an engine without any
-    adapters: tuple[str, ...] = ()
 
 
 class StepContext:
@@ -78,7 +76,4 @@ class StepContext:
 
         `running` is `DraftPlanner.running`.
         """
-        ids, requests = self.adapters
-        names = {request.lora_int_id: request.lora_name for request in requests}
-        adapters = tuple(names.get(lora_id, "") for lora_id in ids)
-        return StepRecord(self.walked, self.compacted, running, adapters)
+        return StepRecord(self.walked, self.compacted, running)

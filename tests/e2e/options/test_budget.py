@@ -178,15 +178,6 @@ def test_requests_that_fix_their_budget_among_adaptive_ones() -> None:
         full = [step for step in steps if len(step) == 4][3:]
         most = {name: max(step[name][1] for step in full) for name in full[0]}
         assert sorted(most.values())[0] == 0 and {2, 5} <= set(most.values()), full
-        # A context that is longer than a request wants to be drafted for.
-        for most in (None, 2):
-            extra = None if most is None else {"specplug_max_draft_context": most}
-            cut = greedy(max_tokens=20, extra_args=extra)
-            expected = generate(made.plain, PROMPTS[:1], cut)
-            with verified_steps(made) as steps:
-                assert_same_output(expected[0], generate(made.tree, PROMPTS[:1], cut)[0], "cut off")
-            drafted = any(nodes for step in steps for _, nodes in step.values())
-            assert drafted == (most is None)
 
 
 def test_step_costs_are_measured_and_learnt() -> None:

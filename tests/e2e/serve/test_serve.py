@@ -148,7 +148,6 @@ def test_options_that_other_speculation_refuses_are_honoured(
     [
         ({"vllm_xargs": {"specplug_tree_budget": True}}, "specplug_tree_budget"),
         ({"vllm_xargs": {"specplug_tree_budget": 999}}, "specplug_tree_budget"),
-        ({"vllm_xargs": {"specplug_max_draft_context": -1}}, "specplug_max_draft_context"),
         ({"vllm_xargs": {"specplug_penalty": -1}}, "specplug_penalty"),
         ({"vllm_xargs": {"specplug_tree_bugdet": 1}}, "specplug_tree_bugdet"),
         ({"specplug_tree_budget": 4}, "specplug_tree_budget"),

@@ -116,7 +116,6 @@ def test_methods_leave_vllms_own_names_alone() -> None:
         ("cpu", "fp8_per_token_head", None, {}, "'fp8_per_token_head' of .* on 'cpu'"),
         ("cpu", "fp8_e5m2", None, {}, None),
         ("cpu", "auto", {"num_bits": 8}, {}, None),
-        ("xpu", "fp8", None, {}, "'fp8' of .* on 'xpu'"),
     ],
 )
 def test_quantised_caches_by_device(
@@ -324,7 +323,6 @@ def test_what_recurrent_states_need_on_cuda(target: Path, tmp_path: Path) -> Non
         ("cuda", "auto", None),
         ("cuda", "triton", None),
         ("cuda", "flash", r"tree_kernel='flash' on an MLA target .*\"auto\" or \"triton\""),
-        ("xpu", "auto", r"MLA target \(DeepseekV3ForCausalLM\) on 'xpu'.*on CPUs and on CUDA"),
     ],
 )
 def test_latent_attention_by_device(

@@ -40,7 +40,7 @@ def client() -> Iterator[TestClient]:
         ({"specplug_tree_budget": True}, "specplug_tree_budget=true is not usable: neither a n"),
         ({"specplug_tree_budget": False}, "specplug_tree_budget=false is not usable"),
         ({"specplug_tree_budget": None}, "specplug_tree_budget=null is not usable"),
-        ({"specplug_max_draft_context": {"a": 1}}, "specplug_max_draft_context={'a': 1} is not"),
+        ({"specplug_tree_budget": {"a": 1}}, "specplug_tree_budget={'a': 1} is not"),
         ({"specplug_penalty": True}, "specplug_penalty=true is not usable"),
     ],
 )

@@ -5,7 +5,6 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from vllm_specplug.metrics import PHASES, PLAIN_REASONS, PrometheusExporter, StepStats
-from vllm_specplug.metrics.exporter import MAX_ADAPTERS
 
 LABELS = {"model_name": "m", "engine": "0"}
 
@@ -89,40 +88,3 @@ def test_unknown_keys_and_labels_are_ignored(registry):
     exporter.observe({})
     assert "new_" not in generate_latest(registry).decode()
     assert sample(registry, "specplug:drafts_total") == 0
-
-
-def test_adapters_are_counted_apart_and_their_number_is_bounded(registry):
-    exporter = PrometheusExporter(LABELS, registry)
-    stats = StepStats()
-    for adapter, accepted in (("", 1), ("sql", 2), ("sql", 4), (None, 3)):
-        stats.observe_draft(5, accepted, adapter)
-    exporter.observe(stats.drain())
-    names = ("adapter_drafts", "adapter_draft_nodes", "adapter_accepted_tokens")
-
-    def counts(adapter):
-        return [sample(registry, f"specplug:{name}_total", adapter=adapter) for name in names]
-
-    assert counts("(none)") == [1, 5, 1]
-    assert counts("sql") == [2, 10, 6]
-    assert sample(registry, "specplug:drafts_total") == 4
-
-    for i in range(3 * MAX_ADAPTERS):
-        stats = StepStats()
-        stats.observe_draft(1, 1, f"loaded-{i}")
-        exporter.observe(stats.drain())
-    # Known adapters keep theirs, and what is counted in all does not change.
-    stats = StepStats()
-    stats.observe_draft(1, 0, "sql")
-    exporter.observe(stats.drain())
-    assert counts("sql") == [3, 11, 6]
-    assert counts("(others)") == [2 * MAX_ADAPTERS + 2] * 3
-    text = generate_latest(registry).decode()
-    assert text.count("specplug:adapter_drafts_total{") == MAX_ADAPTERS + 1
-
-
-def test_the_bare_target_is_never_among_the_others(registry):
-    exporter = PrometheusExporter(LABELS, registry)
-    for i in range(MAX_ADAPTERS + 5):
-        exporter.observe({"adapters": {f"{i}": [1, 1, 0]}})
-    exporter.observe({"adapters": {"": [1, 2, 1]}})
-    assert sample(registry, "specplug:adapter_draft_nodes_total", adapter="(none)") == 2

@@ -18,8 +18,7 @@ def test_merging_payloads_equals_counting_in_one_place(first, second):
         here = StepStats()
         for stats in (together, here):
             for num_nodes, num_accepted in part:
-                adapter = (None, "", "a", "b")[num_nodes % 4]
-                stats.observe_draft(num_nodes, num_accepted, adapter)
+                stats.observe_draft(num_nodes, num_accepted)
             stats.observe_plain("batch", 2)
             stats.observe_ms("verify", 3.5)
             stats.observe_step_nodes(7)

@@ -156,7 +156,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
     budget = RowBudget(max_nodes=N, max_step_rows=64, scheduler_rows=64, max_requests=4)
     options: Any = SimpleNamespace(
         num_speculative_tokens=N, tree_budget=N, max_request_budget=None, tree_width=4,
-        max_draft_context=None, reads_next_tokens=False, max_step_rows=64,
+        reads_next_tokens=False, max_step_rows=64,
     )  # fmt: skip
     planner = DraftPlanner(options, budget, stats, VOCAB)
     planner.begin_step()

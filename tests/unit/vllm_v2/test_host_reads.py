@@ -7,7 +7,6 @@ one fails.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -29,28 +28,6 @@ from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import StopTokens
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        lambda t: t[0].item(),
-        lambda t: bool(t.any()),
-        lambda t: t.tolist(),
-        lambda t: t.cpu(),
-        lambda t: t.to("cpu", non_blocking=True),
-        lambda t: t.nonzero(),
-        lambda t: t[t > 0],
-        lambda t: t.masked_select(t > 0),
-        lambda t: torch.repeat_interleave(t, t),
-        lambda t: range(int(t[0])),
-        lambda t: torch.zeros(9, device="meta")[: t[0]],
-    ],
-)
-def test_a_read_is_noticed(read: Callable[[torch.Tensor], Any]) -> None:
-    values = torch.empty(5, dtype=torch.int64, device="meta")
-    assert reads_the_device(lambda: read(values))
-
 
 # -- a whole step of the runner ------------------------------------------------------------
 

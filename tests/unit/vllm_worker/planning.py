@@ -22,8 +22,7 @@ MAX_NODES = 8
 
 def options_of(**changes: Any) -> SimpleNamespace:
     defaults = {
-        "num_speculative_tokens": MAX_NODES, "tree_budget": "auto", "max_draft_context": None,
-        "max_request_budget": None,
+        "num_speculative_tokens": MAX_NODES, "tree_budget": "auto", "max_request_budget": None,
     }  # fmt: skip
     return SimpleNamespace(**{**defaults, **changes})
 
@@ -76,7 +75,7 @@ def requests_of(planner: DraftPlanner, extras: list[dict | None]) -> tuple[Draft
     for i, extra in enumerate(extras):
         batch.num_roots += 1
         batch.root_context += 100
-        nodes, _ = planner.nodes_for(f"r{i}", extra, 100, len(extras))
+        nodes, _ = planner.nodes_for(f"r{i}", extra, len(extras))
         if nodes:
             requests.req_ids.append(f"r{i}")
             requests.token_ids.append(np.arange(100))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from vllm.logger import init_logger
 from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan, RowBudget
 from vllm_specplug.budget.adaptive_budget import LevelThresholds
 from vllm_specplug.metrics import SpecPlugMetrics
-from vllm_specplug.options import RequestBudget, max_scheduled_rows, parse_request_budget
+from vllm_specplug.options import max_scheduled_rows, parse_request_budget
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.ranks import first_rank_values
@@ -94,7 +94,8 @@ class DraftPlanner:
         # Requests of this step whose tree was dropped, and whether a warning was logged.
         self._dropped: set[int] = set()
         self._has_warned = False
-        self._by_request: dict[str, RequestBudget] = {}
+        # Nodes that each request asked for; None for those that follow the engine's budget.
+        self._by_request: dict[str, int | None] = {}
         self.wanted: list[int] = []
         """Nodes of each request that were worth their cost in the last `draft` under an adaptive
         budget; the whole budget of requests that fixed it."""
@@ -129,29 +130,27 @@ class DraftPlanner:
     # -- limits of one request -------------------------------------------------------------
 
     def nodes_for(
-        self, req_id: str, extra_args: dict[str, Any] | None, context_len: int, num_requests: int
+        self, req_id: str, extra_args: dict[str, Any] | None, num_requests: int
     ) -> tuple[int, str]:
         """Returns the maximum nodes of a request's tree if `num_requests` may draft, and the reason
         if that is 0."""
-        asked = self._by_request.get(req_id)
-        if asked is None:
-            asked = self._by_request[req_id] = self._requested(extra_args)
-        if asked.max_context is not None and context_len > asked.max_context:
-            return 0, "context"
-        if asked.nodes is not None:
-            nodes = min(asked.nodes, self.row_budget.share(num_requests))
-            return nodes, "batch" if asked.nodes else "opted_out"
+        if req_id not in self._by_request:
+            self._by_request[req_id] = self._requested(extra_args)
+        asked = self._by_request[req_id]
+        if asked is not None:
+            nodes = min(asked, self.row_budget.share(num_requests))
+            return nodes, "batch" if asked else "opted_out"
         if self.adaptive is not None:
             return self.max_nodes, "budget"
         return self.row_budget.nodes_per_request(num_requests), "batch"
 
-    def _requested(self, extra_args: dict[str, Any] | None) -> RequestBudget:
+    def _requested(self, extra_args: dict[str, Any] | None) -> int | None:
         try:
             return parse_request_budget(extra_args, self.options)
         except ValueError:
             # The front end refuses it. A front end that does not must not end the worker.
             logger.warning_once("Ignored an invalid budget of a request")
-            return parse_request_budget(None, self.options)
+            return None
 
     def knows(self, req_id: str) -> bool:
         """Returns whether `nodes_for` was called for a request that has not ended."""
@@ -159,7 +158,7 @@ class DraftPlanner:
 
     def has_own_budget(self, req_id: str) -> bool:
         """Returns whether a known request fixed its budget."""
-        return self._by_request[req_id].nodes is not None
+        return self._by_request[req_id] is not None
 
     def forget(self, req_ids: Sequence[str]) -> None:
         """Drops requests that ended."""
@@ -179,7 +178,6 @@ class DraftPlanner:
         requests: DraftRequests,
         batch: Batch,
         room: Sequence[int] | None = None,
-        show_committed: Callable[[], None] = lambda: None,
     ) -> list[DraftTree]:
         """Returns one valid tree per request, of the nodes to verify.
 
@@ -187,19 +185,18 @@ class DraftPlanner:
             room: nodes of each request for which the next step has rows, if it was scheduled ahead.
                 These rows are filled, because they cost the same without a node. `wanted` holds the
                 nodes that were worth their cost, for the step that is scheduled next.
-            show_committed: shows the drafter the committed tokens; called before a draft forward.
         """
         start = self.clock.mark()
         self._dropped.clear()
         forward = (0, 0.0)
         if self.adaptive is None or not len(requests):
-            trees = self._draft_fixed(drafter, requests, show_committed)
+            trees = self._draft_fixed(drafter, requests)
             self.wanted = []
             if room is not None:
                 trees = [best_nodes(tree, most) for tree, most in zip(trees, room, strict=True)]
         else:
             trees, forward, start = self._draft_adaptively(
-                self.adaptive, drafter, requests, batch, room, start, show_committed
+                self.adaptive, drafter, requests, batch, room, start
             )
         # vLLM's masks and statistics have room for the budgets and no more.
         trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
@@ -217,16 +214,11 @@ class DraftPlanner:
         use = partial(self._observe_draft_ms, self._now, forward)
         self.clock.measure(start, self.clock.mark(), use)
 
-    def _draft_fixed(
-        self, drafter: Drafter, requests: DraftRequests, show_committed: Callable[[], None]
-    ) -> list[DraftTree]:
+    def _draft_fixed(self, drafter: Drafter, requests: DraftRequests) -> list[DraftTree]:
         """Returns the trees of fixed budgets; there may be no requests."""
         if self.options.tree_budget == 0:
             # Only requests with their own budget draft, and pay for their context then.
             drafter.set_deferred(True)
-            if not len(requests):
-                return []
-        show_committed()
         if not len(requests):
             return []
         has_context = [ms < math.inf for ms in drafter.pending_context_ms(requests.req_ids)]
@@ -253,7 +245,6 @@ class DraftPlanner:
         batch: Batch,
         room: Sequence[int] | None,
         start: Any,
-        show_committed: Callable[[], None],
     ) -> tuple[list[DraftTree], tuple[int, float], Any]:
         """Returns the trees, the draft forward (number of requests, mean depth) and the mark since
         which it ran; `start` without a forward."""
@@ -283,15 +274,12 @@ class DraftPlanner:
                     min_node_prob=min_node_prob,
                     min_level_prob=plan.thresholds.level,
                 )
-            show_committed()
             is_pending = any(ms and depth for ms, depth in zip(pending_ms, depths, strict=True))
             if is_pending or not self._has_forward:
                 # Work of steps without drafts. In this draft's time, it would make rare drafts look
                 # expensive.
                 drafter.materialize_context(requests)
                 start = self.clock.mark()
-        elif not can_forward:
-            show_committed()
         self._has_forward = has_forward
         drafted = looked_up
         if has_forward or not (can_forward or skips_lookup):

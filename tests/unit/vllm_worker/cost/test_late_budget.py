@@ -20,7 +20,7 @@ def late_budget(*extras: dict | None, deepest: int = DEEPEST) -> LateBudget:
     """Of requests "0", "1", ... with these arguments; rows cost as those of a small model."""
     planner = planner_of(deepest=deepest, max_request_budget=NODES)
     for i, extra in enumerate(extras):
-        planner.nodes_for(str(i), extra, 100, len(extras))
+        planner.nodes_for(str(i), extra, len(extras))
     return LateBudget(planner, deepest)
 
 

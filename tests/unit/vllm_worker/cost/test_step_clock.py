@@ -158,7 +158,7 @@ def test_a_step_may_be_looked_at_when_others_are_over() -> None:
     clock = DeviceClock(device.make_event)
     planner = planner_of(clock=clock)
     assert planner.adaptive is not None
-    planner.nodes_for("a", None, 100, 1)
+    planner.nodes_for("a", None, 1)
     costs = planner.adaptive.costs
     late: list[Any] = []
     for _ in range(160):
