@@ -269,29 +269,6 @@ def test_depths_that_are_captured(is_adaptive: bool) -> None:
     assert found == expected
 
 
-def test_lines_are_sent_where_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_specplug.vllm_v2 import draft_graphs
-
-    drafts = Drafts(causal_head, tmp_path, monkeypatch)
-    drafts.graphs.capture_drafts()
-    sent: list[list[int]] = []
-    stock = draft_graphs.copy_to_device
-
-    def noted(array: np.ndarray, target: torch.Tensor) -> None:
-        sent.append(array.tolist())
-        stock(array, target)
-
-    monkeypatch.setattr(draft_graphs, "copy_to_device", noted)
-    rng = np.random.default_rng(0)
-    for chosen in (None, None, [0, 2], [0, 2], [2], None):
-        requests = drafts.requests([NODES] * 3, rng)
-        given = None if chosen is None else np.array(chosen)
-        trees = drafts.graphs(requests, given)
-        assert trees is not None and same_trees(trees, drafts.eager(requests, given), 1e-5)
-    # Requests of padding are nobody.
-    assert sent == [[0, 1, 2, 4], [0, 2], [2], [0, 1, 2, 4]]
-
-
 def test_drafts_that_no_graph_was_captured_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
