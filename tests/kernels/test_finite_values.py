@@ -5,12 +5,13 @@ that reads the cache: NaN and infinity among siblings leave all others as they a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.paged import PagedTrees, layout_of, write_slots
-from tests.kernels.spoilt_rows import BAD_ROWS, TREES, Store, as_it_is, check_rows, spoil
+from tests.kernels.paged import PagedTrees, paged_trees
+from tests.kernels.spoilt_rows import TREES, Store, as_it_is, check_spoilt
 from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite, tree_attn
 from vllm_specplug.kernels.reference import tree_attn_reference
 
@@ -21,21 +22,12 @@ NAN, INF = float("nan"), float("inf")
 def check_paged(
     run: Callable[..., None], problem: PagedTrees, number: float, store: Store, splits: int = 1
 ) -> None:
-    problem.check(run, splits=splits)
-    clean = problem.answer(run, splits=splits)
-    for r, (context, _) in enumerate(problem.trees):
-        key, value = problem.keys[r][context:], problem.values[r][context:]
-        for row in BAD_ROWS:
-            spoil(key, value, row, number)
-        slots = problem.slots(r, context + len(key))[context:]
-        write_slots(problem.layout, problem.cache, slots, *store(key, value))
-    spoilt = problem.answer(run, splits=splits)
-    for start, n in zip(problem.row_start, problem.rows, strict=True):
-        check_rows(clean[start : start + n], spoilt[start : start + n])
+    problem.check(kernel=run, splits=splits)
+    check_spoilt(problem, store, lambda: problem.answer(kernel=run, splits=splits), number)
 
 
-def paged(dtype: torch.dtype, kind: str, **options: object) -> PagedTrees:
-    return PagedTrees(layout_of(kind, dtype, 32, 32), 2, 3, TREES, **options)  # type: ignore[arg-type]
+def paged(dtype: torch.dtype, kind: str, **options: Any) -> PagedTrees:
+    return paged_trees(TREES, (dtype, kind), group=3, **options)
 
 
 @pytest.mark.parametrize("number", [NAN, INF])

@@ -28,7 +28,7 @@ from tests.kernels.graph_memory import (
     config,
     garbage,
 )
-from tests.kernels.paged import random_parents
+from tests.kernels.tree_problem import random_parents
 from tests.pretended_graph import PretendedGraph
 from tests.unit.vllm_v2.steps import input_batch
 
