@@ -126,17 +126,18 @@ def assistant(folder: Path) -> Made:
 
 HEADS: list[Any] = [
     causal_head,
-    bidirectional_head,
     markov_head,
-    partial(markov_head, kind="domino"),
     *(
-        pytest.param(partial(markov_head, kind=kind), marks=pytest.mark.full)
-        for kind in ("gated", "rnn")
+        pytest.param(make, marks=pytest.mark.full)
+        for make in (
+            bidirectional_head,
+            several_layers,
+            *(partial(markov_head, kind=kind) for kind in ("domino", "gated", "rnn")),
+        )
     ),
     selector,
     local_head,
     draft_layer,
-    several_layers,
     parallel_head,
     module_of_the_target,
     assistant,
