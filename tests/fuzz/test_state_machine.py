@@ -46,9 +46,10 @@ def test_a_kept_request_is_noticed(ahead: bool) -> None:
     speculator.forget(list(speculator.extra_args), list(speculator.extra_args))
 
 
-def test_short_soak() -> None:
+@pytest.mark.parametrize("method", ["ngram_tree", "jetspec"])
+def test_short_soak(method: str) -> None:
     """The long run's script, for a few hundred steps: too few for memory to mean anything."""
-    summary = run(600, "ngram_tree", seed=1)
+    summary = run(600, method, seed=1)
     assert summary["acceptance_second_half"] > 0
     assert summary["requests_finished"] > 20 and summary["clients_left"] > 0
     assert summary["cached_prompt_tokens"] > summary["prompt_tokens"] / 2

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
-from tests.kernels.device_trees import DeviceTrees
+from tests.kernels.tree_problem import TreeProblem
 
 # Contexts within a tile, at its end and none; row 2 has descendants (4, 6, 7), row 3 has none.
 TREES = [(c, np.array([-1, -1, 0, 1, 0, 3, 3, 4], np.int32)) for c in (21, 64, 0, 300)]
@@ -40,27 +39,21 @@ def check_rows(clean: torch.Tensor, spoilt: torch.Tensor) -> None:
             assert torch.equal(clean[row], spoilt[row]), f"row {row} sees a row of another branch"
 
 
-def check_device(problem: DeviceTrees, store: Store, answer: Callable[[], torch.Tensor]) -> None:
-    """`check_paged` for a kernel over a device's cache."""
+def check_spoilt(
+    problem: TreeProblem,
+    store: Store,
+    answer: Callable[[], torch.Tensor],
+    number: float = float("nan"),
+) -> None:
+    """Raises unless `number`, in two rows of each tree of `TREES`, reaches the rows that attend
+    them and no other."""
     clean = answer()
-    page = problem.key_cache.shape[1]
     for r, context in enumerate(problem.contexts):
         key, value = problem.keys[r][context:], problem.values[r][context:]
         for row in BAD_ROWS:
-            spoil(key, value, row, float("nan"))
-        key, value = store(key, value)
-        for row in range(len(key)):
-            block, at = divmod(context + row, page)
-            block = int(problem.block_table[r + 1, block])
-            problem.key_cache[block, at], problem.value_cache[block, at] = key[row], value[row]
-    spoilt = answer()
-    for start, n in zip(problem.starts, problem.rows, strict=True):
-        check_rows(clean[start : start + n], spoilt[start : start + n])
-
-
-def device_trees(
-    made: type[DeviceTrees] = DeviceTrees, trees: list[Any] = TREES, **options: Any
-) -> Any:
-    problem = made([(c, len(p)) for c, p in trees], **options)
-    problem.parents = [p for _, p in trees]
-    return problem
+            spoil(key, value, row, number)
+        slots = problem.slots(r, context + len(key))[context:]
+        problem.store(slots, *store(key, value))
+    rows = zip(*(problem.tree_rows(output) for output in (clean, answer())), strict=True)
+    for before, after in rows:
+        check_rows(before, after)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.paged import random_parents
+from tests.kernels.tree_problem import random_parents
 from tests.unit.vllm_v2.steps import input_batch
 from vllm_specplug.tree import step_trees
 from vllm_specplug.tree.step_trees import (

@@ -25,7 +25,6 @@ from tests.kernels.spoilt_rows import (
     BAD_ROWS,
     TREES,
     check_rows,
-    device_trees,
     spoil,
 )
 from vllm_specplug.kernels import finite_values_triton
@@ -181,7 +180,7 @@ def spoilt(layer: Layer, backend: CudaTreeBackend, number: float) -> list[tuple[
 def test_what_is_not_finite_stays_in_its_branch(
     cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = Layer(device_trees(trees=TREES[:1], kv_heads=2), cache_dtype)
+    layer = Layer(DeviceTrees(TREES[:1], kv_heads=2), cache_dtype)
     for clean, now in spoilt(layer, bound({"a": layer}, monkeypatch), INF):
         check_rows(clean, now)
 
@@ -189,7 +188,7 @@ def test_what_is_not_finite_stays_in_its_branch(
 @KINDS
 def test_nan_is_what_vllm_stores_of_it(cache_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its store may make a finite number of one; other branches are as without it in any case."""
-    layer = Layer(device_trees(trees=TREES[:1], kv_heads=2), cache_dtype)
+    layer = Layer(DeviceTrees(TREES[:1], kv_heads=2), cache_dtype)
     for clean, now in spoilt(layer, bound({"a": layer}, monkeypatch), NAN):
         others = [row for row in range(len(clean)) if row not in ATTEND_THEM]
         assert torch.equal(clean[others], now[others])
@@ -201,7 +200,7 @@ def test_stored_as_they_are_they_reach_other_branches(
     cache_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(finite_values_triton, "isolate_token_scales_triton", lambda *a, **k: None)
-    layer = Layer(device_trees(trees=TREES[:1], kv_heads=2), cache_dtype)
+    layer = Layer(DeviceTrees(TREES[:1], kv_heads=2), cache_dtype)
     (clean, now), *_ = spoilt(layer, bound({"a": layer}, monkeypatch), INF)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
         check_rows(clean, now)

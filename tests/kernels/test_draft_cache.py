@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.paged import chain_attention
+from tests.kernels.tree_problem import chain_attention
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")

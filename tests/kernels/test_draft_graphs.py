@@ -126,17 +126,18 @@ def assistant(folder: Path) -> Made:
 
 HEADS: list[Any] = [
     causal_head,
-    bidirectional_head,
     markov_head,
-    partial(markov_head, kind="domino"),
     *(
-        pytest.param(partial(markov_head, kind=kind), marks=pytest.mark.full)
-        for kind in ("gated", "rnn")
+        pytest.param(make, marks=pytest.mark.full)
+        for make in (
+            bidirectional_head,
+            several_layers,
+            *(partial(markov_head, kind=kind) for kind in ("domino", "gated", "rnn")),
+        )
     ),
     selector,
     local_head,
     draft_layer,
-    several_layers,
     parallel_head,
     module_of_the_target,
     assistant,
@@ -267,29 +268,6 @@ def test_depths_that_are_captured(is_adaptive: bool) -> None:
     found = [graph_depths(deepest, is_adaptive) for deepest in (1, 2, 5, 15)]
     expected = [[1], [1, 2], [2, 3, 5], [4, 8, 15]] if is_adaptive else [[1], [2], [5], [15]]
     assert found == expected
-
-
-def test_lines_are_sent_where_they_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_specplug.vllm_v2 import draft_graphs
-
-    drafts = Drafts(causal_head, tmp_path, monkeypatch)
-    drafts.graphs.capture_drafts()
-    sent: list[list[int]] = []
-    stock = draft_graphs.copy_to_device
-
-    def noted(array: np.ndarray, target: torch.Tensor) -> None:
-        sent.append(array.tolist())
-        stock(array, target)
-
-    monkeypatch.setattr(draft_graphs, "copy_to_device", noted)
-    rng = np.random.default_rng(0)
-    for chosen in (None, None, [0, 2], [0, 2], [2], None):
-        requests = drafts.requests([NODES] * 3, rng)
-        given = None if chosen is None else np.array(chosen)
-        trees = drafts.graphs(requests, given)
-        assert trees is not None and same_trees(trees, drafts.eager(requests, given), 1e-5)
-    # Requests of padding are nobody.
-    assert sent == [[0, 1, 2, 4], [0, 2], [2], [0, 1, 2, 4]]
 
 
 def test_drafts_that_no_graph_was_captured_for(

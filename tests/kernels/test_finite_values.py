@@ -5,12 +5,13 @@ that reads the cache: NaN and infinity among siblings leave all others as they a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.paged import PagedTrees, layout_of, write_slots
-from tests.kernels.spoilt_rows import BAD_ROWS, TREES, Store, as_it_is, check_rows, spoil
+from tests.kernels.paged import PagedTrees, paged_trees
+from tests.kernels.spoilt_rows import TREES, Store, as_it_is, check_spoilt
 from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite, tree_attn
 from vllm_specplug.kernels.reference import tree_attn_reference
 
@@ -21,21 +22,12 @@ NAN, INF = float("nan"), float("inf")
 def check_paged(
     run: Callable[..., None], problem: PagedTrees, number: float, store: Store, splits: int = 1
 ) -> None:
-    problem.check(run, splits=splits)
-    clean = problem.answer(run, splits=splits)
-    for r, (context, _) in enumerate(problem.trees):
-        key, value = problem.keys[r][context:], problem.values[r][context:]
-        for row in BAD_ROWS:
-            spoil(key, value, row, number)
-        slots = problem.slots(r, context + len(key))[context:]
-        write_slots(problem.layout, problem.cache, slots, *store(key, value))
-    spoilt = problem.answer(run, splits=splits)
-    for start, n in zip(problem.row_start, problem.rows, strict=True):
-        check_rows(clean[start : start + n], spoilt[start : start + n])
+    problem.check(kernel=run, splits=splits)
+    check_spoilt(problem, store, lambda: problem.answer(kernel=run, splits=splits), number)
 
 
-def paged(dtype: torch.dtype, kind: str, **options: object) -> PagedTrees:
-    return PagedTrees(layout_of(kind, dtype, 32, 32), 2, 3, TREES, **options)  # type: ignore[arg-type]
+def paged(dtype: torch.dtype, kind: str, **options: Any) -> PagedTrees:
+    return paged_trees(TREES, (dtype, kind), group=3, **options)
 
 
 @pytest.mark.parametrize("number", [NAN, INF])
@@ -88,51 +80,3 @@ def test_what_is_finite_is_not_copied() -> None:
         wide[2, 5, 0] = NAN
         assert isolate_nonfinite(wide[:, :2], wide[:, 2:4])[1] is not None
         assert isolate_nonfinite(wide[:, 2:4], wide[:, 4:])[0][2, 1].isnan().all()
-
-
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-@pytest.mark.parametrize("context", [10, 140])
-def test_over_vllms_kernel_of_lines(vllm_cpu_ops: None, dtype: torch.dtype, context: int) -> None:
-    """A line of drafts, of which the third is not finite, is attended by vLLM; so are the rows
-    that come to stand before it, once it was rejected."""
-    from vllm import _custom_ops as ops
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
-
-    rows, bad, block, size = 5, 2, 32, 32
-    end = context + rows
-    draw = torch.Generator().manual_seed(0)
-    key, value, query = (
-        torch.randn(end, heads, size, generator=draw).to(dtype) for heads in (1, 1, 3)
-    )
-    isa = _get_attn_isa(dtype, block, size)
-    table = torch.arange(-(-end // block), dtype=torch.int32)[None]
-
-    def answers(store: Store, number: float) -> list[torch.Tensor]:
-        cache = torch.zeros(table.shape[1], 1, 2 * block, size, dtype=dtype)
-        caches = cache.chunk(2, dim=2)
-        spoilt = value.clone()
-        spoilt[context + bad] = number
-        ops.cpu_attn_reshape_and_cache(*store(key, spoilt), *caches, torch.arange(end), isa)
-        out = []
-        for length in (end, context + bad):
-            count = rows if length == end else 1
-            starts = torch.tensor([0, count], dtype=torch.int32)
-            lengths = torch.tensor([length], dtype=torch.int32)
-            plan = ops.cpu_attn_get_scheduler_metadata(
-                1, 3, 1, size, lengths, dtype, starts, True, -1, isa, True
-            )
-            asked = query[length - count : length].contiguous()
-            output = torch.zeros_like(asked)
-            ops.cpu_attention_with_kv_cache(
-                asked, *caches, output, starts, lengths, size**-0.5, True, None, -1, table, 0, plan,
-                None,
-            )  # fmt: skip
-            out.append(output)
-        return out
-
-    line, alone = answers(as_it_is, 0.5)
-    spoilt_line, spoilt_alone = answers(isolate_nonfinite, NAN)
-    assert torch.equal(spoilt_line[:bad], line[:bad]) and torch.equal(spoilt_alone, alone)
-    assert spoilt_line[bad:].isnan().all()
-    leaking_line, leaking_alone = answers(as_it_is, NAN)
-    assert leaking_line[:bad].isnan().any() and leaking_alone.isnan().any()

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.kernels.device_trees import FP16, FP32
-from tests.kernels.spoilt_rows import as_it_is, check_device, device_trees
+from tests.kernels.device_trees import FP16, FP32, DeviceTrees
+from tests.kernels.spoilt_rows import TREES, as_it_is, check_spoilt
 from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite
 from vllm_specplug.kernels.finite_values_triton import (
     isolate_nonfinite_triton,
@@ -29,15 +29,15 @@ def stored_in_place(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tenso
 @pytest.mark.parametrize("features", [AttnFeatures(), AttnFeatures(window=30, soft_cap=2.0)])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_in_the_triton_kernel(features: AttnFeatures, splits: int) -> None:
-    problem = device_trees(kv_heads=2, features=features)
+    problem = DeviceTrees(TREES, kv_heads=2, features=features)
     problem.check(splits=splits)
-    check_device(problem, stored_in_place, lambda: problem.answer(splits=splits))
+    check_spoilt(problem, stored_in_place, lambda: problem.answer(splits=splits))
 
 
 def test_stored_as_they_are_they_reach_other_branches() -> None:
-    problem = device_trees(kv_heads=2)
+    problem = DeviceTrees(TREES, kv_heads=2)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
-        check_device(problem, as_it_is, problem.answer)
+        check_spoilt(problem, as_it_is, problem.answer)
 
 
 @pytest.mark.parametrize("dtype", [FP32, FP16])

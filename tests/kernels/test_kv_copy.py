@@ -7,13 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.kernels.paged import (
-    layout_of,
-    num_threads,
-    path_of,
-    random_parents,
-    write_slots,
-)
+from tests.kernels.paged import layout_of, num_threads, write_slots
+from tests.kernels.tree_problem import path_of, random_parents
 from vllm_specplug.kernels import copy_kv
 from vllm_specplug.kernels.reference import copy_kv_reference
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.attention_suite import Specs, TreeSuite
 from tests.kernels.device_trees import FP16, FP32, LatentTrees
-from tests.kernels.spoilt_rows import as_it_is, check_device, device_trees
+from tests.kernels.spoilt_rows import TREES, as_it_is, check_spoilt
 from vllm_specplug.kernels import latent_attn_triton
 from vllm_specplug.kernels.finite_values_triton import store_isolated_triton
 from vllm_specplug.kernels.latent_attn_triton import choose_config, self_test
@@ -57,11 +57,11 @@ def test_what_is_not_finite_reaches_those_who_attend_it() -> None:
         store_isolated_triton(*parts, torch.arange(len(key)))
         return rows[0], rows[0, ..., :size]
 
-    problem = device_trees(LatentTrees, heads=2)
-    check_device(problem, isolated, problem.answer)
-    problem = device_trees(LatentTrees, heads=2)
+    problem = LatentTrees(TREES, heads=2)
+    check_spoilt(problem, isolated, problem.answer)
+    problem = LatentTrees(TREES, heads=2)
     with pytest.raises(AssertionError, match="sees a row of another branch"):
-        check_device(problem, as_it_is, problem.answer)
+        check_spoilt(problem, as_it_is, problem.answer)
 
 
 def test_the_check_at_start_notices_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.kernels.attention_suite import Specs, TreeSuite
 from tests.kernels.device_trees import LatentTrees
-from tests.kernels.spoilt_rows import as_it_is, check_device, device_trees
+from tests.kernels.spoilt_rows import TREES, as_it_is, check_spoilt
 from vllm_specplug.kernels import (
     LatentSpan,
     isolate_nonfinite,
@@ -70,11 +70,11 @@ class TestTrees(TreeSuite):
             rotary, latent = isolate_nonfinite(key[..., size:], key[..., :size])
             return torch.cat([latent, rotary], dim=-1), latent
 
-        made = device_trees(SpanTrees)
-        check_device(made, isolated, made.answer)
-        made = device_trees(SpanTrees)
+        made = SpanTrees(TREES)
+        check_spoilt(made, isolated, made.answer)
+        made = SpanTrees(TREES)
         with pytest.raises(AssertionError, match="sees a row of another branch"):
-            check_device(made, as_it_is, made.answer)
+            check_spoilt(made, as_it_is, made.answer)
 
 
 @settings(max_examples=40, deadline=None)

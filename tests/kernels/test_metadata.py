@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.paged import path_of, random_parents
+from tests.kernels.tree_problem import path_of, random_parents
 from vllm_specplug.kernels import (
     TreeAttnMetadata,
     ancestor_words,

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.attention_suite import DenseSuite
-from tests.kernels.paged import PagedTrees, paged_trees, path_of, write_slots
+from tests.kernels.paged import PagedTrees, paged_trees
+from tests.kernels.tree_problem import path_of
 from vllm_specplug.kernels import AttnFeatures, reference, self_test, tree_attn
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -65,15 +66,6 @@ def test_shares_of_a_split_context_are_merged(compiled, dtype, kind, threads):
         paged_trees(specs, (dtype, kind), **{"head": 64, **sizes}).check(splits=threads)
 
 
-def test_query_slices_of_a_fused_projection(compiled):
-    """The query's rows need not be contiguous."""
-    problem = paged_trees([(40, 8)], (BF16, "vnni"), head=64, kv_heads=3, group=3)
-    fused = torch.full((problem.query.shape[0], 15, 64), float("nan"), dtype=BF16)
-    fused[:, :9] = problem.query
-    problem.query = fused[:, :9]
-    problem.check()
-
-
 @pytest.mark.parametrize("head_size", [32, 64, 96, 128])
 @pytest.mark.parametrize("group_size", [1, 3, 8])
 def test_rows_that_are_not_packed_give_the_same_numbers(compiled, group_size, head_size):
@@ -89,18 +81,18 @@ def test_rows_that_are_not_packed_give_the_same_numbers(compiled, group_size, he
 
 def _alone(problem: PagedTrees, r: int) -> PagedTrees:
     """Every row of a tree as a request of one row, its ancestors in the cache in a line."""
-    context, parents = problem.trees[r]
+    context, parents = problem.contexts[r], problem.parents[r]
     paths = [path_of(parents, row) for row in range(len(parents) + 1)]
     made = PagedTrees(
-        problem.layout, problem.num_kv_heads, problem.group_size,
+        problem.layout, problem.kv_heads, problem.group,
         [(context + len(path) - 1, np.empty(0, np.int32)) for path in paths],
         features=problem.features,
     )  # fmt: skip
     for row, path in enumerate(paths):
         chain = [*range(context), *(context + j for j in path)]
         key, value = problem.keys[r][chain], problem.values[r][chain]
-        write_slots(made.layout, made.cache, made.slots(row, len(chain)), key, value)
-        made.query[made.row_start[row]] = problem.query[problem.row_start[r] + row]
+        made.store(made.slots(row, len(chain)), key, value)
+        made.query[made.starts[row]] = problem.query[problem.starts[r] + row]
     return made
 
 
@@ -126,8 +118,8 @@ def test_a_row_is_the_same_number_by_number_in_a_tree_and_alone(isa, spec, kind)
     specs, sizes = [spec, (90, 7)], {"head": 64, "group": 3}
     problem = paged_trees(specs, (BF16, "vec"), seed=2, features=features, **sizes)
     alone = _alone(problem, 0)
-    first, count = problem.row_start[0], problem.rows[0]
-    expected = alone.answer()[alone.row_start]
+    first, count = problem.starts[0], problem.rows[0]
+    expected = alone.answer()[alone.starts]
     outputs = [problem.answer(splits=threads) for threads in (1, 2, 5)]
     assert torch.equal(outputs[0][first : first + count], expected)
     assert all(torch.equal(outputs[0], other) for other in outputs[1:])
@@ -141,9 +133,9 @@ def test_in_the_order_of_slots_a_row_is_another_one(isa):
     alone = _alone(problem, 0)
     # Windows wider than any context change nothing but that the cache is packed.
     packed = problem.answer(features=AttnFeatures(window=1 << 20))
-    expected = alone.answer()[alone.row_start]
-    assert not torch.equal(problem.tree_rows(packed), expected)
-    assert torch.equal(problem.tree_rows(problem.answer()), expected)
+    expected = alone.answer()[alone.starts]
+    assert not torch.equal(problem.tree_rows(packed)[0], expected)
+    assert torch.equal(problem.tree_rows(problem.answer())[0], expected)
 
 
 @pytest.mark.parametrize(("dtype", "kind"), CACHES)
@@ -160,9 +152,8 @@ def test_scores_that_grow_along_the_context(compiled):
     ramp = torch.linspace(0.0, 40.0, 1204).view(-1, 1, 1)
     problem.query = problem.query.abs()
     problem.keys[0] = problem.keys[0].abs() * ramp
-    write_slots(
-        problem.layout, problem.cache, problem.slots(0, 1204), problem.keys[0], problem.values[0]
-    )
+    problem.fill(0, 1204)
+    problem.limits = {FP32: 1e-3}
     problem.check()
 
 
@@ -170,7 +161,7 @@ def test_scores_that_grow_along_the_context(compiled):
 @pytest.mark.parametrize("dense", [False, True])
 def test_reference_matches_the_same_oracle(dtype, kind, dense):
     problem = paged_trees([(0, 0), (31, 20), (64, 66)], (dtype, kind), group=3, dense=dense)
-    problem.check(reference.tree_attn_reference)
+    problem.check(kernel=reference.tree_attn_reference)
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.paged import PagedTrees, layout_of
+from tests.kernels.paged import paged_trees
 from tests.kernels.spoilt_rows import TREES
 from vllm_specplug.kernels import AttnFeatures, TreeLayer, tree_attn
 
@@ -22,7 +22,7 @@ SHAPED = {
 @pytest.mark.parametrize("features", SHAPED.values(), ids=list(SHAPED))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_as_tree_attn(compiled: None, dtype: torch.dtype, features: AttnFeatures) -> None:
-    problem = PagedTrees(layout_of("vec", dtype, 32, 32), 2, 3, TREES, features=features)
+    problem = paged_trees(TREES, (dtype, "vec"), group=3, features=features)
     layer = TreeLayer(problem.cache, problem.layout, problem.scale, features)
     assert TreeLayer.serves(problem.query, problem.cache)
 
@@ -30,7 +30,7 @@ def test_as_tree_attn(compiled: None, dtype: torch.dtype, features: AttnFeatures
         table, meta.block_table = meta.block_table, torch.full_like(meta.block_table, -1)
         layer.attend(query, output, meta, table)
 
-    problem.check(attend)
+    problem.check(kernel=attend)
     # A later step of the layer, with fewer trees.
     once = [problem.metadata() for _ in range(2)]
     for meta in once:
@@ -47,9 +47,8 @@ def test_as_tree_attn(compiled: None, dtype: torch.dtype, features: AttnFeatures
 def test_weights_that_are_loaded_again_count(compiled: None) -> None:
     sinks = torch.zeros(6, dtype=torch.bfloat16)
     features = AttnFeatures(sinks=sinks)
-    layout = layout_of("vec", torch.float32, 32, 32)
-    problem = PagedTrees(layout, 2, 3, TREES, features=features)
-    layer = TreeLayer(problem.cache, layout, problem.scale, features)
+    problem = paged_trees(TREES, group=3, features=features)
+    layer = TreeLayer(problem.cache, problem.layout, problem.scale, features)
     meta = problem.metadata()
     outputs = [torch.zeros_like(problem.query) for _ in range(2)]
     layer.attend(problem.query, outputs[0], meta, problem.block_table)

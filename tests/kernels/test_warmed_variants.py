@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.e2e.tiny import HIDDEN, make_eagle3_head, make_head
-from tests.kernels.paged import random_parents
 from tests.kernels.step_trees import Drafted, request_states
+from tests.kernels.tree_problem import random_parents
 from tests.unit.drafters import load_drafter
 from tests.unit.tree.candidates import tree_of
 from tests.unit.vllm_v2.steps import input_batch, stored

@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("cutlass")
 
 from tests.kernels.attention_suite import FEATURES, DenseSuite, FeatureSuite, Specs, per_head
-from tests.kernels.spoilt_rows import check_device, device_trees
+from tests.kernels.spoilt_rows import TREES, check_spoilt
 from tests.ptx import cute_machine
 from tests.ptx.cute_machine import BF16, EARLY, FP16, LATE, MachineTrees, compiled, ran
 from vllm_specplug.kernels import AttnFeatures, isolate_nonfinite
@@ -229,8 +229,8 @@ def test_words_of_a_damaged_tree_end():
 @variant(64)
 @pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.smoke)])
 def test_what_is_not_finite_reaches_those_who_attend_it(splits):
-    problem = device_trees(MachineTrees, kv_heads=2, dtype=FP16, head_dim=64)
-    check_device(problem, isolate_nonfinite, lambda: problem.answer(splits=splits))
+    problem = MachineTrees(TREES, kv_heads=2, dtype=FP16, head_dim=64)
+    check_spoilt(problem, isolate_nonfinite, lambda: problem.answer(splits=splits))
 
 
 @variant(64)

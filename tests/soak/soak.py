@@ -33,6 +33,9 @@ MEMORY_SLOPE_KIB = 1024
 ACCEPTANCE_LOSS = 0.25
 # Small blocks, so that most of a conversation is cached, and too few for all of them at once.
 CACHE = {"block_size": 32, "num_gpu_blocks_override": 40}
+# Everything that has a container: lookups, the adaptive budget, windows.
+SPECULATIVE = {"tree_budget": "auto", "ngram_topk": 3}
+OWN_ARGS = (None, {"specplug_tree_budget": 8}, {"specplug_penalty": 1.3})
 
 
 @dataclass
@@ -84,7 +87,9 @@ class Client:
         index = self.rng.randrange(len(OPTIONS))
         # Half of the greedy ones sample, unseeded.
         greedy = not OPTIONS[index].get("temperature")
-        changes = {"temperature": 0.9} if greedy and self.rng.random() < 0.5 else {}
+        changes: dict[str, Any] = {"extra_args": self.rng.choice(OWN_ARGS)}
+        if greedy and self.rng.random() < 0.5:
+            changes["temperature"] = 0.9
         return sampling_params(index, **changes)
 
     def step(self) -> None:
@@ -122,7 +127,8 @@ def run(steps: int, method: str, seed: int) -> dict[str, Any]:
     trees = method != "none"
     # Plain vLLM on the runner that trees have.
     use_v2()
-    llm = make_engine(method if trees else None, **{**TREE_ENGINE, **CACHE})
+    options = {"speculative": SPECULATIVE} if trees else {}
+    llm = make_engine(method if trees else None, **{**TREE_ENGINE, **CACHE}, **options)
     engines = Pair(None, llm)
     if trees:
         engines.watch()

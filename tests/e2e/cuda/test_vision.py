@@ -68,23 +68,6 @@ def test_images_and_positions_on_three_axes(ahead: bool) -> None:
     compare(engines(ahead=ahead), prompts(), ahead)
 
 
-_set_axes = model_state.set_axes
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [lambda trees, positions: None, lambda trees, positions: _set_axes(trees, positions[:1])],
-    ids=["linear", "one axis"],
-)
-def test_positions_on_wrong_axes_differ(wrong: Any) -> None:
-    made = engines(ahead=True)
-    with (
-        patch.object(model_state, "set_axes", wrong),
-        pytest.raises(AssertionError, match="request"),
-    ):
-        compare(made, prompts(), True)
-
-
 def test_images_before_a_text_model_with_one_axis() -> None:
     """Mistral-Small 3, whose images are of any shape and have text tokens between their rows."""
     with mistral3.without_processors():

@@ -57,10 +57,6 @@ def compare(method: str, ahead: bool, model: str | None = None) -> Counts:
     return counts
 
 
-def test_greedy_and_seeded() -> None:
-    assert compare("oracle", ahead=False).skipping > 3
-
-
 # tests/fuzz has all methods with a scheduler that waits.
 @pytest.mark.parametrize(
     "method", ["oracle", "jetspec", "ddtree", "ngram_tree", "dels", "longspec", "eagle3_tree"]
@@ -76,14 +72,6 @@ def test_a_local_head_behind_a_causal_block() -> None:
     drafter = engines("dels", model=causal).runner.speculator.proposer.drafter
     assert drafter.config.causal and drafter.local_tree is not None
     assert not drafter.local_tree.is_idle
-
-
-def test_windows() -> None:
-    """Kept beside the pages, dropped with a request, computed again when it returns."""
-    made = engines("longspec", num_gpu_blocks_override=9)
-    preempted = watch_preemptions(made.tree)
-    made.compare(LONG[:3], greedy(max_tokens=70))
-    assert preempted
 
 
 def test_drafts_of_the_target_itself() -> None:

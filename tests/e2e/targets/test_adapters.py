@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -208,14 +207,3 @@ def test_step_costs_are_measured_with_adapters_that_do_not_stay() -> None:
 def test_other_methods(method: str) -> None:
     made = pair(method, **LORA)
     made.compare(**batch([*PROMPTS, LONG[0]], adapters()), least_accepted=0)
-
-
-def test_one_row_with_logits_per_request_is_not_enough() -> None:
-    """As vLLM maps adapters. The engine does not survive it."""
-    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
-
-    made = pair("oracle", **LORA)
-    made.compare(**batch(PROMPTS, adapters()))
-    made.runner._set_active_loras = partial(LoRAModelRunnerMixin._set_active_loras, made.runner)
-    with pytest.raises(RuntimeError):
-        generate(made.tree, PROMPTS, greedy(), list(adapters()))

@@ -12,7 +12,7 @@ import torch
 
 from tests.e2e.families import WINDOW_PROMPTS
 from tests.e2e.hybrid_pairs import WRONG, compared, engines, target
-from tests.e2e.pair import changed, core_of, sequences_of, watch_preemptions, watch_prefix_hits
+from tests.e2e.pair import changed, core_of, sequences_of, watch_prefix_hits
 from tests.e2e.requests import greedy, seeded
 from vllm_specplug.vllm_attention.state_rows import StateStep
 
@@ -63,14 +63,6 @@ def test_one_state_per_sequence() -> None:
         compared(made, least_accepted=60)
     assert held == {1}
     assert made.runner.state.state_layers.row_bytes > 0
-
-
-def test_preemption() -> None:
-    """A request that lost its state is computed again from its first token."""
-    made = engines(num_gpu_blocks_override=24)
-    preempted = watch_preemptions(made.tree)
-    made.compare(WINDOW_PROMPTS[1:], greedy(max_tokens=90, detokenize=False))
-    assert preempted
 
 
 @pytest.mark.full

@@ -31,7 +31,6 @@ from tests.e2e.pair import (
     scheduled,
     sequences_of,
     watch_drafts,
-    watch_preemptions,
     watch_prefix_hits,
 )
 from tests.e2e.requests import PROMPTS, greedy, seeded
@@ -161,13 +160,6 @@ def test_prefix_hits_at_window_borders() -> None:
             made.compare(longer, greedy(max_tokens=12, detokenize=False))
             assert len(hits) == len(longer) and max(hits.values()) >= 128, hits
             assert min(hits.values()) >= 32, hits
-
-
-def test_preemption_with_several_groups() -> None:
-    made = scheduled(True, **engine_of("Gemma3Text"), num_gpu_blocks_override=28)
-    preempted = watch_preemptions(made.tree)
-    made.compare(WINDOW_PROMPTS[3:], greedy(max_tokens=70, detokenize=False))
-    assert preempted
 
 
 def test_blocks_that_left_a_window_are_never_touched() -> None:
