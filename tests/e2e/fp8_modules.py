@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def in_fp8(
     return stored, meant
 
 
+def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors with those of joined experts for each expert, as Qwen's releases in fp8 have them."""
+    made = dict(tensors)
+    for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+        for full_name in [n for n in tensors if n.endswith(f"experts.{name}")]:
+            for expert, joined in enumerate(made.pop(full_name)):
+                prefix = f"{full_name.removesuffix(name)}{expert}."
+                for part, rows in zip(parts, joined.chunk(len(parts)), strict=True):
+                    made[f"{prefix}{part}_proj.weight"] = rows.clone()
+    return made
+
+
 def quantised(
     tensor: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -66,21 +79,26 @@ def quantised(
     return stored, scales, meant
 
 
-def write_modules(folder: Path, prefix: str, quantization: dict[str, Any]) -> tuple[Path, Path]:
-    """The folders of the module of a target in `folder`: in fp8, and its numbers in bfloat16.
+def write_checkpoints(
+    folder: Path, prefix: str, quantization: dict[str, Any]
+) -> tuple[Path, Path]:
+    """Writes the target in `folder` with its module in fp8, and with the module's numbers in
+    bfloat16. The target itself stays as it is.
 
     Args:
         prefix: of the module's tensors.
     """
     config = json.loads((folder / "config.json").read_text())
-    module = {n: t for n, t in load_file(folder / "model.safetensors").items() if prefix in n}
+    tensors = load_file(folder / "model.safetensors")
+    module = {name: tensors.pop(name) for name in list(tensors) if name.startswith(prefix)}
     stored, meant = in_fp8(module, quantization)
-    plain = {n: t if torch.equal(t, module[n]) else t.bfloat16() for n, t in meant.items()}
-    folders = folder.parent / "fp8", folder.parent / "bf16"
-    for to, tensors, more in zip(
-        folders, (stored, plain), ({"quantization_config": quantization}, {}), strict=True
-    ):
-        to.mkdir()
+    plain = {name: t if t is module[name] else t.bfloat16() for name, t in meant.items()}
+    ignored = "modules_to_not_convert" if quantization["quant_method"] == "fp8" else "ignore"
+    names = sorted(name.removesuffix(".weight") for name, t in tensors.items() if t.ndim > 1)
+    stated = {"quantization_config": {**quantization, ignored: names}}
+    folders = folder.with_name("fp8"), folder.with_name("bf16")
+    for to, own, more in zip(folders, (stored, plain), (stated, {}), strict=True):
+        shutil.copytree(folder, to)
         (to / "config.json").write_text(json.dumps(config | more))
-        save_file(tensors, to / "model.safetensors")
+        save_file({**tensors, **own}, to / "model.safetensors", metadata={"format": "pt"})
     return folders
