@@ -27,7 +27,14 @@ CHANNELS: dict[str, Any] = {
     "quantization_status": "compressed",
 }  # fmt: skip
 # What such releases leave as it is, beside vectors.
-_PLAIN = ("eh_proj.", "mtp.fc.", "mlp.gate.", "shared_expert_gate.", "embed_tokens.", "shared_head.")
+_PLAIN = (
+    "eh_proj.",
+    "mtp.fc.",
+    "mlp.gate.",
+    "shared_expert_gate.",
+    "embed_tokens.",
+    "shared_head.",
+)
 
 
 def in_fp8(
@@ -79,9 +86,7 @@ def quantised(
     return stored, scales, meant
 
 
-def write_checkpoints(
-    folder: Path, prefix: str, quantization: dict[str, Any]
-) -> tuple[Path, Path]:
+def write_checkpoints(folder: Path, prefix: str, quantization: dict[str, Any]) -> tuple[Path, Path]:
     """Writes the target in `folder` with its module in fp8, and with the module's numbers in
     bfloat16. The target itself stays as it is.
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that a checkpoint stores in float8_e4m3fn, with their scales in another tensor.
 
-A matrix [.., N, M] has a scale for each block of rows and columns, for each row, or one for all. Its
-numbers are the stored ones times the scale. The method "fp8" with `weight_block_size` and
-compressed-tensors write such files.
+A matrix [.., N, M] has a scale per block of rows and columns, a scale per row, or one scale. Its
+numbers are the stored ones times the scale. Checkpoints with the `quant_method` "fp8" or
+"compressed-tensors" have such files.
 """
 
 from __future__ import annotations

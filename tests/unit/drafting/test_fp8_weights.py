@@ -176,9 +176,7 @@ def test_vectors_and_other_formats_are_refused(tmp_path: Path) -> None:
 
 @given(value=ABSURD, field=st.sampled_from(["", "config_groups", "group_0", "weights", "strategy",
                                             "block_structure", "weight_block_size"]))  # fmt: skip
-def test_absurd_configs(
-    value: Any, field: str, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_absurd_configs(value: Any, field: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     quantization: Any = groups(strategy="block", block_structure=[4, 8])
     group = quantization["config_groups"]["group_0"]
     if not field:

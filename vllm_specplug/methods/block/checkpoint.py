@@ -192,9 +192,7 @@ def read_tensors(
             "'mask_embedding' [H] in the safetensors file. Convert it once where you trust it with "
             "torch.load(..., weights_only=True)"
         )
-    tensors = read_safetensors(
-        files, headers_only=headers_only, prefixes=prefixes, dtype=dtype
-    )
+    tensors = read_safetensors(files, headers_only=headers_only, prefixes=prefixes, dtype=dtype)
     for name, renamed_to in renamed.items():
         if name in tensors and renamed_to in tensors:
             raise ValueError(
