@@ -295,11 +295,11 @@ def _open(path: Path) -> Any:
 def _check_dtype(part: _Stored, name: str, legal: tuple[str, ...]) -> None:
     if part.dtype not in legal:
         raise ValueError(
-            f"{part.path}: tensor {name!r} has dtype {part.dtype}, legal: {', '.join(legal)}, and "
-            'F8_E4M3 for matrices where the config states quant_method "fp8" or compressed-tensors '
-            "with 8-bit floats; other quantised or damaged weights cannot be served: use the "
-            "head's original weights, and for a target's own module set model to a folder with the "
-            "unquantised target"
+            f"{part.path}: tensor {name!r} has dtype {part.dtype}, legal: {', '.join(legal)}; "
+            'matrices in F8_E4M3 need a quantization_config with quant_method "fp8", or with 8-bit '
+            "floats of compressed-tensors; other quantised or damaged weights cannot be served: "
+            "use the head's original weights, and for a target's own module set model to a folder "
+            "with the unquantised target"
         )
 
 

@@ -35,7 +35,7 @@ def stated_blocks(config: Mapping[str, Any]) -> list[Block | None]:
     stated = stated or (config.get("text_config") or {}).get("quantization_config") or {}
     if stated.get("quant_method") == "fp8":
         return [_block(stated.get("weight_block_size"))]
-    groups = {}
+    groups: Mapping[str, Any] = {}
     if stated.get("quant_method") == "compressed-tensors":
         groups = stated.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values()]

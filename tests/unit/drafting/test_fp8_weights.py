@@ -133,7 +133,7 @@ def test_the_quantiser_of_the_tests_rounds_little() -> None:
 
 
 SHAPED = r"scales of the fp8 tensor 'layers.0.mlp.up_proj.weight' \[10, 13\] are "
-STATED = "has dtype F8_E4M3, legal: BF16, F16, F32, F64, and F8_E4M3 for matrices where the config"
+STATED = "has dtype F8_E4M3, legal: BF16, F16, F32, F64; matrices in F8_E4M3 need a quantization_"
 
 
 @pytest.mark.parametrize(
