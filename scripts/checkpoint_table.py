@@ -22,7 +22,8 @@ sys.path[:0] = [str(ROOT)]
 
 from safetensors.torch import save_file  # noqa: E402
 
-from tests.e2e.mtp_modules import layer_tensors  # noqa: E402
+from tests.e2e.fp8_modules import in_fp8, split_experts  # noqa: E402
+from tests.e2e.mtp_modules import layer_tensors, module_tensors  # noqa: E402
 from tests.unit.methods.assistant_tree import published as assistant  # noqa: E402
 from tests.unit.methods.block import published as block  # noqa: E402
 from tests.unit.methods.block.published_heads import PublishedHead, Shared  # noqa: E402
@@ -109,11 +110,13 @@ ASSISTANTS = {
 MODULES: dict[str, tuple[str, ...]] = {
     "GLM_47_FLASH": ("the target's module, with MLA", "Z.ai", "GLM-4.7-Flash"),
     "DEEPSEEK_V3": (
-        "the target's module, with MLA",
+        "the target's module, with MLA, in fp8",
         "DeepSeek",
         "DeepSeek-V3, R1",
-        "only without quantisation: DeepSeek's own release is in fp8",
+        "takes 22 GiB on every rank",
     ),
+    "GLM_45_AIR_FP8": ("the target's module, in fp8", "Z.ai", "GLM-4.5-Air-FP8"),
+    "QWEN36_35B_A3B_FP8": ("the target's module, in fp8", "Qwen", "Qwen3.6-35B-A3B-FP8"),
 }
 
 
@@ -171,8 +174,12 @@ def make_module(folder: Path, config: dict[str, Any]) -> dict[str, int]:
     folder.mkdir(parents=True)
     raw = mtp.small(config)
     (folder / "config.json").write_text(json.dumps(raw))
-    save_file(layer_tensors(raw), folder / "model.safetensors")
-    return raw
+    sizes = raw.get("text_config", raw)
+    tensors = module_tensors(sizes) if "num_experts" in sizes else layer_tensors(sizes)
+    if "quantization_config" in raw:
+        tensors, _ = in_fp8(split_experts(tensors), raw["quantization_config"])
+    save_file(tensors, folder / "model.safetensors")
+    return sizes
 
 
 def make_hub_head(folder: Path, head: HubHead) -> dict[str, int]:

@@ -12,7 +12,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeGuard, TypeVar
@@ -21,6 +21,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from vllm_specplug.drafting.fp8_weights import (
+    INPUT_SCALES,
+    SCALE_SUFFIXES,
+    Block,
+    dequantise,
+    scale_shapes,
+    stated_blocks,
+)
 from vllm_specplug.options import is_integer
 
 # A config has some kilobytes, an index of shards some hundred.
@@ -37,6 +45,7 @@ _INTEGER_TENSORS = {
     "masked_embedding.token_ordering": ("I64", "I32"),
 }
 _WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
+_SCALE_DTYPES = ("BF16", "F16", "F32", "F8_E8M0")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -168,8 +177,22 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted(path for path in directory.glob("*.safetensors") if path.is_file())
 
 
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file."""
+
+    path: Path
+    full_name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def read_safetensors(
-    files: Iterable[Path], *, headers_only: bool = False, prefixes: tuple[str, ...] = ("",)
+    files: Iterable[Path],
+    *,
+    headers_only: bool = False,
+    prefixes: tuple[str, ...] = ("",),
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """Returns all tensors of `files` by name, without the optional prefix 'model.'.
 
@@ -177,42 +200,77 @@ def read_safetensors(
         headers_only: returns meta tensors, which have shapes but no data.
         prefixes: prefixes (without 'model.') of the names to read; some drafts are shipped inside
             their target.
+        dtype: of weights that are stored in fp8. Their scales are not returned.
 
     Raises:
-        ValueError: for files that are not safetensors, dtypes that weights never have, and values
-            that are not finite.
+        ValueError: for files that are not safetensors, dtypes that weights never have, fp8 weights
+            without legal scales, and values that are not finite.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    stored: dict[str, _Stored] = {}
     for path in files:
-        try:
-            with safe_open(path, framework="pt") as handle:
-                for full_name in handle.keys():  # noqa: SIM118 - not a mapping
-                    name = full_name.removeprefix("model.")
-                    if not name.startswith(prefixes):
-                        continue
-                    if name in tensors:
-                        raise _Refused(
-                            f"{path}: tensor {name!r} is given twice, here or in another file of "
-                            "this checkpoint; fetch it again"
-                        )
-                    part = handle.get_slice(full_name)
-                    _check_dtype(path, name, str(part.get_dtype()))
-                    tensors[name] = (
-                        torch.empty(part.get_shape(), device="meta")
-                        if headers_only
-                        else handle.get_tensor(full_name)
-                    )
-        except _Refused as error:
-            raise ValueError(str(error)) from None
-        except Exception as error:
-            raise ValueError(_unreadable(path, error)) from None
-    if not headers_only:
-        check_finite(tensors)
+        for full_name, header in safetensors_header(path).items():
+            name = full_name.removeprefix("model.")
+            if not name.startswith(prefixes):
+                continue
+            if name in stored:
+                raise ValueError(
+                    f"{path}: tensor {name!r} is given twice, here or in another file of "
+                    "this checkpoint; fetch it again"
+                )
+            stored[name] = _Stored(path, full_name, *header)
+    scales = _take_scales(stored)
+    for name, part in stored.items():
+        if name not in scales:
+            _check_dtype(part, name, _INTEGER_TENSORS.get(name, _WEIGHT_DTYPES))
+    if headers_only:
+        return {name: torch.empty(part.shape, device="meta") for name, part in stored.items()}
+    tensors: dict[str, torch.Tensor] = {}
+    with ExitStack() as stack:
+        parts = (*stored.values(), *(part for part, _ in scales.values()))
+        handles = {path: stack.enter_context(_open(path)) for path in {p.path for p in parts}}
+        for name, part in stored.items():
+            tensor = handles[part.path].get_tensor(part.full_name)
+            if name in scales:
+                scale, block = scales[name]
+                factors = handles[scale.path].get_tensor(scale.full_name).float()
+                check_finite({scale.full_name: factors})
+                tensor = dequantise(tensor, factors, block, dtype)
+            tensors[name] = tensor
+    check_finite(tensors)
     return tensors
 
 
-class _Refused(ValueError):
-    """A refusal of this module, as opposed to an error of the reader."""
+def _take_scales(stored: dict[str, _Stored]) -> dict[str, tuple[_Stored, Block]]:
+    """Removes the scales of all fp8 weights, and returns those of each weight with their block.
+
+    Raises:
+        ValueError: for missing scales, and scales of another shape or dtype.
+    """
+    names = [n for n, part in stored.items() if part.dtype == "F8_E4M3" and len(part.shape) > 1]
+    config = stored[names[0]].path.parent / "config.json" if names else None
+    if config is None or not config.is_file():
+        return {}
+    raw = read_json_object(config, "a checkpoint's config")
+    with config_values(config):
+        blocks = stated_blocks(raw)
+    found = {}
+    for name in names if blocks else ():
+        part, legal = stored[name], scale_shapes(stored[name].shape, blocks)
+        scale_name = next((name + end for end in SCALE_SUFFIXES if name + end in stored), "")
+        scale = stored.pop(scale_name, None)
+        if scale is None or scale.shape not in legal:
+            given = f"{scale_name} {list(scale.shape)}" if scale else "none"
+            raise ValueError(
+                f"{part.path}: the scales of the fp8 tensor {name!r} {list(part.shape)} are "
+                f"{given}, legal: {name}_scale_inv or {name}_scale of shape "
+                f"{' or '.join(str(list(shape)) for shape in legal)}, by the config's "
+                "quantization_config. Use the config and weights of one release"
+            )
+        _check_dtype(scale, scale_name, _SCALE_DTYPES)
+        found[name] = scale, legal[scale.shape]
+        for end in INPUT_SCALES:
+            stored.pop(name.removesuffix("weight") + end, None)
+    return found
 
 
 def safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -221,25 +279,27 @@ def safetensors_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
     Raises:
         ValueError: for files that are not safetensors.
     """
+    with _open(path) as handle:
+        parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        return {n: (tuple(p.get_shape()), str(p.get_dtype())) for n, p in parts.items()}
+
+
+def _open(path: Path) -> Any:
     try:
-        with safe_open(path, framework="pt") as handle:
-            parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            return {n: (tuple(p.get_shape()), str(p.get_dtype())) for n, p in parts.items()}
+        return safe_open(path, framework="pt")
     except Exception as error:
-        raise ValueError(_unreadable(path, error)) from None
+        message = f"{path} cannot be read as safetensors ({error}); fetch it again"
+        raise ValueError(message) from None
 
 
-def _unreadable(path: Path, error: Exception) -> str:
-    return f"{path} cannot be read as safetensors ({error}); fetch it again"
-
-
-def _check_dtype(path: Path, name: str, dtype: str) -> None:
-    legal = _INTEGER_TENSORS.get(name, _WEIGHT_DTYPES)
-    if dtype not in legal:
-        raise _Refused(
-            f"{path}: tensor {name!r} has dtype {dtype}, legal: {', '.join(legal)}; quantised or "
-            "damaged weights cannot be served: use the head's original weights, and for a target's "
-            "own module set model to a folder with the unquantised target"
+def _check_dtype(part: _Stored, name: str, legal: tuple[str, ...]) -> None:
+    if part.dtype not in legal:
+        raise ValueError(
+            f"{part.path}: tensor {name!r} has dtype {part.dtype}, legal: {', '.join(legal)}; "
+            'matrices in F8_E4M3 need a quantization_config with quant_method "fp8", or with 8-bit '
+            "floats of compressed-tensors; other quantised or damaged weights cannot be served: "
+            "use the head's original weights, and for a target's own module set model to a folder "
+            "with the unquantised target"
         )
 
 

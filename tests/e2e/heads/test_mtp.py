@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A target's own module under vLLM's method and as trees."""
+"""A target's own module under vLLM's method and as trees, and one that is stored in fp8."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,10 +11,11 @@ import pytest
 from vllm import envs
 
 from tests.e2e.eagle3_chains import CHAIN, compare_in_batches_and_after_hits, own_engine
+from tests.e2e.fp8_modules import BLOCKS, CHANNELS, write_checkpoints
 from tests.e2e.latent import BACKEND, make_latent_target
-from tests.e2e.mimo import make_mimo_target
+from tests.e2e.mimo import PREFIX, make_mimo_target
 from tests.e2e.mtp_modules import PROMPTS, VOCAB, add_module
-from tests.e2e.pair import make_engine, pair
+from tests.e2e.pair import generate, make_engine, pair, sequences_of, watch_drafts
 from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_other_target
 
@@ -72,3 +74,28 @@ def test_trees_are_lossless_and_branch(target: dict[str, Any]) -> None:
     params = [greedy(detokenize=False), seeded(3, detokenize=False)]
     prompts = [p for p in PROMPTS for _ in params]
     engines.compare(prompts, [p.clone() for _ in PROMPTS for p in params], least_accepted=8)
+
+
+@pytest.mark.parametrize("kind", ["glm", pytest.param("mimo", marks=pytest.mark.full)])
+def test_a_module_in_fp8_drafts_what_its_numbers_draft(kind: str, tmp_path: Path) -> None:
+    """With experts and scales of blocks, which end within them, and with scales of channels in the
+    target's own checkpoint. vLLM serves no target in the former's format in float32, so there the
+    module comes from a folder of its own."""
+    if kind == "glm":
+        folder = add_module(make_other_target(tmp_path / "made", "Glm4Moe", VOCAB, **GLM))
+        quantization = {**BLOCKS, "weight_block_size": [24, 40]}
+        in_fp8, plain = write_checkpoints(folder, "model.layers.2.", quantization)
+        engine: dict[str, Any] = {"model": str(plain), "speculative": {"model": str(in_fp8)}}
+    else:
+        folder = make_mimo_target(tmp_path / "made", VOCAB)
+        in_fp8, plain = write_checkpoints(folder, PREFIX, CHANNELS)
+        engine = {"model": str(in_fp8)}
+    arguments = {"skip_tokenizer_init": True, "trust_remote_code": True, "async_scheduling": False}
+    engines = pair("mtp_tree", **engine, **arguments)
+    params = greedy(detokenize=False)
+    with watch_drafts(engines.tree) as drafted:
+        outputs, _ = engines.compare(PROMPTS, params, least_accepted=8)
+    other = make_engine("mtp_tree", model=str(plain), **arguments)
+    with watch_drafts(other) as expected:
+        assert sequences_of(generate(other, PROMPTS, params)) == sequences_of(outputs)
+    assert len(expected) > 20 and drafted == expected

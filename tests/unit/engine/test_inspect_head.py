@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+from tests.e2e.fp8_modules import in_fp8
+from tests.e2e.mtp_modules import layer_tensors
 from tests.e2e.tiny import (
     make_dflash2_head,
     make_dspark_head,
@@ -17,6 +20,7 @@ from tests.e2e.tiny import (
     make_target,
     make_tokenswift_heads,
 )
+from tests.unit.methods.mtp_tree.published import GLM_45_AIR_FP8, small
 from vllm_specplug import cli
 from vllm_specplug.engine.inspect_head import inspect_head
 
@@ -59,6 +63,20 @@ def test_what_an_engine_makes_of_it(folder: Path, name: str, depth: int) -> None
     report = inspect_head(str(folder / name), _target(folder))
     assert (report["served"], report["reason"]) == (True, None)
     assert (report["depth"], report["target_layers"]) == (depth, [0, 1])
+
+
+def test_a_target_with_a_module_in_fp8(tmp_path: Path) -> None:
+    raw, file = small(GLM_45_AIR_FP8), tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    tensors, _ = in_fp8(layer_tensors(raw), raw["quantization_config"])
+    save_file(tensors, file)
+    report = inspect_head(str(tmp_path), _target(tmp_path, ""))
+    assert list(report["kind"]) == ["mtp_tree"] and report["served"], report["reason"]
+    assert report["files"]["dtypes"] == ["F32", "F8_E4M3"]
+    del tensors["model.layers.4.self_attn.o_proj.weight_scale"]
+    save_file(tensors, file)
+    report = inspect_head(str(tmp_path), str(tmp_path))
+    assert not report["served"] and "scales of the fp8 tensor" in report["reason"]
 
 
 def test_refusals_are_those_of_serving(folder: Path) -> None:

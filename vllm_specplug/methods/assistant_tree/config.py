@@ -112,9 +112,10 @@ class AssistantConfig:
         )
 
     def check_target(self, target: Any) -> None:
-        """Raises ValueError unless the target has the assistant's state size, vocabulary and
-        windows. The shapes of its caches are checked once they exist."""
+        """Raises ValueError unless the target has the assistant's state size, vocabulary, windows
+        and numbers of KV heads. The shapes of its caches are checked once they exist."""
         check_target(self, target)
+        kv_heads = _kv_heads(target)
         legal = config_field(target, "sliding_window", None)
         for layer in self.layers:
             if layer.cache.window not in (None, legal):
@@ -122,6 +123,22 @@ class AssistantConfig:
                     f"draft head config: sliding_window = {layer.cache.window}, legal: {legal} "
                     f"(the target's); {OTHER_TARGET}"
                 )
+            # Ranks with a copy of a head cannot tell the number from their caches.
+            kind, heads = _SLIDING if layer.cache.window else _FULL, layer.cache.num_kv_heads
+            if kv_heads.get(kind, heads) != heads:
+                raise ValueError(
+                    f"draft head config: num_key_value_heads = {heads} in layers of {kind}, legal: "
+                    f"{kv_heads[kind]} (the target's); {OTHER_TARGET}"
+                )
+
+
+def _kv_heads(target: Any) -> dict[str, int]:
+    """Returns the number of KV heads of the last layer of each kind that has keys of its own."""
+    layers = config_field(target, "per_layer_config", None) or ()
+    shared = config_field(target, "num_kv_shared_layers", None) or 0
+    kinds = config_field(target, "layer_types", None) or ()
+    pairs = list(zip(kinds, layers, strict=False))
+    return {kind: layer.num_key_value_heads for kind, layer in pairs[: len(pairs) - shared]}
 
 
 def _layers(text: Mapping[str, Any]) -> tuple[AssistantLayer, ...]:

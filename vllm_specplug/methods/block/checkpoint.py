@@ -166,11 +166,12 @@ def read_tensors(
     headers_only: bool = False,
     prefixes: tuple[str, ...] = ("",),
     renamed: Mapping[str, str] = MappingProxyType({}),
+    dtype: torch.dtype = torch.float32,
 ) -> dict[str, torch.Tensor]:
     """Returns all tensors of a folder by name, without an optional prefix 'model.'.
 
     With `headers_only` they are meta tensors: names and shapes, no data. `renamed` replaces names.
-    See `read_safetensors` for `prefixes`.
+    See `read_safetensors` for `prefixes` and `dtype`.
     """
     files = weight_files(directory)
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
@@ -191,7 +192,7 @@ def read_tensors(
             "'mask_embedding' [H] in the safetensors file. Convert it once where you trust it with "
             "torch.load(..., weights_only=True)"
         )
-    tensors = read_safetensors(files, headers_only=headers_only, prefixes=prefixes)
+    tensors = read_safetensors(files, headers_only=headers_only, prefixes=prefixes, dtype=dtype)
     for name, renamed_to in renamed.items():
         if name in tensors and renamed_to in tensors:
             raise ValueError(

@@ -70,24 +70,29 @@ def inspect_mtp_module(directory: str | Path, target_config: Any) -> MtpConfig:
     return config
 
 
-def load_mtp_module(directory: str | Path, target_config: Any) -> MtpModule:
+def load_mtp_module(
+    directory: str | Path, target_config: Any, dtype: torch.dtype = torch.float32
+) -> MtpModule:
     """Reads the module in a target's checkpoint.
+
+    Args:
+        dtype: of weights that are stored in fp8; the others keep theirs.
 
     Raises:
         ValueError: for a target without a module, another kind of module, another target's module,
             missing, unexpected or misshapen tensors (all in one message).
     """
     config = inspect_mtp_module(directory, target_config)
-    tensors = _as_module(config, _read(Path(directory), config, headers_only=False))
+    tensors = _as_module(config, _read(Path(directory), config, headers_only=False, dtype=dtype))
     return load_module(lambda: MtpModule(config), tensors)
 
 
-def _read(directory: Path, config: MtpConfig, headers_only: bool) -> dict[str, torch.Tensor]:
+def _read(directory: Path, config: MtpConfig, **how: Any) -> dict[str, torch.Tensor]:
     """Returns the stored tensors of the module under the names of `MtpModule`."""
     if config.layer:
         prefix = f"layers.{config.layer}."
         prefixes = tuple(prefix + part for part in _LAYER_PARTS)
-        found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
+        found = read_tensors(directory, prefixes=prefixes, **how)
         plain = {name.removeprefix(prefix): tensor for name, tensor in found.items()}
         return {
             _LAYER_NAMES.get(name) or name.replace(".shared_experts.", ".shared_expert."): tensor
@@ -96,7 +101,7 @@ def _read(directory: Path, config: MtpConfig, headers_only: bool) -> dict[str, t
             if not name.endswith("rotary_emb.inv_freq")
         }
     prefixes = (PREFIX, *_QWEN_NAMES, _QWEN_LAYER)
-    found = read_tensors(directory, headers_only=headers_only, prefixes=prefixes)
+    found = read_tensors(directory, prefixes=prefixes, **how)
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in found.items():
         prefix = PREFIX if name.startswith(PREFIX) else _QWEN_LAYER
@@ -121,12 +126,13 @@ def _as_module(config: MtpConfig, tensors: dict[str, torch.Tensor]) -> dict[str,
         _as_latent_projections(config, config.latent, tensors)
     if config.experts is not None and not tensors.keys() >= _EXPERTS.keys():
         for name, parts in _EXPERTS.items():
-            tensors[name] = torch.stack(
-                [
-                    torch.cat([tensors.pop(_part_of(expert, part)) for part in parts])
-                    for expert in range(config.experts.num_experts)
-                ]
-            )
+            first = tensors[_part_of(0, parts[0])]
+            rows = len(parts) * len(first)
+            # Filled expert by expert, because the experts of DeepSeek-V3 take 21 GiB.
+            joined = first.new_empty(config.experts.num_experts, rows, first.shape[1])
+            for expert, to in enumerate(joined):
+                torch.cat([tensors.pop(_part_of(expert, part)) for part in parts], out=to)
+            tensors[name] = joined
     return tensors
 
 

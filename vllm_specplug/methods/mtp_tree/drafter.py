@@ -18,7 +18,7 @@ class MtpDrafter(StateDrafter):
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         assert self.options.head_path is not None
-        module = load_mtp_module(self.options.head_path, target.text_config)
+        module = load_mtp_module(self.options.head_path, target.text_config, target.dtype)
         biases = {
             name: tensor.to(target.device, torch.float32)
             for name, tensor in module.state_dict().items()

@@ -213,6 +213,26 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         load_assistant(tmp_path, target)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 4}, "= 4 in layers of sliding_attention, legal: 2 .the target's"),
+        ({"num_global_key_value_heads": 2}, "= 2 in layers of full_attention, legal: 1 .the targ"),
+    ],
+)
+@pytest.mark.usefixtures("installed")
+def test_numbers_of_kv_heads_are_the_targets(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Also on more ranks than KV heads, whose caches would not tell."""
+    target, head = make_followed_target(tmp_path, VOCAB)
+    spec = {"method": "assistant_tree", "model": str(head)}
+    assert engine_config(target, spec).speculative_config.plugin_method == "assistant_tree"
+    make_assistant(head, VOCAB, False, hidden_size=HIDDEN, **changes)
+    with pytest.raises(ValueError, match=f"num_key_value_heads {message}"):
+        engine_config(target, spec)
+
+
 @pytest.mark.parametrize("name", published.ALL)
 def test_published_configs(name: str, tmp_path: Path) -> None:
     """With their real heads in small sizes."""

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.e2e import mtp_modules
+from tests.e2e.fp8_modules import BLOCKS, CHANNELS, in_fp8, split_experts, write_checkpoints
 from tests.e2e.mimo import PREFIX, module_tensors
 from tests.unit.dense_trees import DenseCache
 from tests.unit.drafters import load_drafter, requests_of
@@ -26,7 +27,13 @@ from tests.unit.methods.eagle3_tree.world import (
     VOCAB,
     check_branches,
 )
-from tests.unit.methods.mtp_tree.published import DEEPSEEK_V3, GLM_47_FLASH, small
+from tests.unit.methods.mtp_tree.published import (
+    DEEPSEEK_V3,
+    GLM_45_AIR_FP8,
+    GLM_47_FLASH,
+    QWEN36_35B_A3B_FP8,
+    small,
+)
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.methods.mtp_tree.checkpoint import inspect_mtp_module, load_mtp_module
 from vllm_specplug.methods.mtp_tree.config import FAMILIES
@@ -377,3 +384,41 @@ def test_a_choice_of_experts_is_not_rounded(tmp_path: Path) -> None:
     stored = load_mtp_module(tmp_path, TARGET).state_dict()["mlp.choice_bias"]
     assert torch.equal(drafter.head.layers[0].mlp.choice_bias, stored)
     assert not torch.equal(stored, stored.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    "kind", ["mimo", "glm4_moe", "deepseek_v3", "text", "qwen3_5_moe_text", "qwen3_next"]
+)
+def test_a_module_in_fp8_is_read_as_its_numbers(kind: str, tmp_path: Path) -> None:
+    """With scales of blocks that end within parts of matrices, or of channels."""
+    write(tmp_path / "made", kind)
+    quantization = CHANNELS if kind == "glm4_moe" else {**BLOCKS, "weight_block_size": [5, 7]}
+    prefix = PREFIXES[kind][2] if kind in PREFIXES else "mtp."
+    folders = write_checkpoints(tmp_path / "made", prefix, quantization)
+    assert inspect_mtp_module(folders[0], TARGET) == inspect_mtp_module(folders[1], TARGET)
+    expected = load_mtp_module(folders[1], TARGET).state_dict()
+    original = load_mtp_module(tmp_path / "made", TARGET).state_dict()
+    for dtype in (torch.float32, torch.bfloat16):
+        found = load_mtp_module(folders[0], TARGET, dtype).state_dict()
+        changed = [n for n in found if not torch.equal(found[n], original[n])]
+        assert {"self_attn.o_proj.weight"} < set(changed)
+        assert all(found[name].dtype == dtype for name in changed)
+        assert all(torch.equal(found[n].float(), expected[n].float()) for n in expected)
+
+
+@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_45_AIR_FP8, QWEN36_35B_A3B_FP8])
+def test_published_modules_in_fp8(config: dict[str, Any], tmp_path: Path) -> None:
+    raw = small(config)
+    sizes = raw.get("text_config", raw)
+    make = mtp_modules.module_tensors if "num_experts" in sizes else mtp_modules.layer_tensors
+    tensors, _ = in_fp8(split_experts(make(sizes)), raw["quantization_config"])
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert recognise_head(tmp_path).name == "mtp_tree"
+    module = load_mtp_module(tmp_path, SimpleNamespace(**sizes), torch.bfloat16)
+    assert module.mlp.experts.down_proj.shape == (6, 16, 12)
+    assert module.mlp.experts.down_proj.dtype == torch.bfloat16
+    scale = next(name for name in tensors if "experts.5.down_proj.weight_scale" in name)
+    save_file({n: t for n, t in tensors.items() if n != scale}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fp8 tensor '.*experts.5.down_proj.weight' .* are none"):
+        inspect_mtp_module(tmp_path, SimpleNamespace(**sizes))
