@@ -170,7 +170,7 @@ def sections(found: Mapping[str, Steps]) -> list[Section]:
 
 
 def main() -> None:
-    benchmark = Benchmark("longspec_contexts", __doc__)
+    benchmark = Benchmark("longspec_contexts", __doc__, runs_vllm=False)
     add = benchmark.parser.add_argument
     add("--data", type=Path, required=True, help="folder of prompts")
     add("--head", type=Path, default=HEADS / "smollm2-135m-longspec")
@@ -185,32 +185,34 @@ def main() -> None:
     for name, system in SYSTEMS.items():
         llm = make_engine(
             {"method": "longspec", "model": str(args.head), "ngram_topk": 0, **system},
-            model=target, eager=args.eager, max_num_seqs=args.questions,
+            model=target, eager=True, max_num_seqs=args.questions,
             max_model_len=max(LENGTHS), max_num_batched_tokens=2048, enable_prefix_caching=True,
         )  # fmt: skip
         found[name] = serve(llm, prompts, args.questions)
         del llm
-    benchmark.publish(
-        args,
-        ResultPage(
-            name="longspec_contexts",
-            title="LongSpec by the length of the context",
-            about="SmolLM2-135M-Instruct in bfloat16 with the shipped LongSpec head (window 512), "
-            f"without n-grams. {args.documents * args.questions} questions (chat, code and maths "
-            f"in turn), {args.questions} after each of {args.documents} texts of joined documents "
-            "of Spec-Bench's summarization and RAG tasks. A text is cut so that a greedy answer of "
-            f"at most {ANSWER} tokens ends at the length in the table; the target was trained with "
-            "8,192 positions. Tokens per step, counted in an engine; in brackets the 95 % interval "
-            "over questions (bootstrap). `over the shortest` compares answers to the same "
-            "questions; the answers themselves differ by length.",
-            sections=sections(found),
-            data=[
-                {"system": name, "context": key[0], "question": key[1], "tokens_of_steps": steps}
-                for name, of in found.items()
-                for key, steps in of.items()
-            ],
-            made_by=[benchmark.provenance(args)],
-        ),
+        # Also on the way, so that a run that is cut off leaves what it measured.
+        benchmark.publish(args, make_page(found, args, benchmark.provenance(args)))
+
+
+def make_page(found: Mapping[str, Steps], args: Any, record: Mapping[str, Any]) -> ResultPage:
+    return ResultPage(
+        name="longspec_contexts",
+        title="LongSpec by the length of the context",
+        about="SmolLM2-135M-Instruct in bfloat16 with the shipped LongSpec head (window 512), "
+        f"without n-grams. {args.documents * args.questions} questions (chat, code and maths "
+        f"in turn), {args.questions} after each of {args.documents} texts of joined documents "
+        "of Spec-Bench's summarization and RAG tasks. A text is cut so that a greedy answer of "
+        f"at most {ANSWER} tokens ends shortly before the length in the table; the target was "
+        "trained with 8,192 positions. Tokens per step, counted in an engine; in brackets the "
+        "95 % interval over questions (bootstrap). `over the shortest` compares answers to the "
+        "same questions; the answers themselves differ by length.",
+        sections=sections(found),
+        data=[
+            {"system": name, "context": key[0], "question": key[1], "tokens_of_steps": steps}
+            for name, of in found.items()
+            for key, steps in of.items()
+        ],
+        made_by=[record],
     )
 
 
