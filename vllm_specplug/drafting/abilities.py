@@ -34,10 +34,6 @@ class DeferredContext:
     `late_context.LateContextDrafter` implements it for a paged cache.
     """
 
-    observes_late: ClassVar[bool] = False
-    """Whether `observe` may be called later, for the tokens of several steps at once, but before
-    the next draft forward and before `forget` and `begin`."""
-
     def begin(self, req_id: str, req_index: int, num_cached: int) -> None:
         """Starts a request, or resumes it after preemption.
 

@@ -135,8 +135,7 @@ class Drafter(
     """Whether `load` reads the target's embedding and LM head; if not, it gets empty tensors."""
 
     attends_context: bool = False
-    """Whether `observe` attends the cached context and needs `CommittedTokens.table_rows`. Then it
-    is never called late."""
+    """Whether `observe` attends the cached context and needs `CommittedTokens.table_rows`."""
 
     def __init__(self, options: DrafterOptions) -> None:
         self.options = options
@@ -165,8 +164,7 @@ class Drafter(
 
     @abstractmethod
     def observe(self, committed: CommittedTokens) -> None:
-        """Records newly committed tokens. Called for every step; see
-        `DeferredContext.observes_late`."""
+        """Records newly committed tokens. Called for every step."""
 
     @property
     def forward_depth(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import ClassVar, cast
+from typing import cast
 
 import torch
 
@@ -25,8 +25,6 @@ class LateContextDrafter(Drafter):
     Subclasses call `begin_backlog` in `load`, add committed tokens to `backlog`, and call
     `backlog.write` before they draft.
     """
-
-    observes_late: ClassVar[bool] = True
 
     def begin_backlog(self, device: torch.device, write: WriteContext) -> None:
         """Creates the backlog of committed tokens; `write` stores their context."""

@@ -168,7 +168,6 @@ class TreeRunnerMixin(_Runner):
             self.saves = CommittedSaves(
                 [(n, x) for n, x in state.layers.items() if isinstance(x, DraftKVLayer)],
                 lambda: self.step.trees is not None,
-                self.speculator.commit_buffer.flush,
             )
 
     def start_budget(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from vllm_specplug.budget import Batch
-from vllm_specplug.drafting.committed_tokens import CommitBuffer, CommittedTokens
+from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
@@ -95,11 +95,6 @@ class TreeSpeculator(BaseSpeculator):
         self.planner, self.stats, self.step = planner, stats, step
         self.target_graphs = target_graphs
 
-    @cached_property
-    def commit_buffer(self) -> CommitBuffer:
-        """Committed tokens that the drafter has not observed."""
-        return CommitBuffer(self.proposer.drafter)
-
     # -- requests that come and go -----------------------------------------------------------
 
     def add(
@@ -126,8 +121,6 @@ class TreeSpeculator(BaseSpeculator):
     def forget(self, gone: Sequence[str], ended: Sequence[str]) -> None:
         """Drops the state of requests in `gone`, which no longer run. Requests in `ended` do not
         come back."""
-        if gone:
-            self.commit_buffer.flush()
         self.proposer.drafter.forget(gone)
         self.planner.forget(ended)
         self.begun.difference_update(gone)
@@ -211,31 +204,24 @@ class TreeSpeculator(BaseSpeculator):
         last_hidden_states: torch.Tensor,
         aux_hidden_states: list[torch.Tensor] | None,
     ) -> None:
-        """Shows the drafter what the step committed, now or before it next drafts."""
+        """Shows the drafter what the step committed."""
         drafter = self.proposer.drafter
         final = self.step.committed(input_batch)
-        following = self._next_tokens(input_batch, final)
-        if self.commit_buffer.is_late:
-            # Cloned: the next step overwrites these tensors.
-            final = replace(final, slots=final.slots.clone(), positions=final.positions.clone())
-        make = partial(
-            _committed_tokens,
+        committed = _committed_tokens(
             final,
             req_ids,
-            input_batch.query_start_loc_np[: len(req_ids) + 1].copy(),
+            input_batch.query_start_loc_np[: len(req_ids) + 1],
             aux_hidden_states,
-            following,
+            self._next_tokens(input_batch, final),
             self.step.walk is None,
         )
-        self.commit_buffer.add(lambda: replace(make(), output_states=last_hidden_states))
-        new = [i for i, req_id in enumerate(req_ids) if req_id not in self.begun]
-        if new:
-            self.commit_buffer.flush()
-        for i in new:
-            self.begun.add(req_ids[i])
-            # A request's first step has no drafts, so its rows are in the order of positions.
-            first = int(final.positions[input_batch.query_start_loc_np[i]])
-            drafter.begin(req_ids[i], i, first)
+        drafter.observe(replace(committed, output_states=last_hidden_states))
+        for i, req_id in enumerate(req_ids):
+            if req_id not in self.begun:
+                self.begun.add(req_id)
+                # A request's first step has no drafts, so its rows are in the order of positions.
+                first = int(final.positions[input_batch.query_start_loc_np[i]])
+                drafter.begin(req_id, i, first)
 
     def _next_tokens(self, input_batch: Any, final: CommitMap) -> torch.Tensor | None:
         """Returns int64 [T]: the token that follows each row's token, 0 if it is not known. None
@@ -291,9 +277,7 @@ class TreeSpeculator(BaseSpeculator):
             longest = 1 + max(requests.context_lens, default=0)
             penalties = draft_penalties(asked, self.req_states, slots, longest)
             requests = replace(requests, penalties=penalties)
-        drafted = self.planner.draft(
-            drafter, requests, others, self._room(requests), self.commit_buffer.flush
-        )
+        drafted = self.planner.draft(drafter, requests, others, self._room(requests))
         drafted = first_rank_trees(drafted, requests.budgets)
         trees = [DraftTree.empty()] * len(batch.req_ids)
         for i, tree in zip(requests.req_indices, drafted, strict=True):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -179,7 +179,6 @@ class DraftPlanner:
         requests: DraftRequests,
         batch: Batch,
         room: Sequence[int] | None = None,
-        show_committed: Callable[[], None] = lambda: None,
     ) -> list[DraftTree]:
         """Returns one valid tree per request, of the nodes to verify.
 
@@ -187,19 +186,18 @@ class DraftPlanner:
             room: nodes of each request for which the next step has rows, if it was scheduled ahead.
                 These rows are filled, because they cost the same without a node. `wanted` holds the
                 nodes that were worth their cost, for the step that is scheduled next.
-            show_committed: shows the drafter the committed tokens; called before a draft forward.
         """
         start = self.clock.mark()
         self._dropped.clear()
         forward = (0, 0.0)
         if self.adaptive is None or not len(requests):
-            trees = self._draft_fixed(drafter, requests, show_committed)
+            trees = self._draft_fixed(drafter, requests)
             self.wanted = []
             if room is not None:
                 trees = [best_nodes(tree, most) for tree, most in zip(trees, room, strict=True)]
         else:
             trees, forward, start = self._draft_adaptively(
-                self.adaptive, drafter, requests, batch, room, start, show_committed
+                self.adaptive, drafter, requests, batch, room, start
             )
         # vLLM's masks and statistics have room for the budgets and no more.
         trees = [t.prefix(most) for t, most in zip(trees, requests.budgets, strict=True)]
@@ -217,16 +215,11 @@ class DraftPlanner:
         use = partial(self._observe_draft_ms, self._now, forward)
         self.clock.measure(start, self.clock.mark(), use)
 
-    def _draft_fixed(
-        self, drafter: Drafter, requests: DraftRequests, show_committed: Callable[[], None]
-    ) -> list[DraftTree]:
+    def _draft_fixed(self, drafter: Drafter, requests: DraftRequests) -> list[DraftTree]:
         """Returns the trees of fixed budgets; there may be no requests."""
         if self.options.tree_budget == 0:
             # Only requests with their own budget draft, and pay for their context then.
             drafter.set_deferred(True)
-            if not len(requests):
-                return []
-        show_committed()
         if not len(requests):
             return []
         has_context = [ms < math.inf for ms in drafter.pending_context_ms(requests.req_ids)]
@@ -253,7 +246,6 @@ class DraftPlanner:
         batch: Batch,
         room: Sequence[int] | None,
         start: Any,
-        show_committed: Callable[[], None],
     ) -> tuple[list[DraftTree], tuple[int, float], Any]:
         """Returns the trees, the draft forward (number of requests, mean depth) and the mark since
         which it ran; `start` without a forward."""
@@ -283,15 +275,12 @@ class DraftPlanner:
                     min_node_prob=min_node_prob,
                     min_level_prob=plan.thresholds.level,
                 )
-            show_committed()
             is_pending = any(ms and depth for ms, depth in zip(pending_ms, depths, strict=True))
             if is_pending or not self._has_forward:
                 # Work of steps without drafts. In this draft's time, it would make rare drafts look
                 # expensive.
                 drafter.materialize_context(requests)
                 start = self.clock.mark()
-        elif not can_forward:
-            show_committed()
         self._has_forward = has_forward
         drafted = looked_up
         if has_forward or not (can_forward or skips_lookup):

@@ -28,20 +28,16 @@ class CommittedSaves:
 
     Args:
         has_trees: returns whether the running step has trees.
-        flush: passes the committed tokens that still wait to the drafter, which writes their
-            context.
     """
 
     def __init__(
         self,
         draft_layers: Sequence[tuple[str, DraftKVLayer]],
         has_trees: Callable[[], bool],
-        flush: Callable[[], None],
     ) -> None:
         connector: Any = get_kv_transfer_group()
         self._draft_layers = draft_layers
         self._has_trees = has_trees
-        self._flush = flush
         self._save, self._wait_for_save = connector.save_kv_layer, connector.wait_for_save
         self._waiting: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         # Attention metadata by layer of a step whose layers are saved one by one.
@@ -59,7 +55,6 @@ class CommittedSaves:
 
     def wait_for_save(self) -> None:
         """Replaces the connector's method; vLLM calls it once per step, after `propose`."""
-        self._flush()
         waiting, self._waiting = self._waiting, []
         for args, kwargs in waiting:
             self._save(*args, **kwargs)
