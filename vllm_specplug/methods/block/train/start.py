@@ -179,11 +179,24 @@ def copy_layer(source: nn.Module, layer: nn.Module, hidden_size: int) -> None:
             continue
         tensors = {} if other is None else dict(other.named_parameters(recurse=False))
         for own, parameter in part.named_parameters(recurse=False):
-            tensor = tensors.get(own)
-            if tensor is None or tensor.dim() != parameter.dim():
-                continue
-            if all(n >= m for n, m in zip(tensor.shape, parameter.shape, strict=True)):
-                parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
+            copy_leading(tensors.get(own), parameter)
+
+
+@torch.no_grad()
+def copy_leading(tensor: torch.Tensor | None, parameter: torch.Tensor) -> None:
+    """Copies the leading entries of a target's tensor into a parameter of at most its size. Without
+    such a tensor the parameter keeps its values."""
+    if tensor is None or tensor.dim() != parameter.dim():
+        return
+    if all(n >= m for n, m in zip(tensor.shape, parameter.shape, strict=True)):
+        parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
+
+
+@torch.no_grad()
+def copy_gains(norm: nn.Module | None, parameter: torch.Tensor) -> None:
+    """Copies the gains of a target's norm, where there is one."""
+    if norm is not None:
+        parameter.copy_(norm_gains(norm))
 
 
 @torch.no_grad()
@@ -214,8 +227,7 @@ def init_from_target(
         copy_layer(decoder.layers[source], layer, config.target_hidden_size)
     head.norm.weight.copy_(tables.final_norm)
     before, _ = layer_norms(decoder.layers[sources[-1]], config.target_hidden_size)
-    if before is not None:
-        head.hidden_norm.weight.copy_(norm_gains(before))
+    copy_gains(before, head.hidden_norm.weight)
     hidden = config.hidden_size
     noise = torch.randn(head.fc.weight.shape, generator=generator) * 0.3 * hidden**-0.5
     head.fc.weight.copy_(noise)
