@@ -16,7 +16,6 @@ from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.speculators_format import HeadTarget
-from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import Training, continued_ids
 from vllm_specplug.train.target import (
     TargetTables,
@@ -76,7 +75,7 @@ def check_mask_token(token: int | None, vocab_size: int) -> None:
 
 
 def speculators_target(
-    training: Training[Features], config: BlockHeadConfig, target_ids: torch.Tensor
+    training: Training, config: BlockHeadConfig, target_ids: torch.Tensor
 ) -> HeadTarget | None:
     """Returns the target to write a head for in the format of speculators. None for a head whose
     masks read a trained vector, which that format cannot hold.
@@ -99,7 +98,7 @@ def continued_block(
     init_from: str,
     head: BlockHead,
     extras: BlockHeadExtras,
-    training: Training[Features],
+    training: Training,
     *,
     block_size: int,
     mask_token_id: int | None = None,

@@ -21,9 +21,8 @@ from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe
 from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, layer_norms
-from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
 
@@ -139,7 +138,7 @@ def _anchor_attention(
 
 
 @dataclass(frozen=True)
-class Eagle3Objective(ChainObjective):
+class Eagle3Objective(Objective):
     """Trains an EAGLE-3 head: `anchors_per_step` anchors of several sequences make a step; run k of
     an anchor has weight `step_decay` ** k."""
 

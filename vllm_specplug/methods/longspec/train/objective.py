@@ -21,9 +21,8 @@ from vllm_specplug.methods.block.train.start import copy_gains, copy_layer
 from vllm_specplug.methods.longspec.head import LongSpecHead
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
-from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.target import TargetWeights, decoder_of, layer_norms
-from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
 _ROW_MULTIPLE = 512
@@ -159,7 +158,7 @@ def run_packed(
 
 
 @dataclass(frozen=True)
-class LongSpecObjective(ChainObjective):
+class LongSpecObjective(Objective):
     """Trains a draft layer. `gradient_checkpointing` is for sequences whose activations do not fit
     in memory."""
 
