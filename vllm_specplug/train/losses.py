@@ -93,7 +93,8 @@ def head_loss(
     weights = torch.where(labels >= 0, weights, 0.0)
     distil = _compiled_distillation if compiled else _distillation
     table = lm_head.to(hidden.dtype)
-    total, grads = weights.new_zeros(()), []
+    total = weights.new_zeros(())
+    grads: list[torch.Tensor] = []
     for start in range(0, len(hidden), chunk):
         rows = slice(start, start + chunk)
         own = hidden[rows].detach().requires_grad_()

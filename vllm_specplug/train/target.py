@@ -27,7 +27,6 @@ class TargetTables:
     """embed_tokens [V, H], lm_head [V, H] and the gains of the final norm [H], frozen, with the
     `target_crc`."""
 
-    config: dict[str, Any]
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
     final_norm: torch.Tensor
@@ -102,7 +101,7 @@ class TargetWeights:
                 )
         norm = norm_gains(decoder_of(model).final_norm)
         rows, scores = embed.weight.detach().clone(), head.weight.detach().clone()
-        return TargetTables(self.config, rows, scores, norm, target_crc(model))
+        return TargetTables(rows, scores, norm, target_crc(model))
 
 
 def target_crc(model: Any) -> str:
