@@ -135,7 +135,7 @@ class Drafts:
         backend.block_size = PAGE
         spec = PartialCacheSpec(BUDGET, SINK, 3, ("self_draft_requests", "kv_budget"))
         self.forward = DeviceSelfDraft(self.target, spec, backend)  # type: ignore[arg-type]
-        self.drafter.bind_target_forward(self.forward, lambda values: values)
+        self.drafter.bind_target_forward(self.forward)
         # By name: the row of the pages, which does not change.
         self.lines: dict[str, int] = {}
 

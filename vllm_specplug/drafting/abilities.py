@@ -134,16 +134,9 @@ class SelfDraft:
         """Returns the partial caches for draft forwards of the target itself; None for none."""
         return None
 
-    def bind_target_forward(
-        self, forward: TargetForward, share: Callable[[list[float]], list[float]]
-    ) -> None:
-        """Gives the drafter the target's forward, if it has a `partial_cache_spec`.
-
-        Args:
-            share: replaces measured values by those of the first tensor parallel rank, so that all
-                ranks make the same decisions.
-        """
-        self.target_forward, self.share = forward, share
+    def bind_target_forward(self, forward: TargetForward) -> None:
+        """Gives the drafter the target's forward, if it has a `partial_cache_spec`."""
+        self.target_forward = forward
 
 
 class OnDeviceDrafting:
@@ -173,16 +166,6 @@ class OnDeviceDrafting:
         Returns None if the drafter drafts only branches. Called only if `drafts_on_device`.
         """
         raise NotImplementedError
-
-    source: str | None = None
-    """Source of the last draft on the device, for a drafter that chooses among several sources by
-    their yield."""
-
-    def learn(self, source: str, tokens: float, milliseconds: float) -> None:
-        """Records the yield of a step with a draft from `source`: tokens per request, and duration.
-
-        Called one or two steps late if drafts are made on the device.
-        """
 
 
 class GraphCapture:

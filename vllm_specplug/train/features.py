@@ -40,13 +40,12 @@ TOKENS_PER_BATCH = 8192
 @dataclass(frozen=True)
 class TokenSequence:
     """One prompt with its answer: `tokens` int [S], the first `prompt_len` are the prompt. `index`
-    is its place in a store. `hidden` [S, Ht] are the target's final normed states, if known."""
+    is its place in a store."""
 
     tokens: torch.Tensor
     prompt_len: int
     source: str = ""
     index: int = 0
-    hidden: torch.Tensor | None = None
 
     @classmethod
     def of(cls, answer: Answer) -> TokenSequence:
@@ -92,9 +91,13 @@ class FeatureShard:
         )
 
 
-class SequenceStore(ABC):
-    """Sequences of a run by index. What a step reads is chosen from their tokens, and only the
-    chosen ones need the target's states."""
+class Features(ABC):
+    """Sequences of a run by index, with states of the target: stored, or computed when a step needs
+    them. What a step reads is chosen from tokens, and only the chosen sequences need states."""
+
+    folder: Path
+    # Zero-based layers whose outputs are in `aux`.
+    target_layer_ids: tuple[int, ...]
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -109,14 +112,6 @@ class SequenceStore(ABC):
     def with_states(self, sequences: list[Any]) -> list[Any]:
         """Returns sequences of `text` with the target's states."""
         return sequences
-
-
-class Features(SequenceStore):
-    """Sequences with states of the target: stored, or computed when a step needs them."""
-
-    folder: Path
-    # Zero-based layers whose outputs are in `aux`.
-    target_layer_ids: tuple[int, ...]
 
     @abstractmethod
     def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
@@ -155,15 +150,8 @@ class FeatureStore(Features):
                 start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
                 yield shard.tokens[start : int(shard.offsets[i + 1])]
 
-    def sources(self, rows: Iterable[int] | None = None) -> dict[str, int]:
-        """Counts sequences (of `rows`, if given) by the first part of their source."""
-        chosen = self.items if rows is None else [self.items[row] for row in rows]
-        return count_sources(self.shards[s].meta["sources"][i] for s, i in chosen)
-
-    def length(self, index: int) -> int:
-        """Returns the number of tokens of a sequence."""
-        shard, i = self.items[index]
-        return int(self.shards[shard].offsets[i + 1] - self.shards[shard].offsets[i])
+    def sources(self) -> dict[str, int]:
+        return count_sources(name for shard in self.shards for name in shard.meta["sources"])
 
     def __len__(self) -> int:
         return len(self.items)

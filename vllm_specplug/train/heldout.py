@@ -11,24 +11,18 @@ Trees accept more; `specplug evaluate` measures them in a server.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from vllm_specplug.train.vocabulary import DraftTables
 
 
 @dataclass
 class ChainAcceptance:
     """Rounds by source and number of accepted drafts, and how often the draft of slot 1, 2, .. was
     right, over all anchors. Mean acceptance length = 1 + accepted / rounds."""
-
-    axis: ClassVar[str] = "mean acceptance length of chains"
 
     rounds: dict[str, Counter[int]] = field(default_factory=lambda: defaultdict(Counter))
     right: Counter[int] = field(default_factory=Counter)
@@ -93,35 +87,3 @@ class ChainAcceptance:
 def _mean_length(rounds: Counter[int]) -> float:
     accepted = sum(length * count for length, count in rounds.items())
     return round(1 + accepted / max(rounds.total(), 1), 3)
-
-
-class ChainObjective(ABC):
-    """An objective of a head that drafts several tokens after each token of an answer."""
-
-    anchors_per_batch: ClassVar[int] = 512
-    """Anchors whose drafts are computed at once; 0: all of a sequence."""
-
-    @abstractmethod
-    def drafts(
-        self, head: Any, sequence: Any, anchors: torch.Tensor, tables: DraftTables
-    ) -> torch.Tensor:
-        """Returns the draft ids of the chains after the tokens at indices `anchors` int64 [A] of a
-        sequence, int64 [A, D], each draft given that the ones before it are right."""
-
-    @torch.no_grad()
-    def measure(self, head: Any, sequences: Sequence[Any], tables: DraftTables) -> ChainAcceptance:
-        """Returns the acceptance of a head's chains on greedy answers."""
-        found = ChainAcceptance()
-        for sequence in sequences:
-            start = max(sequence.prompt_len, 1)
-            anchors = torch.arange(start, max(len(sequence.tokens) - 1, start))
-            if not len(anchors):
-                continue
-            with torch.autocast(tables.lm_head.device.type, torch.bfloat16):
-                drafts = [
-                    self.drafts(head, sequence, part, tables).cpu()
-                    for part in anchors.split(self.anchors_per_batch or len(anchors))
-                ]
-            tokens = tables.target_ids[torch.cat(drafts)]
-            found.add(tokens, sequence.tokens, start, sequence.source)
-        return found

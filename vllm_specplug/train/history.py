@@ -12,12 +12,11 @@ from matplotlib.figure import Figure
 HISTORY_NAME, PLOT_NAME = "history.jsonl", "history.png"
 
 
-def add_to_history(folder: Path, row: dict[str, Any], axis: str) -> None:
+def add_to_history(folder: Path, row: dict[str, Any]) -> None:
     """Adds the results at a step, and plots their curves once there are two steps.
 
     Args:
-        row: with `step`, and `curves`: a value by name.
-        axis: what the values are.
+        row: with `step`, and `curves`: a mean acceptance length by name.
     """
     path = folder / HISTORY_NAME
     rows = []
@@ -29,16 +28,16 @@ def add_to_history(folder: Path, row: dict[str, Any], axis: str) -> None:
     partial.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     partial.replace(path)
     if len(rows) > 1:
-        _plot(rows, axis, folder / PLOT_NAME)
+        _plot(rows, folder / PLOT_NAME)
 
 
-def _plot(rows: list[dict[str, Any]], axis: str, path: Path) -> None:
+def _plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name in rows[-1]["curves"]:
         points = [(row["step"], row["curves"][name]) for row in rows if name in row["curves"]]
         axes.plot(*zip(*points, strict=True), marker=".", label=name)
-    axes.set(xlabel="step", ylabel=axis)
+    axes.set(xlabel="step", ylabel="mean acceptance length of chains")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)

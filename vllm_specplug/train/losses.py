@@ -1,88 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Distillation losses through a frozen LM head, with their gradients written out.
+"""Losses through a frozen LM head, in chunks of rows.
 
-The LM head is the largest matrix of a training step. With a hand-written gradient only one chunk
-of logits is alive at a time, and the backward pass needs one GEMM.
+The LM head is the largest matrix of a training step. The gradient of a chunk is computed with its
+loss, so that the logits of only one chunk are alive at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
-# Each slope function takes logits [n, V'] of draft and target (already divided by the temperature)
-# and returns the rows' losses [n, 1] and their gradient in the draft logits [n, V'].
+
+class _Known(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value, grads, *tensors):
+        ctx.save_for_backward(*grads)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        scaled = (grad * grad_output.to(grad.dtype) for grad in ctx.saved_tensors)
+        return (None, None, *scaled)
 
 
-def _forward_kl(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    logp, logq = torch.log_softmax(logits, -1), torch.log_softmax(target, -1)
-    q = logq.exp()
-    return (q * (logq - logp)).sum(-1, keepdim=True), logp.exp() - q
+def with_gradients(
+    value: torch.Tensor, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Returns a value that has the given gradients in `tensors`."""
+    known: torch.Tensor = _Known.apply(value, grads, *tensors)
+    return known
 
 
-def _sft(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    index = labels.clamp_min(0)[:, None]
-    logp = torch.log_softmax(logits, -1)
-    slope = logp.exp().scatter_add(1, index, -torch.ones_like(index, dtype=logp.dtype))
-    return -logp.gather(1, index), slope
-
-
-def _chunk_slope(
+def _distillation(
     kind: str,
+    # [n, V']
     logits: torch.Tensor,
     target: torch.Tensor | None,
     labels: torch.Tensor,
     weights: torch.Tensor,
     temperature: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the weighted loss of a chunk and its gradient in the raw logits, in their dtype."""
-    scaled = logits.float() / temperature
+) -> torch.Tensor:
+    """Returns the weighted loss of a chunk."""
+    logits = logits.float() / temperature
     if kind == "sft":
-        loss, slope = _sft(scaled, labels)
+        losses = F.cross_entropy(logits, labels.clamp_min(0), reduction="none")
     else:
         assert target is not None
-        loss, slope = _forward_kl(scaled, target.float() / temperature)
-    # T^2 of the distillation loss times 1/T of the inner derivative.
-    weights = weights[:, None]
-    return (
-        (loss * weights).sum() * temperature**2,
-        (slope * (weights * temperature)).to(logits.dtype),
-    )
+        log_q = torch.log_softmax(target.float() / temperature, -1)
+        log_p = torch.log_softmax(logits, -1)
+        losses = F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)
+    return (losses * weights).sum() * temperature**2
 
 
-_compiled_chunk_slope = torch.compile(_chunk_slope, dynamic=False)
-
-
-class _HeadLoss(torch.autograd.Function):
-    """Weighted sum over rows of a loss between softmax(h W^T) and softmax(t W^T)."""
-
-    @staticmethod
-    def forward(ctx, hidden, teacher, lm_head, labels, weights, kind, temperature, chunk, compiled):
-        count = hidden.shape[0]
-        # With equal chunks one compiled kernel serves all. Padding rows have weight 0.
-        padding = -count % chunk if compiled else 0
-        if padding:
-            hidden = F.pad(hidden, (0, 0, 0, padding))
-            teacher = None if teacher is None else F.pad(teacher, (0, 0, 0, padding))
-            labels, weights = F.pad(labels, (0, padding)), F.pad(weights, (0, padding))
-        slope_of = _compiled_chunk_slope if compiled else _chunk_slope
-        table = lm_head.to(hidden.dtype)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grad = torch.empty_like(hidden)
-        for start in range(0, hidden.shape[0], chunk):
-            rows = slice(start, start + chunk)
-            logits = hidden[rows] @ table.t()
-            target = None if kind == "sft" else teacher[rows] @ lm_head.t()
-            loss, slope = slope_of(kind, logits, target, labels[rows], weights[rows], temperature)
-            total += loss
-            grad[rows] = slope @ table
-        ctx.save_for_backward(grad[:count])
-        return total
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        (grad,) = ctx.saved_tensors
-        return (grad * grad_output.to(grad.dtype), *[None] * 8)
+_compiled_distillation = torch.compile(_distillation, dynamic=True)
 
 
 def head_loss(
@@ -119,9 +91,18 @@ def head_loss(
     # Without the token in the draft vocabulary, the target's distribution over the other tokens is
     # renormalised and would teach the head a wrong token.
     weights = torch.where(labels >= 0, weights, 0.0)
-    return _HeadLoss.apply(
-        hidden, teacher, lm_head, labels, weights, kind, temperature, chunk, compiled
-    )
+    distil = _compiled_distillation if compiled else _distillation
+    table = lm_head.to(hidden.dtype)
+    total = weights.new_zeros(())
+    grads: list[torch.Tensor] = []
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        own = hidden[rows].detach().requires_grad_()
+        target = None if teacher is None or kind == "sft" else teacher[rows] @ lm_head.t()
+        loss = distil(kind, own @ table.t(), target, labels[rows], weights[rows], temperature)
+        grads += torch.autograd.grad(loss, own)
+        total += loss.detach()
+    return with_gradients(total, [hidden], [torch.cat(grads)])
 
 
 def slot_weights(valid: torch.Tensor, gamma: float) -> torch.Tensor:

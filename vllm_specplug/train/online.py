@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,18 +27,21 @@ class OnlineFeatures(Features):
     """Answers as `FeatureSequence`, like a `FeatureStore` of the same answers.
 
     Args:
-        model: the frozen target.
+        model: the frozen target; None for a subclass that does not run it.
         device: where the states of a step's sequences are returned. Sequences taken by index have
             theirs on the CPU, as stored ones.
         is_sharded: whether processes share the target's layers, so that all of them must read
             sequences at the same time.
     """
 
+    runs_target: ClassVar[bool] = True
+    """Whether `forward` runs the target."""
+
     def __init__(
         self,
         folder: Path,
         sequences: Iterable[TokenSequence],
-        model: nn.Module,
+        model: nn.Module | None,
         target_layer_ids: tuple[int, ...],
         device: torch.device | str = "cpu",
         is_sharded: bool = False,
@@ -97,6 +100,7 @@ class OnlineFeatures(Features):
     ) -> list[Any]:
         """Returns sequences with their states on a device; a method may need other states, and
         others in training."""
+        assert self.model is not None
         tokens = [text.tokens for text in texts]
         aux, hidden = forward_features(self.model, tokens, self.target_layer_ids, device)
         return [

@@ -105,58 +105,14 @@ class DistillationRecipe(Recipe):
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Folders of a run, and how often it logs, saves and evaluates, in steps."""
+    """Folders of a run, and how often it logs, saves and evaluates, in steps. It reads features of
+    the target: stored ones, or those of a target beside it."""
 
     shape_options: ClassVar[tuple[str, ...]] = ()
     """Options that shape a new head; a head to start from has its own values."""
 
     target: Annotated[Path, Option(help="Folder of the target model.")]
     out: Annotated[Path, Option(help="Run folder; the head is exported to OUT/head.")]
-    eval_every: Annotated[int, Option(min=1, help="Steps between evaluations and exports.")] = 250
-    save_every: Annotated[int, Option(min=1, help="Steps between saves for --resume.")] = 100
-    log_every: Annotated[int, Option(min=1, help="Steps between lines of the log.")] = 25
-    eval_sequences: Annotated[
-        int, Option(min=1, help="Held-out answers of an evaluation, evenly spread.")
-    ] = 64
-    max_minutes: Annotated[
-        float, Option(min=0, help="Save and stop after this time; 0: no limit.")
-    ] = 0.0
-    resume: Annotated[bool, Option(help="Continue OUT exactly from where it was saved.")] = False
-    dry_run: Annotated[
-        bool,
-        Option(
-            "--dry-run",
-            help="Print steps per epoch, time, disk and memory of the run, and stop.",
-        ),
-    ] = False
-
-    def refuse_overwriting(self) -> None:
-        """Raises ValueError if a new run would overwrite a saved one or its head."""
-        state, head = self.out / STATE_NAME, self.out / "head"
-        if not self.resume and state.is_file():
-            raise ValueError(
-                f"{state} exists; pass --resume to continue it, or name another output folder"
-            )
-        if not self.resume and head.exists():
-            raise ValueError(
-                f"{head} exists, without a state to resume; name another output folder, or remove "
-                "that head"
-            )
-
-    def refuse_given(self, names: Iterable[str], legal: str) -> None:
-        """Raises ValueError for a field that differs from its default."""
-        for name in names:
-            if getattr(self, name) != getattr(type(self), name):
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}, legal: {legal}, so leave "
-                    "it out"
-                )
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeatureRunOptions(RunOptions):
-    """A run that reads features of the target: stored ones, or those of a target beside it."""
-
     features: Annotated[
         Path | None, Option(help="Stored features, made by `specplug data features`.")
     ] = None
@@ -184,6 +140,23 @@ class FeatureRunOptions(RunOptions):
     heldout_answers: Annotated[
         int, Option(min=1, help="With --answers: greedy answers kept for the acceptance estimate.")
     ] = 64
+    eval_every: Annotated[int, Option(min=1, help="Steps between evaluations and exports.")] = 250
+    save_every: Annotated[int, Option(min=1, help="Steps between saves for --resume.")] = 100
+    log_every: Annotated[int, Option(min=1, help="Steps between lines of the log.")] = 25
+    eval_sequences: Annotated[
+        int, Option(min=1, help="Held-out answers of an evaluation, evenly spread.")
+    ] = 64
+    max_minutes: Annotated[
+        float, Option(min=0, help="Save and stop after this time; 0: no limit.")
+    ] = 0.0
+    resume: Annotated[bool, Option(help="Continue OUT exactly from where it was saved.")] = False
+    dry_run: Annotated[
+        bool,
+        Option(
+            "--dry-run",
+            help="Print steps per epoch, time, disk and memory of the run, and stop.",
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         stored = (self.features, self.heldout)
@@ -198,9 +171,31 @@ class FeatureRunOptions(RunOptions):
             legal = "only with --answers; stored features were made with theirs"
             self.refuse_given(("layers", "heldout_answers", "shard_target"), legal)
 
+    def refuse_overwriting(self) -> None:
+        """Raises ValueError if a new run would overwrite a saved one or its head."""
+        state, head = self.out / STATE_NAME, self.out / "head"
+        if not self.resume and state.is_file():
+            raise ValueError(
+                f"{state} exists; pass --resume to continue it, or name another output folder"
+            )
+        if not self.resume and head.exists():
+            raise ValueError(
+                f"{head} exists, without a state to resume; name another output folder, or remove "
+                "that head"
+            )
+
+    def refuse_given(self, names: Iterable[str], legal: str) -> None:
+        """Raises ValueError for a field that differs from its default."""
+        for name in names:
+            if getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)}, legal: {legal}, so leave "
+                    "it out"
+                )
+
 
 @dataclass(frozen=True, kw_only=True)
-class NewHeadOptions(FeatureRunOptions):
+class NewHeadOptions(RunOptions):
     """A run that makes a head with the target's layer shape, or with weights, shape and draft
     vocabulary of the head in `init_from`."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
-from typing import Any, Generic, TypeVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -24,7 +24,6 @@ from vllm_specplug.train.history import HISTORY_NAME, add_to_history
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
     REPETITIVE_SHARE,
-    FeatureRunOptions,
     NewHeadOptions,
     Recipe,
     RunOptions,
@@ -32,7 +31,7 @@ from vllm_specplug.train.options import (
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
 from vllm_specplug.train.saved import read_saved
-from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, local_bytes
+from vllm_specplug.train.target import TargetTables, TargetWeights, local_bytes
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
     VOCABULARY_NAME,
@@ -49,16 +48,14 @@ OnStep = Callable[[int, dict[str, float]], None]
 # Steps of a dry run.
 _MEASURED_STEPS = 3
 
-S = TypeVar("S")
-
 
 @dataclass(frozen=True)
-class Training(Generic[S]):
+class Training:
     """Data and target of a run; `held` are the sequences for evaluation."""
 
     run: RunOptions
     accelerator: Accelerator
-    store: S
+    store: Features
     held: EvenlySpread
     weights: TargetWeights
     tables: TargetTables
@@ -96,16 +93,15 @@ class HeadInTraining:
     Args:
         save: writes the checkpoint of the averaged head into a folder.
         shape: the head's, for provenance.json.
-        data, origin: what a method adds to the facts about its data and what the run started from.
+        origin: what a method adds to what the run started from.
     """
 
-    training: Training[Any]
+    training: Training
     head: torch.nn.Module
     tables: DraftTables
     objective: Objective
     shape: dict[str, Any]
     save: Callable[[Path, Any], Any]
-    data: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
 
 
@@ -125,7 +121,7 @@ def new_accelerator() -> Accelerator:
     return Accelerator(mixed_precision="bf16", kwargs_handlers=[patience])
 
 
-def open_training(run: RunOptions, recipe: Recipe, store: S, heldout: Any) -> Training[S]:
+def _open_training(run: RunOptions, recipe: Recipe, store: Features, heldout: Features) -> Training:
     """Reads the target of a run and seeds torch."""
     accelerator = new_accelerator()
     weights = TargetWeights(run.target)
@@ -135,11 +131,11 @@ def open_training(run: RunOptions, recipe: Recipe, store: S, heldout: Any) -> Tr
 
 
 def open_features(
-    run: FeatureRunOptions,
+    run: RunOptions,
     recipe: Recipe,
     stored: type[FeatureStore] = FeatureStore,
     online: type[OnlineFeatures] = OnlineFeatures,
-) -> Training[Features]:
+) -> Training:
     """Opens a run over stored features, or over answers with the target beside the trainer.
 
     Args:
@@ -163,7 +159,7 @@ def open_features(
                 f"features hold states of width {own}, those of the target have {theirs}; make "
                 "features with this target"
             )
-        training: Training[Features] = open_training(run, recipe, store, held)
+        training = _open_training(run, recipe, store, held)
         crc = training.tables.crc
         for given in (store, held):
             if given.target_crc not in (None, crc):
@@ -192,15 +188,16 @@ def open_features(
         raise ValueError(
             "--shard-target with 1 process, legal: several, of `accelerate launch`; leave it out"
         )
-    model = TargetWeights(run.target).load_frozen(device, processes)
-    layers = chosen_layers(run.layers, len(decoder_of(model).layers))
+    weights = TargetWeights(run.target)
+    model = weights.load_frozen(device, processes) if online.runs_target else None
+    layers = chosen_layers(run.layers, int(weights.config["num_hidden_layers"]))
     aside, rest = (
         online(run.answers, part, model, layers, device, run.shard_target) for part in parts
     )
-    return open_training(run, recipe, rest, aside)
+    return _open_training(run, recipe, rest, aside)
 
 
-def draft_ids(training: Training[Features], size: int, vocab_from: str = "") -> torch.Tensor:
+def draft_ids(training: Training, size: int, vocab_from: str = "") -> torch.Tensor:
     """Returns the target token of each draft id, int64 [V'].
 
     They are those of a resumed run, else of the head `vocab_from`, else the `size` most frequent
@@ -223,7 +220,7 @@ def draft_ids(training: Training[Features], size: int, vocab_from: str = "") -> 
     return ids
 
 
-def continued_ids(training: Training[Any], ids: torch.Tensor) -> torch.Tensor:
+def continued_ids(training: Training, ids: torch.Tensor) -> torch.Tensor:
     """Returns the draft tokens `ids` of the head in `init_from`.
 
     Raises:
@@ -241,7 +238,7 @@ def continued_ids(training: Training[Any], ids: torch.Tensor) -> torch.Tensor:
     return ids
 
 
-def _saved_ids(training: Training[Any]) -> torch.Tensor | None:
+def _saved_ids(training: Training) -> torch.Tensor | None:
     path = training.run.out / VOCABULARY_NAME
     if not training.run.resume:
         return None
@@ -251,7 +248,7 @@ def _saved_ids(training: Training[Any]) -> torch.Tensor | None:
     return ids
 
 
-def _save_ids(training: Training[Any], ids: torch.Tensor) -> None:
+def _save_ids(training: Training, ids: torch.Tensor) -> None:
     path = training.run.out / VOCABULARY_NAME
     if training.accelerator.is_main_process and not training.run.dry_run:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -268,11 +265,15 @@ def layer_scales(store: Features, sequences: int = 32) -> list[float]:
     return [float(part.pow(2).mean().sqrt()) for part in parts]
 
 
-def data_facts(store: Features, ids: torch.Tensor) -> dict[str, Any]:
+def _data_facts(training: Training, ids: torch.Tensor) -> dict[str, Any]:
     """Returns facts about the data of a head that drafts the tokens `ids`, for provenance.json."""
+    store = training.store
+    coverage = vocabulary_coverage(store, ids, training.vocab_size)
     return {
+        "sequences": len(store),
+        "by_source": store.sources(),
         "answer_tokens": store.num_answer_tokens,
-        "draft_vocabulary_coverage": round(vocabulary_coverage(store, ids), 5),
+        "draft_vocabulary_coverage": round(coverage, 5),
     }
 
 
@@ -322,23 +323,17 @@ def train_head(
     elif training.accelerator.is_main_process:
         (run.out / HISTORY_NAME).unlink(missing_ok=True)
     store = training.store
-    data = {
-        "sequences": len(store),
-        "by_source": store.sources(),
-        **(data_facts(store, made.tables.target_ids) if isinstance(store, Features) else {}),
-        **made.data,
-    }
+    data = _data_facts(training, made.tables.target_ids)
     count = sum(p.numel() for p in made.head.parameters())
-    coverage = data.get("draft_vocabulary_coverage")
     log(
         f"{data['sequences']} sequences, {data['answer_tokens']} answer tokens, "
-        f"{count / 1e6:.2f}M parameters, draft vocabulary {len(made.tables.target_ids)}"
-        f"{'' if coverage is None else f' covers {coverage:.2%}'}, from step {trainer.step}"
+        f"{count / 1e6:.2f}M parameters, draft vocabulary {len(made.tables.target_ids)} covers "
+        f"{data['draft_vocabulary_coverage']:.2%}, from step {trainer.step}"
     )
     origin = {**_origin(run), **made.origin}
     facts: dict[str, Any] = {}
 
-    def export() -> tuple[dict[str, Any], str] | None:
+    def export() -> dict[str, Any] | None:
         if not training.accelerator.is_main_process:
             if isinstance(store, OnlineFeatures) and store.is_sharded:
                 for _ in training.held:
@@ -359,14 +354,13 @@ def train_head(
         log(f"step {trainer.step}: {measured.summary()}")
         made.save(run.out / "head", head)
         write_provenance(run.out / "head", facts)
-        row = {"step": trainer.step, "loss": trainer.loss_average, "curves": measured.curves()}
-        return row, measured.axis
+        return {"step": trainer.step, "loss": trainer.loss_average, "curves": measured.curves()}
 
     run_loop(trainer, run, export, log, on_step)
     return facts
 
 
-def _fixed(training: Training[Any]) -> dict[str, Any]:
+def _fixed(training: Training) -> dict[str, Any]:
     """Returns what a resumed run must not change, because its head or the held-out answers would be
     of other data."""
     run, store = training.run, training.store
@@ -374,9 +368,8 @@ def _fixed(training: Training[Any]) -> dict[str, Any]:
     if isinstance(run, NewHeadOptions):
         # The shape of that head has no place in the saved state.
         fixed["init_from"] = run.init_from
-    if isinstance(store, Features):
-        fixed["target_layer_ids"] = list(store.target_layer_ids)
-    if isinstance(run, FeatureRunOptions) and run.answers is not None:
+    fixed["target_layer_ids"] = list(store.target_layer_ids)
+    if run.answers is not None:
         fixed["heldout_answers"] = run.heldout_answers
     # Training data may grow at their end.
     fixed["first_sequence"] = _sequence_identity(store)
@@ -410,8 +403,9 @@ def estimate(trainer: Trainer) -> str:
     saved = trainer.saved_bytes() / 1e9
     disk = f"the output folder takes {saved:.2f} GB, and twice as much while the run saves"
     if isinstance(trainer.store, OnlineFeatures):
-        stored, weights = trainer.store.stored_bytes(), local_bytes(trainer.store.model)
+        stored, model = trainer.store.stored_bytes(), trainer.store.model
         disk += f"; stored features would take {stored / 1e9:.2f} GB more"
+        weights = 0 if model is None else local_bytes(model)
         lines.append(f"weights of the target on each process: {weights / 2**30:.2f} GiB")
     lines.append(disk)
     if trainer.device.type == "cuda":
@@ -439,14 +433,14 @@ def progress_facts(trainer: Trainer) -> dict[str, Any]:
 def run_loop(
     trainer: Trainer,
     run: RunOptions,
-    export: Callable[[], tuple[dict[str, Any], str] | None],
+    export: Callable[[], dict[str, Any] | None],
     log: Log,
     on_step: OnStep | None,
 ) -> None:
     """Trains until `total_steps` or `max_minutes`; exports and saves regularly and at the end.
 
     Args:
-        export: returns the row of the history and what its values are, on the main process.
+        export: returns the row of the history, on the main process.
     """
     total = trainer.options.total_steps
     main = trainer.accelerator.is_main_process
@@ -455,7 +449,7 @@ def run_loop(
         # The head or the history may be older than the last state.
         measured = export()
         if measured is not None:
-            add_to_history(run.out, *measured)
+            add_to_history(run.out, measured)
     while trainer.step < total:
         numbers = trainer.train_step()
         if on_step is not None:
@@ -477,7 +471,7 @@ def run_loop(
         if trainer.step % run.save_every == 0 or done or late:
             trainer.save(run.out)
         if measured is not None:
-            add_to_history(run.out, *measured)
+            add_to_history(run.out, measured)
         if late:
             log(
                 f"stopped at step {trainer.step} after {run.max_minutes} minutes; continue "

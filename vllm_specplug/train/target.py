@@ -7,7 +7,6 @@ They are found by structure, not by name, in any model that transformers loads.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -28,7 +27,6 @@ class TargetTables:
     """embed_tokens [V, H], lm_head [V, H] and the gains of the final norm [H], frozen, with the
     `target_crc`."""
 
-    config: dict[str, Any]
     embed_tokens: torch.Tensor
     lm_head: torch.Tensor
     final_norm: torch.Tensor
@@ -76,10 +74,6 @@ class TargetWeights:
         """Loads the target, by default in its own dtype, on the CPU; not kept."""
         return load_target(self.folder, dtype)
 
-    @cached_property
-    def _decoder(self) -> Decoder:
-        return decoder_of(self.load())
-
     def load_frozen(self, device: torch.device, processes: int = 1) -> nn.Module:
         """Loads the target in bfloat16 on a device, to run it beside a trainer; with several
         `processes` they share its layers."""
@@ -87,27 +81,6 @@ class TargetWeights:
         if processes > 1:
             shard_layers(model, device, processes)
         return model.to(device)
-
-    def get(self, name: str) -> torch.Tensor:
-        """Returns a decoder tensor by a Llama's name ("model.layers.0.mlp.up_proj.weight"); of
-        norms, their gains.
-
-        Raises:
-            ValueError: if the target has no such tensor.
-        """
-        path = name.removeprefix("model.").rpartition(".")
-        try:
-            if path[0] == "norm":
-                return norm_gains(self._decoder.final_norm)
-            index, _, inner = path[0].removeprefix("layers.").partition(".")
-            part = self._decoder.layers[int(index)].get_submodule(inner)
-            weight = getattr(part, path[2])
-        except (AttributeError, ValueError, IndexError) as error:
-            raise ValueError(
-                f"target {str(self.folder)!r} has no tensor {name!r}, legal: layers with a Llama's "
-                "attention and MLP; start from a head with --init-from instead"
-            ) from error
-        return norm_gains(part) if weight.dim() == 1 and path[2] == "weight" else weight.detach()
 
     def tables(self) -> TargetTables:
         """Returns the frozen tables of the draft head.
@@ -128,7 +101,7 @@ class TargetWeights:
                 )
         norm = norm_gains(decoder_of(model).final_norm)
         rows, scores = embed.weight.detach().clone(), head.weight.detach().clone()
-        return TargetTables(self.config, rows, scores, norm, target_crc(model))
+        return TargetTables(rows, scores, norm, target_crc(model))
 
 
 def target_crc(model: Any) -> str:

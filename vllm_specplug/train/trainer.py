@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
 from torch import nn
 
+from vllm_specplug.train.heldout import ChainAcceptance
 from vllm_specplug.train.losses import head_loss
 from vllm_specplug.train.options import STATE_NAME, DistillationRecipe, Recipe
 from vllm_specplug.train.order import DataOrder
@@ -37,37 +39,54 @@ class StepLoss:
     slots: int
 
 
-class Measured(Protocol):
-    """Results of a head on held-out data."""
+class Objective(ABC):
+    """The training objective of a method, whose heads draft several tokens after each token of an
+    answer."""
 
-    def facts(self) -> dict[str, Any]: ...
+    recipe: Any
+    """A `Recipe`."""
 
-    def summary(self) -> str: ...
+    anchors_per_batch: ClassVar[int] = 512
+    """Anchors whose drafts are computed at once; 0: all of a sequence."""
 
-    axis: ClassVar[str]
-    """What the values of `curves` are."""
-
-    def curves(self) -> dict[str, float]: ...
-
-
-class Objective(Protocol):
-    """The training objective of a method, and what it says of held-out data."""
-
-    @property
-    def recipe(self) -> Recipe: ...
-
+    @abstractmethod
     def draw(self, trainer: Trainer) -> Any:
         """Returns the batch of the next step on this process: tensors, or dataclasses and tuples of
         tensors."""
 
+    @abstractmethod
     def forward(self, head: Any, *inputs: Any) -> Any:
         """Computes `Trainer.forward`; the last input is the target's embeddings [V, H]."""
 
+    @abstractmethod
     def loss(self, trainer: Trainer, batch: Any) -> StepLoss:
         """Returns the loss of a drawn batch, which is on the trainer's device."""
 
-    def measure(self, head: Any, sequences: Sequence[Any], tables: DraftTables) -> Measured:
-        """Returns the results of a head on held-out sequences, on the device of `tables`."""
+    @abstractmethod
+    def drafts(
+        self, head: Any, sequence: Any, anchors: torch.Tensor, tables: DraftTables
+    ) -> torch.Tensor:
+        """Returns the draft ids of the chains after the tokens at indices `anchors` int64 [A] of a
+        sequence, int64 [A, D], each draft given that the ones before it are right."""
+
+    @torch.no_grad()
+    def measure(self, head: Any, sequences: Sequence[Any], tables: DraftTables) -> ChainAcceptance:
+        """Returns the acceptance of a head's chains on greedy answers, on the device of
+        `tables`."""
+        found = ChainAcceptance()
+        for sequence in sequences:
+            start = max(sequence.prompt_len, 1)
+            anchors = torch.arange(start, max(len(sequence.tokens) - 1, start))
+            if not len(anchors):
+                continue
+            with torch.autocast(tables.lm_head.device.type, torch.bfloat16):
+                drafts = [
+                    self.drafts(head, sequence, part, tables).cpu()
+                    for part in anchors.split(self.anchors_per_batch or len(anchors))
+                ]
+            tokens = tables.target_ids[torch.cat(drafts)]
+            found.add(tokens, sequence.tokens, start, sequence.source)
+        return found
 
 
 class _Forward(nn.Module):

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
@@ -63,26 +63,34 @@ def draft_vocabulary(
 ) -> torch.Tensor:
     """Returns the `size` most frequent answer tokens including `always` (end-of-turn ids): int64
     [size], ascending."""
-    counts = answer_token_counts(store)
-    ranked = list(dict.fromkeys([*always, *(t for t, _ in counts.most_common())]))
     # Low ids, which are frequent merges of a BPE vocabulary, complete the list of a small corpus.
-    seen = set(ranked)
-    ranked += [t for t in range(vocab_size) if t not in seen][: max(0, size - len(ranked))]
-    return torch.tensor(sorted(ranked[:size]), dtype=torch.int64)
+    ranked = answer_token_counts(store, vocab_size).argsort(descending=True, stable=True)
+    chosen = list(dict.fromkeys([*always, *ranked.tolist()]))[:size]
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
-def answer_token_counts(store: Features) -> Counter[int]:
-    """Returns how often each token is in an answer."""
-    counts: Counter[int] = Counter()
+def answer_token_counts(store: Features, vocab_size: int) -> torch.Tensor:
+    """Returns how often each token is in an answer, int64 [vocab_size].
+
+    Raises:
+        ValueError: for a token outside the vocabulary.
+    """
+    counts = np.zeros(vocab_size, np.int64)
     for answer in store.answers():
-        counts.update(answer.tolist())
-    return counts
+        tokens = np.asarray(answer)
+        if tokens.max(initial=0) >= vocab_size:
+            raise ValueError(
+                f"{store.folder} holds token {tokens.max()}, legal: 0..{vocab_size - 1} (the "
+                "target's vocabulary); it was made with another tokenizer"
+            )
+        np.add.at(counts, tokens, 1)
+    return torch.from_numpy(counts)
 
 
-def vocabulary_coverage(store: Features, ids: torch.Tensor) -> float:
+def vocabulary_coverage(store: Features, ids: torch.Tensor, vocab_size: int) -> float:
     """Returns the share of the answer tokens that are in `ids`."""
-    counts = answer_token_counts(store)
-    return sum(counts[t] for t in ids.tolist()) / max(sum(counts.values()), 1)
+    counts = answer_token_counts(store, vocab_size)
+    return float(counts[ids].sum() / counts.sum().clamp_min(1))
 
 
 def vocabulary_of(folder: str) -> torch.Tensor:

@@ -14,7 +14,6 @@ requests' tokens. The trees return in copies that nothing waits for.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,8 +71,6 @@ class DeviceSpeculator(TreeSpeculator):
         # The rows that the last output asked the scheduler for. A decision between two drafts
         # goes out with the next output.
         self._asked: ReservedRows | None = None
-        # Time of the last draft, and its requests.
-        self._paced: tuple[float, list[str]] = (0.0, [])
         if self._may_look_up():
             keep_history_on_device(req_states)
 
@@ -205,26 +202,14 @@ class DeviceSpeculator(TreeSpeculator):
             # The next step was scheduled before the decisions made from here on.
             self._drain_completed()
             trees = {r: self.copies[r] for r in input_batch.req_ids if r in self.copies}
-            source, milliseconds = self._pace(input_batch)
             record = self.step.record(self.planner.running)
-            self._late.append(PendingStep(input_batch, copy, trees, record, source, milliseconds))
+            self._late.append(PendingStep(input_batch, copy, trees, record))
             drafted = self._draft_on_device(input_batch, num_sampled, most, self._asked)
             self._asked = self.reserved = self._shared(self.reserved)
             return drafted
         read = copy.read()
         self.learn(input_batch, read.walk, read.seq_lens, self.trees)
         return self._draft(input_batch, self._batch(input_batch, read), most)
-
-    def _pace(self, input_batch: Any) -> tuple[str | None, float]:
-        """Returns the source of a step's drafts, and the milliseconds since the previous step.
-
-        The time is 0 if the two steps have different requests, or if none of them had a draft.
-        """
-        drafter, now = self.proposer.drafter, time.perf_counter()
-        (before, req_ids), self._paced = self._paced, (now, list(input_batch.req_ids))
-        if drafter.source is None or req_ids != self._paced[1]:
-            return drafter.source, 0.0
-        return drafter.source, 1e3 * (now - before)
 
     def _drain_completed(self) -> None:
         """Learns from the steps, and decides on the trees, whose copies have arrived."""
@@ -243,9 +228,6 @@ class DeviceSpeculator(TreeSpeculator):
         for req_id, total in zip(late.input_batch.req_ids, read.totals.tolist(), strict=True):
             if req_id in self.len_lower_bound:
                 self.len_lower_bound[req_id] = max(self.len_lower_bound[req_id], total)
-        if late.source is not None and late.milliseconds:
-            tokens = sum(sampled) / len(sampled)
-            self.proposer.drafter.learn(late.source, tokens, late.milliseconds)
         # Branch scores are averages, for which the timed steps suffice.
         if self._ngrams is None or late.record.walked is None:
             return

@@ -26,9 +26,6 @@ class PendingStep:
     # the trees that it verified, by request
     trees: dict[str, tuple[TreesCopy, int]]
     record: StepRecord
-    # `Drafter.source` of these trees, and the step's duration; 0 if it is not known
-    source: str | None = None
-    milliseconds: float = 0.0
 
     @property
     def has_arrived(self) -> bool:

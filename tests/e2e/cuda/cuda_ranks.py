@@ -2,8 +2,8 @@
 """An engine of tensor parallel ranks as on CUDA, in Triton's interpreter; see
 `engine_process`. To be run with SPECPLUG_INTERPRETED=1, set before vLLM is imported.
 
-Ranks hear of their steps at different times, and each would draft from another source: nothing but
-what they share makes them agree. What each does is noted in a file of its own.
+Ranks hear of their steps at different times: nothing but what they know at the same time makes them
+agree. What each does is noted in a file of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tests.e2e import engine_process
 from tests.e2e.cuda import cuda_device
 from tests.e2e.cuda.cuda_pairs import LateCopy
 from tests.e2e.sabotage import is_later_rank
-from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.vllm_v2 import host_step
 from vllm_specplug.vllm_worker.device_self_draft import DevicePartialAttention
@@ -30,17 +29,9 @@ class LateOnLaterRanks(LateCopy):
         return not is_later_rank() or super().has_arrived
 
 
-def _choose_in_turns(self: SourceChooser, available: Any) -> str:
-    """The target in every other step where it may draft; every rank another one than the first."""
-    self._steps += 1
-    turns = [source for other in available if other != "self" for source in (other, "self")]
-    turns = [source for source in turns if source in available]
-    return turns[(self._steps + is_later_rank()) % len(turns)]
-
-
 def _note(folder: Path) -> None:
-    """Every draft writes a line: what the rank would have drafted from, what it did, from what it
-    could have, and which requests had partial caches in its forward."""
+    """Every draft writes a line: what the rank drafted from, and which requests had partial caches
+    in its forward."""
     propose, attention = TokenSwiftDrafter.propose_on_device, DevicePartialAttention.__init__
     partial: list[int] = []
 
@@ -49,16 +40,8 @@ def _note(folder: Path) -> None:
         partial[:] = self.partial
 
     def proposed(self: Any, requests: Any) -> Any:
-        own, share = [], self.share
-
-        def shared(values: list[float]) -> list[float]:
-            own.extend(values)
-            return share(values)
-
         partial.clear()
-        self.share = shared
         trees = propose(self, requests)
-        self.share = share
         history, pool = requests.history, self.target_forward.pool
         late = sum(
             least > pool.budget
@@ -67,9 +50,7 @@ def _note(folder: Path) -> None:
         )
         note = {
             "requests": history.req_ids,
-            "own": own,
-            "source": self.source,
-            "available": self._available(requests),
+            "source": self._source(requests),
             "partial": list(partial),
             "would_fit_by_late_bounds": late <= pool.max_requests,
         }
@@ -85,6 +66,5 @@ def _note(folder: Path) -> None:
 def main(job: str, result: str, notes: str) -> None:
     cuda_device.use_worker()
     host_step.HostCopy = LateOnLaterRanks  # type: ignore[misc]
-    SourceChooser.choose = _choose_in_turns  # type: ignore[method-assign]
     _note(Path(notes))
     engine_process.main(job, result)

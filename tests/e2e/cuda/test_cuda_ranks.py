@@ -28,7 +28,7 @@ CALLS = [
     }
 ]
 SPECULATIVE = {
-    "method": "tokenswift", "draft_source": "auto", "num_speculative_tokens": 6, "tree_budget": 6,
+    "method": "tokenswift", "draft_source": "self", "num_speculative_tokens": 6, "tree_budget": 6,
     "kv_budget": 36, "self_draft_requests": 2,
 }  # fmt: skip
 
@@ -79,15 +79,13 @@ def test_ranks_draft_from_one_source(tmp_path: Path) -> None:
         [json.loads(line) for line in (notes / f"rank{rank}.jsonl").read_text().splitlines()]
         for rank in (0, 1)
     )
-    for name in ("requests", "source", "available"):
+    for name in ("requests", "source"):
         assert [step[name] for step in first] == [step[name] for step in second], name
     sources = [step["source"] for step in first]
-    assert all(sources.count(source) > 3 for source in ("self", "heads", "ngrams")), sources
-    fits = {"self" in step["available"] for step in first}
-    assert fits == {False, True}
-    # What would have parted them: the sources that each would have taken, what a rank knows late
-    # of its contexts, and so which of them it reads in part.
-    for name in ("own", "would_fit_by_late_bounds", "partial"):
+    assert all(sources.count(source) > 3 for source in ("self", "heads")), sources
+    # What would have parted them: what a rank knows late of its contexts, and so which of them it
+    # reads in part.
+    for name in ("would_fit_by_late_bounds", "partial"):
         assert [step[name] for step in first] != [step[name] for step in second], name
     assert any(step["partial"] for step in first) and any(step["partial"] for step in second)
 

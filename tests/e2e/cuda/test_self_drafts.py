@@ -53,9 +53,7 @@ def test_self_drafts_after_preemption() -> None:
     assert preempted and seen.partial > 10 and seen.far < 1e-4, (preempted, seen)
 
 
-@pytest.mark.parametrize(
-    ("head", "topk"), [({"draft_source": "heads"}, 3), ({"draft_source": "auto"}, 3), (SELF, 0)]
-)
+@pytest.mark.parametrize(("head", "topk"), [({"draft_source": "heads"}, 3), (SELF, 0)])
 def test_chained_heads_and_branches(head: dict[str, Any], topk: int) -> None:
     """Nothing is read: heads, with n-grams and without."""
     penalty = {"specplug_penalty": 1.3, "specplug_penalty_window": 16}

@@ -35,7 +35,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "dels": {"method": "dels", "model": "block", "local_head": "gru"},
     "eagle3_tree": {"method": "eagle3_tree", "model": "eagle3"},
     "longspec": {"method": "longspec", "model": "longspec"},
-    "tokenswift": {"method": "tokenswift", "model": "swift", "kv_budget": 32},
+    "tokenswift": {
+        "method": "tokenswift",
+        "model": "swift",
+        "draft_source": "self",
+        "kv_budget": 32,
+    },
     "ngram_tree": {"method": "ngram_tree"},
 }
 

@@ -118,12 +118,10 @@ def test_counts_are_the_targets_and_needed_unless_beta_is_zero(
 
 
 def test_tokenswift_has_room_for_its_drafts() -> None:
-    def settings(ngram_topk: int = 3, **own: Any) -> TokenSwiftSettings:
-        shared: Any = SimpleNamespace(num_speculative_tokens=16, ngram_topk=ngram_topk)
+    def settings(**own: Any) -> TokenSwiftSettings:
+        shared: Any = SimpleNamespace(num_speculative_tokens=16)
         return TokenSwiftOptions(**own).settings(shared, num_heads=3)
 
-    assert settings() == TokenSwiftSettings("auto", 4096, 16, 4, 4)
+    assert settings() == TokenSwiftSettings("heads", 4096, 16, 4, 4)
     with pytest.raises(ValueError, match=r"kv_budget=18 .*more than 2 \+ num_spec.*=16"):
         settings(kv_budget=18)
-    with pytest.raises(ValueError, match=r"ngram_topk=0 .*1\.\.16"):
-        settings(0, draft_source="ngrams")

@@ -106,7 +106,7 @@ def write_answers(folder: Path, target: nn.Module, count: int, shard_size: int) 
 
 _ANCHORS = {"anchors_per_step": 24, "anchor_stride": 2, "learning_rate": 5e-3}
 _BLOCK = {"block_size": 4, "draft_vocab_size": 48}
-_LOCAL = {"block_size": 4, "min_supervised": 2, "rank": 8, "hidden_size": 12}
+_LOCAL = {"block_size": 4, "rank": 8, "hidden_size": 12}
 _SOME = {
     "optimizer": "muon",
     "anchors_per_step": 24,
@@ -150,8 +150,7 @@ def job(kind: str, data: dict[str, tuple[Path, Path]], target: Path, out: Path, 
         shape = {
             option: value for option, value in shape.items() if option not in run.shape_options
         }
-    name = "data" if run is LocalRun else "features"
-    folders = {"target": target, name: features, "heldout": heldout, "out": out}
+    folders = {"target": target, "features": features, "heldout": heldout, "out": out}
     made = Job(
         start,
         run(**folders, eval_every=1000, save_every=1000, **shape),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand-written loss gradients against autograd."""
+"""Losses by chunks and their gradients, against those of all rows at once."""
 
 from __future__ import annotations
 

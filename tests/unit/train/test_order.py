@@ -33,7 +33,7 @@ def test_draft_vocabulary_is_the_frequent_answer_tokens(feature_folders):
     tokens = torch.cat([store[i].tokens[store[i].prompt_len :] for i in range(len(store))])
     counts = torch.bincount(tokens, minlength=64)
     ids = draft_vocabulary(store, 5, 64, always=[2])
-    coverage = vocabulary_coverage(store, ids)
+    coverage = vocabulary_coverage(store, ids, 64)
     assert 2 in ids
     assert len(set(ids.tolist())) == 5
     others = [i for i in ids.tolist() if i != 2]
@@ -41,4 +41,6 @@ def test_draft_vocabulary_is_the_frequent_answer_tokens(feature_folders):
     assert coverage == pytest.approx(float(counts[ids].sum() / counts.sum()))
     whole = draft_vocabulary(store, 64, 64)
     assert torch.equal(whole, torch.arange(64))
-    assert vocabulary_coverage(store, whole) == 1.0
+    assert vocabulary_coverage(store, whole, 64) == 1.0
+    with pytest.raises(ValueError, match=r"holds token \d+, legal: 0\.\.8 "):
+        draft_vocabulary(store, 5, 9)

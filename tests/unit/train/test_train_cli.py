@@ -72,8 +72,8 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     record = train("dflash", features=folders["out"], block_size=4, total_steps=1)
     assert record["data"]["sequences"] == 7  # three of ten are held out
     assert record["heldout"]["sequences"] == 3
-    record = train("dels", data=data, backbone=tmp_path / "dflash" / "head", total_steps=2,
-                   hidden_size=8, rank=4, min_supervised=4)  # fmt: skip
+    record = train("dels", features=folders["out"], backbone=tmp_path / "dflash" / "head",
+                   total_steps=2, hidden_size=8, rank=4)  # fmt: skip
     assert record["backbone"]["progress"]["step"] == 1
 
 
@@ -171,6 +171,8 @@ def test_numbers_outside_their_range_are_named(kind, option, tmp_path):
         ("dels", "--input-size=8", "leave it out"),
         ("dels", "--rank-activation=identity", "leave it out"),
         ("dels", "--anchor-input", "in the head's config.json"),
+        ("dels", "--data=answers", "name features with --features, or answers"),
+        ("dels", "--min-supervised=8", "leave it out"),
         ("dflash", "--speculators", "--mask-token-id ID writes"),
         ("dspark", "--speculators", "--mask-token-id ID writes"),
     ],

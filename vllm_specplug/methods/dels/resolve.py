@@ -70,8 +70,8 @@ def _unigram_path(local_head: Path, text_config: Any) -> str:
     if not found:
         raise ValueError(
             f"local head {str(local_head)!r}: its beta is not 0, and there is no {UNIGRAM_NAME} "
-            "beside it. Make counts with `specplug data unigram` and put them there, or set beta "
-            "to 0 in its config.json."
+            "beside it. Copy the counts that `specplug train dels` wrote beside the head, or set "
+            "beta to 0 in its config.json."
         )
     path = found[0]
     # Refuses counts of a larger vocabulary before the engine starts.

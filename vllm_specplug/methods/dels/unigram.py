@@ -62,8 +62,8 @@ def load_unigram(path: str | Path) -> torch.Tensor:
     path = Path(path).expanduser()
     if not path.is_file():
         raise ValueError(
-            f"unigram counts {str(path)!r}: there is no such file; make it with "
-            "`specplug data unigram`"
+            f"unigram counts {str(path)!r}: there is no such file; `specplug train dels` writes "
+            "them beside the head"
         )
     counts: Any
     try:
@@ -85,7 +85,7 @@ def _unreadable(path: Path, error: Exception) -> str:
     reason = (str(error).splitlines() or [type(error).__name__])[0]
     return (
         f"unigram counts {str(path)!r} cannot be read ({reason}); legal: a tensor 'counts' [V] in "
-        "safetensors or a weights-only .pt. Make it with `specplug data unigram`"
+        "safetensors or a weights-only .pt. `specplug train dels` writes them beside the head"
     )
 
 

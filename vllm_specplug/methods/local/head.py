@@ -261,14 +261,6 @@ class LocalHead(nn.Module):
         ranks = _with_slots(torch.add, self.rank_proj(state), slots)
         return F.silu(ranks) if self.config.rank_activation == "silu" else ranks
 
-    def logits(self, ranks: torch.Tensor, lm_head: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the raw scores [..., V'] of rank vectors [..., r]."""
-        if self.config.lm_head_mode == "low_rank":
-            return self.low_rank_lm_head(ranks)
-        assert lm_head is not None
-        hidden = self.rank_to_hidden(ranks)
-        return F.linear(hidden, lm_head.to(hidden.dtype))
-
     def output_table(self, lm_head: torch.Tensor | None = None) -> torch.Tensor:
         """Returns W_short [V', r]; for "target_lm_head" the product of both factors, computed in
         float32."""
@@ -300,15 +292,6 @@ class LocalHead(nn.Module):
                 "trained for this draft vocabulary or for the whole one"
             )
         return rows
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        embed_tokens: torch.Tensor | None = None,
-        lm_head: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """[B, L] -> [B, L, V']: row t scores token t + 1, from a state of zeros before token 0."""
-        return self.logits(self.ranks(token_ids, embed_tokens), lm_head)
 
 
 def _with_slots(

@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts with TokenSwift: the target drafts for itself, for very long outputs.
 
-There are three sources of drafts, each cheaper than the previous one:
+There are two sources of drafts:
 
 self    the target runs the anchor over a partial cache; its base prediction and the chained heads
         on its last layer give depths 1, 2, ...
 heads   the heads run on the last verified position without a draft forward. The anchor is the base
-        prediction there, so head i gives depth i.
-ngrams  the tokens that followed the same n-gram earlier.
+        prediction there, so head i gives depth i. This source also serves steps in which the
+        partial caches have no room for all requests.
 
-N-gram branches join the trees of the other two. The best source depends on the context: a draft
-forward costs a pass over the weights, and verification costs more with a longer context.
+N-gram branches join the trees. Which source is faster depends on the context: a draft forward costs
+a pass over the weights, and verification costs more with a longer context.
 One sample of the target verifies every node. The published rule draws one sample per path instead
 and is biased.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import ClassVar
@@ -33,11 +32,10 @@ from vllm_specplug.drafting.head_drafter import MAX_LOGITS
 from vllm_specplug.drafting.ngram import NgramBranches, ngram_branches
 from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.methods.tokenswift.draft_source import SourceChooser
 from vllm_specplug.methods.tokenswift.head import load_heads
-from vllm_specplug.tree import DraftTree, merge_trees
+from vllm_specplug.tree import DraftTree
 
-SELF, HEADS, NGRAMS = _SOURCES = "self", "heads", "ngrams"
+SELF, HEADS = "self", "heads"
 
 
 class TokenSwiftDrafter(Drafter):
@@ -62,24 +60,13 @@ class TokenSwiftDrafter(Drafter):
             self.draft_ids = draft_ids.to(target.device)
         self.lm_head = target.make_lm_head(self.target_ids)
         self.ngrams = ngram_branches(options)
-        self.chooser = SourceChooser(self._sources())
         self.steps_from: Counter[str] = Counter()
-        # Source of the next draft, if `enter_graph` chose one that its graph does not contain.
-        self._chosen: str | None = None
         # [T, H] last layer's outputs of the step, and [B] each request's last committed row
         self._hidden: torch.Tensor | None = None
         self._last_rows: torch.Tensor | None = None
-        # Start time of the last call, and each request's number of committed tokens then.
-        self._began: float | None = None
-        self._committed: dict[str, int] = {}
-
-    def _sources(self) -> list[str]:
-        if self.settings.source != "auto":
-            return [self.settings.source]
-        return [HEADS, SELF, *([NGRAMS] if self.ngrams is not None else [])]
 
     def partial_cache_spec(self) -> PartialCacheSpec | None:
-        if SELF not in self.chooser.sources:
+        if self.settings.source != SELF:
             return None
         settings = self.settings
         return PartialCacheSpec(
@@ -99,30 +86,12 @@ class TokenSwiftDrafter(Drafter):
             self.ngrams.forget(req_ids)
         if self.target_forward is not None:
             self.target_forward.forget(req_ids)
-        for req_id in req_ids:
-            self._committed.pop(req_id, None)
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
-        began = time.perf_counter()
-        self._learn(requests, began)
-        available = self._available(requests)
-        source = self.chooser.choose(available) if available else NGRAMS
+        source = self._source(requests)
         self.steps_from[source] += 1
-        own = [DraftTree.empty()] * len(requests)
-        if source != NGRAMS:
-            own = self._head_trees(source, requests)
-        self._began, self._committed = began, {}
-        trees = []
-        for r, (req_id, tree) in enumerate(zip(requests.req_ids, own, strict=True)):
-            branches: list[DraftTree] = []
-            if self.ngrams is not None and (requests.width > 1 or not tree.num_nodes):
-                branches = self.ngrams.branches(req_id, requests.token_ids[r], requests.depths[r])
-                if requests.width == 1:
-                    branches = branches[:1]
-            parts = [part for part in (tree, *branches) if part.num_nodes]
-            trees.append(merge_trees(parts, requests.budgets[r]))
-            self._committed[req_id] = len(requests.token_ids[r])
-        return trees
+        trees = self._head_trees(source, requests)
+        return trees if self.ngrams is None else self.ngrams.add_to(trees, requests)
 
     @property
     def drafts_on_device(self) -> bool:
@@ -130,9 +99,8 @@ class TokenSwiftDrafter(Drafter):
 
     @property
     def device_branches(self) -> NgramBranches | None:
-        # A chain has no branches, unless n-grams are the only source: then the best branch is it.
-        is_chain = self.options.tree_width == 1 and self.chooser.sources != (NGRAMS,)
-        return None if is_chain else self.ngrams
+        # A chain has no branches.
+        return self.ngrams if self.options.tree_width > 1 else None
 
     @property
     def warmup_depth(self) -> int:
@@ -140,20 +108,17 @@ class TokenSwiftDrafter(Drafter):
 
     def warmup(self, requests: DraftRequests | DeviceRequests) -> None:
         assert isinstance(requests, DeviceRequests)
-        for source in self.chooser.sources:
-            # While vLLM measures memory there are no caches; vLLM's forward needs more memory.
-            if source == HEADS or (source == SELF and self.target_forward is not None):
-                self._device_trees(source, requests)
+        # While vLLM measures memory there are no caches; vLLM's forward needs more memory.
+        if self.settings.source == HEADS or self.target_forward is not None:
+            self._device_trees(self.settings.source, requests)
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
-        """See `Drafter`. The host chooses the source from the steps whose results it has."""
-        if requests.history is None:
-            # During capture of a graph: `enter_graph` counts its replays.
-            source = SELF
-        else:
-            source, self._chosen = self._chosen or self._choose_source(requests), None
-            self._count(source)
-        return None if source == NGRAMS else self._device_trees(source, requests)
+        source = SELF
+        # Without a history a graph is captured: `enter_graph` counts its replays.
+        if requests.history is not None:
+            source = self._source(requests)
+            self.steps_from[source] += 1
+        return self._device_trees(source, requests)
 
     def _device_trees(self, source: str, requests: DeviceRequests) -> DeviceTrees | None:
         """Returns the trees of the heads, as `_head_trees` does; None for a depth of 0."""
@@ -169,7 +134,7 @@ class TokenSwiftDrafter(Drafter):
     @property
     def drafts_from_graphs(self) -> bool:
         # Only the self-draft: heads read the step's own rows and need few launches.
-        return SELF in self.chooser.sources
+        return self.settings.source == SELF
 
     @property
     def can_be_captured(self) -> bool:
@@ -180,55 +145,21 @@ class TokenSwiftDrafter(Drafter):
         if history is None:
             # No step came before this draft.
             return False
-        self._chosen = self._choose_source(requests)
         # The size of penalties changes in every step, with the widest window.
-        if self._chosen != SELF or history.penalties is not None:
+        if self._source(requests) != SELF or history.penalties is not None:
             return False
         assert self.target_forward is not None
         if not self.target_forward.prepare(requests):
             return False
-        self._chosen = None
-        self._count(SELF)
+        self.steps_from[SELF] += 1
         return True
 
-    def _choose_source(self, requests: DeviceRequests) -> str:
-        available = self._available(requests)
-        source = self.chooser.choose(available) if available else NGRAMS
-        if len(self.chooser.sources) > 1:
-            # Ranks know different results, but all of them must run the target or none.
-            (chosen,) = self.share([float(_SOURCES.index(source))])
-            source = _SOURCES[int(chosen)]
-        return source
-
-    def _count(self, source: str) -> None:
-        self.steps_from[source] += 1
-        self.source = source
-
-    def learn(self, source: str, tokens: float, milliseconds: float) -> None:
-        if len(self.chooser.sources) > 1:
-            self.chooser.observe(tokens, milliseconds, source)
-
-    def _available(self, requests: DraftRequests | DeviceRequests) -> list[str]:
-        """Sources that these requests may use; empty if only "self" is set and cannot run."""
-        sources = list(self.chooser.sources)
+    def _source(self, requests: DraftRequests | DeviceRequests) -> str:
+        """Returns the source of a draft: the option's, or the heads if the target cannot run."""
         forward = self.target_forward
-        if SELF in sources and (forward is None or not forward.can_run(requests)):
-            sources.remove(SELF)
-        return sources
-
-    def _learn(self, requests: DraftRequests, now: float) -> None:
-        """Tells the chooser how many tokens the last step committed, and how long it took."""
-        grown = [
-            len(tokens) - self._committed[req_id]
-            for req_id, tokens in zip(requests.req_ids, requests.token_ids, strict=True)
-            if req_id in self._committed
-        ]
-        same_requests = len(grown) == len(requests) == len(self._committed)
-        if len(self.chooser.sources) > 1 and grown and self._began is not None:
-            (elapsed_ms,) = self.share([1e3 * (now - self._began)])
-            # A step whose requests changed says nothing about the pace.
-            if same_requests:
-                self.chooser.observe(sum(grown) / len(grown), elapsed_ms)
+        if self.settings.source == SELF and forward is not None and forward.can_run(requests):
+            return SELF
+        return HEADS
 
     def _head_trees(self, source: str, requests: DraftRequests) -> list[DraftTree]:
         """One tree per request from the heads; source "self" runs the target before them."""

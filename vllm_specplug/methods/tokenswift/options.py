@@ -12,7 +12,7 @@ from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import DraftPlan, MethodOptions, SharedOptions, TargetInfo
 from vllm_specplug.options import option_error
 
-DraftSource = Literal["auto", "self", "heads", "ngrams"]
+DraftSource = Literal["heads", "self"]
 
 # Number of first tokens that a partial cache always keeps as attention sinks. Later tokens are
 # selected by their scores.
@@ -34,17 +34,16 @@ class TokenSwiftSettings:
 class TokenSwiftOptions(MethodOptions):
     """Options of TokenSwift."""
 
-    draft_source: DraftSource = "auto"
-    """What the method drafts from: "self" runs the target over a partial cache and its heads on
-    top, "heads" runs the heads on the last verified position, "ngrams" only looks up n-grams.
-    "auto" measures which one gives the most tokens per second and uses it."""
+    draft_source: DraftSource = "heads"
+    """What the method drafts from: "heads" runs the heads on the last verified position, "self"
+    runs the target over a partial cache and its heads on top, which pays off in long contexts."""
     kv_budget: int = Field(default=4096, ge=1)
     """Number of context tokens that the draft forward attends to: the first 16 (at most an eighth
     of `kv_budget`) and the tokens that matter most to each layer and KV head. It must hold the
     first tokens and `num_speculative_tokens`."""
     self_draft_requests: int = Field(default=4, ge=1, le=1024)
     """Maximum number of requests with a partial cache, which bounds the caches' memory. If more
-    requests than this are longer than `kv_budget`, the method drafts from heads and n-grams."""
+    requests than this are longer than `kv_budget`, the method drafts from the heads."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.tokenswift.head import inspect_heads
@@ -58,7 +57,7 @@ class TokenSwiftOptions(MethodOptions):
             head_path=str(path),
             hidden_layers=(target.text_config.num_hidden_layers - 1,),
             target_forward_option=(
-                f"draft_source={settings.source!r}" if settings.source in ("self", "auto") else None
+                f"draft_source={settings.source!r}" if settings.source == "self" else None
             ),
             settings=settings,
         )
@@ -69,13 +68,6 @@ class TokenSwiftOptions(MethodOptions):
         Raises:
             ValueError: for a combination that cannot work, naming the option.
         """
-        if self.draft_source == "ngrams" and shared.ngram_topk == 0:
-            raise option_error(
-                "ngram_topk",
-                shared.ngram_topk,
-                'draft_source="ngrams" drafts by n-grams only, so 1..16',
-                "Leave ngram_topk out or choose another draft_source",
-            )
         sink = min(SINK_SIZE, self.kv_budget // 8)
         min_budget = sink + shared.num_speculative_tokens + 1
         if self.kv_budget < min_budget:

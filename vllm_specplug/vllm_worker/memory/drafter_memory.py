@@ -12,7 +12,6 @@ from vllm_specplug.drafting.method import Capability
 from vllm_specplug.vllm_worker.memory.cache_groups import check_plain_attention, target_layer
 from vllm_specplug.vllm_worker.memory.rank_caches import bind_target_caches
 from vllm_specplug.vllm_worker.memory.window_cache import window_bytes
-from vllm_specplug.vllm_worker.ranks import first_rank_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.self_draft import partial_cache_bytes
 
@@ -118,4 +117,4 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
     if spec is not None:
         check_plain_attention(state.layers, method)
         forward = backend.self_draft(state, spec)
-        drafter.bind_target_forward(forward, first_rank_values)
+        drafter.bind_target_forward(forward)

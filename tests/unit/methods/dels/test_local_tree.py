@@ -64,7 +64,8 @@ class Case:
         read = [anchor, *path] if self.options.anchor_input else path
         scores = torch.zeros(V)
         if read:
-            scores = self.head(torch.tensor([read]), self.embed, self.lm_head)[0, -1]
+            ranks = self.head.ranks(torch.tensor([read]), self.embed)[0, -1]
+            scores = self.head.output_table(self.lm_head) @ ranks
         mixed = (
             self.marginals[i] + self.options.alpha[i] * scores - self.options.beta[i] * self.prior
         )
@@ -151,7 +152,8 @@ def test_reduced_vocabularies_meet_by_target_id() -> None:
     builder = build(head, options(), prior, embed, torch.zeros(V, H), local_ids, draft_ids)
     top = marginals.topk(5, dim=-1)
     (tree,) = builder.build(top.indices[None], top.values[None], [5], [5], [1], 5)
-    scores = head(torch.tensor([[5]]), embed)[0, -1][torch.tensor([1, 2, 3, 4, 6])]
+    ranks = head.ranks(torch.tensor([[5]]), embed)[0, -1]
+    scores = head.output_table()[torch.tensor([1, 2, 3, 4, 6])] @ ranks
     mixed = (marginals[0] + ALPHA[0] * scores - BETA[0] * prior[draft_ids]).log_softmax(-1)
     order = mixed.argsort(descending=True)
     assert tree.token_ids.tolist() == draft_ids[order].tolist()

@@ -24,10 +24,9 @@ from vllm_specplug.methods.block.train.blocks import (
 )
 from vllm_specplug.methods.block.train.options import AnchorRecipe, BlockRecipe
 from vllm_specplug.train.features import FeatureSequence
-from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
 # Shapes are rounded so that the GEMM library reuses its compiled kernels.
@@ -74,7 +73,7 @@ def pack_heldout(
 
 
 @dataclass(frozen=True)
-class BlockObjective(ChainObjective):
+class BlockObjective(Objective):
     """Trains a block head by a recipe with a `position_gamma`."""
 
     recipe: BlockRecipe

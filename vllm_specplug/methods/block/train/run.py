@@ -17,7 +17,6 @@ from vllm_specplug.methods.block.train.start import (
     init_from_target,
     speculators_target,
 )
-from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
     HeadInTraining,
     Training,
@@ -58,9 +57,7 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
     )
 
 
-def _new(
-    run: BlockRun, recipe: BlockRecipe, training: Training[Features]
-) -> tuple[BlockHead, torch.Tensor]:
+def _new(run: BlockRun, recipe: BlockRecipe, training: Training) -> tuple[BlockHead, torch.Tensor]:
     """Returns a head from the target's layers, and its draft vocabulary."""
     weights, store = training.weights, training.store
     width = training.new_width(run.intermediate_size)
@@ -83,7 +80,7 @@ def _new(
     return head, ids
 
 
-def _continued(run: BlockRun, training: Training[Features]) -> tuple[BlockHead, torch.Tensor]:
+def _continued(run: BlockRun, training: Training) -> tuple[BlockHead, torch.Tensor]:
     """Returns the head in `run.init_from` with this run's mask inside a block, and its draft
     vocabulary."""
     head, extras = load_block_head(run.init_from, training.weights.config)

@@ -16,7 +16,6 @@ from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.speculators_format import HeadTarget
-from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import Training, continued_ids
 from vllm_specplug.train.target import (
     TargetTables,
@@ -76,7 +75,7 @@ def check_mask_token(token: int | None, vocab_size: int) -> None:
 
 
 def speculators_target(
-    training: Training[Features], config: BlockHeadConfig, target_ids: torch.Tensor
+    training: Training, config: BlockHeadConfig, target_ids: torch.Tensor
 ) -> HeadTarget | None:
     """Returns the target to write a head for in the format of speculators. None for a head whose
     masks read a trained vector, which that format cannot hold.
@@ -99,7 +98,7 @@ def continued_block(
     init_from: str,
     head: BlockHead,
     extras: BlockHeadExtras,
-    training: Training[Features],
+    training: Training,
     *,
     block_size: int,
     mask_token_id: int | None = None,
@@ -179,11 +178,24 @@ def copy_layer(source: nn.Module, layer: nn.Module, hidden_size: int) -> None:
             continue
         tensors = {} if other is None else dict(other.named_parameters(recurse=False))
         for own, parameter in part.named_parameters(recurse=False):
-            tensor = tensors.get(own)
-            if tensor is None or tensor.dim() != parameter.dim():
-                continue
-            if all(n >= m for n, m in zip(tensor.shape, parameter.shape, strict=True)):
-                parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
+            copy_leading(tensors.get(own), parameter)
+
+
+@torch.no_grad()
+def copy_leading(tensor: torch.Tensor | None, parameter: torch.Tensor) -> None:
+    """Copies the leading entries of a target's tensor into a parameter of at most its size. Without
+    such a tensor the parameter keeps its values."""
+    if tensor is None or tensor.dim() != parameter.dim():
+        return
+    if all(n >= m for n, m in zip(tensor.shape, parameter.shape, strict=True)):
+        parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
+
+
+@torch.no_grad()
+def copy_gains(norm: nn.Module | None, parameter: torch.Tensor) -> None:
+    """Copies the gains of a target's norm, where there is one."""
+    if norm is not None:
+        parameter.copy_(norm_gains(norm))
 
 
 @torch.no_grad()
@@ -214,8 +226,7 @@ def init_from_target(
         copy_layer(decoder.layers[source], layer, config.target_hidden_size)
     head.norm.weight.copy_(tables.final_norm)
     before, _ = layer_norms(decoder.layers[sources[-1]], config.target_hidden_size)
-    if before is not None:
-        head.hidden_norm.weight.copy_(norm_gains(before))
+    copy_gains(before, head.hidden_norm.weight)
     hidden = config.hidden_size
     noise = torch.randn(head.fc.weight.shape, generator=generator) * 0.3 * hidden**-0.5
     head.fc.weight.copy_(noise)

@@ -1,14 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Packs training blocks of a local head, which predicts the token after each token of a block."""
+"""Training data of a local head, which predicts the token after each token of a block."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 
-from vllm_specplug.train.features import TokenSequence
+from vllm_specplug.train.features import FeatureSequence, TokenSequence
+from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.order import random_subset
+
+TextSequence = TokenSequence | FeatureSequence
+
+
+class Texts(OnlineFeatures):
+    """Answers without states of the target, for a loss that reads only tokens."""
+
+    runs_target: ClassVar[bool] = False
+
+    def forward(
+        self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool
+    ) -> list[Any]:
+        return list(texts)
 
 
 @dataclass(frozen=True)
@@ -23,7 +39,7 @@ class LocalBatch:
     teacher: torch.Tensor | None
 
 
-def local_anchors(sequence: TokenSequence, limit: int, generator: torch.Generator) -> torch.Tensor:
+def local_anchors(sequence: TextSequence, limit: int, generator: torch.Generator) -> torch.Tensor:
     """Returns at most `limit` random anchors, int64 ascending: supervised positions whose next
     token is supervised too."""
     legal = torch.arange(sequence.prompt_len, len(sequence.tokens) - 1)
@@ -31,7 +47,7 @@ def local_anchors(sequence: TokenSequence, limit: int, generator: torch.Generato
 
 
 def pack_local(
-    sequences: list[TokenSequence], anchors: list[torch.Tensor], block_size: int
+    sequences: Sequence[TextSequence], anchors: list[torch.Tensor], block_size: int
 ) -> LocalBatch:
     """Returns the blocks at the anchors of several sequences. Tokens past the end of a sequence
     repeat its last token and are not valid."""
@@ -43,7 +59,7 @@ def pack_local(
         tokens.append(sequence.tokens[slots[:, :-1]])
         labels.append(sequence.tokens[slots[:, 1:]])
         valid.append(inside)
-        if sequence.hidden is not None:
+        if isinstance(sequence, FeatureSequence):
             # Row p - 1 of the final hidden states predicts token p.
             teacher.append(sequence.hidden[(slots[:, 1:] - 1).flatten()])
     return LocalBatch(

@@ -8,37 +8,37 @@ use the backbone. The head's output starts at zero.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from vllm_specplug.methods.dels.train.batch import LocalBatch, local_anchors, pack_local
-from vllm_specplug.methods.dels.train.heldout import LocalReport, heldout_losses, unigram_loss
+from vllm_specplug.methods.dels.train.batch import (
+    LocalBatch,
+    TextSequence,
+    local_anchors,
+    pack_local,
+)
 from vllm_specplug.methods.dels.train.options import LocalRecipe
 from vllm_specplug.methods.local.head import LocalHead
-from vllm_specplug.train.features import TokenSequence
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
 
 @dataclass(frozen=True)
-class LocalObjective:
+class LocalObjective(Objective):
     """Trains a local head.
 
     Args:
         block_size: including the anchor. A Markov head, which reads one token, uses 2: every pair
             of neighbours once.
         ranked: rows of the LM head in order of decreasing frequency, int64 [V'].
-        log_prior: log-frequency of every token, float32 [V], to compare with.
     """
 
     recipe: LocalRecipe
     block_size: int
     ranked: torch.Tensor
-    log_prior: torch.Tensor
 
     def step_vocabulary(self, step: int) -> torch.Tensor | None:
         """Returns the rows of the LM head to train in a step, int64 [vocab_per_step]; None for all.
@@ -57,7 +57,7 @@ class LocalObjective:
         recipe, generator = self.recipe, trainer.step_generator()
         dense = trainer.head.config.kind == "markov"
 
-        def pick(sequence: TokenSequence, left: int) -> torch.Tensor:
+        def pick(sequence: TextSequence, left: int) -> torch.Tensor:
             if dense:
                 return local_anchors(sequence, 1 << 30, generator)
             at = local_anchors(sequence, recipe.anchors_per_sample, generator)
@@ -88,10 +88,13 @@ class LocalObjective:
         )
         return StepLoss(loss, loss, int(batch.valid.sum()), batch.tokens.numel())
 
-    def measure(
-        self, head: LocalHead, sequences: Sequence[TokenSequence], tables: DraftTables
-    ) -> LocalReport:
-        return LocalReport(
-            heldout_losses(head, sequences, self.block_size, tables),
-            unigram_loss(self.log_prior, sequences, tables.target_ids),
-        )
+    def drafts(
+        self,
+        head: LocalHead,
+        sequence: TextSequence,
+        anchors: torch.Tensor,
+        tables: DraftTables,
+    ) -> torch.Tensor:
+        batch = to_device(pack_local([sequence], [anchors], self.block_size), tables.lm_head.device)
+        outputs = self.forward(head, batch.tokens, tables.embed_tokens)
+        return tables.likeliest(outputs).view(len(anchors), -1)

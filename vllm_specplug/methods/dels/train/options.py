@@ -1,22 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`specplug train dels` and `specplug data unigram`."""
+"""`specplug train dels`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from typer import Option
 
 from vllm_specplug.methods.recipes import recipes_of
-from vllm_specplug.train import cli_common as common
+from vllm_specplug.train.cli_common import add_training
 from vllm_specplug.train.options import DistillationRecipe, RunOptions
 
-Data = Annotated[
-    Path, Option(help="Folder made by `specplug data generate` or `specplug data features`.")
-]
 _ANCHOR = 'set "anchor_input" in the head\'s config.json, which serving reads'
 REMOVED = {
     "--parameterization": "heads read the target's embeddings (target_factorized), so leave it out",
@@ -25,19 +21,16 @@ REMOVED = {
     "--rank-activation": "the activation is silu, so leave it out",
     "--anchor-input": _ANCHOR,
     "--no-anchor-input": _ANCHOR,
+    "--data": "name features with --features, or answers with --answers",
+    "--min-supervised": "answers of fewer than 4 tokens are left out anyway, so leave it out",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRun(RunOptions):
-    """Folders and shape of a local head's run.
+    """Folders and shape of a local head's run. With a `backbone` only the tokens it drafts are
+    scored."""
 
-    `data` and `heldout` hold answers or features. With a `backbone` only the tokens it drafts are
-    scored.
-    """
-
-    data: Data
-    heldout: Annotated[Path, Option(help="Held-out answers or features.")]
     save_every: int = 250
     kind: Annotated[str, Option(help="gru, or markov, which reads only one token.")] = "gru"
     backbone: Annotated[
@@ -49,9 +42,6 @@ class LocalRun(RunOptions):
     ] = 0
     hidden_size: Annotated[int, Option(min=1, help="State size of the GRU.")] = 1024
     rank: Annotated[int, Option(min=1, help="Rank of the output.")] = 256
-    min_supervised: Annotated[
-        int, Option(min=2, help="Answers with fewer tokens are left out.")
-    ] = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,27 +86,10 @@ class LocalRecipe(DistillationRecipe):
             )
 
 
-def unigram(
-    target: common.Target,
-    data: Data,
-    out: Annotated[Path, Option(help="File to write, *.safetensors; with a JSON file.")],
-) -> None:
-    """Counts the supervised tokens of answers: the prior that DeLS divides out once."""
-    from vllm_specplug.methods.dels.train.unigram_counts import write_unigram
-
-    with common.friendly_errors():
-        facts = write_unigram(target, data, out)
-    typer.echo(
-        f"{facts['total_tokens']:,} tokens of {facts['sequences']:,} answers, "
-        f"{facts['distinct_tokens']:,} distinct, in {out}"
-    )
-
-
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
-    """Adds the commands."""
-    data_app.command("unigram")(unigram)
+    """Adds the command."""
     summary = "Trains the short-context head of DeLS; needs only text and the target's embeddings."
     start = "vllm_specplug.methods.dels.train.run:start"
-    common.add_training(
+    add_training(
         train_app, "dels", summary, start, LocalRun, LocalRecipe, recipes_of("dels"), REMOVED
     )

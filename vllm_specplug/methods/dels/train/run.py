@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,15 +11,15 @@ import torch
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.dels.checkpoint import check_kind, save_local_head
+from vllm_specplug.methods.dels.train.batch import Texts
 from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
-from vllm_specplug.methods.dels.unigram import log_prior
+from vllm_specplug.methods.dels.unigram import UNIGRAM_NAME, save_unigram
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.provenance import head_identity
-from vllm_specplug.train.run import HeadInTraining, Training, open_training
-from vllm_specplug.train.text import TextStore
-from vllm_specplug.train.vocabulary import DraftTables
+from vllm_specplug.train.run import HeadInTraining, open_features
+from vllm_specplug.train.vocabulary import DraftTables, answer_token_counts
 
 _SHAPE = ("kind", "hidden_size", "input_size", "rank", "rank_activation")
 
@@ -40,14 +40,8 @@ def local_config(run: LocalRun, target: dict[str, Any]) -> LocalHeadConfig:
 
 def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     """Returns a new head."""
-    store, heldout = TextStore(run.data, run.min_supervised), TextStore(run.heldout)
-    training: Training[Any] = open_training(run, recipe, store, heldout)
-    if recipe.loss != "sft" and store.features is None:
-        device = training.accelerator.device
-        model = training.weights.load_frozen(device)
-        texts = map(store.__getitem__, range(len(store)))
-        beside = OnlineFeatures(run.data, texts, model, (), device)
-        training = replace(training, store=beside)
+    online = Texts if recipe.loss == "sft" else OnlineFeatures
+    training = open_features(run, recipe, online=online)
     target, vocab_size = training.weights.config, training.vocab_size
     ids, block_size = torch.arange(vocab_size), run.block_size
     if run.backbone:
@@ -57,25 +51,25 @@ def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     block_size = block_size or 16
     if block_size < 2:
         raise ValueError(f"block_size = {block_size}, legal: an integer >= 2; raise it")
-    counts = store.answer_counts(vocab_size)
+    counts = answer_token_counts(training.store, vocab_size)
     config = local_config(run, target)
     trained = 2 if config.kind == "markov" else block_size
     ranked = torch.argsort(counts[ids], descending=True, stable=True)
-    prior = log_prior(counts, vocab_size)
     # The head is small, so its embeddings keep the precision of its parameters.
     embed_tokens = training.tables.embed_tokens.float()
     tables = DraftTables(embed_tokens, training.draft_tables(ids).lm_head, ids)
+
+    def save(folder: Path, head: LocalHead) -> None:
+        save_local_head(folder, head)
+        save_unigram(folder / UNIGRAM_NAME, counts)
+
     torch.manual_seed(recipe.seed)
     return HeadInTraining(
         training=training,
         head=LocalHead(config),
         tables=tables,
-        objective=LocalObjective(recipe, trained, ranked, prior),
+        objective=LocalObjective(recipe, trained, ranked),
         shape={"block_size": trained, **{name: getattr(config, name) for name in _SHAPE}},
-        data={
-            "kind": "answers" if store.features is None else "features",
-            "answer_tokens": int(counts.sum()),
-        },
         origin={"backbone": head_identity(run.backbone)} if run.backbone else {},
-        save=save_local_head,
+        save=save,
     )

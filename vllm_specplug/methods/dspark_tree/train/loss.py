@@ -6,66 +6,15 @@ With p the draft's and q the target's distribution of a token y, a row's loss is
     ce * -log p(y) + l1 * sum |p - q|,
 
 and its acceptance 1 - sum |p - q| / 2, which the confidence head learns. The draft's scores are
-h W^T + e W_2^T: the block's from the frozen LM head plus the Markov head's. Gradients are explicit,
-so that only one chunk of logits is in memory at a time.
+h W^T + e W_2^T: the block's from the frozen LM head plus the Markov head's.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
-
-def _chunk(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    labels: torch.Tensor,
-    weights: torch.Tensor,
-    ce: float,
-    l1: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the weighted loss of rows [n, V'] (scalar), their acceptance [n] and the gradient of
-    the logits [n, V']."""
-    log_p = torch.log_softmax(logits.float(), -1)
-    p, q = log_p.exp(), torch.softmax(target.float(), -1)
-    difference = p - q
-    index = labels.clamp_min(0)[:, None]
-    distance = difference.abs().sum(-1)
-    loss = ((-ce * log_p.gather(1, index).squeeze(1) + l1 * distance) * weights).sum()
-    sign = difference.sign()
-    slope = l1 * (sign - (p * sign).sum(-1, keepdim=True))
-    slope = p * (slope + ce)
-    slope.scatter_add_(1, index, slope.new_full(index.shape, -ce))
-    return loss, 1 - distance / 2, (slope * weights[:, None]).to(logits.dtype)
-
-
-class _MarkovLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, ranks, markov, lm_head, teacher, labels, weights, ce, l1, chunk):
-        total = torch.zeros((), device=hidden.device)
-        accepted = torch.empty(len(hidden), device=hidden.device)
-        hidden_grad = torch.empty_like(hidden)
-        ranks_grad = torch.empty_like(ranks)
-        table = markov.to(ranks.dtype)
-        markov_grad = torch.zeros_like(markov)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits = hidden[rows] @ lm_head.t() + ranks[rows] @ table.t()
-            target = teacher[rows] @ lm_head.t()
-            loss, accepted[rows], slope = _chunk(
-                logits, target, labels[rows], weights[rows], ce, l1
-            )
-            total += loss
-            hidden_grad[rows] = slope @ lm_head
-            ranks_grad[rows] = slope @ table
-            markov_grad += slope.t() @ ranks[rows]
-        ctx.save_for_backward(hidden_grad, ranks_grad, markov_grad)
-        ctx.mark_non_differentiable(accepted)
-        return total, accepted
-
-    @staticmethod
-    def backward(ctx, grad_output, _):
-        scaled = [g * grad_output.to(g.dtype) for g in ctx.saved_tensors]
-        return (*scaled, *[None] * 7)
+from vllm_specplug.train.losses import with_gradients
 
 
 def markov_loss(
@@ -95,7 +44,23 @@ def markov_loss(
         chunk: number of rows whose logits are in memory at a time.
     """
     weights = torch.where(labels >= 0, weights, 0.0)
-    total, accepted = _MarkovLoss.apply(
-        hidden, ranks.to(hidden.dtype), markov, lm_head, teacher, labels, weights, ce, l1, chunk
-    )
-    return total, accepted
+    ranks = ranks.to(hidden.dtype)
+    total, grads, accepted = weights.new_zeros(()), [], []
+    markov_grad = torch.zeros_like(markov)
+    table = markov.to(ranks.dtype)
+    for start in range(0, len(hidden), chunk):
+        rows = slice(start, start + chunk)
+        own = [x.detach().requires_grad_() for x in (hidden[rows], ranks[rows], table)]
+        logits = (own[0] @ lm_head.t() + own[1] @ own[2].t()).float()
+        target = (teacher[rows] @ lm_head.t()).float()
+        distance = (logits.softmax(-1) - target.softmax(-1)).abs().sum(-1)
+        entropy = F.cross_entropy(logits, labels[rows].clamp_min(0), reduction="none")
+        loss = ((ce * entropy + l1 * distance) * weights[rows]).sum()
+        *slopes, markov_slope = torch.autograd.grad(loss, own)
+        grads.append(slopes)
+        markov_grad += markov_slope
+        total += loss.detach()
+        accepted.append(1 - distance.detach() / 2)
+    joined = [torch.cat(parts) for parts in zip(*grads, strict=True)]
+    tensors = [hidden, ranks, markov]
+    return with_gradients(total, tensors, [*joined, markov_grad]), torch.cat(accepted)

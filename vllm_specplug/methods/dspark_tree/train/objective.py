@@ -20,9 +20,8 @@ from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.loss import markov_loss
 from vllm_specplug.methods.dspark_tree.train.options import DSparkRecipe
 from vllm_specplug.train.features import FeatureSequence
-from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.losses import slot_weights
-from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 
@@ -66,7 +65,7 @@ def tokens_before(batch: BlockBatch) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class DSparkObjective(ChainObjective):
+class DSparkObjective(Objective):
     """Trains a `DSparkModel`."""
 
     recipe: DSparkRecipe

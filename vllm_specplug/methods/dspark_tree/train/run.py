@@ -20,7 +20,6 @@ from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head, save_
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.objective import DSparkModel, DSparkObjective
 from vllm_specplug.methods.dspark_tree.train.options import DSparkRecipe, DSparkRun
-from vllm_specplug.train.features import Features
 from vllm_specplug.train.run import (
     HeadInTraining,
     Training,
@@ -111,7 +110,7 @@ def _with_markov(run: DSparkRun, block: BlockHeadConfig, rank: int) -> DSparkCon
     return DSparkConfig(**{**vars(block), **own})
 
 
-def _continued(run: DSparkRun, training: Training[Features]) -> tuple[DSparkModel, torch.Tensor]:
+def _continued(run: DSparkRun, training: Training) -> tuple[DSparkModel, torch.Tensor]:
     """Returns the model of the head in `run.init_from`, and its draft vocabulary."""
     head, extras, markov, _ = load_dspark_head(run.init_from, training.weights.config)
     if markov is not None and markov.config.slot_size:

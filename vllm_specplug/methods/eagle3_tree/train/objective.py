@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from vllm_specplug.methods.block.head import Attend
+from vllm_specplug.methods.block.train.start import copy_gains, copy_layer, copy_leading
 from vllm_specplug.methods.eagle3_tree.head import Eagle3Head
 from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe
 from vllm_specplug.train.features import FeatureSequence
-from vllm_specplug.train.heldout import ChainObjective
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.target import TargetTables, TargetWeights
-from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, layer_norms
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
 
@@ -138,7 +138,7 @@ def _anchor_attention(
 
 
 @dataclass(frozen=True)
-class Eagle3Objective(ChainObjective):
+class Eagle3Objective(Objective):
     """Trains an EAGLE-3 head: `anchors_per_step` anchors of several sequences make a step; run k of
     an anchor has weight `step_decay` ** k."""
 
@@ -187,7 +187,7 @@ def init_eagle3_from_target(
     layer_scales: Sequence[float],
     generator: torch.Generator | None = None,
 ) -> None:
-    """Initialises the head from the target's first and last layer.
+    """Initialises the head from the target's first and last layer, as far as their tensors match.
 
     The halves of q, k and v that read the state are the last layer's, the halves that read the
     embedding are the first layer's. `fc` is a scaled identity on the deepest state plus noise.
@@ -197,24 +197,16 @@ def init_eagle3_from_target(
     """
     config, layer = head.config, head.layers[0]
     hidden = config.hidden_size
-    last = weights.config["num_hidden_layers"] - 1
-
-    def source(index: int, name: str) -> torch.Tensor:
-        return weights.get(f"model.layers.{index}.{name}").float()
-
-    def copy(parameter: torch.Tensor, tensor: torch.Tensor) -> None:
-        parameter.copy_(tensor[tuple(slice(0, size) for size in parameter.shape)])
-
+    layers = decoder_of(weights.load()).layers
+    first, last = layers[0], layers[-1]
+    copy_layer(last, layer, hidden)
     for name in ("q_proj", "k_proj", "v_proj"):
-        parameter = getattr(layer.self_attn, name).weight
-        copy(parameter[:, :hidden], source(0, f"self_attn.{name}.weight") * 0.5)
-        copy(parameter[:, hidden:], source(last, f"self_attn.{name}.weight"))
-    copy(layer.self_attn.o_proj.weight, source(last, "self_attn.o_proj.weight"))
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        copy(getattr(layer.mlp, name).weight, source(last, f"mlp.{name}.weight"))
-    copy(layer.input_layernorm.weight, source(0, "input_layernorm.weight"))
-    copy(layer.hidden_norm.weight, source(last, "input_layernorm.weight"))
-    copy(layer.post_attention_layernorm.weight, source(last, "post_attention_layernorm.weight"))
+        of_embedding, of_state = getattr(layer.self_attn, name).weight.split(hidden, dim=1)
+        for source, half in ((first, of_embedding), (last, of_state)):
+            copy_leading(dict(source.named_parameters()).get(f"self_attn.{name}.weight"), half)
+        of_embedding.mul_(0.5)
+    copy_gains(layer_norms(first, hidden)[0], layer.input_layernorm.weight)
+    copy_gains(layer_norms(last, hidden)[0], layer.hidden_norm.weight)
     head.norm.weight.copy_(tables.final_norm)
     noise = torch.randn(head.fc.weight.shape, generator=generator) * 0.1 * hidden**-0.5
     head.fc.weight.copy_(noise)

@@ -77,6 +77,7 @@ class OnlineKV(OnlineFeatures):
     def forward(
         self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool
     ) -> list[KVSequence]:
+        assert self.model is not None
         most = int(self.model.config.max_position_embeddings)  # type: ignore[union-attr, arg-type]
         offsets = [
             draw_offset(len(text.tokens), most, np.random.default_rng(text.index))

@@ -17,12 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from vllm_specplug.methods.block.train.start import copy_gains, copy_layer
 from vllm_specplug.methods.longspec.head import LongSpecHead
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
-from vllm_specplug.train.heldout import ChainObjective
-from vllm_specplug.train.target import TargetWeights
-from vllm_specplug.train.trainer import StepLoss, Trainer, to_device
+from vllm_specplug.train.target import TargetWeights, decoder_of, layer_norms
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
 from vllm_specplug.train.vocabulary import DraftTables
 
 _ROW_MULTIPLE = 512
@@ -158,7 +158,7 @@ def run_packed(
 
 
 @dataclass(frozen=True)
-class LongSpecObjective(ChainObjective):
+class LongSpecObjective(Objective):
     """Trains a draft layer. `gradient_checkpointing` is for sequences whose activations do not fit
     in memory."""
 
@@ -206,32 +206,25 @@ class LongSpecObjective(ChainObjective):
 
 @torch.no_grad()
 def init_longspec_from_target(head: LongSpecHead, weights: TargetWeights) -> None:
-    """Initialises the layer from the target's last layer: its attention for both attentions, its
-    norms and MLP, and the final norm if the head has one.
+    """Initialises the layer from the target's last layer as far as their tensors match: its
+    attention for both attentions, its norms and MLP, and the final norm if the head has one.
 
     So the cross-attention starts with queries for the keys that it reads. The self-attention's
     output is scaled by 0.1: its keys come from raw embeddings, which the target's last layer never
     reads.
     """
-    prefix = f"model.layers.{weights.config['num_hidden_layers'] - 1}."
-
-    def copy(parameter: torch.Tensor, name: str) -> None:
-        source = weights.get(prefix + name).to(parameter.dtype)
-        parameter.copy_(source[tuple(slice(0, size) for size in parameter.shape)])
-
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        copy(getattr(head.self_attn, name).weight, f"self_attn.{name}.weight")
-    copy(head.cross_attn.q_proj.weight, "self_attn.q_proj.weight")
-    copy(head.cross_attn.o_proj.weight, "self_attn.o_proj.weight")
-    for name in ("gate_proj", "up_proj", "down_proj"):
-        copy(getattr(head.mlp, name).weight, f"mlp.{name}.weight")
-    copy(head.input_layernorm.weight, "input_layernorm.weight")
-    copy(head.post_self_attention_layernorm.weight, "input_layernorm.weight")
-    copy(head.post_cross_attention_layernorm.weight, "post_attention_layernorm.weight")
-    head.self_attn.o_proj.weight.mul_(0.1)
-    for linear in (*(getattr(head.self_attn, n) for n in ("q_proj", "k_proj", "v_proj")),
-                   head.cross_attn.q_proj):  # fmt: skip
+    own, cross = head.self_attn, head.cross_attn
+    for linear in (own.q_proj, own.k_proj, own.v_proj):
         if linear.bias is not None:
             linear.bias.zero_()
+    hidden, decoder = head.config.hidden_size, decoder_of(weights.load())
+    last = decoder.layers[-1]
+    copy_layer(last, head, hidden)
+    cross.q_proj.load_state_dict(own.q_proj.state_dict())
+    cross.o_proj.load_state_dict(own.o_proj.state_dict())
+    own.o_proj.weight.mul_(0.1)
+    before_attention, before_mlp = layer_norms(last, hidden)
+    copy_gains(before_attention, head.post_self_attention_layernorm.weight)
+    copy_gains(before_mlp, head.post_cross_attention_layernorm.weight)
     if head.config.final_norm:
-        head.norm.weight.copy_(weights.get("model.norm.weight"))
+        copy_gains(decoder.final_norm, head.norm.weight)

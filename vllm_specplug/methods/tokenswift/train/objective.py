@@ -17,8 +17,7 @@ import torch
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe
 from vllm_specplug.train.features import Features, FeatureSequence
-from vllm_specplug.train.heldout import ChainObjective
-from vllm_specplug.train.trainer import StepLoss, Trainer
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 logger = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class Positions:
 
 
 @dataclass(frozen=True)
-class TokenSwiftObjective(ChainObjective):
+class TokenSwiftObjective(Objective):
     """Trains `TokenSwiftHeads`; `columns` of the features' `aux` hold the last layer's output."""
 
     recipe: TokenSwiftRecipe

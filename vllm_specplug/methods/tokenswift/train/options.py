@@ -12,11 +12,11 @@ from typer import Option
 
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
-from vllm_specplug.train.options import DistillationRecipe, FeatureRunOptions
+from vllm_specplug.train.options import DistillationRecipe, RunOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenSwiftRun(FeatureRunOptions):
+class TokenSwiftRun(RunOptions):
     """Folders and shape of a run; published heads draft the whole vocabulary."""
 
     features: Annotated[
