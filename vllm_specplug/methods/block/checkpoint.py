@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ from vllm_specplug.methods.block.speculators_format import (
     smaller_vocabulary,
     token_mask,
 )
+
+logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config", bound=BlockHeadConfig)
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -112,6 +115,16 @@ def inspect_block_head(
     _check_target(config, target_config, shapes)
     _check_tensors(directory, config, shapes)
     return config
+
+
+def log_unused_parts(directory: Path, config: BlockHeadConfig) -> None:
+    """Logs the folders of a JetSpec++ checkpoint that are not used."""
+    if config.causal and all((directory / name).is_dir() for name in ("adapter", "calibration")):
+        logger.info(
+            "%s: adapter/ and calibration/ are not used. The block head drafts as a JetSpec head, "
+            "so JetSpec++'s published acceptance does not apply",
+            directory,
+        )
 
 
 def save_block_head(

@@ -26,10 +26,11 @@ class BlockOptions(MethodOptions):
     """Methods with a block head have only the shared options."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
-        from vllm_specplug.methods.block.checkpoint import inspect_block_head
+        from vllm_specplug.methods.block.checkpoint import inspect_block_head, log_unused_parts
 
         path = resolve_head_path(shared.model, method)
         head = inspect_block_head(path, target.text_config, self.config_class())
+        log_unused_parts(path, head)
         depth = check_tree_depth(
             shared.tree_depth,
             head.num_draft_tokens,

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tests.unit.methods.block.published import (
     ANGELSLIM_DFLASH_QWEN3_4B,
@@ -100,3 +102,28 @@ def test_what_a_config_adds_changes_the_draft(name: str, tmp_path: Path) -> None
     base = PublishedHead(tmp_path / "plain", changed(plain, sliding_window=None))
     ours = head.logits(first=1, causal=False, causal_layers=causal, windows=windows)
     assert not torch.allclose(ours, base.logits(first=1, causal=False), atol=1e-2)
+
+
+def test_unused_folders_of_a_jetspec_plus_plus_checkpoint_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its block head is a JetSpec head, and drafts as one."""
+    caplog.set_level(logging.INFO)
+    for kind, folders, said in (
+        ("zlab causal", ("adapter", "calibration"), True),
+        ("zlab causal", ("adapter",), False),
+        ("zlab", ("adapter", "calibration"), False),
+    ):
+        head = PublishedHead(tmp_path / f"{kind}, {len(folders)}", HEADS[kind][0])
+        plain, both = None, f"{head.folder}: adapter/ and calibration/ are not used"
+        for extra in ((), folders):
+            for name in extra:
+                (head.folder / name).mkdir()
+                save_file({"w": torch.zeros(2)}, head.folder / name / "model.safetensors")
+            caplog.clear()
+            drafter, requests = head.drafter(recognise_head(head.folder))
+            (tree,) = drafter.propose(requests)
+            plain = plain or tree.token_ids.tolist()
+        messages = [record.getMessage() for record in caplog.records]
+        assert any(message.startswith(both) for message in messages) == said
+        assert tree.token_ids.tolist() == plain
