@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
+from safetensors import SafetensorError
 from typer.core import TyperCommand
 
 from vllm_specplug.progress import is_main_process, progress
@@ -49,8 +50,8 @@ def friendly_errors() -> Iterator[None]:
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
-    except OSError as error:
-        typer.echo(f"error: {error}", err=True)
+    except (OSError, SafetensorError) as error:
+        typer.echo(f"error: {error}; check the command's paths and their disks", err=True)
         raise typer.Exit(1) from None
 
 
