@@ -195,9 +195,10 @@ def chosen_layers(text: str, num_target_layers: int) -> tuple[int, ...]:
         return spread_layers(num_target_layers)
     legal = range(num_target_layers)
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) in legal for part in parts):
-        raise ValueError(f"--layers {text}, legal: 0..{legal[-1]}; correct them")
-    return tuple(int(part) for part in parts)
+    ids = [int(part) for part in parts if part.strip().isdigit() and int(part) in legal]
+    if len(set(ids)) < len(parts):
+        raise ValueError(f"--layers {text}, legal: 0..{legal[-1]}, each at most once; correct them")
+    return tuple(ids)
 
 
 def shard_meta(model: Any, target_layer_ids: Sequence[int]) -> dict[str, Any]:
