@@ -71,12 +71,18 @@ class FeatureShard:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-        self.offsets = np.load(folder / "offsets.npy")
-        self.prompt_lens = np.load(folder / "prompt_lens.npy")
-        self.aux = _open(folder / "aux.bf16", len(self.tokens), self.meta["aux_size"])
-        self.hidden = _open(folder / "hidden.bf16", len(self.tokens), self.meta["hidden_size"])
+        try:
+            self.meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+            self.offsets = np.load(folder / "offsets.npy")
+            self.prompt_lens = np.load(folder / "prompt_lens.npy")
+            self.aux = _open(folder / "aux.bf16", len(self.tokens), self.meta["aux_size"])
+            self.hidden = _open(folder / "hidden.bf16", len(self.tokens), self.meta["hidden_size"])
+        except (OSError, ValueError, EOFError, KeyError) as error:
+            raise ValueError(
+                f"feature shard {folder} is damaged ({error}); remove it and give the command that "
+                "made it again"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.prompt_lens)
