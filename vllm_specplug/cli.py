@@ -231,8 +231,8 @@ def config(
 def _speculative_config(
     target: str, method: str, nodes: int | None, head: str | None = None
 ) -> dict[str, Any]:
-    from vllm_specplug.drafting.head_path import resolve_head_path
     from vllm_specplug.presets import speculative_config
+    from vllm_specplug.registry import resolve_head_path
 
     overrides = {} if nodes is None else {"num_speculative_tokens": nodes}
     try:

@@ -22,12 +22,11 @@ from vllm_specplug.bench.evaluate import (
 )
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
-from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
 from vllm_specplug.progress import progress
 from vllm_specplug.provenance import provenance
-from vllm_specplug.registry import BY_HEAD
+from vllm_specplug.registry import BY_HEAD, resolve_head_path
 from vllm_specplug.rows import LeftOut
 from vllm_specplug.targets import TargetError, cache_dir, prepare_target
 
