@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from vllm_specplug.train.answers import Generate
 
 # Plain help, because tables would cut the options' names in a narrow terminal.
-_PLAIN: dict[str, Any] = {"no_args_is_help": True, "add_completion": False, "rich_markup_mode": None}
+_PLAIN: dict[str, Any] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "rich_markup_mode": None,
+}
 data_app = typer.Typer(help="Make training data from the target.", **_PLAIN)
 train_app = typer.Typer(help="Train draft heads.", **_PLAIN)
 # Methods share commands: each module registers once.
