@@ -81,7 +81,7 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """Check versions, device, kernels and compatibility, and run a short self-test."""
+    """Check versions, device and kernels, and run a self-test."""
     if fix:
         _repair_environment()
     _log_to_stderr()
@@ -174,7 +174,7 @@ def inspect_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a draft head is, what it needs, and whether this machine can serve it."""
+    """Show what a draft head is, and whether it can be served here."""
     _log_to_stderr()
     # The report contains the errors that vLLM would log.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
@@ -196,7 +196,7 @@ def inspect_command(
 def target(
     name: Annotated[str, typer.Argument(help="Name of the target, e.g. smollm2.")] = "smollm2",
 ) -> None:
-    """Print the path of a prepared target model, preparing it first if needed."""
+    """Print the path of a target model, preparing it if needed."""
     typer.echo(_prepared_target(name))
 
 
@@ -224,7 +224,7 @@ def config(
         int | None, typer.Option(min=1, max=256, help="Node budget (num_speculative_tokens).")
     ] = None,
 ) -> None:
-    """Print the JSON for vLLM's --speculative-config that uses the shipped head."""
+    """Print a --speculative-config with the shipped head, as JSON."""
     typer.echo(json.dumps(_speculative_config(target, method, nodes)))
 
 
@@ -232,11 +232,12 @@ def _speculative_config(
     target: str, method: str, nodes: int | None, head: str | None = None
 ) -> dict[str, Any]:
     from vllm_specplug.presets import speculative_config
+    from vllm_specplug.registry import resolve_head_path
 
     overrides = {} if nodes is None else {"num_speculative_tokens": nodes}
     try:
         if head is not None and _needs_head(method):
-            return {"method": method, "model": head, **overrides}
+            return {"method": method, "model": str(resolve_head_path(head, method)), **overrides}
         return speculative_config(target, method, **overrides)
     except ValueError as error:
         _fail(str(error), 2)
@@ -255,7 +256,7 @@ def options_command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the methods, or every option of one: type, default, legal values, meaning."""
+    """Show the methods, or every option of one method."""
     from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
@@ -322,7 +323,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens per answer.")] = 128,
     quick: Annotated[bool, typer.Option("--quick", help="Four prompts, short answers.")] = False,
 ) -> None:
-    """Serve SmolLM2 with and without draft trees, send both the same chats, compare."""
+    """Serve SmolLM2 with and without draft trees, and compare both."""
     from vllm_specplug.bench.demo import NGRAM_CONFIG, PROMPTS, DemoOptions, run_demo
     from vllm_specplug.bench.process_group import raise_on_termination
     from vllm_specplug.bench.server import ServerError
@@ -341,6 +342,8 @@ def demo(
     elif method != "none":
         if head is None and model is not None and _needs_head(method):
             _fail("--model needs a draft head trained for it: add --head, or --method ngram.", 2)
+        if head is not None and not _needs_head(method):
+            _fail(f"--head {head!r}, legal: none with --method {method}; leave it out.", 2)
         speculative = _speculative_config("smollm2", method, nodes, head)
     try:
         check_target(model)
@@ -397,7 +400,7 @@ def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[ty
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(
     "data",
-    help="Make training data from the target's own answers (see: specplug data --help).",
+    help="Make training data (see: specplug data --help).",
     context_settings=_PASS_THROUGH,
 )(_forward("vllm_specplug.train.cli", "data_app", "data", "train"))
 app.command(
@@ -407,7 +410,7 @@ app.command(
 )(_forward("vllm_specplug.train.cli", "train_app", "train", "train"))
 app.command(
     "evaluate",
-    help="Measure a head's acceptance on prompts (see: specplug evaluate --help).",
+    help="Measure a head's acceptance (see: specplug evaluate --help).",
     context_settings=_PASS_THROUGH,
 )(_forward("vllm_specplug.bench.cli", "evaluate_app", "evaluate", "bench"))
 

@@ -77,8 +77,8 @@ class TreeOptions:
     get them."""
     max_request_budget: int | None = Field(default=None, ge=0)
     """Maximum number of nodes that a request may ask for with `specplug_tree_budget`. The server
-    drafts such nodes whatever they cost. With 0 a request can only switch drafts off. Default:
-    twice `tree_budget`, or 32 if `tree_budget` is "auto" or 0, but at most
+    drafts such nodes regardless of their cost. With 0 a request can only switch drafts off.
+    Default: twice `tree_budget`, or 32 if `tree_budget` is "auto" or 0, but at most
     `num_speculative_tokens`."""
     max_step_rows: int | None = Field(default=None, ge=1, le=65536)
     """Maximum number of rows (roots and nodes of all requests) that one step verifies. It overrides
@@ -123,6 +123,10 @@ def changed_tree_options(options: Any) -> list[str]:
 # vLLM options that do not apply to trees, and what to do instead.
 UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
     "draft_tensor_parallel_size": "drafting is replicated on every rank; leave it out",
+    "tensor_parallel_size": "drafting is replicated on every rank; leave it out",
+    "max_model_len": "drafts end at the target's length; leave it out",
+    "revision": "give the folder of that revision as the model",
+    "code_revision": "draft heads run no code; leave it out",
     "quantization": "draft heads are served unquantized; leave it out",
     "kv_cache_dtype": "the draft shares the target's cache dtype; leave it out",
     "attention_backend": "use tree_kernel to choose a kernel",

@@ -12,7 +12,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_specplug.drafting.head_path import check_model_value, resolve_head_path
+from vllm_specplug.drafting.head_path import check_model_value
+from vllm_specplug.drafting.head_path import resolve_head_path as resolve_head_path
 from vllm_specplug.drafting.method import API_VERSION, Method
 from vllm_specplug.options import option_error, tree_option_names
 

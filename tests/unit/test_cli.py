@@ -98,6 +98,8 @@ def test_config_prints_ready_json(prepared: Path) -> None:
         ("config smollm2 medusa", "known: assistant_tree, ddtree, dels, dflash2_tree"),
         ("config smollm2 jetspec --nodes 0", "--nodes"),
         ("demo --model m", "add --head"),
+        ("demo --method ngram_tree --head /nothing", "legal: none with --method ngram_tree"),
+        ("demo --head /nothing", "'/nothing' is not usable: there is no such folder"),
         ("doctor --target /nothing", "/nothing"),
         ("options jetspek", "Did you mean 'jetspec'?"),
     ],

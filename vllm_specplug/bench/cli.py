@@ -26,7 +26,7 @@ from vllm_specplug.options import check_target
 from vllm_specplug.presets import default_head
 from vllm_specplug.progress import progress
 from vllm_specplug.provenance import provenance
-from vllm_specplug.registry import BY_HEAD
+from vllm_specplug.registry import BY_HEAD, resolve_head_path
 from vllm_specplug.rows import LeftOut
 from vllm_specplug.targets import TargetError, cache_dir, prepare_target
 
@@ -40,14 +40,15 @@ evaluate_app = typer.Typer(add_completion=False, rich_markup_mode=None)
 
 
 @contextmanager
-def _plain_errors(console: Console) -> Iterator[None]:
-    """Turns errors that a user can cause into a message and an exit status."""
+def _plain_errors() -> Iterator[None]:
+    """Turns errors that a user can cause into a message on stderr and an exit status."""
+    console = Console(stderr=True)
     try:
         yield
     except ValueError as error:
         console.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
-    except (ServerError, TargetError) as error:
+    except (ServerError, TargetError, OSError) as error:
         console.print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
@@ -97,6 +98,8 @@ def _target_and_head(
     """Returns the given model and head; without a model SmolLM2, by default with its shipped
     head."""
     check_target(model)
+    if head is not None:
+        resolve_head_path(head, BY_HEAD)
     if model is not None:
         return model, head
     target = prepare_target("smollm2", lambda text: console.print(text))
@@ -141,7 +144,7 @@ def evaluate(
     """
     raise_on_termination()
     console = Console()
-    with _plain_errors(console):
+    with _plain_errors():
         counts, more = _counts(sizes), _more_config(speculative_config, method)
         if not data:
             raise ValueError("no prompts: point --data at a JSONL or JSON file")

@@ -155,7 +155,8 @@ def _spec(options: DemoOptions, name: str, config: dict[str, Any] | None) -> Ser
 
 def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
     with console.status("waiting for the servers") as status:
-        for server in servers:
+        # A server that refuses its head ends long before plain vLLM answers.
+        for server in reversed(servers):
             name = server.spec.name
 
             def show(message: str, name: str = name) -> None:

@@ -119,7 +119,7 @@ def earlier_results(
     Raises:
         ValueError: for a file of other settings.
     """
-    if path is None or not path.is_file():
+    if path is None or not path.exists():
         return []
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

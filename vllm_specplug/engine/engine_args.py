@@ -17,7 +17,7 @@ from vllm_specplug.engine.spec_config import (
 )
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
-from vllm_specplug.options import REMOVED_OPTIONS, tree_option_names
+from vllm_specplug.options import REMOVED_OPTIONS, short_repr, tree_option_names
 from vllm_specplug.registry import find_method, owners_of
 
 
@@ -38,6 +38,11 @@ def check_option_names(
         ValueError: naming the key, its value and every legal key.
     """
     options = options or {}
+    if not isinstance(options, dict):
+        raise ValueError(
+            f"speculative_config={short_repr(options)} is not usable: legal: an object such as "
+            """{"method": "tree", "model": "HEAD"}. Give one."""
+        )
     method = find_method(spec_method or options.get("method"), spec_model or options.get("model"))
     if method is None:
         return

@@ -39,11 +39,12 @@ def check_body(body: Any) -> None:
 
     if not isinstance(body, dict):
         return
-    xargs = body.get("vllm_xargs")
+    xargs, extra = body.get("vllm_xargs"), body.get("extra_args")
     for name in REQUEST_ARGS:
-        if name in body:
+        # `extra_args` is the offline name; vLLM drops it from a request.
+        if name in body or (isinstance(extra, dict) and name in extra):
             raise VLLMValidationError(
-                f"{name} is not read at the top level of a request. Give it as "
+                f"{name} is not read at the top level of a request or in extra_args. Give it as "
                 f'"vllm_xargs": {{"{name}": ...}}.',
                 parameter=name,
             )

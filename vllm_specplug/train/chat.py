@@ -66,6 +66,12 @@ class ChatTokenizer:
                 f"target {str(target)!r} has no tokenizer that transformers reads ({error}); give "
                 "the folder of a Hugging Face model"
             ) from error
+        # Without files transformers makes a tokenizer that knows no words.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError(
+                f"target {str(target)!r} has no files of a tokenizer; give the folder of a Hugging "
+                "Face model"
+            )
         try:
             ends = GenerationConfig.from_pretrained(target, local_files_only=True).eos_token_id
         except OSError:

@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,8 +20,14 @@ from vllm_specplug.train.options import REPETITIVE_SHARE
 if TYPE_CHECKING:
     from vllm_specplug.train.answers import Generate
 
-data_app = typer.Typer(no_args_is_help=True, help="Make training data from the target.")
-train_app = typer.Typer(no_args_is_help=True, help="Train draft heads.")
+# Plain help, because tables would cut the options' names in a narrow terminal.
+_PLAIN: dict[str, Any] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "rich_markup_mode": None,
+}
+data_app = typer.Typer(help="Make training data from the target.", **_PLAIN)
+train_app = typer.Typer(help="Train draft heads.", **_PLAIN)
 # Methods share commands: each module registers once.
 for _module in dict.fromkeys(path for m in methods().values() for path in m.train_commands):
     importlib.import_module(_module).register(train_app, data_app)
@@ -140,8 +146,11 @@ def generate(
         if not planned:
             made = generator.user_turns(make, seed) if make else []
             if len(made) < make:
-                told = f"the target wrote {len(made):,} of {make:,} prompts"
-                typer.echo(f"{told}; the others were too short or too long", err=True)
+                typer.echo(
+                    f"the target wrote {len(made):,} of {make:,} prompts; the others were too "
+                    "short or too long",
+                    err=True,
+                )
             given += generation.render_all(made, chat, longest, left_out)
             requests = answers.plan_requests(
                 given,

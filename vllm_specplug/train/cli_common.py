@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
 import typer
+from safetensors import SafetensorError
 from typer.core import TyperCommand
 
 from vllm_specplug.progress import is_main_process, progress
@@ -43,12 +44,15 @@ TemplateKwargs = Annotated[
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Turns a ValueError into its message and exit code 2."""
+    """Turns a ValueError into its message and exit code 2, and an error of a file into code 1."""
     try:
         yield
     except ValueError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
+    except (OSError, SafetensorError) as error:
+        typer.echo(f"error: {error}; check the command's paths and their disks", err=True)
+        raise typer.Exit(1) from None
 
 
 def report(left_out: LeftOut, folder: Path) -> None:
@@ -183,8 +187,6 @@ def add_training(
     kinds: tuple[type[Any], ...] = (run, recipe)
 
     def command(context: typer.Context, recipe: str, **given: Any) -> None:
-        from vllm_specplug.train.run import train_head
-
         with friendly_errors(), progress() as bar:
             typed = {name for name in given if _is_typed(context, name)}
             kept = typed | set(run.shape_options if given.get("init_from") else ())
@@ -194,6 +196,9 @@ def add_training(
             chosen_run, chosen_recipe = (
                 kind(**{f.name: chosen[f.name] for f in fields(kind)}) for kind in kinds
             )
+            # Imports torch, so options are checked before.
+            from vllm_specplug.train.run import train_head
+
             module, _, function = start.partition(":")
             shown = not chosen["dry_run"]
             task = bar.add_task("training", total=chosen["total_steps"], visible=shown)

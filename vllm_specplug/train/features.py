@@ -70,12 +70,18 @@ class FeatureShard:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-        self.offsets = np.load(folder / "offsets.npy")
-        self.prompt_lens = np.load(folder / "prompt_lens.npy")
-        self.aux = _open(folder / "aux.bf16", len(self.tokens), self.meta["aux_size"])
-        self.hidden = _open(folder / "hidden.bf16", len(self.tokens), self.meta["hidden_size"])
+        try:
+            self.meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+            self.tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+            self.offsets = np.load(folder / "offsets.npy")
+            self.prompt_lens = np.load(folder / "prompt_lens.npy")
+            self.aux = _open(folder / "aux.bf16", len(self.tokens), self.meta["aux_size"])
+            self.hidden = _open(folder / "hidden.bf16", len(self.tokens), self.meta["hidden_size"])
+        except (OSError, ValueError, EOFError, KeyError) as error:
+            raise ValueError(
+                f"feature shard {folder} is damaged ({error}); remove it and give the command that "
+                "made it again"
+            ) from error
 
     def __len__(self) -> int:
         return len(self.prompt_lens)
@@ -183,9 +189,10 @@ def chosen_layers(text: str, num_target_layers: int) -> tuple[int, ...]:
         return spread_layers(num_target_layers)
     legal = range(num_target_layers)
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) in legal for part in parts):
-        raise ValueError(f"--layers {text}, legal: 0..{legal[-1]}; correct them")
-    return tuple(int(part) for part in parts)
+    ids = [int(part) for part in parts if part.strip().isdigit() and int(part) in legal]
+    if len(set(ids)) < len(parts):
+        raise ValueError(f"--layers {text}, legal: 0..{legal[-1]}, each at most once; correct them")
+    return tuple(ids)
 
 
 def shard_meta(model: Any, target_layer_ids: Sequence[int]) -> dict[str, Any]:

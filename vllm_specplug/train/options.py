@@ -20,6 +20,11 @@ STATE_NAME = "state.pt"
 REPETITIVE_SHARE = 0.7
 
 
+def _option(name: str) -> str:
+    """Returns the command line's name of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a head is trained, without its shape. A resumed run may change all but `optimizer`."""
@@ -62,15 +67,17 @@ class Recipe:
     def require_one_of(self, name: str, legal: Iterable[str]) -> None:
         """Raises ValueError unless the field is one of `legal`."""
         if getattr(self, name) not in legal:
+            value = getattr(self, name)
             raise ValueError(
-                f"{name} = {getattr(self, name)!r}, legal: {', '.join(legal)}; choose one of them"
+                f"{_option(name)} {value!r}, legal: {', '.join(legal)}; choose one of them"
             )
 
     def require_positive(self, *names: str) -> None:
         """Raises ValueError for a field that is not above 0."""
         for name in names:
             if not getattr(self, name) > 0:
-                raise ValueError(f"{name} = {getattr(self, name)}, legal: a number > 0; raise it")
+                value = getattr(self, name)
+                raise ValueError(f"{_option(name)} {value}, legal: a number > 0; correct it")
 
     def lr_scale(self, step: int) -> float:
         """Returns the learning rate's factor: warm-up, then the schedule.
@@ -189,8 +196,7 @@ class RunOptions:
         for name in names:
             if getattr(self, name) != getattr(type(self), name):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} {getattr(self, name)}, legal: {legal}, so leave "
-                    "it out"
+                    f"{_option(name)} {getattr(self, name)}, legal: {legal}, so leave it out"
                 )
 
 

@@ -30,7 +30,7 @@ from vllm_specplug.train.options import (
 )
 from vllm_specplug.train.order import EvenlySpread
 from vllm_specplug.train.provenance import head_identity, write_provenance
-from vllm_specplug.train.saved import read_saved
+from vllm_specplug.train.saved import read_saved, write_saved
 from vllm_specplug.train.target import TargetTables, TargetWeights, local_bytes
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
@@ -251,10 +251,7 @@ def _saved_ids(training: Training) -> torch.Tensor | None:
 def _save_ids(training: Training, ids: torch.Tensor) -> None:
     path = training.run.out / VOCABULARY_NAME
     if training.accelerator.is_main_process and not training.run.dry_run:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".tmp")
-        torch.save(ids, partial)
-        partial.replace(path)
+        write_saved(ids, path)
 
 
 def layer_scales(store: Features, sequences: int = 32) -> list[float]:

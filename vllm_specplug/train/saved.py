@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads what an interrupted run has saved."""
+"""Writes and reads what an interrupted run has saved."""
 
 from __future__ import annotations
 
@@ -16,6 +16,21 @@ STATE: dict[str, type] = {
     "recipes": list,
 }  # fmt: skip
 _ORDER: dict[str, type] = dict.fromkeys(("epoch", "cursor", "size"), int)
+
+
+def write_saved(value: Any, path: Path) -> None:
+    """Writes a file of torch.save. If that fails, an earlier file is unchanged.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".tmp")
+    try:
+        torch.save(value, partial)
+    except RuntimeError as error:  # of a full disk, too
+        raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
+    partial.replace(path)
 
 
 def read_saved(path: Path, device: torch.device | str = "cpu") -> Any:

@@ -24,7 +24,7 @@ from vllm_specplug.train.heldout import ChainAcceptance
 from vllm_specplug.train.losses import head_loss
 from vllm_specplug.train.options import STATE_NAME, DistillationRecipe, Recipe
 from vllm_specplug.train.order import DataOrder
-from vllm_specplug.train.saved import read_state, unreadable
+from vllm_specplug.train.saved import read_state, unreadable, write_saved
 from vllm_specplug.train.vocabulary import DraftTables
 
 
@@ -278,8 +278,6 @@ class Trainer:
         """Writes the state for `resume`; replaces the old one when it is complete."""
         if not self.accelerator.is_main_process:
             return
-        path = Path(folder) / STATE_NAME
-        path.parent.mkdir(parents=True, exist_ok=True)
         state: dict[str, Any] = {
             "head": self.head.state_dict(),
             "ema": self.ema,
@@ -292,8 +290,7 @@ class Trainer:
             "fixed": self.fixed,
             "recipes": self.recipes,
         }
-        torch.save(state, path.with_suffix(".tmp"))
-        path.with_suffix(".tmp").replace(path)
+        write_saved(state, Path(folder) / STATE_NAME)
 
     def saved_bytes(self) -> int:
         """Returns the size of the state, once there is one, and of an exported head."""

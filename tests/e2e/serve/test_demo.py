@@ -91,10 +91,12 @@ def test_an_interrupted_demo_leaves_no_server(
     assert servers_with(str(tmp_path)) == []
 
 
-def test_a_server_that_cannot_start_is_explained(environment: dict[str, str]) -> None:
-    command = [*SPECPLUG, "demo", "--head", "/nonexistent/head", "--quick"]
+def test_a_server_that_cannot_start_is_explained(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [*SPECPLUG, "demo", "--head", str(tmp_path), "--quick"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert "vllm serve (jetspec) exited with status" in done.stderr
-    assert "/nonexistent/head" in done.stderr
+    assert f"{str(tmp_path)!r} has no config.json" in done.stderr
     assert "Full log:" in done.stderr

@@ -173,7 +173,7 @@ def test_an_evaluation_that_a_servers_death_ends_is_continued(
     files = [part for name in ("first", "second")
              for part in ("--data", str(tmp_path / f"{name}.jsonl"))]  # fmt: skip
     out = tmp_path / "out.json"
-    command = [*files, "--model", "m", "--head", "h", "--sizes", "8", "--out", str(out)]
+    command = [*files, "--model", "m", "--head", str(tmp_path), "--sizes", "8", "--out", str(out)]
     command += ["--speculative-config", '{"method": "x", "local_head": "l"}']
     counts = []
 
@@ -192,9 +192,12 @@ def test_an_evaluation_that_a_servers_death_ends_is_continued(
     assert "out of memory" in result.output
     written = json.loads(out.read_text())
     assert written["speculative_config"] == {
-        "method": "x", "local_head": "l", "model": "h", "num_speculative_tokens": 8,
+        "method": "x", "local_head": "l", "model": str(tmp_path),
+        "num_speculative_tokens": 8,
         "max_request_budget": 8,
     }  # fmt: skip
+    result = CliRunner().invoke(cli.evaluate_app, [*command, "--out", str(tmp_path)])
+    assert result.exit_code == 1 and "Is a directory" in result.stderr
     (cell,) = written["results"]
     assert (cell["data"], cell["answers"]) == ("first", 1)
     result = CliRunner().invoke(cli.evaluate_app, [*command, "--output-len", "9"])
@@ -216,6 +219,7 @@ def test_an_evaluation_that_a_servers_death_ends_is_continued(
     [
         ([], "no prompts: point --data at"),
         (["--data", "nowhere"], "nowhere does not exist. Point --data"),
+        (["--data", "nowhere", "--head", "/nothing"], "'/nothing' is not usable: there is no such"),
         (["--sizes", "8,0"], "--sizes '8,0', legal: numbers of nodes from 1 on"),
         (["--sizes", ""], "--sizes '', legal"),
         (["--speculative-config", "[8]"], "--speculative-config '[8]', legal: a JSON object"),
@@ -231,12 +235,13 @@ def test_an_evaluation_that_a_servers_death_ends_is_continued(
     ],
 )  # fmt: skip
 def test_bad_input_is_one_message_and_status_2(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(cli, "raise_on_termination", lambda: None)
     monkeypatch.setattr(cli, "check_target", lambda model: None)
-    result = CliRunner().invoke(cli.evaluate_app, ["--model", "m", "--head", "h", *arguments])
-    assert result.exit_code == 2 and message in result.output, result.output
+    given = ["--model", "m", "--head", str(tmp_path), *arguments]
+    result = CliRunner().invoke(cli.evaluate_app, given)
+    assert result.exit_code == 2 and message in result.stderr, result.output
 
 
 def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:

@@ -59,7 +59,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         ({**JETSPEC, name: value}, f"... {name}={value!r}")
         for name, value in {
             "rejection_sample_method": "block", "draft_sample_method": "probabilistic",
-            "prompt_lookup_max": 4, "draft_tensor_parallel_size": 1,
+            "prompt_lookup_max": 4, "draft_tensor_parallel_size": 1, "revision": "v2",
+            "max_model_len": 64,
         }.items()
     ),
     ({**NGRAM_TREE, "rejection_sample_method": "best"}, "speculative_config.rejection_sample_method"
@@ -98,6 +99,12 @@ def test_an_option_is_refused_by_name_and_value(
     spec = {name: paths.get(value, value) for name, value in spec.items()}
     pattern = ".*".join(re.escape(words.strip()) for words in message.split("..."))
     assert re.match(pattern, _refusal(target, spec))
+
+
+@pytest.mark.parametrize("spec", ["jetspec", ["jetspec"], 5])
+def test_a_config_that_is_no_object_is_refused(target: Path, spec: Any) -> None:
+    message = _refusal(target, spec)
+    assert message.startswith(f"speculative_config={spec!r} is not usable: legal: an object")
 
 
 @pytest.mark.parametrize("name", REMOVED_OPTIONS)

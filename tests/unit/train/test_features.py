@@ -35,6 +35,16 @@ def test_empty_folder_names_the_command(tmp_path):
         FeatureStore(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["meta.json", "aux.bf16", "tokens.npy"])
+def test_a_shard_that_was_cut_off_is_named(tmp_path, target_model, name):
+    path = tmp_path / "shard-0"
+    write_shard(path, [TokenSequence(torch.arange(3, 20), 5, "a")], target_model, (1,))
+    assert len(FeatureStore(tmp_path)) == 1
+    (path / name).write_bytes((path / name).read_bytes()[:10])
+    with pytest.raises(ValueError, match=f"feature shard {path} is damaged .*; remove it and"):
+        FeatureStore(tmp_path)
+
+
 def test_length_batches_cover_everything_within_the_limit():
     lengths = [5, 90, 7, 100, 3, 41, 250]
     batches = list(length_batches(lengths, 120))

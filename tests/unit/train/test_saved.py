@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.unit.train.heads import Job
+from vllm_specplug.train.saved import read_saved, write_saved
 
 MakeJob = Callable[..., Job]
 ANOTHER = ", or has it in another form; resume with the version that saved it"
@@ -112,3 +113,17 @@ def test_the_state_of_another_method_is_refused(
     first.train()
     with pytest.raises(ValueError, match=words):
         make_job(other, total_steps=2).changed(resume=True).train()
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "run" / "state.pt"
+    write_saved({"step": 1}, path)
+
+    def full_disk(value: Any, path: Path) -> None:
+        path.write_bytes(b"cut off")
+        raise RuntimeError("unexpected pos 704 vs 598\nframes")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match=r"state.pt cannot be written \(unexpected pos 704 vs 598\)"):
+        write_saved({"step": 2}, path)
+    assert read_saved(path) == {"step": 1}

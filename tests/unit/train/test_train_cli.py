@@ -81,6 +81,7 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
     ("command", "options", "words"),
     [
         ("features", {"layers": "0,9"}, "legal: 0..2"),
+        ("features", {"layers": "1,1"}, "--layers 1,1, legal: 0..2, each at most once"),
         ("features", {"data": "/nowhere"}, "specplug data generate"),
         ("generate", {"max_tokens": 300}, "--max-tokens 300, legal: up to 255"),
         ("generate", {"max_tokens": 200, "max_prompt_tokens": 100},

@@ -54,6 +54,13 @@ class BlockRun(NewHeadOptions):
         int, Option(min=0, help="Slots per block, with the anchor; 0: 8, or as in --init-from.")
     ] = 0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size == 1:
+            raise ValueError(
+                "--block-size 1, legal: 0, or 2 and more (the anchor and drafted tokens); raise it"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class WholeBlockRun(BlockRun):

@@ -81,7 +81,7 @@ class LocalRecipe(DistillationRecipe):
         super().__post_init__()
         if self.loss == "sft" and self.vocab_per_step:
             raise ValueError(
-                f"vocab_per_step = {self.vocab_per_step}, legal with loss sft: 0, since an "
+                f"--vocab-per-step {self.vocab_per_step}, legal with loss sft: 0, since an "
                 "answer's token may not be among those drawn; use forward_kl or leave it out"
             )
 
