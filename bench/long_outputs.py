@@ -105,6 +105,7 @@ def main() -> None:
     add("--data", type=Path, required=True, help="file or folder of prompts")
     add("--tokens", type=int, default=20000)
     add("--segments", type=int, default=8)
+    add("--min-p", type=float, default=0.1, help="0.1 is the published setting of TokenSwift")
     args = benchmark.parse()
     confine_process()
     from lookups import chat_token_ids
@@ -124,7 +125,8 @@ def main() -> None:
         )  # fmt: skip
         params = SamplingParams(
             # `Serving` limits the first answer to half of `max_tokens`.
-            temperature=1.0, seed=7, ignore_eos=True, detokenize=False, max_tokens=2 * args.tokens,
+            temperature=1.0, min_p=args.min_p, seed=7, ignore_eos=True, detokenize=False,
+            max_tokens=2 * args.tokens,
             extra_args=None if speculative is None else PENALTY,
         )  # fmt: skip
         outputs[system] = Output(Serving(llm, load, params, system))
@@ -147,7 +149,7 @@ def main() -> None:
             name="long_outputs",
             title="Long outputs",
             about="SmolLM2-135M-Instruct in bfloat16, with YaRN for 32,768 positions (it was "
-            "trained with 8,192, so the text is poor), one output at temperature 1. CPU "
+            f"trained with 8,192), one output at temperature 1 and min_p {args.min_p:g}. CPU "
             "milliseconds per token of one thread, in parts of the output; a draft's milliseconds "
             "are medians. The methods have their shipped heads, 16 nodes, their other defaults, "
             "and the contextual penalty (1.2 over 1,024 tokens). Plain decoding has no penalty. "
