@@ -130,7 +130,7 @@ UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
     "quantization": "draft heads are served unquantized; leave it out",
     "kv_cache_dtype": "the draft shares the target's cache dtype; leave it out",
     "attention_backend": "use tree_kernel to choose a kernel",
-    "moe_backend": "draft heads have no experts; leave it out",
+    "moe_backend": "experts of a draft run in vLLM's default kernels; leave it out",
     "num_speculative_tokens_per_batch_size": 'tree_budget "auto" follows the load; leave it out',
     "prompt_lookup_max": "an option of method ngram; leave it out",
     "prompt_lookup_min": "an option of method ngram; leave it out",

@@ -241,7 +241,7 @@ def read_safetensors(
 
 
 def _take_scales(stored: dict[str, _Stored]) -> dict[str, tuple[_Stored, Block]]:
-    """Removes the scales of all fp8 weights, and returns those of each weight with their block.
+    """Removes the scales of all fp8 weights from `stored`, and returns the scale and block of each.
 
     Raises:
         ValueError: for missing scales, and scales of another shape or dtype.

@@ -40,7 +40,7 @@ def check_option_names(
     options = options or {}
     if not isinstance(options, dict):
         raise ValueError(
-            f"speculative_config={short_repr(options)} is not usable: legal: an object such as "
+            f"speculative_config={short_repr(options)} is not usable, legal: an object such as "
             """{"method": "tree", "model": "HEAD"}. Give one."""
         )
     method = find_method(spec_method or options.get("method"), spec_model or options.get("model"))

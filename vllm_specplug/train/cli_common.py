@@ -44,7 +44,7 @@ TemplateKwargs = Annotated[
 
 @contextmanager
 def friendly_errors() -> Iterator[None]:
-    """Turns a ValueError into its message and exit code 2, and an error of a file into code 1."""
+    """Turns a ValueError into its message and exit code 2, and a file error into code 1."""
     try:
         yield
     except ValueError as error:
@@ -196,7 +196,7 @@ def add_training(
             chosen_run, chosen_recipe = (
                 kind(**{f.name: chosen[f.name] for f in fields(kind)}) for kind in kinds
             )
-            # Imports torch, so options are checked before.
+            # This imports torch, so options are checked first.
             from vllm_specplug.train.run import train_head
 
             module, _, function = start.partition(":")

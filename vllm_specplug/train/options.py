@@ -113,7 +113,7 @@ class DistillationRecipe(Recipe):
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Folders of a run, and how often it logs, saves and evaluates, in steps. It reads features of
-    the target: stored ones, or those of a target beside it."""
+    the target, stored or computed beside the trainer."""
 
     shape_options: ClassVar[tuple[str, ...]] = ()
     """Options that shape a new head; a head to start from has its own values."""

@@ -28,7 +28,7 @@ def write_saved(value: Any, path: Path) -> None:
     partial = path.with_suffix(".tmp")
     try:
         torch.save(value, partial)
-    except RuntimeError as error:  # of a full disk, too
+    except RuntimeError as error:  # also raised on a full disk
         raise OSError(f"{path} cannot be written ({str(error).splitlines()[0]})") from error
     partial.replace(path)
 

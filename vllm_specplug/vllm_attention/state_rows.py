@@ -92,7 +92,7 @@ class StateBlocks:
 
 @dataclass(frozen=True)
 class LinearRows:
-    """Rows that vLLM's own code computes: those of requests without a tree."""
+    """Rows that vLLM's own code computes, of requests without a tree."""
 
     # [T'] int64 rows of the forward, single rows that continue a state first
     rows: torch.Tensor

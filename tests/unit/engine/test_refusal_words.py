@@ -104,7 +104,7 @@ def test_an_option_is_refused_by_name_and_value(
 @pytest.mark.parametrize("spec", ["jetspec", ["jetspec"], 5])
 def test_a_config_that_is_no_object_is_refused(target: Path, spec: Any) -> None:
     message = _refusal(target, spec)
-    assert message.startswith(f"speculative_config={spec!r} is not usable: legal: an object")
+    assert message.startswith(f"speculative_config={spec!r} is not usable, legal: an object")
 
 
 @pytest.mark.parametrize("name", REMOVED_OPTIONS)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 METHOD = Method(
     name="tokenswift",
-    summary="the target over a partial cache, chained heads and n-grams, for long outputs",
+    summary="chained heads, or the target over a partial cache, and n-grams, for long outputs",
     options="vllm_specplug.methods.tokenswift.options:TokenSwiftOptions",
     drafter="vllm_specplug.methods.tokenswift.drafter:TokenSwiftDrafter",
     needs=frozenset({Capability.HIDDEN_STATES, Capability.TARGET_FORWARD}),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts with TokenSwift: the target drafts for itself, for very long outputs.
+"""Drafts with TokenSwift, for very long outputs.
 
 There are two sources of drafts:
 

@@ -36,7 +36,7 @@ class TokenSwiftOptions(MethodOptions):
 
     draft_source: DraftSource = "heads"
     """What the method drafts from: "heads" runs the heads on the last verified position, "self"
-    runs the target over a partial cache and its heads on top, which pays off in long contexts."""
+    runs the target over a partial cache and its heads on top, which is meant for long contexts."""
     kv_budget: int = Field(default=4096, ge=1)
     """Number of context tokens that the draft forward attends to: the first 16 (at most an eighth
     of `kv_budget`) and the tokens that matter most to each layer and KV head. It must hold the

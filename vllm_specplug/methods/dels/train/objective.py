@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The training objective of a local head (DeLS), from text only.
+"""The training objective of a local head (DeLS); the loss sft needs no states of the target.
 
 The head is a language model of short context: it reads a block's tokens from the anchor on and
 predicts each next one. Serving multiplies its distribution with the backbone's. Training does not

@@ -88,7 +88,7 @@ class LocalRecipe(DistillationRecipe):
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
-    summary = "Trains the short-context head of DeLS; needs only text and the target's embeddings."
+    summary = "Trains the short-context head of DeLS; with the loss sft the target does not run."
     start = "vllm_specplug.methods.dels.train.run:start"
     add_training(
         train_app, "dels", summary, start, LocalRun, LocalRecipe, recipes_of("dels"), REMOVED
