@@ -29,7 +29,7 @@ from tests.kernels.graph_memory import (
     garbage,
 )
 from tests.kernels.tree_problem import random_parents
-from tests.pretended_graph import PretendedGraph
+from tests.pretended_graph import CaptureError, PretendedGraph, capturing
 from tests.unit.vllm_v2.steps import input_batch
 
 pytest.importorskip("triton")
@@ -254,3 +254,39 @@ def test_bounds_of_the_captured_step_are_not_those_of_the_replayed(
         target.capture()
     expected, _ = target.step([(0, 9, NODES), (1, 60, 4)], rng)
     assert torch.equal(target.output[: len(expected)], expected) == (bound == "context")
+
+
+# -- what a capture may not do -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t[0].item(),
+        lambda t: bool((t > 0).any()),
+        lambda t: t.tolist(),
+        lambda t: t.cpu(),
+        lambda t: t[t > 0],
+        lambda t: t.nonzero(),
+        lambda t: torch.repeat_interleave(t, t),
+        lambda t: t + torch.tensor([1, 2, 3]),
+        lambda t: t + torch.from_numpy(np.ones(3)),
+    ],
+)
+def test_reads_and_values_of_the_host_are_errors(call: Callable[[torch.Tensor], Any]) -> None:
+    values = torch.ones(3, dtype=torch.int64)
+    with pytest.raises(CaptureError), capturing(PretendedGraph()):
+        call(values)
+
+
+def test_a_graph_repeats_what_was_captured() -> None:
+    x, y, graph = torch.ones(3), torch.zeros(3), PretendedGraph()
+    with capturing(graph):
+        kept = (x * 2).sum(0, keepdim=True)
+        y.copy_(kept.expand(3) + x)
+    x.fill_(5.0)
+    graph.replay()
+    assert y.tolist() == [35.0] * 3 and kept.tolist() == [30.0]
+    # Memory of a pool is another graph's next.
+    PretendedGraph().replay()
+    assert kept.isnan().all()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -165,3 +166,30 @@ def test_top_candidates_pass_over_what_is_not_a_number(compiled: None) -> None:
     ids, log_probs = top_candidates(logits, 4)
     assert ids[0, :2].tolist() == [9, 3]
     assert torch.isfinite(log_probs[0]).tolist() == [True, True, False, False]
+
+
+def confident(tail: float, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Candidates of 8 requests: one token of each depth has probability 1 - tail, 127 share it."""
+    draw = torch.Generator().manual_seed(seed)
+    count = 128
+    log_probs = torch.full((8, DEPTH, count), math.log(tail / (count - 1)))
+    log_probs[..., 0] = math.log1p(-tail)
+    ids = torch.rand((8, DEPTH, 200), generator=draw).argsort(-1)[..., :count].contiguous()
+    return ids, log_probs
+
+
+@pytest.mark.parametrize("compiled_kernels", [True, False])
+@pytest.mark.parametrize("tail", [1e-3, 1e-6])
+def test_no_child_of_a_confident_head_outscores_its_parent(
+    compiled: None, tail: float, compiled_kernels: bool
+) -> None:
+    b = builder("markov", torch.float32, anchor=True)
+    for seed in range(10):
+        ids, log_probs = confident(tail, seed)
+        anchors = list(range(seed, seed + 8))
+        for tree in b.build(
+            ids, log_probs, anchors, [16] * 8, [DEPTH] * 8, 8, compiled=compiled_kernels
+        ):
+            tree.validate()
+            assert tree.num_nodes == 16 and (tree.scores <= 0).all()
+            assert (np.diff(tree.scores) <= 0).all()

@@ -100,7 +100,8 @@ class Plan:
     """None if all levels of the draft are drafted."""
     ratio: float = 1.0
     """Milliseconds of the step with its chosen trees relative to a plain one."""
-    # [sum of caps + 1] `AdaptiveBudget._step_ms`; None until it is needed
+    # [sum of caps + 1] ms of the step by number of nodes, of which some may exceed the limit on
+    # rows; None until it is needed
     step_ms: Floats | None = None
 
     def exclude(self, request: int) -> None:
@@ -357,15 +358,16 @@ class AdaptiveBudget:
         Args:
             forced: number of nodes that are verified at any cost.
         """
+        batch = plan.step.batch
         if plan.step_ms is None:
-            batch, num_nodes = plan.step.batch, sum(plan.step.caps)
             plan.step_ms = self.costs.decode_ms(
-                batch.num_roots, batch.other_rows, num_nodes, batch.root_context,
+                batch.num_roots, batch.other_rows, sum(plan.step.caps), batch.root_context,
                 batch.other_context,
             )  # fmt: skip
-            rows = self.row_budget.rows(batch.num_roots) - batch.num_roots - batch.other_rows
-            plan.step_ms[1 + max(forced, rows) :] = IMPOSSIBLE_MS
-        return plan.step_ms
+        rows = self.row_budget.rows(batch.num_roots) - batch.num_roots - batch.other_rows
+        step_ms: Floats = plan.step_ms.copy()
+        step_ms[1 + max(forced, rows) :] = IMPOSSIBLE_MS
+        return step_ms
 
     def _mean_node_ms(self, step: NextStep, count: int) -> Floats:
         """Returns [count] ms of the attention of 0, 1, ... nodes at the mean context."""

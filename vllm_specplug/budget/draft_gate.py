@@ -296,8 +296,10 @@ class DraftGate:
         self._counts = self._counts * keep[:, None] + new_counts.reshape(self._counts.shape)
         self._sums = self._sums * keep[:, None] + new_sums.reshape(self._sums.shape)
         self._averages = None
-        added = np.bincount(nodes[2], nodes[0], num_reqs)
-        added -= np.bincount(lookup_nodes[2], lookup_nodes[0], num_reqs)
+        # Without any node, numpy counts in integers.
+        added = np.bincount(nodes[2], nodes[0], num_reqs) - np.bincount(
+            lookup_nodes[2], lookup_nodes[0], num_reqs
+        )
         prior = (1 - _REQUEST_DECAY) * _REQUEST_PRIOR
         self._added[slots] = _REQUEST_DECAY * self._added[slots] + prior + np.maximum(added, 0.0)
         self._expected[slots] = (

@@ -235,6 +235,11 @@ def read_safetensors(
                 factors = handles[scale.path].get_tensor(scale.full_name).float()
                 check_finite({scale.full_name: factors})
                 tensor = dequantise(tensor, factors, block, dtype)
+                if not tensor.isfinite().all():
+                    raise ValueError(
+                        f"{part.path}: numbers of the fp8 tensor {name!r} are not finite in "
+                        f"{dtype}; serve the target in bfloat16, or fetch the checkpoint again"
+                    )
             tensors[name] = tensor
     check_finite(tensors)
     return tensors
@@ -270,6 +275,7 @@ def _take_scales(stored: dict[str, _Stored]) -> dict[str, tuple[_Stored, Block]]
         found[name] = scale, legal[scale.shape]
         for end in INPUT_SCALES:
             stored.pop(name.removesuffix("weight") + end, None)
+            stored.pop(f"{name}_{end}", None)
     return found
 
 

@@ -22,6 +22,7 @@ Block = tuple[int, int]
 SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # Scales of a layer's inputs, which weights do not need.
 INPUT_SCALES = ("input_scale", "activation_scale")
+_MAX_BLOCK = 1 << 24
 
 
 def stated_blocks(config: Mapping[str, Any]) -> list[Block | None]:
@@ -39,11 +40,11 @@ def stated_blocks(config: Mapping[str, Any]) -> list[Block | None]:
     if stated.get("quant_method") == "compressed-tensors":
         groups = stated.get("config_groups") or {}
     weights = [group.get("weights") or {} for group in groups.values()]
+    # Without blocks the shape of the scales tells whether they are per row or matrix.
     return [
-        _block(group.get("block_structure") if group["strategy"] == "block" else None)
+        _block(group.get("block_structure"))
         for group in weights
         if (group.get("num_bits"), group.get("type")) == (8, "float")
-        and group.get("strategy") in ("tensor", "channel", "block")
     ]
 
 
@@ -51,10 +52,10 @@ def _block(value: Any) -> Block | None:
     if value is None:
         return None
     is_pair = isinstance(value, Sequence) and len(value) == 2
-    if not is_pair or not all(is_integer(size) and size > 0 for size in value):
+    if not is_pair or not all(is_integer(size) and 0 < size <= _MAX_BLOCK for size in value):
         raise ValueError(
             f"quantization_config: blocks of {repr(value)[:100]}, legal: [rows, columns], two "
-            "integers from 1; fetch the checkpoint again"
+            f"integers from 1 to {_MAX_BLOCK}; fetch the checkpoint again"
         )
     return value[0], value[1]
 
@@ -69,6 +70,7 @@ def scale_shapes(
     for block in blocks:
         if block is None:
             found |= dict.fromkeys(((), (1,)), (all_rows, all_columns))
+            found[(*outer, 1, 1)] = (all_rows, all_columns)
             found[(*outer, rows, 1)] = (1, all_columns)
         else:
             found[(*outer, -(-rows // block[0]), -(-columns // block[1]))] = block
@@ -84,6 +86,9 @@ def dequantise(
         weight: float8 [.., N, M].
         scales: float32, of the shape that `scale_shapes` has for the block.
     """
+    if not weight.numel():
+        # The other side of an empty matrix may be of any size.
+        return torch.empty(weight.shape, dtype=dtype)
     *outer, rows, columns = weight.shape
     row, column = torch.arange(rows) // block[0], torch.arange(columns) // block[1]
     last = (-(-rows // block[0]), -(-columns // block[1]))

@@ -139,11 +139,18 @@ def load_target(folder: str | Path, dtype: torch.dtype | str = "auto") -> nn.Mod
     Raises:
         ValueError: if transformers has no such model.
     """
-    model = _model_class(folder).from_pretrained(folder, dtype=dtype, local_files_only=True)
+    config = _config_of(Path(folder))
+    quantization = getattr(config, "quantization_config", None) or {}
+    if quantization.get("quant_method") in ("fp8", "compressed-tensors"):
+        # New heads copy weights, which would be read without their scales.
+        quantization["dequantize"] = True
+    model = _model_class(config, folder).from_pretrained(
+        folder, config=config, dtype=dtype, local_files_only=True
+    )
     return model.eval()
 
 
-def _model_class(folder: str | Path) -> Any:
+def _model_class(config: Any, folder: str | Path) -> Any:
     """Returns the class that loads a target.
 
     Raises:
@@ -152,7 +159,6 @@ def _model_class(folder: str | Path) -> Any:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    config = _config_of(Path(folder))
     # A model with images is not among the models of text.
     classes = (
         (auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.AutoModelForCausalLM),

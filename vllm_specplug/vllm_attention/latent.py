@@ -98,6 +98,8 @@ def _line(count: int) -> torch.Tensor:
 
 def spans_of(requests: Iterable[tuple[int, LatentRequest]]) -> list[LatentSpan]:
     """Returns the spans of requests, each given with its batch index."""
+    requests = list(requests)
+    assert all(r.mask is None or len(r.mask) == r.end_row - r.first_row for _, r in requests)
     return [
         LatentSpan(
             index,

@@ -10,7 +10,6 @@ rank calls at the same point of a step:
     kernels by time               slowest rank  at start
     step costs, dummy forwards    first worker  at start
     trees, on host and device     first rank    in every draft
-    source of a target's drafts   first rank    in every draft, where there are several
     nodes to keep                 first rank    in every draft, where the scheduler waits for trees
     draft forwards, candidates    first rank    in every draft that reads the target's caches
     rows to reserve               first rank    in every draft, where each rank has a scheduler

@@ -95,6 +95,27 @@ def test_hard_limits_hold_and_leave_trees() -> None:
         one.validate()
 
 
+def test_rows_that_a_fixed_budget_leaves_are_not_given_to_others() -> None:
+    controller = AdaptiveBudget(
+        StepCostModel(calibration(times=[30.0 + 0.001 * r for r in ROWS])),
+        RowBudget(64, 64, 64, 1),
+        DEEPEST,
+    )
+    # Prompt rows fill the step beyond its limit.
+    batch = Batch(2, 400, other_rows=100)
+    step = next_step(2, caps=[16, 16], fixed=[True, False], batch=batch)
+    plan = controller.plan(step, [DraftTree.empty(), tree(0.9)])
+    trees = controller.trim(plan, [tree(0.9, depth=2), tree(0.9)])
+    assert [t.num_nodes for t in trees] == [4, 0]
+
+
+def test_a_forward_may_end_with_fewer_nodes_than_its_lookups() -> None:
+    controller = budget(times=[30.0 + 0.001 * r for r in ROWS])
+    plan = controller.plan(next_step(1), [tree(0.3, depth=1)])
+    assert plan.depths.any()
+    assert [t.num_nodes for t in controller.trim(plan, [DraftTree.empty()])] == [0]
+
+
 def test_trials_of_changed_costs_keep_the_limit_on_rows() -> None:
     costs = StepCostModel(calibration())
     controller = AdaptiveBudget(costs, RowBudget(64, 10, 4096, 1), DEEPEST)

@@ -65,6 +65,8 @@ CASES: dict[str, tuple[tuple[int, ...], Any, str, tuple[int, ...], tuple[int, in
     "channels": ((10, 13), CHANNELS, "_scale", (10, 1), (1, 13)),
     "joined channels": ((2, 10, 13), CHANNELS, "_scale", (2, 10, 1), (1, 13)),
     "tensor": ((10, 13), groups(strategy="tensor"), "_scale", (1,), (10, 13)),
+    "channels by default": ((10, 13), groups(strategy=None), "_scale", (10, 1), (1, 13)),
+    "one per joined expert": ((2, 10, 13), {"quant_method": "fp8"}, "_scale", (2, 1, 1), (10, 13)),
     "scalar": ((10, 13), {"quant_method": "fp8"}, "_scale", (), (10, 13)),
     "scalar for transformers": ((10, 13), {"quant_method": "fp8"}, "_scale_inv", (), (10, 13)),
 }  # fmt: skip
@@ -145,14 +147,15 @@ STATED = "has dtype F8_E4M3, legal: BF16, F16, F32, F64; matrices in F8_E4M3 nee
         (blocks(0, 8), torch.ones(3, 2), r"blocks of \[0, 8\], legal: \[rows, columns\], two"),
         (blocks(4, 8), torch.full((3, 2), math.nan), "scale_inv' holds 6 values that are not fini"),
         (blocks(4, 8), torch.full((3, 2), math.inf), "scale_inv' holds 6 values that are not fini"),
-        (blocks(4, 8), torch.full((3, 2), 3e38), "up_proj.weight' holds .* not finite"),
+        (blocks(4, 8), torch.full((3, 2), 3e38), "up_proj.weight' are not finite in torch.float3"),
+        (blocks(1 << 30, 8), torch.ones(1, 2), r"blocks of \[1073741824, 8\], legal: \[rows, col"),
         (blocks(4, 8), torch.ones(3, 2, dtype=torch.int8), "scale_inv' has dtype I8, legal: BF16,"),
-        (CHANNELS, torch.ones(10), SHAPED + r".*\[10\], legal: .* \[\] or \[1\] or \[10, 1\],"),
+        (CHANNELS, torch.ones(10), SHAPED + r".*\[10\], legal: .* \[\] or \[1\] or \[1, 1\] or "),
         (None, torch.ones(3, 2), STATED),
         ({"quant_method": "modelopt"}, torch.ones(3, 2), STATED),
         (groups(num_bits=4), torch.ones(10, 1), STATED),
         (groups(type="int"), torch.ones(10, 1), STATED),
-        (groups(strategy="group"), torch.ones(10, 1), STATED),
+        (groups(strategy="group"), torch.ones(10, 4), SHAPED + r".*\[10, 4\], legal: .* \[10, 1"),
     ],
 )  # fmt: skip
 def test_other_scales_are_refused(
@@ -164,6 +167,19 @@ def test_other_scales_are_refused(
         tensors[f"{NAME}_scale_inv"] = scales
     with pytest.raises(ValueError, match=message):
         read(tmp_path, tensors, quantization)
+
+
+def test_an_empty_matrix_takes_no_memory(tmp_path: Path) -> None:
+    tensors = {NAME: torch.empty(0, 10**12, dtype=torch.float8_e4m3fn)}
+    tensors[f"{NAME}_scale_inv"] = torch.empty(0, 10**12 // 8)
+    assert read(tmp_path, tensors, blocks(4, 8))[NAME].shape == (0, 10**12)
+
+
+def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path: Path) -> None:
+    tensors, _ = stored("blocks")
+    tensors[f"{NAME}_scale_inv"] *= 1e6
+    with pytest.raises(ValueError, match="not finite in torch.float16; serve the target in bfloat"):
+        read(tmp_path, tensors, blocks(4, 8), dtype=torch.float16)
 
 
 def test_vectors_and_other_formats_are_refused(tmp_path: Path) -> None:

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tests.e2e.fp8_modules import BLOCKS, CHANNELS, in_fp8
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.start import head_config_for, init_from_target
 from vllm_specplug.train.features import forward_features
-from vllm_specplug.train.target import TargetWeights, decoder_of
+from vllm_specplug.train.target import TargetWeights, decoder_of, load_target
 
 VOCAB, HIDDEN, LAYERS = 40, 32, 3
 _COMMON = {
@@ -127,3 +130,23 @@ def test_what_cannot_be_trained_for_is_named(tmp_path: Path) -> None:
     (tmp_path / "t5" / "config.json").write_text('{"model_type": "unheard-of"}')
     with pytest.raises(ValueError, match="transformers does not read"):
         TargetWeights(tmp_path / "t5")
+
+
+@pytest.mark.parametrize("quantization", [BLOCKS, CHANNELS])
+def test_weights_of_a_target_in_fp8_are_read_with_their_scales(
+    quantization: dict[str, Any], tmp_path: Path
+) -> None:
+    make_model("Llama", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    stored, meant = in_fp8(tensors, quantization)
+    save_file({**stored, **head}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    ignored = "modules_to_not_convert" if quantization is BLOCKS else "ignore"
+    config["quantization_config"] = {**quantization, ignored: ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    layer = decoder_of(load_target(tmp_path)).layers[0]
+    name = "model.layers.0.mlp.up_proj.weight"
+    found = layer.mlp.up_proj.weight  # type: ignore[union-attr]
+    assert stored[name].dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(found.float(), meant[name], rtol=0.01, atol=0.0)

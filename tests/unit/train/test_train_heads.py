@@ -418,5 +418,5 @@ def test_accumulated_batches_make_one_step(make_job: MakeJob) -> None:
     ],
 )
 def test_bad_options_are_named(kind: str, name: str, value: Any, make_job: MakeJob) -> None:
-    with pytest.raises(ValueError, match=f"{name} = .*legal"):
+    with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} .*legal"):
         make_job(kind, **{name: value})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -126,12 +127,15 @@ def _as_module(config: MtpConfig, tensors: dict[str, torch.Tensor]) -> dict[str,
         _as_latent_projections(config, config.latent, tensors)
     if config.experts is not None and not tensors.keys() >= _EXPERTS.keys():
         for name, parts in _EXPERTS.items():
-            first = tensors[_part_of(0, parts[0])]
-            rows = len(parts) * len(first)
+            count, first = config.experts.num_experts, tensors[_part_of(0, parts[0])]
+            names = [[_part_of(expert, part) for part in parts] for expert in range(count)]
+            # Experts may be stored in several dtypes.
+            dtypes = {tensors[name].dtype for own in names for name in own}
+            dtype = functools.reduce(torch.promote_types, dtypes)
             # Filled expert by expert, because the experts of DeepSeek-V3 take 21 GiB.
-            joined = first.new_empty(config.experts.num_experts, rows, first.shape[1])
-            for expert, to in enumerate(joined):
-                torch.cat([tensors.pop(_part_of(expert, part)) for part in parts], out=to)
+            joined = torch.empty(count, len(parts) * len(first), first.shape[1], dtype=dtype)
+            for own, to in zip(names, joined, strict=True):
+                to.copy_(torch.cat([tensors.pop(name) for name in own]))
             tensors[name] = joined
     return tensors
 

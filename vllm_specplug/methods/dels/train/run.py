@@ -11,12 +11,11 @@ import torch
 from vllm_specplug.drafting.checkpoint_files import target_ids_or_all
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.dels.checkpoint import check_kind, save_local_head
-from vllm_specplug.methods.dels.train.batch import Texts
+from vllm_specplug.methods.dels.train.batch import FinalStates, Texts
 from vllm_specplug.methods.dels.train.objective import LocalObjective
 from vllm_specplug.methods.dels.train.options import LocalRecipe, LocalRun
 from vllm_specplug.methods.dels.unigram import UNIGRAM_NAME, save_unigram
 from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
-from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.provenance import head_identity
 from vllm_specplug.train.run import HeadInTraining, open_features
 from vllm_specplug.train.vocabulary import DraftTables, answer_token_counts
@@ -40,7 +39,7 @@ def local_config(run: LocalRun, target: dict[str, Any]) -> LocalHeadConfig:
 
 def start(run: LocalRun, recipe: LocalRecipe) -> HeadInTraining:
     """Returns a new head."""
-    online = Texts if recipe.loss == "sft" else OnlineFeatures
+    online = Texts if recipe.loss == "sft" else FinalStates
     training = open_features(run, recipe, online=online)
     target, vocab_size = training.weights.config, training.vocab_size
     ids, block_size = torch.arange(vocab_size), run.block_size

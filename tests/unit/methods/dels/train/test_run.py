@@ -93,7 +93,7 @@ def test_a_step_trains_the_frequent_tokens_and_some_others(make_job):
         ({"kind": "gated"}, "kind = 'gated', legal: one of"),
         ({"block_size": 1}, "block_size = 1, legal: an integer >= 2"),
         ({"rank": 0}, "rank = 0, legal: an integer from 1 to"),
-        ({"vocab_per_step": 8}, "vocab_per_step = 8, legal with loss sft: 0"),
+        ({"vocab_per_step": 8}, "--vocab-per-step 8, legal with loss sft: 0"),
     ],
 )
 def test_bad_runs_are_refused_with_the_remedy(make_job, change, words):
