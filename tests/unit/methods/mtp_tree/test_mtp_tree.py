@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tests.e2e import mtp_modules
 from tests.e2e.fp8_modules import BLOCKS, CHANNELS, in_fp8, split_experts, write_checkpoints
@@ -384,6 +384,22 @@ def test_a_choice_of_experts_is_not_rounded(tmp_path: Path) -> None:
     stored = load_mtp_module(tmp_path, TARGET).state_dict()["mlp.choice_bias"]
     assert torch.equal(drafter.head.layers[0].mlp.choice_bias, stored)
     assert not torch.equal(stored, stored.bfloat16().float())
+
+
+def test_experts_of_several_dtypes_keep_their_range(tmp_path: Path) -> None:
+    write(tmp_path, "glm4_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            # Only the first fits float16.
+            is_first = ".experts.0." in name
+            tensors[name] = tensor.half() if is_first else (tensor.float() * 1e6).bfloat16()
+    save_file(tensors, file)
+    module = load_mtp_module(tmp_path, TARGET)
+    assert all(weight.isfinite().all() for weight in module.mlp.experts.parameters())
+    last = next(t for n, t in tensors.items() if n.endswith(".experts.5.down_proj.weight"))
+    assert torch.equal(module.mlp.experts.down_proj[5].float(), last.float())
 
 
 @pytest.mark.parametrize(
