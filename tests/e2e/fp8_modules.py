@@ -54,7 +54,7 @@ def in_fp8(
 
 
 def split_experts(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with those of joined experts for each expert, as Qwen's releases in fp8 have them."""
+    """Tensors with joined experts split by expert, as in Qwen's releases in fp8."""
     made = dict(tensors)
     for name, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
         for full_name in [n for n in tensors if n.endswith(f"experts.{name}")]:

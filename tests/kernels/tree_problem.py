@@ -170,7 +170,7 @@ class TreeProblem:
     # -- the oracle --------------------------------------------------------------------------
 
     def tell_chains(self) -> None:
-        """The kernel is told that every row hangs below the one before it."""
+        """The kernel gets parents in which every row follows the one before it."""
         self.told_mask = "causal"
 
     def seen(self, r: int, row: int) -> list[int]:

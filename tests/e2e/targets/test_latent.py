@@ -86,7 +86,7 @@ def test_lines_for_trees_and_lost_compaction_show(engine: dict[str, bool]) -> No
 
 
 def test_drafts_that_do_not_read_the_cache(tmp_path: Path) -> None:
-    """TokenSwift's heads read hidden states alone."""
+    """TokenSwift's heads read only hidden states."""
     options = {"model": str(make_tokenswift_heads(tmp_path, VOCAB)), "draft_source": "heads"}
     made = engines("tokenswift", model=latent_target(sharp=False), speculative=options)
     params = greedy(max_tokens=160, detokenize=False, ignore_eos=True)
