@@ -36,6 +36,8 @@ class OnlineFeatures(Features):
 
     runs_target: ClassVar[bool] = True
     """Whether `forward` runs the target."""
+    reads_layers: ClassVar[bool] = True
+    """Whether a step reads outputs of the target's layers, not only its final states."""
 
     def __init__(
         self,

@@ -191,6 +191,7 @@ def open_features(
     weights = TargetWeights(run.target)
     model = weights.load_frozen(device, processes) if online.runs_target else None
     layers = chosen_layers(run.layers, int(weights.config["num_hidden_layers"]))
+    layers = layers if online.reads_layers else ()
     aside, rest = (
         online(run.answers, part, model, layers, device, run.shard_target) for part in parts
     )

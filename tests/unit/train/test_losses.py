@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses by chunks and their gradients, against those of all rows at once."""
+"""Losses by chunks and their gradients, against the loss of all rows at once."""
 
 from __future__ import annotations
 

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from vllm_specplug.train.features import FeatureSequence, TokenSequence
 from vllm_specplug.train.online import OnlineFeatures
@@ -32,16 +30,7 @@ class Texts(OnlineFeatures):
 class FinalStates(OnlineFeatures):
     """Answers with the target's final states only, for a loss that reads its distribution."""
 
-    def __init__(
-        self,
-        folder: Path,
-        sequences: Iterable[TokenSequence],
-        model: nn.Module | None,
-        _target_layer_ids: tuple[int, ...],
-        device: torch.device | str = "cpu",
-        is_sharded: bool = False,
-    ):
-        super().__init__(folder, sequences, model, (), device, is_sharded)
+    reads_layers: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
