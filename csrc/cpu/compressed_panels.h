@@ -39,15 +39,15 @@ void compress_units(const uint16_t* weight, int64_t columns, int64_t depth, int6
 
 // Rows by a compressed weight.
 struct CompressedProduct {
-  const char* x;          // [rows, units] of 16 bytes, rows of `x_stride` bytes
+  const char* x;          // rows as `PairProducts` takes them
   const char* weight;     // from `starts` on
   const int64_t* starts;  // [panels, pieces], where they begin, and where the last one ends
   const uint16_t* bias;   // [columns] or null
   uint16_t* out;          // [rows, columns]
-  int64_t rows, columns, units, x_stride;
+  int64_t rows, columns, units;
+  int64_t tile_rows = 0;
+  int64_t row_bytes = 0;  // a tile begins at x + row * row_bytes
+  int64_t x_stride = 0;   // bytes between rows, or between the depths of a tile
 };
-
-// The panels [first, last) of a product. Needs AVX-512 BF16.
-void multiply_compressed(const CompressedProduct& product, int64_t first, int64_t last);
 
 }  // namespace specplug

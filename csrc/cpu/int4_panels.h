@@ -29,18 +29,15 @@ struct Int4Shape {
 
 struct Int4Product {
   Int4Shape shape;
-  const char* x;         // bfloat16 [rows, depth], rows of `x_stride` bytes
+  const char* x;         // rows as `PairProducts` takes them
   const char* weight;    // [panels] of `panel_bytes`
   const float* sums;     // [rows, groups], sums of x, if there are zero points
   const uint16_t* bias;  // [columns] or null
   uint16_t* out;         // [rows, columns]
-  int64_t rows, x_stride;
+  int64_t rows;
+  int64_t tile_rows = 0;
+  int64_t row_bytes = 0;  // a tile begins at x + row * row_bytes
+  int64_t x_stride = 0;   // bytes between rows, or between the depths of a tile
 };
-
-// All rows by the panels [first, last). Needs AVX-512 BF16.
-void multiply_int4(const Int4Product& product, int64_t first, int64_t last);
-
-// The sums of a row's groups of depth. Needs AVX-512 BF16.
-void sum_groups(const uint16_t* row, int64_t groups, int64_t group_depth, float* sums);
 
 }  // namespace specplug

@@ -38,7 +38,7 @@ struct Blocks {
   int64_t wide_rows;
   int64_t many_rows;   // from so many rows on in wide blocks, where there are any
   int64_t chunk_rows;  // rows that stay in the cache while all panels pass
-  bool takes_tiles;    // rows come from `fill_tiles`
+  bool takes_tiles;    // rows come as float32 [tiles][2 * groups][tile_rows]
 };
 
 // Null on other machines than x86-64.
@@ -48,9 +48,5 @@ const Blocks* bf16_blocks_avx2();
 // A row of bfloat16 in 127ths of its largest magnitude, which is returned divided by 127, with 128
 // added. Needs AVX-512.
 float round_row(const uint16_t* row, int64_t size, uint8_t* out, int64_t padded);
-
-// Rows of bfloat16 [M, 2 * groups] as float32, [tiles][2 * groups][tile_rows]: a block finds the
-// numbers of its rows side by side. The last tile may end early. Fills the tiles [first, last).
-void fill_tiles(const Product& p, int64_t first, int64_t last, float* out);
 
 }  // namespace specplug

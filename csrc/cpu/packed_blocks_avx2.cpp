@@ -145,24 +145,9 @@ constexpr Blocks kBlocks = {kNarrow, 6, kWholePanelRows, nullptr, 0, 0, 126, tru
 
 const Blocks* bf16_blocks_avx2() { return &kBlocks; }
 
-void fill_tiles(const Product& p, int64_t first, int64_t last, float* out) {
-  const int64_t depth = 2 * p.groups;
-  for (int64_t row = first * p.tile_rows; row < std::min(last * p.tile_rows, p.rows); ++row) {
-    const char* const from = p.x + row * p.x_stride;
-    float* to = out + row / p.tile_rows * p.tile_rows * depth + row % p.tile_rows;
-    for (int64_t k = 0; k < depth; ++k, to += p.tile_rows) {
-      uint16_t half;
-      std::memcpy(&half, from + 2 * k, sizeof(half));
-      const uint32_t word = static_cast<uint32_t>(half) << 16;
-      std::memcpy(to, &word, sizeof(word));
-    }
-  }
-}
-
 }  // namespace specplug
 #else
 namespace specplug {
 const Blocks* bf16_blocks_avx2() { return nullptr; }
-void fill_tiles(const Product&, int64_t, int64_t, float*) {}
 }  // namespace specplug
 #endif

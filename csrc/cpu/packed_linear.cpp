@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of bfloat16 rows with a packed weight, in bfloat16 (AVX-512 BF16, where the weight is
-// compressed, or AVX2) or int8 (VNNI), for the row counts of decoding.
+// Products of bfloat16 rows with a packed weight, in bfloat16 (AVX-512, where the weight is
+// compressed, or AVX2) or int8 (AVX-512 VNNI), for the row counts of decoding.
 //
 // A step of decoding reads every weight once, and its few rows should cost nothing beside that
 // read: a panel of the weight streams through once while the sums of some rows stay in registers,
@@ -12,10 +12,12 @@
 #include <memory>
 
 #include "compressed_panels.h"
+#include "element.h"
 #include "int4_panels.h"
 #include "isa.h"
 #include "packed_blocks.h"
 #include "packed_linear.h"
+#include "pair_products.h"
 #include "tensors.h"
 
 namespace specplug {
@@ -81,25 +83,39 @@ std::unique_ptr<char[]> spread_rows(const char*& x, int64_t& x_stride, int64_t r
   return held;
 }
 
-// Rows as float32, tile by tile.
-std::unique_ptr<char[]> tiles_of_rows(Product& p) {
-  const int64_t tiles = (p.rows + p.tile_rows - 1) / p.tile_rows;
-  const int64_t numbers = tiles * p.tile_rows * p.groups * 2;
-  std::unique_ptr<char[]> held(new char[static_cast<size_t>(numbers) * sizeof(float)]);
-  torch::stable::parallel_for(0, tiles, (kFewestRows + p.tile_rows - 1) / p.tile_rows,
-                              [&](int64_t first, int64_t last) {
-                                fill_tiles(p, first, last, reinterpret_cast<float*>(held.get()));
-                              });
-  p.x = held.get();
+// The rows of a tile: as equal as can be, and no more than `most`.
+int64_t rows_of_tile(int64_t rows, int64_t most) {
+  const int64_t tiles = (rows + most - 1) / most;
+  return (rows + tiles - 1) / tiles;
+}
+
+// Rows of bfloat16 as float32 [tiles][padded depth][tile_rows], zeros behind `depth`: a block finds
+// the numbers of its rows side by side. The last tile may end early.
+std::unique_ptr<char[]> tiles_of_rows(const char* x, int64_t x_stride, int64_t rows, int64_t depth,
+                                      int64_t padded, int64_t tile_rows) {
+  const int64_t tiles = (rows + tile_rows - 1) / tile_rows;
+  std::unique_ptr<char[]> held(new char[static_cast<size_t>(tiles * tile_rows * padded) * 4]);
+  torch::stable::parallel_for(
+      0, tiles, (kFewestRows + tile_rows - 1) / tile_rows, [&](int64_t first, int64_t last) {
+        for (int64_t row = first * tile_rows; row < std::min(last * tile_rows, rows); ++row) {
+          const auto* const from = reinterpret_cast<const uint16_t*>(x + row * x_stride);
+          auto* to = reinterpret_cast<uint32_t*>(held.get()) +
+                     row / tile_rows * tile_rows * padded + row % tile_rows;
+          for (int64_t k = 0; k < padded; ++k, to += tile_rows)
+            *to = k < depth ? word_of(from[k]) : 0;
+        }
+      });
   return held;
 }
 
 void multiply_chunk(Product p, const Blocks& kind) {
   const bool wide = kind.wide != nullptr && p.rows >= kind.many_rows;
-  const int64_t most = wide ? kind.wide_rows : kind.narrow_rows;
-  const int64_t blocks = (p.rows + most - 1) / most;
-  p.tile_rows = (p.rows + blocks - 1) / blocks;
-  const std::unique_ptr<char[]> held = kind.takes_tiles ? tiles_of_rows(p) : nullptr;
+  p.tile_rows = rows_of_tile(p.rows, wide ? kind.wide_rows : kind.narrow_rows);
+  std::unique_ptr<char[]> held;
+  if (kind.takes_tiles) {
+    held = tiles_of_rows(p.x, p.x_stride, p.rows, p.groups * 2, p.groups * 2, p.tile_rows);
+    p.x = held.get();
+  }
   torch::stable::parallel_for(0, panels_of(p.columns), 2, [&](int64_t first, int64_t last) {
     multiply_panels(p, kind, wide, first, last);
   });
@@ -116,38 +132,63 @@ void multiply(const Product& all, const Blocks& kind) {
   }
 }
 
+// Gives a product its rows [rows, depth] of bfloat16 at p.x in the form that `kind` reads, with
+// zeros up to `padded` numbers; returns what holds them.
+template <class P>
+std::unique_ptr<char[]> take_rows(P& p, const PairProducts& kind, int64_t most_rows, int64_t depth,
+                                  int64_t padded) {
+  p.tile_rows = rows_of_tile(p.rows, most_rows);
+  if (!kind.takes_tiles) {
+    std::unique_ptr<char[]> held = spread_rows(p.x, p.x_stride, p.rows, 2 * depth, 2 * padded);
+    p.row_bytes = p.x_stride;
+    return held;
+  }
+  std::unique_ptr<char[]> held = tiles_of_rows(p.x, p.x_stride, p.rows, depth, padded, p.tile_rows);
+  p.x = held.get();
+  p.x_stride = p.tile_rows * 4;
+  p.row_bytes = padded * 4;
+  return held;
+}
+
 // Rows that stay in the cache while all panels of a compressed weight pass.
 constexpr int64_t kChunkRows = 512;
+// From so many rows on tiles have many.
+constexpr int64_t kRowsOfMany = 64;
 
-// Rows have `row_bytes` of x.
-void multiply_all_compressed(CompressedProduct p, int64_t row_bytes) {
-  const CompressedProduct all = p;
-  const int64_t padded = p.units * kUnitDepth * 2;
+void multiply_compressed(const CompressedProduct& all, int64_t depth, const PairProducts& kind) {
   for (int64_t row = 0; row < all.rows; row += kChunkRows) {
-    p.x = all.x + row * all.x_stride;
-    p.x_stride = all.x_stride;
-    p.out = all.out + row * all.columns;
+    CompressedProduct p = all;
+    p.x += row * all.x_stride;
+    p.out += row * all.columns;
     p.rows = std::min(kChunkRows, all.rows - row);
-    const std::unique_ptr<char[]> held = spread_rows(p.x, p.x_stride, p.rows, row_bytes, padded);
+    const int64_t most = p.rows >= kRowsOfMany ? kind.many_rows : kind.few_rows;
+    const std::unique_ptr<char[]> held = take_rows(p, kind, most, depth, p.units * kUnitDepth);
     torch::stable::parallel_for(0, panels_of(p.columns), 2, [&](int64_t first, int64_t last) {
-      multiply_compressed(p, first, last);
+      kind.compressed(p, first, last);
     });
   }
 }
 
-// Every CPU with AVX-512 BF16 has VNNI; a virtual machine may hide it.
-bool has_avx512_products() {
+// The instruction set of bfloat16 products here: kAvx512Bf16, kAvx512, kAvx2, or -1 for none.
+int64_t packed_isa() {
+  for (const int isa : {kAvx512Bf16, kAvx512, kAvx2})
+    if (isa_allowed(isa)) return isa;
+  return -1;
+}
+
+// Null without AVX-512.
+const PairProducts* pair_products() {
+  const int64_t isa = packed_isa();
+  if (isa == kAvx512Bf16) return pair_products_avx512_bf16();
+  return isa == kAvx512 ? pair_products_avx512() : nullptr;
+}
+
+bool has_int8_products() {
 #if defined(__x86_64__)
-  return isa_allowed(kAvx512Bf16) && __builtin_cpu_supports("avx512vnni");
+  return isa_allowed(kAvx512) && __builtin_cpu_supports("avx512vnni");
 #else
   return false;
 #endif
-}
-
-// The instruction set of bfloat16 products here: kAvx512Bf16, kAvx2, or -1 for none.
-int64_t packed_isa() {
-  if (has_avx512_products()) return kAvx512Bf16;
-  return isa_allowed(kAvx2) ? kAvx2 : -1;
 }
 
 void check_rows(const Tensor& x, const Tensor& out) {
@@ -223,7 +264,7 @@ Tensor compress(const Tensor& weight) {
 Tensor pack_linear(const Tensor& weight) {
   STD_TORCH_CHECK(is_tensor(weight, ScalarType::BFloat16, {kAny, kAny}) && weight.size(1) % 2 == 0,
                   "pack_linear: weight must be contiguous bfloat16 [N, K] with an even K");
-  if (packed_isa() == kAvx512Bf16) return compress(weight);
+  if (pair_products() != nullptr) return compress(weight);
   const int64_t columns = weight.size(0), depth = weight.size(1);
   Tensor packed =
       torch::stable::new_empty(weight, {panels_of(columns), depth / 2, kPanelColumns * 2});
@@ -276,21 +317,26 @@ void check_bias(const std::optional<Tensor>& bias, int64_t columns) {
 
 void packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias,
                    Tensor& out) {
-  const int64_t isa = packed_isa();
-  STD_TORCH_CHECK(isa >= 0, "packed products need AVX2");
+  STD_TORCH_CHECK(packed_isa() >= 0, "packed products need AVX2");
   check_rows(x, out);
   const int64_t columns = out.size(1), depth = x.size(1);
   STD_TORCH_CHECK(depth % 2 == 0, "packed_linear: K must be even");
   check_bias(bias, columns);
   const char *const rows = data<char>(x), *const weight = data<char>(packed);
   uint16_t* const to = data<uint16_t>(out);
-  if (isa == kAvx512Bf16) {
+  if (const PairProducts* const kind = pair_products()) {
     const Pieces pieces{columns, depth};
     check_compressed(packed, pieces);
-    multiply_all_compressed(
-        {rows, weight, reinterpret_cast<const int64_t*>(weight) + kShapeWords, data<uint16_t>(bias),
-         to, x.size(0), columns, pieces.units, x.stride(0) * 2},
-        depth * 2);
+    CompressedProduct product{rows,
+                              weight,
+                              reinterpret_cast<const int64_t*>(weight) + kShapeWords,
+                              data<uint16_t>(bias),
+                              to,
+                              x.size(0),
+                              columns,
+                              pieces.units};
+    product.x_stride = x.stride(0) * 2;
+    multiply_compressed(product, depth, *kind);
     return;
   }
   check_packed(packed, ScalarType::BFloat16, 2, columns, depth);
@@ -362,9 +408,24 @@ Tensor pack_int4(const Tensor& codes, const Tensor& scales, const std::optional<
   return packed;
 }
 
+// The sums of the groups of a row.
+void sum_groups(const char* row, int64_t groups, int64_t group_depth, float* sums) {
+  for (int64_t group = 0; group < groups; ++group) {
+    float of_places[kInt4UnitDepth] = {};
+    for (int64_t k = 0; k < group_depth; k += kInt4UnitDepth, row += 2 * kInt4UnitDepth) {
+      float numbers[kInt4UnitDepth];
+      widen(Element::kBfloat16, row, kInt4UnitDepth, reinterpret_cast<uint32_t*>(numbers));
+      for (int place = 0; place < kInt4UnitDepth; ++place) of_places[place] += numbers[place];
+    }
+    sums[group] = 0.0f;
+    for (const float sum : of_places) sums[group] += sum;
+  }
+}
+
 void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_depth, bool has_zeros,
                         const std::optional<Tensor>& bias, Tensor& out) {
-  STD_TORCH_CHECK(has_avx512_products(), "packed 4-bit products need AVX-512 BF16");
+  const PairProducts* const kind = pair_products();
+  STD_TORCH_CHECK(kind != nullptr, "packed 4-bit products need AVX-512");
   check_rows(x, out);
   const Int4Shape shape = int4_shape(out.size(1), x.size(1), group_depth, has_zeros);
   check_bias(bias, shape.columns);
@@ -374,23 +435,23 @@ void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_dep
       shape.depth, "]");
   if (x.size(0) == 0) return;
   const int64_t groups = shape.groups();
-  Int4Product p{shape,     data<char>(x),        data<char>(packed),
-                nullptr,   data<uint16_t>(bias), data<uint16_t>(out),
-                x.size(0), x.stride(0) * 2};
+  Int4Product p{shape,    data<char>(x),        data<char>(packed),
+                nullptr,  data<uint16_t>(bias), data<uint16_t>(out),
+                x.size(0)};
+  p.x_stride = x.stride(0) * 2;
   std::unique_ptr<float[]> sums;
   if (has_zeros) {
     sums.reset(new float[static_cast<size_t>(p.rows * groups)]);
     torch::stable::parallel_for(0, p.rows, kFewestRows, [&](int64_t first, int64_t last) {
       for (int64_t r = first; r < last; ++r)
-        sum_groups(reinterpret_cast<const uint16_t*>(p.x + r * p.x_stride), groups, group_depth,
-                   sums.get() + r * groups);
+        sum_groups(p.x + r * p.x_stride, groups, group_depth, sums.get() + r * groups);
     });
     p.sums = sums.get();
   }
   const std::unique_ptr<char[]> held =
-      spread_rows(p.x, p.x_stride, p.rows, shape.depth * 2, shape.depth * 2);
+      take_rows(p, *kind, kind->int4_rows, shape.depth, shape.depth);
   torch::stable::parallel_for(0, panels_of(shape.columns), 2,
-                              [&](int64_t first, int64_t last) { multiply_int4(p, first, last); });
+                              [&](int64_t first, int64_t last) { kind->int4(p, first, last); });
 }
 
 }  // namespace
@@ -398,8 +459,7 @@ void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_dep
 Int8Product int8_product(const Tensor& packed, const Tensor& column_sums,
                          const Tensor& column_scales, const std::optional<Tensor>& bias,
                          int64_t columns, int64_t depth) {
-  STD_TORCH_CHECK(has_avx512_products(),
-                  "packed int8 products need AVX-512 with bfloat16 and VNNI");
+  STD_TORCH_CHECK(has_int8_products(), "packed int8 products need AVX-512 VNNI");
   check_packed(packed, ScalarType::Char, kGroupBytes, columns, depth);
   check_bias(bias, columns);
   STD_TORCH_CHECK(is_tensor(column_sums, ScalarType::Int, {columns}) &&
@@ -450,6 +510,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
       "packed_int4_linear(Tensor x, Tensor packed, int group_depth, bool has_zeros, Tensor? bias, "
       "Tensor(a!) out) -> ()");
   m.def("packed_isa() -> int");
+  m.def("has_int8_products() -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
@@ -463,6 +524,7 @@ STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {
   m.impl("packed_isa", TORCH_BOX(&packed_isa));
+  m.impl("has_int8_products", TORCH_BOX(&has_int8_products));
 }
 
 }  // namespace specplug

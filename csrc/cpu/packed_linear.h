@@ -19,7 +19,7 @@ struct Int8Product {
 };
 
 // Throws where the tensors are not those of a weight [columns, depth], or the CPU lacks AVX-512
-// BF16 or VNNI.
+// VNNI.
 Int8Product int8_product(const torch::stable::Tensor& packed,
                          const torch::stable::Tensor& column_sums,
                          const torch::stable::Tensor& column_scales,

@@ -13,7 +13,7 @@
 #define VEC_WORDS 16
 #define MAX_ROWS 12
 #define MAX_PANELS 2
-#define VEC_ROWS 0
+#define VEC_ROWS 1
 #define BF16_DOT 0
 
 namespace specplug {

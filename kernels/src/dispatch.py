@@ -85,7 +85,7 @@ def tree_attn(
 # Slots and dims that the compiled kernels process at a time.
 _GROUP = 32
 # Instruction sets whose kernels read a bfloat16 cache in vLLM's "vec" layout directly.
-_READ_IN_PLACE = ("avx2", "avx512_bf16")
+_READ_IN_PLACE = ("avx2", "avx512", "avx512_bf16")
 
 
 class TreeLayer:

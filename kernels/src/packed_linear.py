@@ -4,6 +4,7 @@
 A verified tree is such a product. With few rows oneDNN reaches half of the rate of a CPU with
 AVX-512 BF16, and reads all bytes of a weight: on one core, 12 rows in the layers of a model of 135M
 parameters take 23.3 ms with oneDNN and 13.8 ms here, one row 20.9 and 8.1 ms. On a CPU without
+bfloat16 arithmetic both widen the numbers, and here it is done in registers. On a CPU without
 AVX-512 oneDNN has no bfloat16 products, and the time of torch's, which vLLM uses, is proportional
 to the rows.
 """
@@ -18,7 +19,6 @@ import torch
 from .extension import ISAS, allowed_isas, has_cpu_extension
 from .huge_pages import in_huge_pages
 
-_INT8_ISA = "avx512_bf16"
 # Narrower weights (the gate of a mixture of experts) are not worth a panel.
 _FEWEST_COLUMNS = 32
 
@@ -34,8 +34,8 @@ def packs_target(products: str) -> bool:
 
 
 def packed_isa() -> str | None:
-    """Returns the instruction set of packed bfloat16 products here, "avx512_bf16", "avx2" or
-    None."""
+    """Returns the instruction set of packed bfloat16 products here, "avx512_bf16", "avx512",
+    "avx2" or None."""
     if not has_cpu_extension():
         return None
     isa = torch.ops.specplug.packed_isa()
@@ -43,15 +43,15 @@ def packed_isa() -> str | None:
 
 
 def has_packed_products() -> bool:
-    """Whether packed bfloat16 products are the fastest known ones on this CPU: without AVX-512, or
-    with AVX-512 BF16 but without AMX, with which oneDNN is faster."""
+    """Whether packed bfloat16 products are the fastest known ones on this CPU: without AMX, with
+    which oneDNN is faster."""
     isa = packed_isa()
     return isa is not None and allowed_isas()[-1] == isa
 
 
 def has_packed_int8_products() -> bool:
-    """The same for packed int8 products: with AVX-512 BF16 and VNNI, without AMX."""
-    return packed_isa() == _INT8_ISA and has_packed_products()
+    """The same for packed int8 products: with AVX-512 VNNI, without AMX."""
+    return has_packed_products() and torch.ops.specplug.has_int8_products()
 
 
 def can_pack(weight: torch.Tensor) -> bool:
@@ -68,7 +68,7 @@ def can_pack(weight: torch.Tensor) -> bool:
 def pack_linear(weight: torch.Tensor) -> torch.Tensor:
     """Returns a bfloat16 weight [N, K] in the order of `packed_linear`, in huge pages.
 
-    With AVX-512 BF16 it is compressed without loss: uint8, about three quarters of the bytes. With
+    With AVX-512 it is compressed without loss: uint8, about three quarters of the bytes. With
     AVX2 it is bfloat16 [ceil(N / 32), K / 2, 64], with zeros beyond N.
 
     Raises:
@@ -128,7 +128,7 @@ def packed_int8_linear(
     x is rounded to 127ths of its largest magnitude; sums are exact.
 
     Raises:
-        RuntimeError: on a CPU without AVX-512 BF16 and VNNI, or if shapes or dtypes do not fit.
+        RuntimeError: on a CPU without AVX-512 VNNI, or if shapes or dtypes do not fit.
     """
     rows, columns = _as_rows(x), len(packed.scales)
     out = torch.empty((rows.shape[0], columns), dtype=x.dtype)
@@ -151,8 +151,8 @@ class PackedInt4(NamedTuple):
 
 
 def has_packed_int4_products() -> bool:
-    """Whether this CPU supports packed 4-bit products: with AVX-512 BF16."""
-    return packed_isa() == _INT8_ISA
+    """Whether this CPU supports packed 4-bit products: with AVX-512."""
+    return packed_isa() in ("avx512", "avx512_bf16")
 
 
 def pack_int4(
@@ -184,7 +184,7 @@ def packed_int4_linear(
     other rows.
 
     Raises:
-        RuntimeError: on a CPU without AVX-512 BF16, or if shapes or dtypes do not fit.
+        RuntimeError: on a CPU without AVX-512, or if shapes or dtypes do not fit.
     """
     rows = _as_rows(x)
     out = torch.empty((rows.shape[0], packed.columns), dtype=x.dtype)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -10,11 +12,17 @@ from tests.conftest import use_isa
 from vllm_specplug.kernels.extension import allowed_isas
 from vllm_specplug.kernels.packed_linear import pack_int4, packed_int4_linear
 
-pytestmark = pytest.mark.skipif(
-    "avx512_bf16" not in allowed_isas(), reason="this CPU has no avx512_bf16"
-)
 
-# Blocks of rows change at 3, 8 and 15, and rows are split evenly from there on.
+@pytest.fixture(autouse=True, params=["avx512", "avx512_bf16"])
+def isa(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.param not in allowed_isas():
+        pytest.skip(f"this CPU has no {request.param}")
+    use_isa(request.param)
+    yield
+    use_isa(None)
+
+
+# Blocks of rows change at 3, 7, 8, 13 and 15, and rows are split evenly from there on.
 ROWS = (0, 1, 2, 3, 7, 8, 13, 14, 15, 29, 40, 130)
 # (columns, depth, group size)
 SHAPES = ((32, 32, 32), (33, 64, 8), (100, 576, 32), (64, 1024, 128), (130, 96, 96), (16, 48, 24))
@@ -78,7 +86,7 @@ def test_what_does_not_fit_is_refused() -> None:
         packed_int4_linear(x, packed, torch.zeros(60).bfloat16())
     use_isa("avx2")
     try:
-        with pytest.raises(RuntimeError, match="AVX-512 BF16"):
+        with pytest.raises(RuntimeError, match="AVX-512"):
             packed_int4_linear(x, packed)
     finally:
         use_isa(None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -33,7 +34,7 @@ def _skip_below(isa: str) -> None:
         pytest.skip(f"this CPU has no {isa}")
 
 
-@pytest.fixture(params=["avx2", "avx512_bf16"])
+@pytest.fixture(params=["avx2", "avx512", "avx512_bf16"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The instruction set of bfloat16 products."""
     _skip_below(request.param)
@@ -43,13 +44,44 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     use_isa(None)
 
 
+def _skip_without_int8() -> None:
+    if not torch.ops.specplug.has_int8_products():
+        pytest.skip("this CPU has no avx512_vnni")
+
+
 @pytest.fixture
 def int8_products() -> None:
-    _skip_below("avx512_bf16")
+    _skip_without_int8()
 
 
-# Blocks of rows change at 3, 6, 14 and 96, the cache's part of them ends at 126 or 512.
-ROWS = (1, 2, 3, 4, 5, 6, 7, 13, 14, 15, 16, 28, 29, 95, 96, 97, 125, 126, 127, 128, 511, 513)
+# Blocks of rows change at 3, 6, 12, 14, 64 and 96, the cache's part of them ends at 126 or 512.
+ROWS = (
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    12,
+    13,
+    14,
+    15,
+    16,
+    24,
+    28,
+    29,
+    64,
+    95,
+    96,
+    97,
+    125,
+    126,
+    127,
+    128,
+    511,
+    513,
+)
 
 
 def _case(columns: int, depth: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -90,7 +122,7 @@ def test_rows_longer_than_a_piece(isa: str, depth: int) -> None:
         assert torch.equal(packed_linear(apart[:, :depth], packed, 80, bias), found)
 
 
-@pytest.mark.parametrize("name", ["avx2", "avx512_bf16"])
+@pytest.mark.parametrize("name", ["avx2", "avx512", "avx512_bf16"])
 @given(
     columns=st.integers(32, 100),
     pairs=st.integers(1, 450),
@@ -124,8 +156,7 @@ def test_weights_are_kept_bit_for_bit(
 
 def test_weights_of_models_take_three_quarters() -> None:
     """And those without a common exponent what they took."""
-    _skip_below("avx512_bf16")
-    use_isa("avx512_bf16")
+    _skip_below("avx512")
     try:
         weight = (torch.randn(640, 1536) * 0.04).bfloat16()
         assert 0.75 < pack_linear(weight).nbytes / weight.nbytes < 0.77
@@ -194,16 +225,22 @@ def test_a_weight_that_does_not_lie_together(isa: str) -> None:
 
 # -- rows of every kind of product ---------------------------------------------------------
 
-# Of bfloat16 by two instruction sets, of int8, and of four bits without and with zero points.
-KINDS = ("avx2", "avx512_bf16", "int8", "int4", "int4 with zeros")
+# A form of the weight, and an instruction set.
+KINDS = [
+    ("bf16", "avx2"),
+    ("int8", "avx512"),
+    *itertools.product(("bf16", "int4", "int4 with zeros"), ("avx512", "avx512_bf16")),
+]
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=KINDS, ids=" ".join)
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    isa = "avx2" if request.param == "avx2" else "avx512_bf16"
+    form, isa = request.param
     _skip_below(isa)
+    if form == "int8":
+        _skip_without_int8()
     use_isa(isa)
-    yield request.param
+    yield form
     use_isa(None)
 
 
@@ -230,7 +267,7 @@ def product(kind: str, columns: int, depth: int) -> Callable[[torch.Tensor], tor
 def test_a_row_is_the_same_in_any_company(
     kind: str, columns: int, n: int, rows: int, data: st.DataObject
 ) -> None:
-    depth = {"int8": 1, "avx2": 2, "avx512_bf16": 2}.get(kind, 8) * n
+    depth = {"int8": 1, "bf16": 2}.get(kind, 8) * n
     run, x = product(kind, columns, depth), torch.randn(rows, depth).bfloat16()
     first = data.draw(st.integers(0, rows - 1))
     last = data.draw(st.integers(first + 1, rows))
@@ -300,27 +337,25 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     module = "vllm_specplug.kernels.packed_linear."
     for allowed, packed, automatic, asked in (
         (("plain",), None, False, False),
-        # oneDNN has no bfloat16 products without AVX-512, and with it ones that nothing here beats.
         (("plain", "avx2"), "avx2", True, True),
-        (("plain", "avx2", "avx512"), "avx2", False, True),
+        (("plain", "avx2", "avx512"), "avx512", True, True),
         (("plain", "avx2", "avx512", "avx512_bf16"), "avx512_bf16", True, True),
+        # Nothing here beats oneDNN's products with AMX.
         (("plain", "avx2", "avx512", "avx512_bf16", "amx"), "avx512_bf16", False, True),
-        # A virtual machine that hides VNNI.
-        (("plain", "avx2", "avx512", "avx512_bf16"), "avx2", False, True),
     ):
         monkeypatch.setattr(module + "allowed_isas", lambda allowed=allowed: allowed)
         monkeypatch.setattr(module + "packed_isa", lambda packed=packed: packed)
         assert packs_target("auto") is automatic
         assert packs_target("packed") is asked
         assert packs_target("vllm") is False
-        assert has_packed_int8_products() is (automatic and packed == "avx512_bf16")
+        assert has_packed_int8_products() is (automatic and torch.ops.specplug.has_int8_products())
 
 
 def test_the_limit_of_instruction_sets_holds_for_products() -> None:
     try:
         for name in supported_isas():
             use_isa(name)
-            expected = {"plain": None, "avx2": "avx2", "avx512": "avx2"}.get(name, "avx512_bf16")
+            expected = {"plain": None, "amx": "avx512_bf16"}.get(name, name)
             assert packed_isa() == expected
             assert allowed_isas() == ISAS[: ISAS.index(name) + 1]
     finally:

@@ -96,7 +96,7 @@ def _alone(problem: PagedTrees, r: int) -> PagedTrees:
     return made
 
 
-IN_ORDER = ("avx2", "avx512_bf16")
+IN_ORDER = ("avx2", "avx512", "avx512_bf16")
 """Instruction sets whose kernels read a bfloat16 cache in place."""
 
 

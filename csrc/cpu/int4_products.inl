@@ -1,41 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of bfloat16 rows with 4-bit codes, by AVX-512 BF16. The codes of a group are multiplied
-// as they are, and their sum then with the group's scale, so a code costs a shift and a table
-// lookup for 32 numbers.
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <utility>
-
-#include "int4_panels.h"
-
-#if defined(__x86_64__)
-// GCC 12's headers make an undefined vector by initialising it with itself.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC push_options
-#pragma GCC target( \
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,bmi2,prefer-vector-width=512")
-#include "packed_columns.inl"
+// Products of rows with 4-bit codes. The codes of a group are multiplied as they are, and their sum
+// then with the group's scale, so a code costs a shift and a table lookup. Included behind
+// `packed_columns.inl`.
 
 namespace specplug {
-
 namespace {
+namespace int4 {
 
-// The sums of 7 rows by a panel, or of 14 by half of it, once for the group and once in all, and
-// what is multiplied fill the 32 registers.
-constexpr int kFewRows = 7, kMostRows = 14;
+// The sums of a few rows by a panel, or of twice as many by half of it, once for the group and once
+// in all, fill the registers for sums.
+constexpr int kFewRows = kSumRegisters / 4, kMostRows = kSumRegisters / 2;
 // Up to two rows are done with a line before the next one comes from memory: then the first cache
 // is asked for at once. More rows ask for the second, and soon after for the first.
 constexpr int kRowsFromMemory = 2;
 constexpr int64_t kAtOnce = 8192, kLater = 16384, kSoon = 2048;
 
+#ifdef __AVX512BF16__
 // bfloat16 of the codes 0 to 15, twice: a lookup uses 5 bits of a word, of which 4 are the code.
 inline __attribute__((always_inline)) __m512i code_table() {
   alignas(64) uint16_t table[32];
@@ -47,6 +27,23 @@ inline __attribute__((always_inline)) __m512i code_table() {
   }
   return _mm512_load_si512(table);
 }
+
+// The lowest codes of `words`.
+inline __attribute__((always_inline)) Pairs codes_of(__m512i words, __m512i table) {
+  return _mm512_permutexvar_epi16(words, table);
+}
+#else
+inline __attribute__((always_inline)) __m512 code_table() {
+  const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(kInt4Bias)));
+}
+
+// The lowest codes of `words`: a lookup uses the 4 lowest bits of 32.
+inline __attribute__((always_inline)) Pairs codes_of(__m512i words, __m512 table) {
+  return {_mm512_permutexvar_ps(words, table),
+          _mm512_permutexvar_ps(_mm512_srli_epi32(words, 16), table)};
+}
+#endif
 
 inline __attribute__((always_inline)) __m512 load_16(const char* from) {
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
@@ -60,9 +57,10 @@ inline __attribute__((always_inline)) void multiply_part(const Int4Product& p, i
                                                          bool from_memory) {
   const Int4Shape& shape = p.shape;
   const int64_t groups = shape.groups(), units = shape.group_depth / kInt4UnitDepth;
-  const __m512i table = code_table();
+  const auto table = code_table();
   const char* at = p.weight + panel * shape.panel_bytes();
-  const char* x = p.x + row * p.x_stride;
+  const char* x = p.x + row * p.row_bytes;
+  const int64_t step = pair_step(p.x_stride);
   __m512 sums[R][V];
 #pragma GCC unroll 32
   for (int r = 0; r < R; ++r)
@@ -106,21 +104,15 @@ inline __attribute__((always_inline)) void multiply_part(const Int4Product& p, i
 #pragma GCC unroll 2
       for (int v = 0; v < V; ++v) words[v] = _mm512_loadu_si512(at + (first + v) * kLine);
 #pragma GCC unroll 4
-      for (int pair = 0; pair < 4; ++pair, x += kGroupBytes) {
-        __m512i codes[V];
+      for (int pair = 0; pair < 4; ++pair, x += step) {
+        Pairs codes[V];
 #pragma GCC unroll 2
         for (int v = 0; v < V; ++v) {
-          codes[v] = _mm512_permutexvar_epi16(words[v], table);
+          codes[v] = codes_of(words[v], table);
           words[v] = _mm512_srli_epi16(words[v], 4);
         }
 #pragma GCC unroll 32
-        for (int r = 0; r < R; ++r) {
-          const __m512i all = broadcast(x + r * p.x_stride);
-#pragma GCC unroll 2
-          for (int v = 0; v < V; ++v)
-            of_group[r][v] = _mm512_dpbf16_ps(of_group[r][v], reinterpret_cast<__m512bh>(codes[v]),
-                                              reinterpret_cast<__m512bh>(all));
-        }
+        for (int r = 0; r < R; ++r) add_products(of_group[r], codes, x, r, p.x_stride);
       }
     }
 #pragma GCC unroll 32
@@ -155,37 +147,14 @@ constexpr std::array<MultiplyRows, sizeof...(R) + 1> by_rows(std::integer_sequen
 }
 constexpr auto kMultiplyRows = by_rows(std::make_integer_sequence<int, kMostRows>{});
 
-}  // namespace
-
-void multiply_int4(const Int4Product& p, int64_t first, int64_t last) {
-  const int64_t blocks = (p.rows + kMostRows - 1) / kMostRows;
-  const int64_t tile = (p.rows + blocks - 1) / blocks;
+// All rows by the panels [first, last).
+void multiply(const Int4Product& p, int64_t first, int64_t last) {
   for (int64_t panel = first; panel < last; ++panel)
-    for (int64_t row = 0; row < p.rows; row += tile)
-      kMultiplyRows[static_cast<size_t>(std::min(tile, p.rows - row))](p, row, panel, row == 0);
+    for (int64_t row = 0; row < p.rows; row += p.tile_rows)
+      kMultiplyRows[static_cast<size_t>(std::min(p.tile_rows, p.rows - row))](p, row, panel,
+                                                                              row == 0);
 }
 
-void sum_groups(const uint16_t* row, int64_t groups, int64_t group_depth, float* sums) {
-  const __m512i ones = _mm512_set1_epi16(0x3f80);
-  for (int64_t group = 0; group < groups; ++group) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t k = 0; k < group_depth; k += 32) {
-      const __mmask32 held =
-          static_cast<__mmask32>((uint64_t{1} << std::min<int64_t>(32, group_depth - k)) - 1);
-      const __m512i numbers = _mm512_maskz_loadu_epi16(held, row + group * group_depth + k);
-      sum = _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(numbers),
-                             reinterpret_cast<__m512bh>(ones));
-    }
-    sums[group] = _mm512_reduce_add_ps(sum);
-  }
-}
-
+}  // namespace int4
+}  // namespace
 }  // namespace specplug
-#pragma GCC pop_options
-#pragma GCC diagnostic pop
-#else
-namespace specplug {
-void multiply_int4(const Int4Product&, int64_t, int64_t) {}
-void sum_groups(const uint16_t*, int64_t, int64_t, float*) {}
-}  // namespace specplug
-#endif

@@ -1,38 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of bfloat16 rows with a compressed weight, by AVX-512 BF16: an instruction multiplies
-// two numbers of a row with two of each of 16 columns.
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include <algorithm>
-#include <array>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <utility>
-
-#include "compressed_panels.h"
-
-#if defined(__x86_64__)
-// GCC 12's headers make an undefined vector by initialising it with itself.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC push_options
-#pragma GCC target( \
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx512vnni,avx2,fma,bmi2,prefer-vector-width=512")
-#include "packed_columns.inl"
+// Products of rows with a compressed weight. Included behind `packed_columns.inl`.
 
 namespace specplug {
-
 namespace {
+namespace compressed {
 
 constexpr int64_t kUnitBytes = kUnitLines * kLine, kPlainUnitBytes = kPlainUnitLines * kLine;
 
 // Vector v of the unit at `unit`.
 template <bool kPlain>
-inline __attribute__((always_inline)) __m512i numbers(const char* unit, int v, __m512i table) {
+inline __attribute__((always_inline)) __m512i words_of(const char* unit, int v, __m512i table) {
   const auto line = [&](int i) __attribute__((always_inline)) {
     return _mm512_loadu_si512(unit + i * kLine);
   };
@@ -81,6 +58,7 @@ inline __attribute__((always_inline)) void add_units(__m512 (&sums)[R][V], const
                                                      int64_t x_stride, const char* ahead,
                                                      const char* end, int64_t lines_per_unit) {
   constexpr int64_t kBytes = kPlain ? kPlainUnitBytes : kUnitBytes;
+  const int64_t step = pair_step(x_stride);
   for (int64_t i = 0; i < units; ++i, unit += 2 * kBytes) {
     if constexpr (R <= kRowsFromMemory) {
       for (int64_t at = 0; at < V * kBytes; at += kLine)
@@ -92,18 +70,13 @@ inline __attribute__((always_inline)) void add_units(__m512 (&sums)[R][V], const
         _mm_prefetch(unit + kSoon + at, _MM_HINT_T0);
     }
 #pragma GCC unroll 4
-    for (int g = 0; g < kUnitGroups; ++g, x += kGroupBytes) {
-      __m512i columns[V];
+    for (int g = 0; g < kUnitGroups; ++g, x += step) {
+      Pairs columns[V];
 #pragma GCC unroll 2
-      for (int v = 0; v < V; ++v) columns[v] = numbers<kPlain>(unit + v * kBytes, g, table);
+      for (int v = 0; v < V; ++v)
+        columns[v] = make_pairs(words_of<kPlain>(unit + v * kBytes, g, table));
 #pragma GCC unroll 32
-      for (int r = 0; r < R; ++r) {
-        const __m512i all = broadcast(x + r * x_stride);
-#pragma GCC unroll 2
-        for (int v = 0; v < V; ++v)
-          sums[r][v] = _mm512_dpbf16_ps(sums[r][v], reinterpret_cast<__m512bh>(columns[v]),
-                                        reinterpret_cast<__m512bh>(all));
-      }
+      for (int r = 0; r < R; ++r) add_products(sums[r], columns, x, r, x_stride);
     }
   }
 }
@@ -113,6 +86,7 @@ inline __attribute__((always_inline)) void add_part(const Piece& p, int first, i
                                                     int64_t lines) {
   const CompressedProduct& product = p.product;
   const int64_t lines_per_unit = (lines + p.units - 1) / p.units;
+  const int64_t unit_step = kUnitGroups * pair_step(product.x_stride);
   const char *const ahead = p.ahead + begin * kLine, *const end = ahead + lines * kLine;
   float* const held = p.sums + first * 16;
   __m512 sums[R][V];
@@ -130,9 +104,8 @@ inline __attribute__((always_inline)) void add_part(const Piece& p, int first, i
     const bool is_plain = (head & kIsPlain) != 0;
     const __m512i table = _mm512_loadu_si512(at);
     at += kLine;
-    const char *const x = p.x + unit * kUnitGroups * kGroupBytes, *const next =
-                                                                      ahead +
-                                                                      unit * lines_per_unit * kLine;
+    const char *const x = p.x + unit * unit_step, *const next =
+                                                      ahead + unit * lines_per_unit * kLine;
     if (is_plain)
       add_units<R, V, true>(sums, at + first * kPlainUnitBytes, count, table, x, product.x_stride,
                             next, end, lines_per_unit);
@@ -141,6 +114,7 @@ inline __attribute__((always_inline)) void add_part(const Piece& p, int first, i
                              end, lines_per_unit);
     at += 2 * count * (is_plain ? kPlainUnitBytes : kUnitBytes);
   }
+#pragma GCC unroll 2
   for (int v = 0; v < V; ++v) {
     const int64_t column = p.panel * kPanelColumns + (first + v) * 16;
 #pragma GCC unroll 32
@@ -152,9 +126,8 @@ inline __attribute__((always_inline)) void add_part(const Piece& p, int first, i
   }
 }
 
-// The sums of 14 rows by a panel, or of 28 by half of it, and what is multiplied fill the 32
-// registers.
-constexpr int kFewRows = 14, kManyRows = 28;
+// The sums of a few rows by a panel, or of many by half of it, fill the registers for sums.
+constexpr int kFewRows = kSumRegisters / 2, kManyRows = kSumRegisters;
 
 template <int R>
 void add_piece(const Piece& p) {
@@ -174,8 +147,6 @@ constexpr std::array<AddPiece, sizeof...(R) + 1> by_rows(std::integer_sequence<i
 }
 constexpr auto kAddPiece = by_rows(std::make_integer_sequence<int, kManyRows>{});
 
-// From so many rows on blocks are of up to 28.
-constexpr int64_t kRowsOfMany = 64;
 // Rows of this many bytes stay in the first cache beside what is multiplied. Longer ones pass a few
 // panels piece by piece, whose sums stay in the first cache.
 constexpr int64_t kRowBytes = 24576, kSumBytes = 16384;
@@ -209,16 +180,13 @@ struct Order {
   }
 };
 
-}  // namespace
-
-void multiply_compressed(const CompressedProduct& p, int64_t first, int64_t last) {
-  const int64_t most = p.rows >= kRowsOfMany ? kManyRows : kFewRows;
-  const int64_t blocks = (p.rows + most - 1) / most;
-  const int64_t tile = (p.rows + blocks - 1) / blocks;
+// The panels [first, last) of a product.
+void multiply(const CompressedProduct& p, int64_t first, int64_t last) {
+  const int64_t tile = p.tile_rows, blocks = (p.rows + tile - 1) / tile;
   const int64_t pieces = (p.units + kPieceUnits - 1) / kPieceUnits;
   const int64_t panels = (p.columns + kPanelColumns - 1) / kPanelColumns;
   const int64_t panel_sums = p.rows * kPanelColumns;
-  const bool fits = p.rows * p.units * kUnitDepth * 2 <= kRowBytes;
+  const bool fits = p.rows * p.row_bytes <= kRowBytes;
   const int64_t group =
       fits ? 1
            : std::max<int64_t>(1, kSumBytes / (panel_sums * static_cast<int64_t>(sizeof(float))));
@@ -248,18 +216,14 @@ void multiply_compressed(const CompressedProduct& p, int64_t first, int64_t last
       const int64_t line = lines * b / blocks;
       const int64_t unit = at.piece * kPieceUnits;
       kAddPiece[static_cast<size_t>(rows)](
-          {p, row, at.panel, start(at), p.x + row * p.x_stride + unit * kUnitDepth * 2,
+          {p, row, at.panel, start(at),
+           p.x + row * p.row_bytes + unit * kUnitGroups * pair_step(p.x_stride),
            std::min(kPieceUnits, p.units - unit), held + row * kPanelColumns, at.piece == 0,
            at.piece == pieces - 1, from + line * kLine, lines * (b + 1) / blocks - line});
     }
   }
 }
 
+}  // namespace compressed
+}  // namespace
 }  // namespace specplug
-#pragma GCC pop_options
-#pragma GCC diagnostic pop
-#else
-namespace specplug {
-void multiply_compressed(const CompressedProduct&, int64_t, int64_t) {}
-}  // namespace specplug
-#endif
