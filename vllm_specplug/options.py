@@ -94,8 +94,8 @@ class TreeOptions:
     target_products: TargetProductsName = "auto"
     """Kernels that multiply with the target's unquantized bfloat16 weights on a CPU: "packed" for
     this package's, "vllm" for vLLM's. "auto" uses "packed" where it is faster: on a CPU with
-    AVX-512 BF16 but no AMX, or with AVX2 but no AVX-512, unless AMD's zentorch is installed. On
-    such a CPU the tree kernel also attends rows without drafts."""
+    AVX2 or AVX-512 but no AMX, unless AMD's zentorch is installed. On such a CPU the tree kernel
+    also attends rows without drafts."""
     tree_kernel: KernelName = "auto"
     """Tree attention kernel. On a CPU, "cpp" requires the compiled kernel. On CUDA, "cute"
     (Hopper), "flash" (vLLM's FlashAttention for the context) and "triton" are preferences: if one

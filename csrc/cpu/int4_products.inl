@@ -15,7 +15,7 @@ constexpr int kFewRows = kSumRegisters / 4, kMostRows = kSumRegisters / 2;
 constexpr int kRowsFromMemory = 2;
 constexpr int64_t kAtOnce = 8192, kLater = 16384, kSoon = 2048;
 
-#ifdef __AVX512BF16__
+#if BF16_DOT
 // bfloat16 of the codes 0 to 15, twice: a lookup uses 5 bits of a word, of which 4 are the code.
 inline __attribute__((always_inline)) __m512i code_table() {
   alignas(64) uint16_t table[32];

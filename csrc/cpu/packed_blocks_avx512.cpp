@@ -19,6 +19,7 @@
 #pragma GCC push_options
 #pragma GCC target( \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,bmi2,prefer-vector-width=512")
+#define BF16_DOT 0
 #include "packed_columns.inl"
 
 namespace specplug {

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Shared parts of products of 16 columns with AVX-512. Included where the target is set: with
-// bfloat16 instructions in it, pairs of bfloat16 numbers are multiplied at once, otherwise their
-// float32 values one by one.
+// Shared parts of products of 16 columns with AVX-512. Included where the target is set. With
+// BF16_DOT, which needs AVX-512 BF16, an instruction multiplies pairs of bfloat16 numbers; without
+// it, their float32 values one after the other. GCC's own macro for the instruction set is not set
+// by a pragma in C++.
 
 namespace specplug {
 namespace {
@@ -12,7 +13,7 @@ inline __attribute__((always_inline)) __m512i broadcast(const char* x) {
   return _mm512_set1_epi32(group);
 }
 
-#ifdef __AVX512BF16__
+#if BF16_DOT
 constexpr bool kTakesTiles = false;
 // Registers that hold sums; the others hold what is multiplied.
 constexpr int kSumRegisters = 28;

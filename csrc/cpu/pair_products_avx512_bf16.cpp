@@ -23,6 +23,7 @@
 #pragma GCC push_options
 #pragma GCC target( \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prefer-vector-width=512")
+#define BF16_DOT 1
 #include "packed_columns.inl"
 // The next files use it.
 #include "compressed_products.inl"
