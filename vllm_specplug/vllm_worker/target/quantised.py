@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a quantised target on a CPU with AVX-512.
 
-With AVX-512 BF16, on one core, the products of a 135M model with 4-bit weights take vLLM's kernel 18 ms for one row and
-46 ms for twelve; the packed ones take 4 and 17 ms.
+On one core with AVX-512 BF16, the products of a 135M model with 4-bit weights take vLLM's kernel
+18 ms for one row and 46 ms for twelve; the packed ones take 4 and 17 ms.
 """
 
 from __future__ import annotations
