@@ -112,8 +112,8 @@ def main() -> None:
             title="Products of a target by rows",
             about="The products of the 30 layers of SmolLM2-135M in one forward on one core, with "
             "random weights, in turns; medians of 8, from 24 rows on of 3, lowest and highest in "
-            "brackets, in CPU milliseconds. A weight is read from memory each time. 4 bits: symmetric, groups of 32 "
-            "inputs. 8 bits: weights by output, inputs by token.",
+            "brackets, in CPU milliseconds. A weight is read from memory each time. 4 bits: "
+            "symmetric, groups of 32 inputs. 8 bits: weights by output, inputs by token.",
             sections=[
                 Section(
                     ("rows", *(f"{name} (ms)" for name in products),
