@@ -82,7 +82,9 @@ def main() -> None:
     args = benchmark.parse()
     confine_process()
     import torch
-    import vllm._C  # noqa: F401
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
 
     products = make_products()
     table, data = [], []
