@@ -18,7 +18,7 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("vllm-specplug", "vllm", "torch", "transformers")
 _GPU_QUERY = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
-_CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
+_CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16")
 # Results and prose. Writing a result does not mark the next one.
 _NOT_CODE = (":!bench/results", ":!docs", ":!*.md")
 _TOOLS = ("bench", "train", "cli.py", "provenance.py", "targets.py")

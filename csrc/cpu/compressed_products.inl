@@ -186,7 +186,7 @@ void multiply(const CompressedProduct& p, int64_t first, int64_t last) {
   const int64_t pieces = (p.units + kPieceUnits - 1) / kPieceUnits;
   const int64_t panels = (p.columns + kPanelColumns - 1) / kPanelColumns;
   const int64_t panel_sums = p.rows * kPanelColumns;
-  const bool fits = p.rows * p.row_bytes <= kRowBytes;
+  const bool fits = p.rows * p.units * kUnitDepth * kNumberBytes <= kRowBytes;
   const int64_t group =
       fits ? 1
            : std::max<int64_t>(1, kSumBytes / (panel_sums * static_cast<int64_t>(sizeof(float))));

@@ -3,6 +3,9 @@
 // BF16_DOT, which needs AVX-512 BF16, an instruction multiplies pairs of bfloat16 numbers; without
 // it, their float32 values one after the other. GCC's own macro for the instruction set is not set
 // by a pragma in C++.
+#ifndef BF16_DOT
+#error "BF16_DOT must be 0 or 1"
+#endif
 
 namespace specplug {
 namespace {
@@ -15,6 +18,7 @@ inline __attribute__((always_inline)) __m512i broadcast(const char* x) {
 
 #if BF16_DOT
 constexpr bool kTakesTiles = false;
+constexpr int64_t kNumberBytes = 2;  // of a row
 // Registers that hold sums; the others hold what is multiplied.
 constexpr int kSumRegisters = 28;
 
@@ -43,6 +47,7 @@ inline __attribute__((always_inline)) __m256i round_bf16(__m512 numbers) {
 }
 #else
 constexpr bool kTakesTiles = true;
+constexpr int64_t kNumberBytes = 4;
 constexpr int kSumRegisters = 24;
 
 struct Pairs {

@@ -150,7 +150,7 @@ std::unique_ptr<char[]> take_rows(P& p, const PairProducts& kind, int64_t most_r
   return held;
 }
 
-// Rows that stay in the cache while all panels of a compressed weight pass.
+// Rows that stay in the cache while all panels pass.
 constexpr int64_t kChunkRows = 512;
 // From so many rows on tiles have many.
 constexpr int64_t kRowsOfMany = 64;
@@ -413,8 +413,10 @@ void sum_groups(const char* row, int64_t groups, int64_t group_depth, float* sum
   for (int64_t group = 0; group < groups; ++group) {
     float of_places[kInt4UnitDepth] = {};
     for (int64_t k = 0; k < group_depth; k += kInt4UnitDepth, row += 2 * kInt4UnitDepth) {
+      uint32_t words[kInt4UnitDepth];
+      widen(Element::kBfloat16, row, kInt4UnitDepth, words);
       float numbers[kInt4UnitDepth];
-      widen(Element::kBfloat16, row, kInt4UnitDepth, reinterpret_cast<uint32_t*>(numbers));
+      std::memcpy(numbers, words, sizeof(numbers));
       for (int place = 0; place < kInt4UnitDepth; ++place) of_places[place] += numbers[place];
     }
     sums[group] = 0.0f;
@@ -435,23 +437,28 @@ void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_dep
       shape.depth, "]");
   if (x.size(0) == 0) return;
   const int64_t groups = shape.groups();
-  Int4Product p{shape,    data<char>(x),        data<char>(packed),
-                nullptr,  data<uint16_t>(bias), data<uint16_t>(out),
-                x.size(0)};
-  p.x_stride = x.stride(0) * 2;
-  std::unique_ptr<float[]> sums;
-  if (has_zeros) {
-    sums.reset(new float[static_cast<size_t>(p.rows * groups)]);
-    torch::stable::parallel_for(0, p.rows, kFewestRows, [&](int64_t first, int64_t last) {
-      for (int64_t r = first; r < last; ++r)
-        sum_groups(p.x + r * p.x_stride, groups, group_depth, sums.get() + r * groups);
-    });
-    p.sums = sums.get();
+  const std::unique_ptr<float[]> sums(
+      has_zeros ? new float[static_cast<size_t>(std::min(kChunkRows, x.size(0)) * groups)]
+                : nullptr);
+  for (int64_t row = 0; row < x.size(0); row += kChunkRows) {
+    Int4Product p{shape,
+                  data<char>(x) + row * x.stride(0) * 2,
+                  data<char>(packed),
+                  sums.get(),
+                  data<uint16_t>(bias),
+                  data<uint16_t>(out) + row * shape.columns,
+                  std::min(kChunkRows, x.size(0) - row)};
+    p.x_stride = x.stride(0) * 2;
+    if (has_zeros)
+      torch::stable::parallel_for(0, p.rows, kFewestRows, [&](int64_t first, int64_t last) {
+        for (int64_t r = first; r < last; ++r)
+          sum_groups(p.x + r * p.x_stride, groups, group_depth, sums.get() + r * groups);
+      });
+    const std::unique_ptr<char[]> held =
+        take_rows(p, *kind, kind->int4_rows, shape.depth, shape.depth);
+    torch::stable::parallel_for(0, panels_of(shape.columns), 2,
+                                [&](int64_t first, int64_t last) { kind->int4(p, first, last); });
   }
-  const std::unique_ptr<char[]> held =
-      take_rows(p, *kind, kind->int4_rows, shape.depth, shape.depth);
-  torch::stable::parallel_for(0, panels_of(shape.columns), 2,
-                              [&](int64_t first, int64_t last) { kind->int4(p, first, last); });
 }
 
 }  // namespace

@@ -51,7 +51,11 @@ def has_packed_products() -> bool:
 
 def has_packed_int8_products() -> bool:
     """The same for packed int8 products: with AVX-512 VNNI, without AMX."""
-    return has_packed_products() and torch.ops.specplug.has_int8_products()
+    return has_packed_products() and _has_int8_products()
+
+
+def _has_int8_products() -> bool:
+    return bool(torch.ops.specplug.has_int8_products())
 
 
 def can_pack(weight: torch.Tensor) -> bool:

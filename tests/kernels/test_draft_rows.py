@@ -19,9 +19,13 @@ from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.vllm_worker.target.linear import int8_linear
 
 POSITIONS = 64
-needs_packed = pytest.mark.skipif(
-    not has_packed_int8_products(), reason="this CPU has no packed int8 products"
-)
+needs_packed = pytest.mark.usefixtures("packed_int8")
+
+
+@pytest.fixture
+def packed_int8() -> None:
+    if not has_packed_int8_products():
+        pytest.skip("this CPU has no packed int8 products")
 
 
 @torch.inference_mode()

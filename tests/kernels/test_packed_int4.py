@@ -22,8 +22,8 @@ def isa(request: pytest.FixtureRequest) -> Iterator[None]:
     use_isa(None)
 
 
-# Blocks of rows change at 3, 7, 8, 13 and 15, and rows are split evenly from there on.
-ROWS = (0, 1, 2, 3, 7, 8, 13, 14, 15, 29, 40, 130)
+# Blocks of rows change at 3, 7, 8, 13 and 15; more rows are split evenly, in parts of 512.
+ROWS = (0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 15, 29, 40, 130, 515)
 # (columns, depth, group size)
 SHAPES = ((32, 32, 32), (33, 64, 8), (100, 576, 32), (64, 1024, 128), (130, 96, 96), (16, 48, 24))
 

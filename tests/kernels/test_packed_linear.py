@@ -45,6 +45,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def _skip_without_int8() -> None:
+    _skip_below("avx512")
     if not torch.ops.specplug.has_int8_products():
         pytest.skip("this CPU has no avx512_vnni")
 
@@ -348,7 +349,9 @@ def test_choices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert packs_target("auto") is automatic
         assert packs_target("packed") is asked
         assert packs_target("vllm") is False
-        assert has_packed_int8_products() is (automatic and torch.ops.specplug.has_int8_products())
+        for has_vnni in (False, True):
+            monkeypatch.setattr(module + "_has_int8_products", lambda has_vnni=has_vnni: has_vnni)
+            assert has_packed_int8_products() is (automatic and has_vnni)
 
 
 def test_the_limit_of_instruction_sets_holds_for_products() -> None:
@@ -357,6 +360,7 @@ def test_the_limit_of_instruction_sets_holds_for_products() -> None:
             use_isa(name)
             expected = {"plain": None, "amx": "avx512_bf16"}.get(name, name)
             assert packed_isa() == expected
+            assert name not in ("plain", "avx2") or not has_packed_int8_products()
             assert allowed_isas() == ISAS[: ISAS.index(name) + 1]
     finally:
         use_isa(None)

@@ -76,7 +76,7 @@ _LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 _CPU_PRODUCTS_TOPIC = Topic(
     "cpu_products",
     "vLLM multiplies a dozen bfloat16 rows in 1.5 times the time of one row on a CPU with "
-    "AVX-512 BF16, in 6 times with AVX-512 only, in 9 times without it, and in 2.5 times with "
+    "AVX-512 BF16, in 5 times with AVX-512 only, in 9 times without it, and in 2.5 times with "
     "4-bit weights; applied while a worker loads its weights",
 )
 CPU_PRODUCTS = SeamSet(

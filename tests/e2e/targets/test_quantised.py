@@ -23,7 +23,11 @@ from tests.e2e.pair import Pair, core_of, generate, make_engine, pair, sequences
 from tests.e2e.quantised import dequantised, make_quantised_target
 from tests.e2e.requests import greedy, seeded
 from tests.e2e.tiny import make_head
-from vllm_specplug.kernels.packed_linear import has_packed_int8_products
+from vllm_specplug.kernels.packed_linear import (
+    has_packed_int4_products,
+    has_packed_int8_products,
+    has_packed_products,
+)
 from vllm_specplug.options import REQUEST_BUDGET_ARG
 from vllm_specplug.vllm_worker.target import quantised
 
@@ -110,9 +114,15 @@ def _parts_at_ties_alone(scheme: str, heads: tuple[bool, ...] = (True,)) -> None
     for head in heads:
         engines = engines_of(scheme, "bfloat16", head)
         assert _uses_packed_products(engines.plain) == {False}
-        assert _uses_packed_products(engines.tree) == {has_packed_int8_products()}
+        assert _uses_packed_products(engines.tree) == {_is_packed(scheme)}
         engines.compare_up_to_ties(PROMPTS, 48, MARGIN)
         _reads_the_tables_right(engines, scheme, head)
+
+
+def _is_packed(scheme: str) -> bool:
+    if scheme == "int8":
+        return has_packed_int8_products()
+    return has_packed_products() and has_packed_int4_products()
 
 
 def _uses_packed_products(llm: Any) -> set[bool]:
@@ -130,7 +140,7 @@ def _uses_packed_products(llm: Any) -> set[bool]:
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w4a16-zeros", "int8"])
 def test_a_text_does_not_depend_on_its_drafts(scheme: str) -> None:
-    if not has_packed_int8_products():
+    if not _is_packed(scheme):
         pytest.skip("vLLM's products depend on the rows of a step")
     engines = engines_of(scheme, "bfloat16", True)
     answers = []
@@ -150,7 +160,7 @@ def test_a_text_does_not_depend_on_its_drafts(scheme: str) -> None:
 @pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("scheme", ["gptq", "int8"])
 def test_reloaded_weights_are_packed_again(scheme: str, eager: bool) -> None:
-    if not has_packed_int8_products():
+    if not _is_packed(scheme):
         pytest.skip("vLLM's own products, whose int8 ones it loses at a reload")
     old, new = (folder_of(scheme, True, seed=seed) for seed in (0, 1))
     engines = [

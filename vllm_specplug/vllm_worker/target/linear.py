@@ -25,7 +25,9 @@ from vllm_specplug.kernels.fp8_linear import FP8_CAPABILITY, Fp8Linear
 from vllm_specplug.kernels.packed_linear import (
     PackedInt8Linear,
     can_pack,
+    has_packed_int4_products,
     has_packed_int8_products,
+    has_packed_products,
     pack_int8,
     pack_linear,
     packs_target,
@@ -186,7 +188,7 @@ def takes_plain_rows(products: TargetProductsName, model: Any) -> bool:
     """Returns whether the tree kernel also attends rows without drafts: if the target's products
     are the package's (option `target_products`). A row's result is then the same with and without
     drafts in the step."""
-    is_packed = model.quantization is None or has_packed_int8_products()
+    is_packed = model.quantization is None or (has_packed_products() and has_packed_int4_products())
     return model.dtype == torch.bfloat16 and packs_target(products) and is_packed
 
 

@@ -191,7 +191,7 @@ def test_packed_products_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("products", "dtype", "quantization", "int8", "takes"),
+    ("products", "dtype", "quantization", "int4", "takes"),
     [
         ("packed", torch.bfloat16, None, False, True),
         ("vllm", torch.bfloat16, None, True, False),
@@ -206,10 +206,11 @@ def test_plain_rows_are_attended_where_products_are_packed(
     products: Any,
     dtype: torch.dtype,
     quantization: str | None,
-    int8: bool,
+    int4: bool,
     takes: bool,
 ) -> None:
     monkeypatch.setattr(linear, "packs_target", lambda products: products == "packed")
-    monkeypatch.setattr(linear, "has_packed_int8_products", lambda: int8)
+    monkeypatch.setattr(linear, "has_packed_products", lambda: True)
+    monkeypatch.setattr(linear, "has_packed_int4_products", lambda: int4)
     model: Any = SimpleNamespace(dtype=dtype, quantization=quantization)
     assert takes_plain_rows(products, model) == takes
