@@ -138,6 +138,12 @@ UNSUPPORTED_VLLM_OPTIONS: dict[str, str] = {
     "synthetic_acceptance_length": "the tree walk has no synthetic mode; leave it out",
     "dspark_draft_topk": "an option of method dspark; leave it out",
     "index_share_for_mtp_iteration": "an option of method mtp; leave it out",
+    "disable_padded_drafter_batch": "an option of vLLM's own chains; leave it out",
+    "enforce_eager": "drafts run as the target does; use --enforce-eager",
+    **{
+        f"suffix_decoding_{name}": "an option of method suffix; leave it out"
+        for name in ("max_tree_depth", "max_cached_requests", "max_spec_factor", "min_token_prob")
+    },
 }
 
 _REQUIRED_VALUES: dict[str, tuple[Any, str]] = {

@@ -168,6 +168,8 @@ def open_features(
                     f"{given.target_crc}, not {crc}); make features with this target"
                 )
         return training
+    if not online.reads_layers:
+        run.refuse_given(("layers",), "only for a head that reads several layers of the target")
     split = Split(finished_answers(run.answers), run.heldout_answers, REPETITIVE_SHARE)
     accelerator = new_accelerator()
     parts: list[list[TokenSequence]] = [[], []]
@@ -190,8 +192,9 @@ def open_features(
         )
     weights = TargetWeights(run.target)
     model = weights.load_frozen(device, processes) if online.runs_target else None
-    layers = chosen_layers(run.layers, int(weights.config["num_hidden_layers"]))
-    layers = layers if online.reads_layers else ()
+    layers: tuple[int, ...] = ()
+    if online.reads_layers:
+        layers = chosen_layers(run.layers, int(weights.config["num_hidden_layers"]))
     aside, rest = (
         online(run.answers, part, model, layers, device, run.shard_target) for part in parts
     )

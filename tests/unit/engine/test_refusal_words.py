@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         for name, value in {
             "rejection_sample_method": "block", "draft_sample_method": "probabilistic",
             "prompt_lookup_max": 4, "draft_tensor_parallel_size": 1, "revision": "v2",
-            "max_model_len": 64,
+            "max_model_len": 64, "enforce_eager": True, "suffix_decoding_max_tree_depth": 8,
         }.items()
     ),
     ({**NGRAM_TREE, "rejection_sample_method": "best"}, "speculative_config.rejection_sample_method"

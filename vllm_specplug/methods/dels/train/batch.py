@@ -20,6 +20,7 @@ class Texts(OnlineFeatures):
     """Answers without states of the target, for a loss that reads only tokens."""
 
     runs_target: ClassVar[bool] = False
+    reads_layers: ClassVar[bool] = False
 
     def forward(
         self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool

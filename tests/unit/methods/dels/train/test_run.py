@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +95,10 @@ def test_a_step_trains_the_frequent_tokens_and_some_others(make_job):
         ({"block_size": 1}, "block_size = 1, legal: an integer >= 2"),
         ({"rank": 0}, "rank = 0, legal: an integer from 1 to"),
         ({"vocab_per_step": 8}, "--vocab-per-step 8, legal with loss sft: 0"),
+        (
+            {"features": None, "heldout": None, "answers": Path("answers"), "layers": "1,3"},
+            "--layers 1,3, legal: only for a head that reads several layers",
+        ),
     ],
 )
 def test_bad_runs_are_refused_with_the_remedy(make_job, change, words):
