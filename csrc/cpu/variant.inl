@@ -236,6 +236,9 @@ INLINE void for_row_blocks(int rows, const F& f) {
 // multiplied the keys that come next.
 
 INLINE void ask_for(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
+
+// Numbers of a row that are multiplied at once: two vectors.
+constexpr int kRowVecs = 2, kRowNumbers = kRowVecs * VEC_WORDS;
 #endif
 
 #if VEC_ROWS && BF16_DOT
@@ -367,72 +370,69 @@ INLINE VecF load_bf16(const char* p) {
       __builtin_convertvector(*reinterpret_cast<const VecHu*>(p), VecU) << 16);
 }
 
-// acc += a[m] * 16 numbers of bf16.
+// acc += a[m] * kRowNumbers numbers of bf16.
 template <int ROWS>
-INLINE void multiply_row(VecF (&acc)[ROWS][kVecs], const uint32_t* a, int64_t ld_a,
+INLINE void multiply_row(VecF (&acc)[ROWS][kRowVecs], const uint32_t* a, int64_t ld_a,
                          const char* row) {
-  VecF numbers[kVecs];
-  UNROLL for (int j = 0; j < kVecs; ++j) numbers[j] = load_bf16(row + j * VEC_WORDS * 2);
+  VecF numbers[kRowVecs];
+  UNROLL for (int j = 0; j < kRowVecs; ++j) numbers[j] = load_bf16(row + j * VEC_WORDS * 2);
   UNROLL for (int m = 0; m < ROWS; ++m) {
     float x;
     __builtin_memcpy(&x, a + m * ld_a, 4);
-    UNROLL for (int j = 0; j < kVecs; ++j) acc[m][j] += x * numbers[j];
+    UNROLL for (int j = 0; j < kRowVecs; ++j) acc[m][j] += x * numbers[j];
   }
 }
 
-// 16 slots at a time. Of values, a line of 64 bytes for each head dim.
+// kRowNumbers slots at a time. Of values, a line of 64 bytes for each head dim.
 template <int ROWS, bool ASKS>
 void vec_scores_block(const uint32_t* q, int64_t ld_q, int words, const KvGroup* groups,
                       int num_groups, float* s, int64_t ld_s) {
   for (int g = 0; g < num_groups; ++g)
-    for (int panel = 0; panel < kGroup / kPanel; ++panel) {
-      VecF acc[ROWS][kVecs];
-      zero_block<ROWS, 1>(acc);
-      const char* k = groups[g].k + panel * kPanel * 2;
+    for (int part = 0; part < kGroup / kRowNumbers; ++part) {
+      VecF acc[ROWS][kRowVecs];
+      zero_block<ROWS, kRowNumbers / kPanel>(acc);
+      const char* k = groups[g].k + part * kRowNumbers * 2;
       for (int w = 0; w < words; ++w, k += groups[g].k_row) {
-        if (ASKS && panel == 0) ask_for(groups[g].v + w * 64);
+        if (ASKS && part == 0) ask_for(groups[g].v + w * 64);
         multiply_row<ROWS>(acc, q + w, ld_q, k);
       }
-      store_block<ROWS, 1>(acc, s + g * kGroup + panel * kPanel, ld_s);
+      store_block<ROWS, kRowNumbers / kPanel>(acc, s + g * kGroup + part * kRowNumbers, ld_s);
     }
 }
 
-// 16 head dims from `dim` on. Meanwhile their keys of `next` are asked for.
+// kRowNumbers head dims from `dim` on. Meanwhile their keys of `next` are asked for.
 template <int ROWS, bool ASKS>
 void vec_values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, int num_groups,
                       int dim, bool first, float* o, int64_t ld_o, const KvGroup* next,
                       int num_next) {
-  VecF acc[ROWS][kVecs];
+  VecF acc[ROWS][kRowVecs];
   if (first)
-    zero_block<ROWS, 1>(acc);
+    zero_block<ROWS, kRowNumbers / kPanel>(acc);
   else
-    load_block<ROWS, 1>(acc, o, ld_o);
+    load_block<ROWS, kRowNumbers / kPanel>(acc, o, ld_o);
   for (int g = 0; g < num_groups; ++g) {
     if (ASKS && g < num_next)
-      for (int d = dim; d < dim + kPanel; ++d) ask_for(next[g].k + d * next[g].k_row);
+      for (int d = dim; d < dim + kRowNumbers; ++d) ask_for(next[g].k + d * next[g].k_row);
     // Of slots after the last nothing is read: they may hold NaN, and 0 x NaN is NaN.
     const char* v = groups[g].v + dim * 2;
     for (int i = 0; i < groups[g].valid; ++i, v += groups[g].v_row)
       multiply_row<ROWS>(acc, p + g * kGroupWords + i, ld_p, v);
   }
-  store_block<ROWS, 1>(acc, o, ld_o);
+  store_block<ROWS, kRowNumbers / kPanel>(acc, o, ld_o);
 }
 
 // The slots of one row, `count` of them, wherever their values are.
 void vec_row_values(const uint32_t* p, const char* const* v, int count, int head_size, float* o) {
-  for (int dim = 0; dim < head_size; dim += kPanel) {
-    VecF acc[1][kVecs];
-    load_block<1, 1>(acc, o + dim, 0);
+  for (int dim = 0; dim < head_size; dim += kRowNumbers) {
+    VecF acc[1][kRowVecs];
+    load_block<1, kRowNumbers / kPanel>(acc, o + dim, 0);
     for (int i = 0; i < count; ++i) multiply_row<1>(acc, p + i, 0, v[i] + dim * 2);
-    store_block<1, 1>(acc, o + dim, 0);
+    store_block<1, kRowNumbers / kPanel>(acc, o + dim, 0);
   }
 }
 #endif
 
 #if VEC_ROWS
-// Numbers of a head that are summed at once.
-constexpr int kValueDims = BF16_DOT ? kGroup : kPanel;
-
 void vec_scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
                 int num_groups, float* s, int64_t ld_s, bool asks) {
   for_row_blocks(rows, [&](auto height, int m) {
@@ -448,7 +448,7 @@ void vec_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups
     constexpr int kRows = decltype(height)::value;
     const auto block =
         num_next > 0 && m == 0 ? vec_values_block<kRows, true> : vec_values_block<kRows, false>;
-    for (int dim = 0; dim < head_size; dim += kValueDims)
+    for (int dim = 0; dim < head_size; dim += kRowNumbers)
       block(p + m * ld_p, ld_p, groups, num_groups, dim, first, o + m * head_size + dim, head_size,
             next, num_next);
   });
