@@ -58,9 +58,10 @@ def jobs(
                 elif rows:
                     write_shard(folder / name, rows, target_float32, LAYERS)
         stored = make_job(kind, "a").changed(features=folders[0], heldout=folders[1])
+        layers = ",".join(map(str, LAYERS)) if kind in ("jetspec", "eagle3") else ""
         online = stored.changed(
-            features=None, heldout=None, answers=answers, heldout_answers=HELD,
-            layers="" if kind == "longspec" else ",".join(map(str, LAYERS)), out=tmp_path / "b",
+            features=None, heldout=None, answers=answers, heldout_answers=HELD, layers=layers,
+            out=tmp_path / "b",
         )  # fmt: skip
         return stored, online
 
