@@ -260,7 +260,7 @@ def step_kernels(report: Report, device: torch.device) -> None:
         paths = (torch.arange(depth, device=device, dtype=torch.int32) * 3 + 1).repeat(batch, 1)
         full = torch.full((batch,), depth, dtype=torch.int32, device=device)
         bound = LayerCaches.of([tuple(c.split(128, dim=-1)) for c in caches])
-        rows = torch.arange(batch, device=device, dtype=torch.int32)
+        rows = torch.arange(batch, device=device)
         us = time_us(
             [lambda: compact_paths_triton(bound, paths, full, full * 5, rows, table)],  # noqa: B023
             device,

@@ -34,7 +34,7 @@ def _compact_paths_kernel(
     lengths,
     # [R] int32: slots before the root
     context_lens,
-    # [R] int32: row of block_table
+    # [R] int64: row of block_table
     req_indices,
     # [B, max_blocks] int32
     block_table,
@@ -132,7 +132,7 @@ def compact_paths_triton(
     lengths: torch.Tensor,
     # [R] int32
     context_lens: torch.Tensor,
-    # [R] int32
+    # [R] int64 row of each request in the table
     req_indices: torch.Tensor,
     # [B, max_blocks] int32
     block_table: torch.Tensor,

@@ -323,7 +323,7 @@ def check_step_kernels(record: dict, device: torch.device) -> None:
         compact_paths_triton(
             LayerCaches.of([tuple(c.split(dim, dim=-1)) for c in caches]),
             paths, lengths, torch.from_numpy(contexts.astype(np.int32)).to(device),
-            torch.arange(batch, dtype=torch.int32, device=device), table.to(device),
+            torch.arange(batch, device=device), table.to(device),
         )  # fmt: skip
         for cache, want in zip(caches, expected, strict=True):
             assert torch.equal(cache, want), turn

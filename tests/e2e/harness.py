@@ -233,7 +233,7 @@ def _run_job(job: str, env: dict[str, str] | None, own_processes: bool) -> Engin
             env = {**(env or {}), "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         code = run(PROCESS, [str(path), str(result)], log, env=env, timeout_s=ENGINE_TIMEOUT_S)
         if code != 0 or not result.is_file():
-            raise AssertionError(f"engine process ended with {code}:\n{log.read_text()[-6000:]}")
+            raise AssertionError(f"engine process ended with {code}:\n{log.read_text()[-20000:]}")
         data = json.loads(result.read_text())
     return EngineResult(data["calls"], data["counters"])
 

@@ -139,6 +139,27 @@ def _own_trees() -> None:
     speculator.first_rank_trees = lambda trees, budgets: trees
 
 
+def _stage_paths() -> None:
+    """Earlier pipeline stages do not compact accepted paths."""
+    from vllm_specplug.vllm_v2.stage_relay import StageRelay
+
+    take_over = StageRelay.take_over
+
+    def without_paths(relay: Any, entry: Any) -> None:
+        if getattr(entry, "specplug_arrival", None) is not None:
+            entry.specplug_arrival = replace(entry.specplug_arrival, trees=None)
+        take_over(relay, entry)
+
+    StageRelay.take_over = without_paths  # type: ignore[method-assign]
+
+
+def _stage_trees() -> None:
+    """Earlier pipeline stages do not store the next trees."""
+    from vllm_specplug.tree.step_trees import TreeStore
+
+    TreeStore.put_rows = lambda *args: None  # type: ignore[method-assign]
+
+
 _SABOTAGES: dict[str, Callable[[], None]] = {
     "accept": _accept,
     "clock": _clock,
@@ -148,6 +169,8 @@ _SABOTAGES: dict[str, Callable[[], None]] = {
     "jitter": _jitter,
     "order": _order,
     "own_trees": _own_trees,
+    "stage_paths": _stage_paths,
+    "stage_trees": _stage_trees,
     "states": _states,
 }
 

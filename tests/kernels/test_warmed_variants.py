@@ -175,6 +175,7 @@ class Served:
         attached, row = attach_trees(store, step_rows(batch, self.nodes)), batch.num_tokens
         tables = [self.table[: len(trees)]] * LAYERS
         rows = self.backend.tree_rows(attached, tables)
+        self.backend.block_tables = [self.table] * LAYERS
         # Queries are a part of the joint projection, as in vLLM's models.
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         joint = torch.zeros(row, width, dtype=torch.bfloat16)

@@ -115,7 +115,7 @@ def values_and_moves() -> None:
     isolate_token_scales_triton(values, of_keys, of_values, slots, floats=True)
     one = torch.zeros(1, dtype=torch.int32)
     paths = torch.zeros((1, NODES), dtype=torch.int32)
-    compact_paths_triton(LayerCaches.of([halves]), paths, one, one, one, paths)
+    compact_paths_triton(LayerCaches.of([halves]), paths, one, one, one.long(), paths)
 
 
 def steps() -> None:

@@ -81,13 +81,7 @@ def check_engine_config(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
 
     if parallel.pipeline_parallel_size > 1:
-        _refuse(
-            method,
-            f"pipeline_parallel_size={parallel.pipeline_parallel_size}",
-            "vLLM's last rank drafts and sends the other ranks only token ids, but their layers "
-            "also need the tree's parents and the accepted path: use pipeline_parallel_size=1 "
-            "(tensor parallelism works, also over nodes)",
-        )
+        _check_pipeline(method, spec, vllm_config)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
     if parallel.use_ubatching:
@@ -131,6 +125,56 @@ def check_engine_config(vllm_config: Any) -> None:
             "setting of that option, or data_parallel_size=1",
         )
     _check_token_budget(spec, vllm_config.scheduler_config)
+
+
+def _check_pipeline(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
+    """Refuses what trees do not support over pipeline stages.
+
+    Workers also check that the target's class passes outputs of layers on to later stages.
+    """
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    size = f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
+    other = "use pipeline_parallel_size=1 (tensor parallelism works, also over nodes)"
+    transfer = vllm_config.kv_transfer_config
+    if not vllm_config.scheduler_config.async_scheduling:
+        _refuse(
+            method,
+            f"{size} and async_scheduling=False",
+            "Over pipeline stages vLLM spaces the steps of a request only with async scheduling: "
+            f"leave async_scheduling out and use an executor that supports it, or {other}",
+        )
+    if _reads_target_cache(spec):
+        _refuse(
+            method,
+            size,
+            "Its drafts read KV caches of target layers, some of which are on other stages: "
+            f"use another method, or {other}",
+        )
+    if model.is_hybrid or model.has_inner_state:
+        _refuse(
+            method,
+            f"{size} on a target with recurrent states ({model.architectures[0]})",
+            f"Earlier stages would apply accepted paths to these states too late: {other}",
+        )
+    if model.is_multimodal_model or model.uses_mrope:
+        _refuse(
+            method,
+            f"{size} on a multimodal or M-RoPE target ({model.architectures[0]})",
+            f"This combination is not tested: {other}",
+        )
+    if transfer is not None and transfer.is_kv_transfer_instance:
+        _refuse(
+            method,
+            f"{size} and a KV connector",
+            f"It may read accepted rows before earlier stages have compacted them: {other}",
+        )
+    if model.is_moe and parallel.data_parallel_size > 1:
+        _refuse(
+            method,
+            f"{size} on a mixture-of-experts target with "
+            f"data_parallel_size={parallel.data_parallel_size}",
+            f"Replicas measure step costs together, but only last stages measure: {other}",
+        )
 
 
 def _check_row_features(method: str, vllm_config: Any) -> None:

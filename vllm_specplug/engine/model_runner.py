@@ -68,9 +68,9 @@ def wrap_validate_v2_model_runner(original: Callable[[Any], None]) -> Callable[[
 def wrap_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """`VllmConfig.__post_init__`, which supports asynchronous scheduling for tree methods.
 
-    It is on by default on a GPU, and off by default on a CPU. vLLM's own code runs with it switched
-    off: vLLM allows it by the names of its own methods, and its CPU platform silently switches it
-    off.
+    It is on by default on a GPU and with pipeline parallelism, and off otherwise. vLLM's own code
+    runs with it switched off: vLLM allows it by the names of its own methods, and its CPU platform
+    silently switches it off.
     """
 
     def post_init(self: Any) -> None:
@@ -94,16 +94,21 @@ def schedules_ahead(vllm_config: Any, requested: bool | None) -> bool:
     """Returns whether an engine with this config schedules asynchronously.
 
     Args:
-        requested: the user's `async_scheduling`; None for the default of the device.
+        requested: the user's `async_scheduling`; None for the default, which is on for a GPU and
+            for pipeline parallelism, and off otherwise.
 
     Raises:
         ValueError: if it was requested and the executor does not support it.
     """
-    wanted = requested if requested is not None else vllm_config.device_config.device_type != "cpu"
+    parallel = vllm_config.parallel_config
+    wanted = requested
+    if wanted is None:
+        is_cpu = vllm_config.device_config.device_type == "cpu"
+        wanted = not is_cpu or parallel.pipeline_parallel_size > 1
     if not wanted or Executor.get_class(vllm_config).supports_async_scheduling():
         return wanted
     if requested:
-        backend = vllm_config.parallel_config.distributed_executor_backend
+        backend = parallel.distributed_executor_backend
         raise ValueError(
             f"async_scheduling=True cannot be used with distributed_executor_backend={backend!r}, "
             "which waits for every step. Leave one of them out."

@@ -28,6 +28,11 @@ _TREE_GRAPHS = Topic(
     "vLLM's full graphs take requests with unequal numbers of rows only for its adaptive "
     "verification; applied while a tree runner makes its graphs",
 )
+_PIPELINE = Topic(
+    "pipeline",
+    "vLLM broadcasts tokens and counts from the last pipeline stage; earlier stages also need the "
+    "parents of trees and the accepted paths",
+)
 _KERNELS = Topic(
     "cpu_kernels",
     "without Triton the V2 runner has no kernels on a CPU; applied in workers of tree methods",
@@ -36,7 +41,7 @@ _KERNELS = Topic(
 CPU_RUNNER = Replace(
     Topic("cpu_runner", "CPUWorker fixes its V2 runner class; applied during init_device"),
     "vllm.v1.worker.cpu.model_runner:CPUModelRunner",
-    make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_class",
+    make="vllm_specplug.vllm_v2.worker_cpu:tree_runner_factory",
 )
 SPECULATOR = Replace(
     _SPECULATOR,
@@ -185,6 +190,27 @@ RUNNER_MEMBERS: tuple[Seam, ...] = (
         "take_draft_token_ids",
     ),
     Members(
+        _PIPELINE,
+        _RUNNER,
+        "update_pp_decode_requests execute_model_state pp_handler intermediate_tensors",
+    ),
+    Members(
+        _PIPELINE,
+        f"{_V2}.pp_utils:PPHandler",
+        "is_last_rank last_rank device main_stream broadcast_stream broadcast_group queue "
+        "req_idx_gen_np configure_aux_hidden_state_relay",
+    ),
+    Members(
+        _PIPELINE,
+        f"{_V2}.pp_utils:PendingRecv",
+        "idx_mapping idx_mapping_np gen_at_receive_np",
+    ),
+    Members(
+        _PIPELINE,
+        f"{_V2}.spec_decode.eagle.eagle3_utils",
+        "verify_supports_aux_hidden_states_over_pp reserve_aux_intermediate_tensor_slots",
+    ),
+    Members(
         Topic(
             "runner_step",
             "the sizes of trees are attached to a step's output after the copy to the host",
@@ -264,11 +290,13 @@ CPU_WORKER_MEMBERS: tuple[Seam, ...] = (
         Topic(
             "cpu_worker",
             "the worker chooses our backend and runner before it sets up the device, subtracts the "
-            "drafters' memory from the caches', measures step costs once the model is ready, and "
-            "runs steps with the kernels that their engine chose",
+            "drafters' memory from the caches', measures step costs once the model is ready, "
+            "settles pipeline stages at a pause, and runs steps with the kernels that their engine "
+            "chose",
         ),
         "vllm.v1.worker.cpu_worker:CPUWorker",
-        "init_device load_model execute_model determine_available_memory compile_or_warm_up_model",
+        "init_device load_model execute_model determine_available_memory compile_or_warm_up_model "
+        "synchronize_device",
     ),
     Members(_WEIGHT_UPDATES, "vllm.v1.worker.cpu_worker:CPUWorker", _WEIGHT_METHODS),
     CPU_WORKER_ADMISSION,
@@ -285,11 +313,13 @@ GPU_WORKER_MEMBERS: tuple[Seam, ...] = (
     Members(
         Topic(
             "gpu_worker",
-            "vLLM's documented hook for another runner, and the two points for warming up: before "
-            "graphs are captured, and before vLLM reports kernels that compile late",
+            "vLLM's documented hook for another runner, the two points for warming up (before "
+            "graphs are captured, and before vLLM reports kernels that compile late), and the "
+            "pause at which pipeline stages settle",
         ),
         "vllm.v1.worker.gpu_worker:Worker",
-        "init_device _make_model_runner compile_or_warm_up_model _maybe_activate_jit_monitor",
+        "init_device _make_model_runner compile_or_warm_up_model _maybe_activate_jit_monitor "
+        "synchronize_device",
     ),
     Members(
         Topic(

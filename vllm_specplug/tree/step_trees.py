@@ -117,6 +117,23 @@ class TreeStore:
         self.root_positions[slots] = root_positions.to(torch.int32)
         return tokens
 
+    @property
+    def num_columns(self) -> int:
+        """Number of columns of `rows`: root position, parents and depths."""
+        return 1 + 2 * self.num_nodes
+
+    def rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Returns the trees of slots [R] as int32 [R, num_columns], without scores."""
+        slots = slots.long()
+        roots = self.root_positions[slots, None]
+        return torch.cat([roots, self.parents[slots], self.depths[slots]], dim=1)
+
+    def put_rows(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """Stores in slots [R] what `rows` of another stage's store returned."""
+        slots = slots.long()
+        self.root_positions[slots] = rows[:, 0]
+        self.parents[slots], self.depths[slots] = rows[:, 1:].chunk(2, dim=1)
+
     def clear(self, slots: torch.Tensor) -> None:
         """Removes the trees of slots [R] int64."""
         self.root_positions.index_fill_(0, slots, -1)

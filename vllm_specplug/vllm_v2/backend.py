@@ -54,6 +54,8 @@ class TreeBackend(ABC):
     """Whether the backend's kernels read 8-bit KV caches."""
     warmup_rows = 0
     """Rows per tree in a dummy forward; 0 where vLLM attends the rows of dummies."""
+    block_tables: Sequence[torch.Tensor]
+    """For each KV cache group, int32 [S, blocks] by request slot. Compaction on CUDA reads it."""
 
     @abstractmethod
     def step_clock(self) -> StepClock:

@@ -49,8 +49,6 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
 
     is_host = False
     state_step = DeviceStateStep
-    # Block tables int32 [R, blocks] of the running step, one for each KV cache group.
-    block_tables: Sequence[torch.Tensor]
 
     def step_clock(self) -> StepClock:
         return DeviceClock(lambda: torch.cuda.Event(enable_timing=True))
@@ -64,7 +62,6 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
 
     def tree_rows(self, trees: StepTrees, block_tables: Sequence[torch.Tensor]) -> TreeRows:
         rows = trees.rows
-        self.block_tables = block_tables
         device = rows.query_rows.device
         words = (len(rows.query_rows), -(-rows.max_rows // 64))
         metadata = TreeAttnMetadata(
@@ -81,11 +78,6 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         return DeviceTreeRows(metadata, self.kernel.run, self.views, rows.covers_batch)
 
     @cached_property
-    def table_rows(self) -> torch.Tensor:
-        """int32 [requests]: the block table row of each request of the batch."""
-        return torch.arange(self.limits.num_requests, dtype=torch.int32, device=self.device)
-
-    @cached_property
     def graph_trees(self) -> GraphTrees:
         """The memory that full graphs read. Made before the first one is captured."""
         return GraphTrees(self.limits, self.device)
@@ -93,7 +85,6 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
     def graph_rows(
         self, trees: StepTrees | None, input_batch: Any, block_tables: Sequence[torch.Tensor]
     ) -> TreeRows:
-        self.block_tables = block_tables
         metadata = self.graph_trees.fill(
             trees,
             input_batch.query_start_loc,
@@ -130,7 +121,7 @@ class CudaTreeBackend(CudaKernels, TreeBackend):
         from vllm_specplug.kernels.kv_compact_triton import compact_paths_triton
 
         assert walk.nodes is not None
-        contexts, requests = trees.rows.contexts, self.table_rows[: len(walk.lengths)]
+        contexts, slots = trees.rows.contexts, trees.rows.slots
         for index, layers in self.groups:
             table = self.block_tables[index]
-            compact_paths_triton(layers, walk.nodes, walk.lengths, contexts, requests, table)
+            compact_paths_triton(layers, walk.nodes, walk.lengths, contexts, slots, table)

@@ -266,7 +266,7 @@ class DeviceSpeculator(TreeSpeculator):
     def _ask_for(self, nodes: dict[str, int]) -> None:
         running = {r: count for r, count in nodes.items() if r in self.len_lower_bound}
         if running:
-            self.reserved = ReservedRows.of(running)
+            self.reserved = ReservedRows.of(self._with_others(running))
 
     def _draft_on_device(
         self, input_batch: Any, num_sampled: torch.Tensor, most: int, reserved: ReservedRows | None

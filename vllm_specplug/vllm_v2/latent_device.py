@@ -76,7 +76,6 @@ class LatentDeviceBackend(CudaTreeBackend):
         trees: StepTrees | None,
         block_tables: Sequence[torch.Tensor],
     ) -> None:
-        self.block_tables = block_tables
         rows = None
         for metadata in latent_metadata(attn_metadata):
             if trees is not None:

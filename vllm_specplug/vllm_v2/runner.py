@@ -1,40 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mixin that turns vLLM's Model Runner V2 into one that verifies trees.
+"""The mixin that turns vLLM's Model Runner V2 into one that drafts and verifies trees.
 
 vLLM's scheduler stays stock and takes the N nodes of a tree for N draft tokens. The host reads
 nothing between the start of a step and its emitted tokens, so steps may be scheduled ahead. The
-overrides below follow the order of a step. Seams: runner_*.
+overrides below follow the order of a step; those that every pipeline stage needs are in `stage`.
+Seams: runner_*.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from vllm.distributed.kv_transfer import has_kv_transfer_group
-from vllm.logger import init_logger
+from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-from vllm_specplug.drafting.requests import device_tensor
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
-from vllm_specplug.tree.step_trees import (
-    attach_trees,
-    set_positions,
-)
-from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
-from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
-from vllm_specplug.vllm_v2.model_state import with_trees
+from vllm_specplug.tree.step_trees import TreeStore
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
+from vllm_specplug.vllm_v2.stage import StageRunnerMixin
 from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows
-from vllm_specplug.vllm_v2.step_context import StepContext
-from vllm_specplug.vllm_v2.step_input import step_rows
 from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
@@ -44,17 +36,6 @@ from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves
 from vllm_specplug.vllm_worker.proposer import DrafterHost
-from vllm_specplug.vllm_worker.runner_view import RunnerView
-from vllm_specplug.vllm_worker.target.layer_states import collect_layer_states
-from vllm_specplug.vllm_worker.target.state_layers import check_state_blocks
-
-logger = init_logger("vllm.specplug.runner")
-
-if TYPE_CHECKING:
-    # `vllm.v1.worker.gpu.model_runner.GPUModelRunner` or a subclass.
-    _Runner: Any
-else:
-    _Runner = object
 
 
 class TreeOutput(AsyncOutput):
@@ -90,37 +71,38 @@ def _stop_tokens(request: Any) -> set[int]:
     return set() if params is None else stop_tokens_of(params)
 
 
-class TreeRunnerMixin(_Runner):
-    """The mixin to put before V2's `GPUModelRunner` or a subclass of it."""
+class TreeRunnerMixin(StageRunnerMixin):
+    """Samples, walks and drafts on the last pipeline stage.
+
+    Put it before V2's `GPUModelRunner` or a subclass of it.
+    """
 
     speculator: TreeSpeculator
-    model_state: Any
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, device, *args, **kwargs)
-        spec = vllm_config.speculative_config
-        self.tree_spec = spec
-        self.tree_backend = self.make_tree_backend()
-        self.tree_metrics = step_metrics(spec)
+        self.tree_metrics = step_metrics(self.tree_spec)
         self.planner = DraftPlanner.for_engine(
             vllm_config, self.tree_metrics.stats, self.tree_backend.step_clock()
         )
-        # Shared with the model state, the sampler and the speculator.
-        self.step = StepContext()
         self.speculator.start(
             self.planner, self.tree_metrics.stats, self.step, lambda: self.cudagraph_manager
         )
         self.stop_tokens = StopTokens(self.max_num_reqs, device)
-        # Running requests with a grammar, whose drafts go to the scheduler with their parents.
-        self.tree_constrained: set[str] = set()
         # Whether dummy LoRA adapters are loaded for a calibration.
         self.has_dummy_adapters = False
+        # Running requests with a grammar, whose drafts go to the scheduler with their parents.
+        self.tree_constrained: set[str] = set()
 
     # -- set-up ---------------------------------------------------------------------------
 
-    def make_tree_backend(self) -> TreeBackend:
-        """Returns the backend that verifies trees on this device."""
-        return CpuTreeBackend()
+    @property
+    def drafter(self) -> DrafterHost:
+        return self.speculator.proposer
+
+    @property
+    def tree_store(self) -> TreeStore:
+        return self.speculator.store
 
     def maybe_setup_dummy_loras(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_dummy_adapters:
@@ -129,34 +111,12 @@ class TreeRunnerMixin(_Runner):
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        spec = self.tree_spec
-        if spec.aux_layers:
-            # Set after vLLM's own loading, which would choose the layers of one of its own heads.
-            self.use_aux_hidden_state_outputs = True
-            if not collect_layer_states(
-                self.model, spec.aux_layers, self.vllm_config, str(spec.plugin_method)
-            ):
-                self.model.set_aux_hidden_state_layers(spec.aux_layers)
-        self.drafter.load_model(self.model)
         put_on_trees(self.sampler, self.step, self.num_speculative_steps)
         self.rejection_sampler = TreeSampler(self.sampler, self.step, self.stop_tokens)
-        names = self.drafter.state_layers.names
-        self._moves_states = bool(names) and self.cache_config.mamba_cache_mode == "align"
-        self.model_state = with_trees(
-            self.model_state, self.step, self.tree_backend, self.state.layers, names,
-            self._moves_states,
-        )  # fmt: skip
 
-    def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
-        super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
-        if kwargs.get("is_profiling") or (args and args[0]):
-            # vLLM measures graphs with a small cache and then drops it: keep no reference to it.
-            return
+    def bind_caches(self) -> None:
+        super().bind_caches()
         state, method = self.state, str(self.tree_spec.plugin_method)
-        served = state.layers if self.tree_backend.reads_fp8 else None
-        check_cache_dtypes(state.target_caches(), state.dtype, method, served)
-        check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
-        self.tree_backend.bind(state.target_groups())
         self.step.draft_group = draft_group(state.kv_cache_config, state.layers, method)
         layers = self.drafter.cache_layers
         if layers:
@@ -171,18 +131,7 @@ class TreeRunnerMixin(_Runner):
             )
 
     def start_budget(self) -> None:
-        """Measures step costs for an adaptive budget. Call once the model is ready to serve."""
         start_budget(self.planner, self.state)
-
-    @cached_property
-    def state(self) -> RunnerView:
-        """This runner as the rest of the package sees it."""
-        return RunnerView(self)
-
-    @property
-    def drafter(self) -> DrafterHost:
-        """The host of the method's drafter and draft layers."""
-        return self.speculator.proposer
 
     # -- before the forward -----------------------------------------------------------------
 
@@ -190,7 +139,6 @@ class TreeRunnerMixin(_Runner):
         # A dummy step has no trees, and may come between any two steps.
         if not kwargs.get("dummy_run"):
             self.planner.begin_step()
-        self.step.begin()
         return super().execute_model(*args, **kwargs)
 
     def finish_requests(self, scheduler_output: Any) -> None:
@@ -233,10 +181,7 @@ class TreeRunnerMixin(_Runner):
                 request.prefill_token_ids,
             )
         if new:
-            indices = [self.req_states.req_id_to_index[request.req_id] for request in new]
-            slots = device_tensor(indices, self.device)
-            self.speculator.store.clear(slots)
-            self.stop_tokens.put(slots, stops)
+            self.stop_tokens.put(self.slots_of(new), stops)
 
     @contextmanager
     def _sessions_keep_their_states(self, req_ids: list[str]) -> Iterator[None]:
@@ -245,7 +190,7 @@ class TreeRunnerMixin(_Runner):
         A session is a request whose input goes on after an answer. Its state stays in the block of
         the last step's last row, even if the accepted path did not reach that row.
         """
-        if not self._moves_states:
+        if not self.moves_states:
             yield
             return
         blocks = self.model_state._mamba_state_idx_gpu
@@ -254,27 +199,6 @@ class TreeRunnerMixin(_Runner):
         yield
         for req_id, block in kept.items():
             blocks[index[req_id]] = block
-
-    def prepare_attn(self, input_batch: Any) -> Any:
-        block_tables, slot_mappings = super().prepare_attn(input_batch)
-        # Slots stay linear; rotary positions follow depth.
-        self.step.slots = slot_mappings
-        self.step.logits_counts = np.diff(input_batch.cu_num_logits_np)
-        if input_batch.num_draft_tokens:
-            rows = step_rows(input_batch, self.num_speculative_steps)
-            self.step.trees = trees = attach_trees(self.speculator.store, rows)
-            set_positions(trees, input_batch.positions)
-        return block_tables, slot_mappings
-
-    def _set_active_loras(
-        self, prompt_mapping: tuple[int, ...], token_mapping: Any, requests: set[Any], *args: Any
-    ) -> None:
-        # vLLM maps one logits row per request to its adapter; a tree also has one per node.
-        counts, self.step.logits_counts = self.step.logits_counts, None
-        if counts is not None:
-            self.step.adapters = prompt_mapping, requests
-            prompt_mapping = tuple(np.repeat(prompt_mapping, counts).tolist())
-        super()._set_active_loras(prompt_mapping, token_mapping, requests, *args)
 
     # -- after the forward -------------------------------------------------------------------
 
@@ -317,7 +241,15 @@ class TreeRunnerMixin(_Runner):
     def take_draft_token_ids(self) -> Any:
         """Returns the drafts for a scheduler that waits for them, one per tree node. The drafts of
         requests with a grammar carry their parents."""
-        drafts = super().take_draft_token_ids()
+        if self.use_pp:
+            # vLLM returns the drafts of the last batch, but the scheduler may wait for another one.
+            # It needs only the drafts of requests with a grammar.
+            trees = {req_id: self.speculator.tree_of(req_id) for req_id in self.tree_constrained}
+            drafts = DraftTokenIds(
+                list(trees), [[] if t is None else t.token_ids.tolist() for t in trees.values()]
+            )
+        else:
+            drafts = super().take_draft_token_ids()
         if drafts is not None:
             parents = {}
             for req_id, token_ids in zip(drafts.req_ids, drafts.draft_token_ids, strict=True):

@@ -41,6 +41,16 @@ if TYPE_CHECKING:
     from vllm_specplug.metrics import StepStats
 
 
+def make_tree_store(vllm_config: Any, device: torch.device) -> TreeStore:
+    """Returns the store of an engine's trees."""
+    return TreeStore(
+        vllm_config.scheduler_config.max_num_seqs,
+        vllm_config.speculative_config.num_speculative_tokens,
+        vllm_config.model_config.get_vocab_size(),
+        device,
+    )
+
+
 class TreeSpeculator(BaseSpeculator):
     """Drafts one tree per request of a batch. `start` completes its construction."""
 
@@ -56,14 +66,8 @@ class TreeSpeculator(BaseSpeculator):
         self.device = device
         self.req_states = req_states
         self.proposer = DrafterHost(vllm_config)
-        model = vllm_config.model_config
-        self.max_model_len: int = model.max_model_len
-        self.store = TreeStore(
-            vllm_config.scheduler_config.max_num_seqs,
-            spec.num_speculative_tokens,
-            model.get_vocab_size(),
-            device,
-        )
+        self.max_model_len: int = vllm_config.model_config.max_model_len
+        self.store = make_tree_store(vllm_config, device)
         # The same trees on the host, by running request.
         self.trees: dict[str, DraftTree] = {}
         # Rows that a scheduler that works ahead is asked to reserve for the step after the next
@@ -313,7 +317,7 @@ class TreeSpeculator(BaseSpeculator):
             self.reserved = self._fixed_rows(nodes)
             return
         nodes.update(zip(requests.req_ids, self.planner.wanted, strict=True))
-        self.reserved = self._shared(ReservedRows.of(nodes))
+        self.reserved = self._shared(ReservedRows.of(self._with_others(nodes)))
 
     def _shared(self, reserved: ReservedRows | None) -> ReservedRows | None:
         """Returns what a step's output asks the scheduler for: `reserved`, or the first rank's
@@ -330,7 +334,12 @@ class TreeSpeculator(BaseSpeculator):
     def _fixed_rows(self, nodes: dict[str, int]) -> ReservedRows:
         """Returns the rows of fixed budgets by request. New requests keep the maximum that vLLM
         reserves, as their budget is not known yet."""
-        return ReservedRows(nodes, self.store.num_nodes)
+        return ReservedRows(self._with_others(nodes), self.store.num_nodes)
+
+    def _with_others(self, nodes: dict[str, int]) -> dict[str, int]:
+        """Returns `nodes`, and for all other requests their last reservation. With pipeline
+        parallelism a batch has only some of the running requests."""
+        return nodes if self.reserved is None else {**self.reserved.by_request, **nodes}
 
     def _store(self, input_batch: Any, batch: HostBatch, trees: list[DraftTree]) -> torch.Tensor:
         shape = (len(trees), self.store.num_nodes)

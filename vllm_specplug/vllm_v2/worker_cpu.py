@@ -5,10 +5,12 @@ from __future__ import annotations
 
 # Must come first: it sets up shared memory before torch's threads start.
 import vllm.v1.worker.cpu.shm  # noqa: F401  isort: skip
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
@@ -22,6 +24,7 @@ from vllm_specplug.seams import (
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
+from vllm_specplug.vllm_v2.stage import StageRunnerMixin
 from vllm_specplug.vllm_worker.memory.drafter_memory import memory_for_caches
 from vllm_specplug.vllm_worker.start_up import (
     OwnKernels,
@@ -33,8 +36,8 @@ from vllm_specplug.vllm_worker.target.linear import takes_plain_rows
 from vllm_specplug.vllm_worker.target.weight_updates import PacksTarget
 
 
-class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]  # overrides
-    """vLLM's V2 CPU runner, verifying trees."""
+class CPUStageRunner(StageRunnerMixin, CPUModelRunner):
+    """vLLM's V2 CPU runner, verifying trees in an earlier pipeline stage."""
 
     def make_tree_backend(self) -> TreeBackend:
         if not self.model_config.use_mla:
@@ -45,9 +48,18 @@ class TreeCPUModelRunner(TreeRunnerMixin, CPUModelRunner):  # type: ignore[misc]
         return LatentTreeBackend()
 
 
-def tree_runner_class(stock: type) -> type:
-    """Returns the class that vLLM's worker builds instead of its V2 runner. Seam: cpu_runner."""
-    return TreeCPUModelRunner
+class TreeCPUModelRunner(TreeRunnerMixin, CPUStageRunner):  # type: ignore[misc]  # overrides
+    """vLLM's V2 CPU runner, drafting and verifying trees."""
+
+
+def tree_runner_factory(stock: type) -> Callable[..., CPUStageRunner]:
+    """Returns a factory that replaces the class of V2's CPU runner. Seam: cpu_runner."""
+
+    def build(*args: Any) -> CPUStageRunner:
+        # The pipeline group does not exist before the worker builds its runner.
+        return (TreeCPUModelRunner if get_pp_group().is_last_rank else CPUStageRunner)(*args)
+
+    return build
 
 
 class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
@@ -57,7 +69,7 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
     cpu_worker, weight_updates.
     """
 
-    model_runner: Any  # a TreeCPUModelRunner
+    model_runner: Any  # built by `tree_runner_factory`
     model_config: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -66,7 +78,15 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
 
     def determine_available_memory(self) -> int:
         """Returns vLLM's result minus the drafters' own memory, which the KV cache must not get."""
-        return memory_for_caches(self.model_runner.state, super().determine_available_memory())
+        available: int = super().determine_available_memory()
+        if not get_pp_group().is_last_rank:
+            return available
+        return memory_for_caches(self.model_runner.state, available)
+
+    def synchronize_device(self) -> None:
+        # Every pause ends with this call. After it, new requests may read any cached block.
+        self.model_runner.settle()
+        super().synchronize_device()
 
     def compile_or_warm_up_model(self) -> Any:
         # From 0.33 on vLLM warms up its Triton kernels with steps that may not fit small limits.

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.distributed import get_pp_group
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
@@ -16,7 +17,9 @@ from vllm_specplug.vllm_attention.device_states import warmup
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
+from vllm_specplug.vllm_v2.device_speculator import DeviceSpeculator
 from vllm_specplug.vllm_v2.runner import TreeRunnerMixin
+from vllm_specplug.vllm_v2.stage import StageRunnerMixin
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.memory.drafter_memory import drafter_memory, max_tree_rows
 from vllm_specplug.vllm_worker.start_up import require_seams
@@ -25,8 +28,11 @@ from vllm_specplug.vllm_worker.target.weight_updates import FollowsTarget
 from vllm_specplug.vllm_worker.warmup import profile_largest_step, warm_up_draft
 
 
-class DeviceRunnerMixin(TreeRunnerMixin):
-    """The mixin to put before a V2 runner on a GPU."""
+class DeviceStageMixin(StageRunnerMixin):
+    """Verifies trees in one pipeline stage on a GPU.
+
+    `DeviceRunnerMixin` extends it for the last stage.
+    """
 
     tree_backend: CudaTreeBackend
 
@@ -63,15 +69,15 @@ class DeviceRunnerMixin(TreeRunnerMixin):
         # For forwards with trees: stock attention allocates no such memory in a profile run.
         workspace = self.tree_backend.make_workspace()
         kept = self._tree_state_memory()
-        # Drafters allocate this memory after the KV cache, for the engine's lifetime.
-        drafters = drafter_memory(self.state)
         super().profile_run(*args, **kwargs)
         del workspace, kept
-        profile_largest_step(self.state, self.planner.row_budget.max_step_rows, _sample_all)
-        del drafters
-        self.state.wait_for_device()
 
-    def warm_up_states(self) -> None:
+    def warm_up(self) -> None:
+        """Compiles the kernels that steps use. Call it before graphs are captured."""
+        self.tree_backend.warm_up()
+        self._warm_up_states()
+
+    def _warm_up_states(self) -> None:
         """Compiles the tree kernels of layers with a recurrent state."""
         names = {*self.state.state_layers.names}
         for group in self.kv_cache_config.kv_cache_groups:
@@ -92,6 +98,29 @@ class DeviceRunnerMixin(TreeRunnerMixin):
         return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
+class DeviceRunnerMixin(TreeRunnerMixin, DeviceStageMixin):
+    """The mixin to put before a V2 runner on a GPU in the last pipeline stage."""
+
+    speculator: DeviceSpeculator
+
+    def profile_run(self, *args: Any, **kwargs: Any) -> None:
+        # Drafters allocate this memory after the KV cache, for the engine's lifetime.
+        drafters = drafter_memory(self.state)
+        super().profile_run(*args, **kwargs)
+        profile_largest_step(self.state, self.planner.row_budget.max_step_rows, _sample_all)
+        del drafters
+        self.state.wait_for_device()
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        self.speculator.warm_up()
+
+    def start_budget(self) -> None:
+        """Also runs each draft once, which compiles its kernels."""
+        warm_up_draft(self.state)
+        super().start_budget()
+
+
 def _sample_all(logits: torch.Tensor) -> None:
     """Allocates as much as V2's sampler does for logits [rows, V]: a float32 copy, then sorted for
     top-k and top-p."""
@@ -101,15 +130,19 @@ def _sample_all(logits: torch.Tensor) -> None:
     apply_top_k_top_p(logits.to(torch.float32, copy=True), top_k, top_p)
 
 
+class GPUStageRunner(DeviceStageMixin, GPUModelRunner):
+    """vLLM's V2 CUDA runner, verifying trees in an earlier pipeline stage."""
+
+
 class TreeGPUModelRunner(DeviceRunnerMixin, GPUModelRunner):  # type: ignore[misc]  # overrides
-    """vLLM's V2 CUDA runner, verifying trees."""
+    """vLLM's V2 CUDA runner, drafting and verifying trees."""
 
 
 class TreeGPUWorker(FollowsTarget, Worker):
     """vLLM's CUDA worker. Seams: gpu_worker, device_speculator, weight_updates."""
 
     device: Any
-    model_runner: Any  # a TreeGPUModelRunner
+    model_runner: Any  # built by `_make_model_runner`
 
     def init_device(self) -> None:
         require_seams("cuda", self.use_v2_model_runner)
@@ -117,14 +150,18 @@ class TreeGPUWorker(FollowsTarget, Worker):
         with DEVICE_SPECULATOR.applied():
             super().init_device()
 
-    def _make_model_runner(self) -> TreeGPUModelRunner:
-        return TreeGPUModelRunner(self.vllm_config, self.device)
+    def _make_model_runner(self) -> GPUStageRunner | TreeGPUModelRunner:
+        runner = TreeGPUModelRunner if get_pp_group().is_last_rank else GPUStageRunner
+        return runner(self.vllm_config, self.device)
+
+    def synchronize_device(self) -> None:
+        # Every pause ends with this call. After it, new requests may read any cached block.
+        self.model_runner.settle()
+        super().synchronize_device()
 
     def compile_or_warm_up_model(self) -> Any:
         # Before graphs are captured: a kernel that compiles during a capture would break it.
-        self.model_runner.tree_backend.warm_up()
-        self.model_runner.speculator.warm_up()
-        self.model_runner.warm_up_states()
+        self.model_runner.warm_up()
         return super().compile_or_warm_up_model()
 
     def _maybe_activate_jit_monitor(self) -> None:
@@ -132,6 +169,5 @@ class TreeGPUWorker(FollowsTarget, Worker):
         # refuses, every kernel that still compiles.
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            warm_up_draft(self.model_runner.state)
             self.model_runner.start_budget()
         super()._maybe_activate_jit_monitor()

@@ -228,7 +228,7 @@ class CudaKernels:
         )
         for _, layers in self.groups:
             # An empty list of moves.
-            compact_paths_triton(layers, zero[None], zero, zero, zero, blocks)
+            compact_paths_triton(layers, zero[None], zero, zero, zero.long(), blocks)
         warm_up_builder(self.limits.tree_rows - 1, self.device)
         # One sample of each combination that Triton compiles a variant for.
         kinds = {(s.shape, s.values.dtype, s.features.token_scales): s for s in self.samples}

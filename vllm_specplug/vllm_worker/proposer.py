@@ -7,7 +7,11 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+from vllm.distributed import (
+    get_pp_group,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
@@ -51,14 +55,16 @@ class DrafterHost:
         )
         method = get_method(str(spec.plugin_method))
         self.drafter: Drafter = method.load_drafter(spec.plan)(self.options)
-        # The target's embedding and LM head, where the drafter reads them.
-        self.tables: tuple[torch.nn.Module, torch.nn.Module] | None = None
+        # The target's embedding and LM head, each None if another pipeline stage has it. None if
+        # the drafter reads neither.
+        self.tables: tuple[torch.nn.Module | None, torch.nn.Module | None] | None = None
         self.heads: list[TargetHead] = []
         self.cache_layers: list[DraftKVLayer] = []
         self.state_layers = StateLayers()
 
     def load_model(self, target_model: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Loads the head and registers one paged cache per draft layer with vLLM."""
+        """Checks the target's layers, loads the head and registers one paged cache per draft layer
+        with vLLM. Only the last pipeline stage loads the head."""
         model_config = self.vllm_config.model_config
         method = self.vllm_config.speculative_config.plugin_method
         layers = self.vllm_config.compilation_config.static_forward_context
@@ -77,6 +83,9 @@ class DrafterHost:
         _check_forward(target_model, method)
         if self.drafter.reads_target_weights:
             self.tables = vocabulary_tables(target_model, model_config, method)
+        if not get_pp_group().is_last_rank:
+            self._exchange_embedding()
+            return
         with kept_asleep(model_config):
             target = self._target_weights()
             self.drafter.load(target)
@@ -90,11 +99,11 @@ class DrafterHost:
 
     def _target_weights(self) -> TargetWeights:
         config = self.vllm_config.model_config
-        embed_tokens = lm_head = torch.empty(0)
-        if self.tables is not None:
-            embed_tokens, lm_head = (full_vocab_weight(table, config) for table in self.tables)
+        lm_head = torch.empty(0)
+        if self.tables is not None and self.tables[1] is not None:
+            lm_head = full_vocab_weight(self.tables[1], config)
         return TargetWeights(
-            embed_tokens=embed_tokens.to(config.dtype),
+            embed_tokens=self._exchange_embedding(),
             lm_head=lm_head,
             dtype=config.dtype,
             device=torch.device(self.vllm_config.device_config.device),
@@ -105,10 +114,33 @@ class DrafterHost:
             multiply_experts=expert_products(),
         )
 
+    def _exchange_embedding(self) -> torch.Tensor:
+        """Returns the target's token embedding [V, H]; empty if the drafter reads none, and on
+        middle pipeline stages.
+
+        The first stage sends it to the last stage, so both must call this method.
+        """
+        if self.tables is None:
+            return torch.empty(0)
+        config, pp = self.vllm_config.model_config, get_pp_group()
+        if pp.is_first_rank:
+            assert self.tables[0] is not None
+            weight = full_vocab_weight(self.tables[0], config).to(config.dtype)
+            if pp.world_size > 1:
+                pp.send(weight.contiguous(), pp.world_size - 1)
+            return weight
+        if not pp.is_last_rank:
+            return torch.empty(0)
+        size = config.get_vocab_size(), config.hf_text_config.hidden_size
+        return pp.recv(torch.Size(size), config.dtype, 0)
+
     @torch.inference_mode()
     def follow_target(self) -> None:
         """Updates what the drafter copied from the target's weights, which vLLM has replaced."""
         if self.tables is None:
+            return
+        if not get_pp_group().is_last_rank:
+            self._exchange_embedding()
             return
         target, embed_tokens = self._target_weights(), self._embed_tokens()
         if embed_tokens is not None:
@@ -153,8 +185,9 @@ def _check_forward(model: torch.nn.Module, method: str) -> None:
 
 def vocabulary_tables(
     model: torch.nn.Module, model_config: Any, method: str
-) -> tuple[torch.nn.Module, torch.nn.Module]:
-    """Returns the target's token embedding and LM head, both of V tokens by H.
+) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """Returns the target's token embedding and LM head, both of V tokens by H. An entry is None if
+    another pipeline stage has that module.
 
     It finds them by shape, whatever their names, quantised or not.
 
@@ -172,16 +205,22 @@ def vocabulary_tables(
         # whose LM head is overlooked would pass for a tied one.
         if module.embedding_dim == hidden:
             (outputs if isinstance(module, ParallelLMHead) else inputs).append(module)
+    pp = get_pp_group()
+    tables: list[torch.nn.Module | None] = []
     # Tied models have no LM head, or one that shares the embedding's weight.
-    for what, found in (("token embedding", inputs), ("LM head", outputs or inputs)):
-        if len(found) != 1:
+    for what, found, is_here in (
+        ("token embedding", inputs, pp.is_first_rank),
+        ("LM head", outputs or inputs, pp.is_last_rank),
+    ):
+        if is_here and len(found) != 1:
             raise ValueError(
                 f"Speculative method {method!r} needs the target's {what}, and "
                 f"{type(model).__name__} has {len(found)} of {vocab_size} tokens "
                 f"by hidden_size={hidden}; needed: exactly 1. Use another target, or a method "
                 f"without a head: {', '.join(headless_methods())}."
             )
-    return inputs[0], (outputs or inputs)[0]
+        tables.append(found[0] if is_here else None)
+    return tables[0], tables[1]
 
 
 def full_vocab_weight(module: Any, model_config: Any) -> torch.Tensor:

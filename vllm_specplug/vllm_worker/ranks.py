@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that all ranks share: the trees and the clock of rank 0, the slowest one's kernel times.
+"""Values that tensor parallel ranks share: trees and clock of rank 0, kernel times of the slowest.
+
+With pipeline parallelism only the ranks of the last stage draft. Earlier stages decide nothing
+about trees (`vllm_v2.stage_relay`).
 
 A rank's clock, its measured costs and the arrival of its copies differ from other ranks'. It may
 use them only for decisions that other ranks need not make alike. Any value that decides about a
@@ -8,14 +11,14 @@ rank calls at the same point of a step:
 
     value                         from          when
     kernels by time               slowest rank  at start
-    step costs, dummy forwards    first worker  at start
+    step costs, dummy forwards    first drafter at start
     trees, on host and device     first rank    in every draft
     nodes to keep                 first rank    in every draft, where the scheduler waits for trees
     draft forwards, candidates    first rank    in every draft that reads the target's caches
     rows to reserve               first rank    in every draft, where each rank has a scheduler
 
-The executors `mp` and `ray` have one scheduler, which reads only the first rank's output. Under
-`external_launcher` (torchrun) each rank has one: see `each_rank_schedules`.
+The executors `mp` and `ray` have one scheduler, which reads only the output of the first rank (of
+the last stage). Under `external_launcher` (torchrun) each rank has one: see `each_rank_schedules`.
 
 Tensor parallel ranks sum the same hidden states in different orders, so their values differ in the
 last bits. Two nearly tied candidates can then give two different trees, and every all-reduce would
@@ -31,7 +34,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.distributed import get_tp_group, get_world_group
+from vllm.distributed import get_pp_group, get_tp_group, get_world_group
 from vllm.logger import init_logger
 
 from vllm_specplug.drafting.device_levels import unpacked_trees
@@ -49,13 +52,19 @@ def first_rank_values(values: list[float]) -> list[float]:
     return _first_values(values, get_tp_group())
 
 
+def drafting_workers() -> Any:
+    """Returns the group of all workers that draft. Call it on the last pipeline stage."""
+    # Replicas that run their forwards together are refused with pipeline parallelism.
+    return get_world_group() if get_pp_group().world_size == 1 else get_tp_group()
+
+
 def first_worker_values(values: list[float]) -> list[float]:
-    """Returns the values of the first worker of all, on every worker.
+    """Returns the values of the first worker that drafts, on every such worker.
 
     Replicas of a mixture-of-experts target run their forwards together, so all must run the same
     number.
     """
-    return _first_values(values, get_world_group())
+    return _first_values(values, drafting_workers())
 
 
 def slowest_rank_values(values: list[float]) -> list[float]:
@@ -107,15 +116,15 @@ def first_rank_reservation(
 
 
 def any_failed(failure: Exception | None) -> bool:
-    """Returns whether any worker failed; the same answer on every worker.
+    """Returns whether any worker that drafts failed. All these workers get the same answer.
 
     Raises:
         SystemExit: from `failure`, when the other workers do not arrive. They wait in a collective
             that this worker has left, and only the end of its process ends them. vLLM's workers
-            reply to any other exception and go on, and nobody reads the reply while the first
-            worker waits.
+            reply to any other exception and go on, and the engine does not read the reply while the
+            first worker waits.
     """
-    group = get_world_group()
+    group = drafting_workers()
     if group.world_size == 1:
         return failure is not None
     flags = torch.tensor([int(failure is not None)])

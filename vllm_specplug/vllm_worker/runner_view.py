@@ -35,7 +35,8 @@ class RunnerView:
     """The interface to one model runner.
 
     Args:
-        runner: vLLM's runner with `TreeRunnerMixin`.
+        runner: vLLM's runner with `StageRunnerMixin`. Members that draft or measure need
+            `TreeRunnerMixin`.
     """
 
     def __init__(self, runner: Any) -> None:
@@ -141,6 +142,10 @@ class RunnerView:
         """Returns the hidden states of vLLM's dummy forward over rows that take different experts,
         as in serving."""
         self.runner.step.has_dummy_rows = True
+        if (received := self.runner.intermediate_tensors) is not None:
+            # Later pipeline stages take these in place of random token ids.
+            for tensor in received.tensors.values():
+                tensor.normal_()
         try:
             return self.runner._dummy_run(rows, randomize_inputs=True, **options)[0]
         finally:

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from vllm.config.compilation import CUDAGraphMode
+from vllm.distributed import get_pp_group
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import MLAAttentionImpl
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
@@ -30,7 +31,7 @@ from vllm_specplug.vllm_attention.gpu import gpu_cache_views
 from vllm_specplug.vllm_v2 import worker_gpu
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
 from vllm_specplug.vllm_v2.latent_device import LatentDeviceBackend
-from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, TreeGPUWorker
+from vllm_specplug.vllm_v2.worker_gpu import DeviceRunnerMixin, DeviceStageMixin, TreeGPUWorker
 from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, StepClock
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 
@@ -90,8 +91,8 @@ class InterpretedLatentBackend(InterpretedMixin, LatentDeviceBackend):
     """`LatentDeviceBackend` on a CPU."""
 
 
-class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
-    """`TreeGPUModelRunner` on a CPU; with full graphs, where `pretended_graphs` is entered."""
+class InterpretedStage(DeviceStageMixin, cpu_runner.CPUModelRunner):
+    """`GPUStageRunner` on a CPU; with full graphs, where `pretended_graphs` is entered."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         if wants_full_graphs():
@@ -109,6 +110,14 @@ class InterpretedRunner(DeviceRunnerMixin, cpu_runner.CPUModelRunner):
         return backend("triton", self.state.num_query_heads, limits, self.device)
 
 
+class InterpretedRunner(DeviceRunnerMixin, InterpretedStage):
+    """`TreeGPUModelRunner` on a CPU."""
+
+
+def _interpreted_runner(*args: Any) -> InterpretedStage:
+    return (InterpretedRunner if get_pp_group().is_last_rank else InterpretedStage)(*args)
+
+
 class InterpretedWorker(TreeGPUWorker, CPUWorker):
     """`TreeGPUWorker` on a CPU."""
 
@@ -116,7 +125,7 @@ class InterpretedWorker(TreeGPUWorker, CPUWorker):
         # A CPU build has no FlashAttention.
         with (
             patch.object(worker_gpu, "require_seams", lambda *args: None),
-            patch.object(cpu_runner, "CPUModelRunner", InterpretedRunner),
+            patch.object(cpu_runner, "CPUModelRunner", _interpreted_runner),
         ):
             super().init_device()
 

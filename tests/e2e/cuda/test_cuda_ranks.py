@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor parallel ranks as on CUDA, in Triton's interpreter: a target that drafts for
-itself, and a head that reads the target's caches, run on all of them or on none."""
+"""Two ranks as on CUDA, in Triton's interpreter.
+
+Tensor parallel: a target that drafts for itself, and a head that reads the target's caches, run on
+all ranks or on none. Pipeline parallel: the last stage drafts.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 
 from tests.e2e.assistants import make_followed_target
 from tests.e2e.fork_server import run_fresh
-from tests.e2e.tiny import make_longspec_head, make_target, make_tokenswift_heads
+from tests.e2e.tiny import make_head, make_longspec_head, make_target, make_tokenswift_heads
 from tests.e2e.tiny_engine import PARAMS, VOCAB, tiny_engine
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.xdist_group("cuda_ranks")]
@@ -39,9 +42,10 @@ def _run(
     speculative: dict[str, Any] | None,
     calls: list[dict[str, Any]] = CALLS,
     num_ranks: int = 2,
+    split: str = "tensor",
 ) -> dict[str, Any]:
     engine = {
-        **tiny_engine(folder / "target"), "tensor_parallel_size": num_ranks, "max_model_len": 128,
+        **tiny_engine(folder / "target"), f"{split}_parallel_size": num_ranks, "max_model_len": 128,
         "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 1 << 24,
     }  # fmt: skip
     if speculative is not None:
@@ -113,3 +117,13 @@ def test_ranks_attend_all_heads(tmp_path: Path, method: str) -> None:
     names = [f"vllm:spec_decode_num_{counter}_tokens" for counter in ("draft", "accepted")]
     assert one["counters"][names[1]] > 0 and adaptive["counters"][names[0]] > 0
     assert [one["counters"][name] for name in names] == [two["counters"][name] for name in names]
+
+
+def test_stages_keep_the_output(tmp_path: Path) -> None:
+    make_target(tmp_path / "target", VOCAB)
+    head = str(make_head(tmp_path / "head", VOCAB))
+    speculative = {"method": "jetspec", "model": head, "num_speculative_tokens": 8}
+    plain = _run(tmp_path, "plain", None, num_ranks=1)
+    tree = _run(tmp_path, "tree", speculative, split="pipeline")
+    assert _tokens(tree) == _tokens(plain)
+    assert tree["counters"]["vllm:spec_decode_num_accepted_tokens"] > 0

@@ -23,8 +23,7 @@ from tests.e2e.pair import Counts, Pair, watch_prefix_hits
 from tests.e2e.tiny import make_head
 from tests.e2e.vision import VOCAB, compare_answers
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
-from vllm_specplug.vllm_v2 import model_state
-from vllm_specplug.vllm_v2 import runner as runner_module
+from vllm_specplug.vllm_v2 import model_state, stage
 
 pytestmark = [
     *INTERPRETED,
@@ -80,7 +79,7 @@ def test_images_before_a_text_model_with_one_axis() -> None:
     every = mistral3.prompts()
     inputs = [every[i] for i in (0, 4, 5, 7)]
     compare(made, inputs, True)
-    linear = patch.object(runner_module, "set_positions", lambda trees, positions: None)
+    linear = patch.object(stage, "set_positions", lambda trees, positions: None)
     with linear, pytest.raises(AssertionError, match="request"):
         compare(made, inputs, True)
 

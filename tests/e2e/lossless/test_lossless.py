@@ -137,6 +137,23 @@ def test_output_equals_plain_decoding_scheduled_ahead(name: str) -> None:
     _check(name, _tree(name, async_scheduling=True))
 
 
+# Methods whose drafts read KV caches of target layers, some of which are on the other stage.
+_OF_ONE_STAGE = {"longspec", "tokenswift"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "jetspec_default" else pytest.mark.full)
+        for name in CONFIGURATIONS
+        if name.rpartition("_")[0] not in _OF_ONE_STAGE
+    ],
+)
+def test_output_equals_plain_decoding_over_two_stages(name: str) -> None:
+    """The last stage drafts. The first stage takes over its trees two steps later."""
+    _check(name, _tree(name, pipeline_parallel_size=2))
+
+
 @pytest.mark.parametrize("name", _by_tier(f"{name}_default" for name in DEFAULTS))
 def test_greedy_output_is_that_of_the_runner_vllm_takes(name: str) -> None:
     """Plain vLLM as its users have it, on the other model runner and with its kernels."""
@@ -163,7 +180,10 @@ def _tree(name: str, **engine: Any) -> EngineResult:
     ]
     if "tree_budget" not in CONFIGURATIONS[name]:
         calls = [with_own_budgets(call) for call in calls]
-    return run_engine({**_tree_engine(), **engine}, calls, speculative=CONFIGURATIONS[name])
+    return run_engine(
+        {**_tree_engine(), **engine}, calls, speculative=CONFIGURATIONS[name],
+        own_processes="pipeline_parallel_size" in engine,
+    )  # fmt: skip
 
 
 def _check(name: str, tree: EngineResult) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two tensor parallel ranks: the first one's trees and clock are everybody's.
+"""Two tensor parallel ranks use the first rank's trees and clock; for pipeline stages see
+test_pipeline.py.
 
-The second rank drafts other trees by a clock of its own, so that nothing but what it is told makes
-the two agree.
+The second rank drafts other trees and has its own clock, so the ranks agree only through what they
+exchange.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def _run(
     )
 
 
-def test_tensor_parallel(tmp_path: Path) -> None:
-    """Requests without a grammar; and constrained ones, where parents and masks of every draft
-    reach both ranks. The budget follows each rank's clock."""
+@pytest.mark.parametrize("split", ["tensor", pytest.param("pipeline", marks=pytest.mark.full)])
+def test_grammars_on_two_ranks(tmp_path: Path, split: str) -> None:
+    """Requests with and without a grammar. The scheduler gets the parents of every draft."""
     target = make_text_target(tmp_path / "target")
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
     speculative = {
@@ -111,7 +112,7 @@ def test_tensor_parallel(tmp_path: Path) -> None:
     calls = [CALLS[0], {"prompts": [[60, 61, 62]] * len(params), "params": params}]
     plain = run_engine(engine, calls)
     tree = run_engine(
-        {**engine, "tensor_parallel_size": 2},
+        {**engine, f"{split}_parallel_size": 2},
         [with_own_budgets(call) for call in calls],
         speculative=speculative,
         env={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},

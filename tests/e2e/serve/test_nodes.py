@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,10 @@ def _requests(models: Path, *, own_budgets: bool) -> list[dict[str, Any]]:
     return requests
 
 
-def _rank_nodes(common: list[str], address: list[str]) -> list[list[str]]:
-    """A tensor parallel rank on each node."""
+def _rank_nodes(common: list[str], address: list[str], split: str = "tensor") -> list[list[str]]:
+    """Returns the options of each node, which runs a tensor parallel rank or a pipeline stage."""
     common = [
-        *common, "--tensor-parallel-size", "2", "--nnodes", "2", "--master-addr", "127.0.0.1",
+        *common, f"--{split}-parallel-size", "2", "--nnodes", "2", "--master-addr", "127.0.0.1",
         "--master-port", str(free_port()),
     ]  # fmt: skip
     return [[*common, "--node-rank", "0", *address], [*common, "--node-rank", "1", "--headless"]]
@@ -108,6 +109,16 @@ def test_ranks_on_two_nodes_keep_the_output(
     with _serve(models, tmp_path, method, "clock", "drafts") as server:
         requests = _requests(models, own_budgets=method == "jetspec")
         assert server.complete_all(requests) == plain
+        assert server.metric(DRAFTED)["0"] > server.metric(ACCEPTED)["0"] > 0
+
+
+@pytest.mark.full
+def test_stages_on_two_nodes_keep_the_output(
+    models: Path, tmp_path: Path, plain: list[list[int]]
+) -> None:
+    nodes = partial(_rank_nodes, split="pipeline")
+    with _serve(models, tmp_path, "jetspec", nodes=nodes) as server:
+        assert server.complete_all(_requests(models, own_budgets=True)) == plain
         assert server.metric(DRAFTED)["0"] > server.metric(ACCEPTED)["0"] > 0
 
 

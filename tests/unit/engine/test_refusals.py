@@ -238,11 +238,24 @@ def _made(kind: str, target: Path, folder: Path, spec: dict[str, Any], **engine:
     return engine_config(make(target, folder), spec, **{**usual, **engine})
 
 
+CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both",
+             "kv_connector_extra_config": {"shared_storage_path": "unused"}}  # fmt: skip
 HEADS, SELF = ({"draft_source": s} for s in ("heads", "self"))
 # Kind of target, engine, options, and the refusal where there is one.
 CASES: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
-    ("plain", {"pipeline_parallel_size": 2}, {},
-     "pipeline_parallel_size=2.*last rank drafts.*only token"),
+    *((kind, {"pipeline_parallel_size": 2, **engine}, spec, message)
+      for kind, engine, spec, message in (
+          ("plain", {}, {}, None),
+          ("plain", {}, HEADS, None),
+          ("latent", {}, {}, None),
+          ("plain", {}, SELF, "parallel_size=2. Its drafts read KV caches .* on other stages"),
+          ("plain", {"async_scheduling": False}, {}, "async_scheduling=False.*leave async_sched"),
+          ("plain", {"distributed_executor_backend": "external_launcher"}, {},
+           "not support pipeline parallelism with external_launcher"),
+          ("plain", {"kv_transfer_config": CONNECTOR}, {}, "parallel_size=2 and a KV connector"),
+          ("experts", {"data_parallel_size": 2}, {}, "mixture-of-experts.*data_parallel_size=2"),
+          ("states", {}, {}, "parallel_size=2 on a target with recurrent states"),
+      )),
     ("plain", {"tensor_parallel_size": 2, "decode_context_parallel_size": 2}, {},
      "context parallelism"),
     ("plain", {"runner": "pooling"}, {}, "runner 'pooling' of this target"),

@@ -121,7 +121,8 @@ def test_layers_attend_by_the_block_table_of_their_group(
     assert used[0] is used[1] is tables[0] and used[2] is used[3] is tables[2]
     assert ran[2][0][4] is ran[3][0][4], "metadata are made once a step"
     assert [more for _, more in ran] == [{}, {}, *[{"features": window}] * 2]
-    # Accepted paths are moved in each group, by its table.
+    # Compaction uses each group's block table by request slot.
+    backend.block_tables = tables
     monkeypatch.setattr(kv_compact_triton, "compact_paths_triton", lambda *a: moved.append(a))
     walk = walk_trees(step, torch.tensor([5, 2, 0, 0, 1]), tokens)
     assert walk.lengths.tolist() == [2]
@@ -131,4 +132,4 @@ def test_layers_attend_by_the_block_table_of_their_group(
     ):
         assert layers.keys[0].shape[1] == size and table is own
         assert nodes[0, :2].tolist() == [0, 3] and lengths is walk.lengths
-        assert (contexts.tolist(), requests.tolist()) == ([5], [0])
+        assert (contexts.tolist(), requests.tolist()) == ([5], step.rows.slots.tolist())

@@ -490,7 +490,7 @@ def test_fixed_budgets_reserve_their_own_rows(step: Step, made: DeviceSpeculator
     assert made._rows_of(step.batch, np.array([N, 3, 0]), made._asked).tolist() == [2, 3, 0]
     made.req_states.prefill_len.np[1] = 999  # of "a": its prompt goes on
     propose(made, step)
-    assert made.reserved == ReservedRows({"b": 3, "c": 0}, N)
+    assert made.reserved == ReservedRows({"a": most, "b": 3, "c": 0}, N)
     made.schedules_ahead, made.reserved = False, None
     propose(made, step)
     assert made.reserved is None

@@ -40,7 +40,7 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> Any:
         "ModelCudaGraphManager",
         lambda **asked: SimpleNamespace(asked=asked, _candidates={}, _capture_descs={}),
     )
-    stock = worker_gpu.TreeRunnerMixin
+    stock = worker_gpu.StageRunnerMixin
     monkeypatch.setattr(stock, "initialize_kv_cache", _Stock.initialize_kv_cache)
     made: Any = object.__new__(_Runner)
     made.drafter = SimpleNamespace(state_layers=SimpleNamespace(names=[]))

@@ -74,6 +74,7 @@ def _runner(step: Step) -> Any:
     batch.input_ids = numbers(batch.num_tokens, dtype=torch.int32)
     runner: Any = object.__new__(_Runner)
     runner.tree_backend = PretendedBackend()
+    runner.tree_backend.block_tables = [numbers(SLOTS, 9, dtype=torch.int32)]
     runner.num_speculative_steps = N
     runner.speculator = SimpleNamespace(
         store=step.store, trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
@@ -126,8 +127,9 @@ def test_a_step_reads_nothing_and_keeps_to_its_launches(moved: list[tuple[Any, .
     assert output.sampled_token_ids.is_meta
     paths, lengths, contexts, requests, table = moved[-1][1:]
     assert paths.shape == (3, N) and len(lengths) == len(contexts) == len(requests) == 3
-    assert all(given.dtype == torch.int32 and given.is_meta for given in moved[-1][1:])
-    assert table.shape == (3, 9)
+    assert all(given.is_meta for given in moved[-1][1:]) and requests.dtype == torch.int64
+    assert {x.dtype for x in (paths, lengths, contexts, table)} == {torch.int32}
+    assert table.shape == (SLOTS, 9)
     assert 0 < recorder.operations <= LAUNCHES_PER_STEP, recorder.operations
 
 

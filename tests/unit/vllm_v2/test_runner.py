@@ -21,7 +21,7 @@ def test_a_sessions_block_of_states_comes_along_to_its_new_slot() -> None:
     """Its next turn finds its recurrent state in the block of its last step's last row."""
     blocks, slots = torch.tensor([4, 7, 0]), {"other": 0, "session": 1}
     runner: Any = SimpleNamespace(
-        _moves_states=True,
+        moves_states=True,
         model_state=SimpleNamespace(_mamba_state_idx_gpu=blocks),
         req_states=SimpleNamespace(req_id_to_index=slots),
     )

@@ -60,6 +60,8 @@ class ClockedRunner:
         )  # fmt: skip
         self.tree_backend = SimpleNamespace(warmup_rows=0, is_host=True)
         self.step = SimpleNamespace(has_dummy_rows=False)
+        # Of a later pipeline stage.
+        self.intermediate_tensors = None
         self.model = SimpleNamespace(compute_logits=lambda hidden: self.take(1e-4))
         self.drafter = SimpleNamespace(
             drafter=ClockedDrafter(lambda seconds: self.take(seconds)),

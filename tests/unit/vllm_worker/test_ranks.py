@@ -108,7 +108,7 @@ def test_vllms_worker_process_ends_with_a_worker_that_cannot_go_on(
             ranks.any_failed(MemoryError("no room"))
 
     group = SimpleNamespace(world_size=2, cpu_group=None)
-    monkeypatch.setattr(ranks, "get_world_group", lambda: group)
+    monkeypatch.setattr(ranks, "drafting_workers", lambda: group)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *args, **kwargs: Alone())
     answers: list[Any] = []
     calls = iter(["breaks", "leaves_a_collective", "breaks"])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,7 +67,11 @@ def test_all_is_warm_before_vllm_watches_what_compiles(
     from vllm_specplug.vllm_v2 import worker_gpu
 
     done: list[str] = []
-    runner = SimpleNamespace(state=None, start_budget=lambda: done.append("budget"))
+    runner: Any = object.__new__(worker_gpu.DeviceRunnerMixin)
+    runner.state = None
+    monkeypatch.setattr(
+        worker_gpu.TreeRunnerMixin, "start_budget", lambda self: done.append("budget")
+    )
 
     def draft(given: Any) -> None:
         if fails:

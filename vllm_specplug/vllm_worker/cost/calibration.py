@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from vllm.distributed import get_world_group
 from vllm.logger import init_logger
 
 from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
-from vllm_specplug.vllm_worker.ranks import any_failed, first_worker_values
+from vllm_specplug.vllm_worker.ranks import any_failed, drafting_workers, first_worker_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.warmup import dummy_requests
 
@@ -304,14 +303,14 @@ def start_budget(planner: DraftPlanner, state: RunnerView) -> None:
         return
     start = time.perf_counter()
     calibration = Calibrator(state, first_worker_values, any_failed).measure()
-    if get_world_group().is_first_rank:
+    if drafting_workers().is_first_rank:
         _log(calibration, time.perf_counter() - start)
     planner.adaptive = AdaptiveBudget(
         StepCostModel(calibration, state.drafter.drafts_by_level),
         planner.row_budget,
         state.drafter.forward_depth,
     )
-    planner.adaptive.lookups.is_on = get_world_group().world_size == 1
+    planner.adaptive.lookups.is_on = drafting_workers().world_size == 1
 
 
 def _log(calibration: Calibration, elapsed_s: float) -> None:

@@ -53,6 +53,8 @@ class Head:
 def _proposer(head: Head, monkeypatch: pytest.MonkeyPatch, **model: Any) -> Any:
     for name in ("prepare_state_layers", "check_target_layers", "_check_forward", "draft_linear"):
         monkeypatch.setattr(proposer, name, lambda *args, **kwargs: None)
+    only = SimpleNamespace(world_size=1, is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(proposer, "get_pp_group", lambda: only)
     made = object.__new__(proposer.DrafterHost)
     made.drafter, made.tables = head, None  # type: ignore[assignment]
     made.vllm_config = SimpleNamespace(
