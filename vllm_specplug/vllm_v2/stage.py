@@ -159,6 +159,8 @@ class StageRunnerMixin(_Runner):
             self.relay.take_over(self.pp_handler.queue[0])
         super().update_pp_decode_requests()
 
+    # As in steps: caches may be inference tensors, which nothing else may write.
+    @torch.inference_mode()
     def settle(self) -> None:
         """Takes over the results of all steps in flight. Call it when the engine is paused."""
         if self.relay is not None:
