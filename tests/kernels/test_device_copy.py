@@ -79,7 +79,7 @@ def test_the_host_reads_a_copy_once_its_event_has_passed(monkeypatch: pytest.Mon
 
 def test_no_other_code_copies_asynchronously_or_uses_streams() -> None:
     """Nothing else could race with what a device does: all else is done in the order of one stream.
-    Only the timing of kernels captures on another."""
+    Only the timing of kernels captures on another, and pipeline stages broadcast on vLLM's."""
     sources = [*(ROOT / "vllm_specplug").rglob("*.py"), *(ROOT / "kernels/src").rglob("*.py")]
     found = {
         word: {path.name for path in sources if word in path.read_text()}
@@ -97,6 +97,7 @@ def test_no_other_code_copies_asynchronously_or_uses_streams() -> None:
     copies = {"device_copy.py", "host_step.py"}
     assert found == {
         "non_blocking": copies, "pin_memory": copies, "UvaBackedTensor": {"penalty_processor.py"},
-        "cuda.Stream": {"cuda_dispatch.py"}, "torch.Stream": set(), "wait_stream": set(),
-        "record_stream": set(), "cuda.Event(": {"host_step.py", "cuda_trees.py", "step_clock.py"},
+        "cuda.Stream": {"cuda_dispatch.py"}, "torch.Stream": set(),
+        "wait_stream": {"stage_relay.py"}, "record_stream": {"stage_relay.py"},
+        "cuda.Event(": {"host_step.py", "cuda_trees.py", "step_clock.py"},
     }  # fmt: skip
