@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-RESERVED_ROWS_ATTRIBUTE = "specplug_reserved_rows"
-"""Attribute of the runner's output that carries a `ReservedRows`."""
-
 
 @dataclass(frozen=True)
 class ReservedRows:

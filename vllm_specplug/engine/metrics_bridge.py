@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Carries a step's statistics from the runner's output to /metrics.
 
-It also gives the scheduler the worker's reservations (`placeholders.keep_reserved_rows`) and the
-sizes of the verified trees (`draft_counts.exclude_unused_rows`).
-
 Seam: metrics_bridge.
 
 A worker process makes the numbers, and the API server's process exports them. vLLM's channel
@@ -25,10 +22,8 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
-from vllm_specplug.engine.draft_counts import exclude_unused_rows
-from vllm_specplug.engine.placeholders import keep_reserved_rows
 from vllm_specplug.engine.spec_config import tree_config
-from vllm_specplug.metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE, PrometheusExporter
+from vllm_specplug.metrics import PrometheusExporter
 
 
 @dataclass
@@ -80,23 +75,6 @@ def attach_stats(outputs: dict[int, EngineCoreOutputs], payload: dict[str, Any])
         if stats is not None:
             output.scheduler_stats = TreeSchedulerStats(**vars(stats), specplug_stats=payload)
             return
-
-
-def wrap_update_from_output(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Scheduler.update_from_output`, which also takes what the worker attached to its output."""
-
-    def update_from_output(self: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
-        nodes = getattr(model_runner_output, TREE_NODES_ATTRIBUTE, None)
-        if nodes is not None:
-            exclude_unused_rows(scheduler_output, nodes)
-        outputs = original(self, scheduler_output, model_runner_output)
-        keep_reserved_rows(self, model_runner_output)
-        payload = getattr(model_runner_output, STATS_ATTRIBUTE, None)
-        if payload is not None:
-            attach_stats(outputs, payload)
-        return outputs
-
-    return update_from_output
 
 
 def wrap_stat_logger_manager(original: Callable[..., None]) -> Callable[..., None]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE, ReservedRows
+from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.engine.spec_config import tree_config
 from vllm_specplug.options import max_scheduled_rows, request_budget_limit, rows_of_requests
 
@@ -41,15 +41,12 @@ def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[i
     ]
 
 
-def keep_reserved_rows(scheduler: Any, model_runner_output: Any) -> None:
+def keep_reserved_rows(scheduler: Any, reserved: ReservedRows) -> None:
     """Cuts the reservations of a scheduler that works ahead to those that its worker requested.
 
     Call it after the scheduler has processed the output. The step after the output's is scheduled
     by then; the reservations are of the step after that.
     """
-    reserved: ReservedRows | None = getattr(model_runner_output, RESERVED_ROWS_ATTRIBUTE, None)
-    if reserved is None:
-        return
     for request in scheduler.running:
         # A new list, because vLLM shares its placeholders between requests.
         if len(request.spec_token_ids) > (nodes := reserved.nodes(request.request_id)):

@@ -5,10 +5,10 @@ vLLM serves /metrics from the API server process, but trees are verified in a wo
 possibly on another node. The plugin's statistics travel with vLLM's own:
 
     worker        runner adds to a `StepStats`; at the end of a step `SpecPlugMetrics.end_step()`
-                  drains it into a payload of plain data, which the runner sets as attribute
-                  `specplug_stats` of its `ModelRunnerOutput`
+                  drains it into a payload of plain data, which the runner adds to its
+                  `ModelRunnerOutput` (drafting/step_report.py)
     engine core   the scheduler's `update_from_output` moves the payload to the `SchedulerStats` it
-                  returns (engine/metrics_bridge.py)
+                  returns (engine/step_reports.py)
     API server    a stat logger hands the payload to `PrometheusExporter.observe`, which owns the
                   counters (engine/metrics_bridge.py)
 
@@ -26,18 +26,11 @@ statistics for all engines).
 from vllm_specplug.metrics.exporter import PrometheusExporter
 from vllm_specplug.metrics.step_stats import PHASES, PLAIN_REASONS, StepStats
 from vllm_specplug.metrics.watchdog import AcceptanceWatchdog
-from vllm_specplug.metrics.worker_metrics import (
-    STATS_ATTRIBUTE,
-    TREE_NODES_ATTRIBUTE,
-    SpecPlugMetrics,
-    format_interval,
-)
+from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics, format_interval
 
 __all__ = [
     "PHASES",
     "PLAIN_REASONS",
-    "STATS_ATTRIBUTE",
-    "TREE_NODES_ATTRIBUTE",
     "AcceptanceWatchdog",
     "PrometheusExporter",
     "SpecPlugMetrics",

@@ -10,12 +10,6 @@ from collections.abc import Callable
 from vllm_specplug.metrics.step_stats import PHASES, Payload, StepStats
 from vllm_specplug.metrics.watchdog import AcceptanceWatchdog
 
-STATS_ATTRIBUTE = "specplug_stats"
-"""Attribute of the runner's output that carries a step's payload to the scheduler."""
-TREE_NODES_ATTRIBUTE = "specplug_tree_nodes"
-"""Attribute of the runner's output that carries the number of nodes of each tree, by request, where
-the scheduler works ahead."""
-
 # Below "vllm", so that vLLM's handler, format and level apply.
 _logger = logging.getLogger("vllm.specplug")
 

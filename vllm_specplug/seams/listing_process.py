@@ -17,6 +17,11 @@ _STATS = Topic(
     "a worker makes the statistics, and the API server exports them; the front end drops fields "
     "that no type declares",
 )
+_REPORTS = Topic(
+    "step_reports",
+    "a worker's statistics, reservations and drafts come with its output; vLLM's call for drafts "
+    "after each step leaves the worker idle",
+)
 _COUNTS = Topic(
     "draft_counts",
     "vLLM counts rows that it reserved ahead as drafts, whether they have a node or not",
@@ -99,9 +104,14 @@ PROCESS_SEAMS = SeamSet(
             make=f"{_ENGINE}.metrics_bridge:replace_annotations",
         ),
         Wrap(
-            _STATS,
+            _REPORTS,
             f"{_SCHEDULER}.update_from_output",
-            make=f"{_ENGINE}.metrics_bridge:wrap_update_from_output",
+            make=f"{_ENGINE}.step_reports:wrap_update_from_output",
+        ),
+        Wrap(
+            _REPORTS,
+            "vllm.v1.engine.core:EngineCore.post_step",
+            make=f"{_ENGINE}.step_reports:wrap_post_step",
         ),
         Wrap(
             _STATS,

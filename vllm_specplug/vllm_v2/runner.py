@@ -19,8 +19,7 @@ from vllm.distributed.kv_transfer import has_kv_transfer_group
 from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
-from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
-from vllm_specplug.metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE
+from vllm_specplug.drafting.step_report import REPORT_ATTRIBUTE, StepReport
 from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
 from vllm_specplug.tree.step_trees import TreeStore
 from vllm_specplug.vllm_v2.sampler import TreeSampler
@@ -39,13 +38,13 @@ from vllm_specplug.vllm_worker.proposer import DrafterHost
 
 
 class TreeOutput(AsyncOutput):
-    """A step's output; `get_output` also attaches the number of nodes of each tree."""
+    """A step's output; `get_output` also reports the number of nodes of each tree."""
 
     tree_nodes: Callable[[], dict[str, int]]
 
     def get_output(self) -> Any:
         output = super().get_output()
-        setattr(output, TREE_NODES_ATTRIBUTE, self.tree_nodes())
+        getattr(output, REPORT_ATTRIBUTE).tree_nodes = self.tree_nodes()
         return output
 
 
@@ -226,21 +225,18 @@ class TreeRunnerMixin(StageRunnerMixin):
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         output = super().sample_tokens(*args, **kwargs)
-        payload = self.tree_metrics.end_step()
+        report = StepReport(self.tree_metrics.end_step(), self.speculator.reserved)
         if output is not None:
-            # The scheduler gets these once the tokens are on the host.
-            if payload is not None:
-                setattr(output.model_runner_output, STATS_ATTRIBUTE, payload)
-            if self.speculator.reserved is not None:
-                attribute = RESERVED_ROWS_ATTRIBUTE
-                setattr(output.model_runner_output, attribute, self.speculator.reserved)
+            if not self.speculator.schedules_ahead:
+                report.drafts = self.take_draft_token_ids()
+            setattr(output.model_runner_output, REPORT_ATTRIBUTE, report)
             if self.step.tree_nodes is not None:
                 output.__class__, output.tree_nodes = TreeOutput, self.step.tree_nodes
         return output
 
     def take_draft_token_ids(self) -> Any:
-        """Returns the drafts for a scheduler that waits for them, one per tree node. The drafts of
-        requests with a grammar carry their parents."""
+        """Returns the drafts that the scheduler needs, one per tree node. The drafts of requests
+        with a grammar carry their parents."""
         if self.use_pp:
             # vLLM returns the drafts of the last batch, but the scheduler may wait for another one.
             # It needs only the drafts of requests with a grammar.

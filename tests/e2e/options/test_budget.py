@@ -127,7 +127,7 @@ def test_adaptive_budgets() -> None:
 
 
 def test_it_would_notice_rows_that_stay_reserved() -> None:
-    with patch("vllm_specplug.engine.metrics_bridge.keep_reserved_rows", lambda *args: None):
+    with patch("vllm_specplug.engine.step_reports.keep_reserved_rows", lambda *args: None):
         assert _most_rows(_full_steps(small_trees(STEEP, ahead=True))) == 28
 
 

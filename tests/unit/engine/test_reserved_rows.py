@@ -9,8 +9,9 @@ from typing import Any
 
 from vllm.v1.outputs import ModelRunnerOutput
 
-from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE, ReservedRows
-from vllm_specplug.engine.metrics_bridge import wrap_update_from_output
+from vllm_specplug.drafting.reserved_rows import ReservedRows
+from vllm_specplug.drafting.step_report import REPORT_ATTRIBUTE, StepReport
+from vllm_specplug.engine.step_reports import wrap_update_from_output
 
 PLACEHOLDERS = [-1] * 6
 
@@ -23,7 +24,7 @@ def _scheduler(**drafts: list[int]) -> Any:
 def _reserved(scheduler: Any, reserved: ReservedRows | None) -> dict[str, int]:
     output = ModelRunnerOutput(req_ids=[], req_id_to_index={})
     if reserved is not None:
-        setattr(output, RESERVED_ROWS_ATTRIBUTE, reserved)
+        setattr(output, REPORT_ATTRIBUTE, StepReport(None, reserved))
     # As it comes from a worker's process.
     output = pickle.loads(pickle.dumps(output))
     wrap_update_from_output(lambda *args: {})(scheduler, None, output)
