@@ -14,6 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 from tests.unit.train.chat_targets import chat_target
+from vllm_specplug.train import target as target_module
 from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
 from vllm_specplug.train.cli import data_app, train_app
 
@@ -93,9 +94,10 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
          "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),
     ],
 )  # fmt: skip
-def test_bad_requests_exit_2_with_the_remedy(
-    data, tmp_path, target_folder, command, options, words
+def test_bad_requests_exit_2_with_the_remedy_before_the_target_is_loaded(
+    data, tmp_path, target_folder, command, options, words, monkeypatch
 ):
+    monkeypatch.setattr(target_module, "load_target", lambda *_: pytest.fail("it was loaded"))
     given = {"target": target_folder, "data": data, "heldout": tmp_path / "h", "heldout_answers": 2}
     if command == "generate":
         given = {"target": chat_target(tmp_path / "chat", target_folder, "plain"),
