@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -128,6 +130,17 @@ def test_a_disk_that_is_too_small_is_named_before_the_target_runs(
     # 10 sequences of 24 tokens, 3 states of 32 numbers each.
     told = "features take 0.00 GB, the disk of .* has 0.00 GB free; use another disk"
     assert re.search(told, result.stderr) and not (tmp_path / "f" / "shard-00000").exists()
+
+
+def test_a_disk_that_fills_up_is_told_by_a_sentence(data, tmp_path, target_folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    result = run(data_app, "features", target=target_folder, data=data, out=tmp_path / "f",
+                 heldout=tmp_path / "h", heldout_answers=3)  # fmt: skip
+    assert result.exit_code == 1
+    assert "No space left on device; check the command's paths and their disks" in result.stderr
 
 
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):
