@@ -9,6 +9,7 @@ numbers are the stored ones times the scale. Checkpoints with the `quant_method`
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,9 @@ def stated_blocks(config: Mapping[str, Any]) -> list[Block | None]:
 def _block(value: Any) -> Block | None:
     if value is None:
         return None
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}x[0-9]{1,9}", value):
+        # compressed-tensors also reads "128x128".
+        value = [int(size) for size in value.split("x")]
     is_pair = isinstance(value, Sequence) and len(value) == 2
     if not is_pair or not all(is_integer(size) and 0 < size <= _MAX_BLOCK for size in value):
         raise ValueError(

@@ -30,9 +30,6 @@ class LevelDrafter(HeadDrafter):
 
     drafts_by_level: ClassVar[bool] = True
     follows_first_rank: ClassVar[bool] = True
-    frontier_width: ClassVar[int] = FRONTIER_WIDTH
-    """Maximum number of nodes per tree that a level expands. With the default, trees are best-first
-    for node budgets up to 16 and close to best-first above."""
     drafts_on_device = False
     """Whether the bound cache is on a device, so that drafting does not involve the host."""
     levels_run: int | None = 0
@@ -77,7 +74,7 @@ class LevelDrafter(HeadDrafter):
             self.host_expand(requests),
             min_node_prob=requests.min_node_prob,
             min_level_prob=requests.min_level_prob,
-            frontier_width=self.frontier_width,
+            frontier_width=FRONTIER_WIDTH,
         )
 
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
@@ -93,7 +90,7 @@ class LevelDrafter(HeadDrafter):
             # level, and start-up compiles only the variants of full trees.
             num_nodes=options.num_nodes,
             width=requests.width,
-            frontier_width=min(self.frontier_width, max_frontier_width(options.tree_depth)),
+            frontier_width=min(FRONTIER_WIDTH, max_frontier_width(options.tree_depth)),
         )
 
     def host_expand(self, requests: DraftRequests) -> Expand:

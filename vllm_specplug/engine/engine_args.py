@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,11 @@ from vllm_specplug.engine.spec_config import (
     tree_config,
 )
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
-from vllm_specplug.kernels.cuda_contract import E4M3_CACHES, TOKEN_SCALE_CACHES
+from vllm_specplug.kernels.cuda_contract import (
+    E4M3_CACHES,
+    FULL_GRAPHS_VARIABLE,
+    TOKEN_SCALE_CACHES,
+)
 from vllm_specplug.options import REMOVED_OPTIONS, short_repr, tree_option_names
 from vllm_specplug.registry import find_method, owners_of
 
@@ -136,6 +141,13 @@ def _check_pipeline(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: A
     size = f"pipeline_parallel_size={parallel.pipeline_parallel_size}"
     other = "use pipeline_parallel_size=1 (tensor parallelism works, also over nodes)"
     transfer = vllm_config.kv_transfer_config
+    on_gpu = vllm_config.device_config.device_type == "cuda"
+    if on_gpu and os.environ.get(FULL_GRAPHS_VARIABLE) == "1":
+        _refuse(
+            method,
+            f"{size} and {FULL_GRAPHS_VARIABLE}=1",
+            f"Whole graphs of pipeline stages are not tested: unset it, or {other}",
+        )
     if not vllm_config.scheduler_config.async_scheduling:
         _refuse(
             method,

@@ -240,15 +240,6 @@ class Split:
             rest = [answer for at, answer in enumerate(kept) if at not in held]
             yield path.stem.replace("answers", "shard"), [kept[at] for at in greedy], rest
 
-    def count_tokens(self) -> int:
-        """Returns the number of tokens of all sequences."""
-        return sum(
-            len(answer.prompt_ids) + len(answer.answer_ids)
-            for _, *both in self.parts()
-            for part in both
-            for answer in part
-        )
-
     def check(self) -> list[str]:
         """Returns the `remarks` on the split, for which it reads all answers."""
         aside = rest = 0

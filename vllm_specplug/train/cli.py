@@ -265,16 +265,15 @@ def features(
         write_shard,
     )
     from vllm_specplug.train.run import new_accelerator
-    from vllm_specplug.train.target import decoder_of, load_target
+    from vllm_specplug.train.target import TargetWeights
 
     with common.friendly_errors():
         files = finished_answers(data)
-        if not (target / "config.json").is_file():
-            raise ValueError(f"target {str(target)!r} has no config.json; give a model folder")
+        weights = TargetWeights(target)
+        ids = chosen_layers(layers, int(weights.config["num_hidden_layers"]))
         accelerator = new_accelerator()
         split = common.checked_split(files, heldout_answers, repetitive_share)
-        model = load_target(target, torch.bfloat16).to(accelerator.device)
-        ids = chosen_layers(layers, len(decoder_of(model).layers))
+        model = weights.load(torch.bfloat16).to(accelerator.device)
 
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)

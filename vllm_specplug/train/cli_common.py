@@ -125,36 +125,43 @@ def write_split(
     """
     from vllm_specplug.train.features import TokenSequence, check_shard
 
-    _check_disk(out, split.count_tokens() * 2 * (meta["aux_size"] + meta["hidden_size"]))
-    # Files must not be renamed while another process counts them.
+    missing: list[tuple[Path, list[TokenSequence], int]] = []
+    finished = 0
+    for number, (name, aside, rest) in enumerate(split.parts()):
+        for folder, part in ((heldout, aside), (out, rest)):
+            if folder is None or not part:
+                continue
+            sequences = [TokenSequence.of(answer) for answer in part]
+            if (folder / name / "meta.json").is_file():
+                check_shard(folder / name, sequences, meta)
+                finished += 1
+            else:
+                missing.append((folder / name, sequences, number))
+    tokens = sum(len(sequence.tokens) for _, sequences, _ in missing for sequence in sequences)
+    _check_disk(out, tokens * 2 * (meta["aux_size"] + meta["hidden_size"]))
+    # No shard may be finished while another process looks for missing ones.
     accelerator.wait_for_everyone()
     with progress() as bar:
-        task = bar.add_task("features", total=len(split.files))
-        for number, (name, aside, rest) in enumerate(split.parts()):
-            is_own = number % accelerator.num_processes == accelerator.process_index
-            for folder, part in ((heldout, aside), (out, rest)):
-                if folder is None or not part or not is_own:
-                    continue
-                sequences = [TokenSequence.of(answer) for answer in part]
-                if (folder / name / "meta.json").is_file():
-                    check_shard(folder / name, sequences, meta)
-                else:
-                    write(folder / name, sequences, number)
-            bar.update(task, completed=number + 1)
+        task = bar.add_task("features", completed=finished, total=finished + len(missing))
+        for folder, sequences, number in missing:
+            if number % accelerator.num_processes == accelerator.process_index:
+                write(folder, sequences, number)
+            bar.advance(task)
     accelerator.wait_for_everyone()
 
 
 def _check_disk(out: Path, size: int) -> None:
-    """Prints the bytes that features take.
+    """Prints the bytes that the new features take.
 
     Raises:
-        ValueError: if the disk does not hold them beside what is there of them.
+        ValueError: if the disk does not hold them.
     """
     out.mkdir(parents=True, exist_ok=True)
-    there = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    free = shutil.disk_usage(out).free
-    told = f"features take {size / 1e9:.2f} GB, the disk of {out} has {free / 1e9:.2f} GB free"
-    if size - there > free:
+    # An interrupted shard is replaced.
+    replaced = sum(path.stat().st_size for path in out.glob("*.partial/*"))
+    free = shutil.disk_usage(out).free + replaced
+    told = f"new features take {size / 1e9:.2f} GB, the disk of {out} has {free / 1e9:.2f} GB free"
+    if size > free:
         raise ValueError(
             f"{told}; use another disk, fewer --layers or fewer answers, or train with --answers, "
             "which stores none"

@@ -260,8 +260,8 @@ def write_features(
     np.save(partial / "tokens.npy", torch.cat([s.tokens for s in sequences]).int().numpy())
     np.save(partial / "offsets.npy", offsets)
     np.save(partial / "prompt_lens.npy", np.array([s.prompt_len for s in sequences], np.int32))
-    aux = np.memmap(partial / "aux.bf16", np.uint16, "w+", shape=(total, meta["aux_size"]))
-    hidden = np.memmap(partial / "hidden.bf16", np.uint16, "w+", shape=(total, meta["hidden_size"]))
+    aux = _create(partial / "aux.bf16", total, meta["aux_size"])
+    hidden = _create(partial / "hidden.bf16", total, meta["hidden_size"])
     for rows in length_batches([len(s.tokens) for s in sequences], tokens_per_batch):
         states, final = forward(rows)
         for row, state, last in zip(rows, states, final, strict=True):
@@ -342,3 +342,11 @@ def _finished(folder: Path) -> list[Path]:
 
 def _open(path: Path, rows: int, columns: int) -> np.ndarray:
     return np.memmap(path, np.uint16, "r", shape=(rows, columns))
+
+
+def _create(path: Path, rows: int, columns: int) -> np.memmap:
+    """Returns a new file as an array to fill."""
+    with path.open("wb") as file:
+        # On a full disk, a write to an array without reserved space ends the process (SIGBUS).
+        os.posix_fallocate(file.fileno(), 0, 2 * rows * columns)
+    return np.memmap(path, np.uint16, "r+", shape=(rows, columns))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -94,6 +94,7 @@ class HeadInTraining:
         save: writes the checkpoint of the averaged head into a folder.
         shape: the head's, for provenance.json.
         origin: what a method adds to what the run started from.
+        saved_tables: tables of the target that a checkpoint holds too.
     """
 
     training: Training
@@ -103,6 +104,7 @@ class HeadInTraining:
     shape: dict[str, Any]
     save: Callable[[Path, Any], Any]
     origin: dict[str, Any] = field(default_factory=dict)
+    saved_tables: tuple[torch.Tensor, ...] = ()
 
 
 def new_accelerator() -> Accelerator:
@@ -317,7 +319,7 @@ def train_head(
         _fixed(training),
     )  # fmt: skip
     if run.dry_run:
-        log(estimate(trainer))
+        log(estimate(trainer, made.saved_tables))
         return {}
     if run.resume:
         trainer.resume(run.out)
@@ -385,9 +387,9 @@ def _sequence_identity(store: Any) -> str:
     return f"{len(tokens)} tokens, CRC {crc32(tokens.numpy().tobytes()):08x}"
 
 
-def estimate(trainer: Trainer) -> str:
+def estimate(trainer: Trainer, saved_tables: Sequence[torch.Tensor]) -> str:
     """Returns steps per epoch, time, disk and memory of a run as text, measured with a few steps,
-    which are not kept."""
+    which are not kept; for `saved_tables` see `HeadInTraining`."""
     seconds = []
     for _ in range(_MEASURED_STEPS):
         before = trainer.seconds
@@ -401,7 +403,7 @@ def estimate(trainer: Trainer) -> str:
         f"an epoch is about {epoch:,} steps; --total-steps {total:,} is {total / epoch:.1f} epochs "
         f"and takes {step * total / 60:,.0f} minutes, {step:.2f} s per step"
     ]
-    saved = trainer.saved_bytes() / 1e9
+    saved = trainer.saved_bytes(saved_tables) / 1e9
     disk = f"the output folder takes {saved:.2f} GB, and twice as much while the run saves"
     if isinstance(trainer.store, OnlineFeatures):
         stored, model = trainer.store.stored_bytes(), trainer.store.model

@@ -292,8 +292,9 @@ class Trainer:
         }
         write_saved(state, Path(folder) / STATE_NAME)
 
-    def saved_bytes(self) -> int:
-        """Returns the size of the state, once there is one, and of an exported head."""
+    def saved_bytes(self, tables: Sequence[torch.Tensor] = ()) -> int:
+        """Returns the size of the state, once there is one, and of an exported head with `tables`
+        of the target."""
         own = sum(parameter.numel() for parameter in self.head.parameters())
         moments = (
             value.nbytes
@@ -303,7 +304,7 @@ class Trainer:
             if isinstance(value, torch.Tensor)
         )
         # Parameters and their averages in float32, and the head in bfloat16.
-        return own * (4 + 4 + 2) + sum(moments)
+        return own * (4 + 4 + 2) + sum(moments) + sum(table.nbytes for table in tables)
 
     def resume(self, folder: str | Path) -> None:
         """Continues a saved run; learning rates and schedule come from the current options."""

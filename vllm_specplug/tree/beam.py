@@ -44,7 +44,8 @@ class Frontier:
 Expand = Callable[[Frontier], tuple[np.ndarray, np.ndarray]]
 
 FRONTIER_WIDTH = 16
-"""Default of the maximum number of nodes per request that a level expands."""
+"""Default of the maximum number of nodes per request that a level expands. Trees of up to as many
+nodes are best-first, larger ones are close to it."""
 
 # `row` is the parent's row in the frontier that the node was drafted from.
 _NODE = np.dtype(

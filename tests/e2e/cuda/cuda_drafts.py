@@ -142,7 +142,6 @@ def _layer_trees(self: Any, requests: DeviceRequests, drafted: list[int]) -> lis
     return draft_level_by_level(
         given.anchors, budgets, [min(d, self.options.tree_depth) for d in depths],
         given.width, self.host_expand(given),
-        frontier_width=self.frontier_width,
     )  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.ngram_tree.drafter import NgramTreeDrafter
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_v2 import cuda_trees
+from vllm_specplug.vllm_worker.memory import drafter_memory
 
 pytestmark = INTERPRETED
 
@@ -103,6 +104,7 @@ def test_acceptance_is_that_of_trees_made_on_the_host() -> None:
         patch.object(BlockHeadDrafter, "draft", draft),
         patch.object(BlockHeadDrafter, "drafts_on_device", False),
         patch.object(NgramTreeDrafter, "drafts_on_device", False),
+        patch.object(drafter_memory, "check_host_drafts"),
     ):
         for method, counts in on_device.items():
             of_host, waits = _compare_defaults(method, budget=10)

@@ -62,6 +62,9 @@ CASES: dict[str, tuple[tuple[int, ...], Any, str, tuple[int, ...], tuple[int, in
     "groups with blocks": (
         (10, 13), groups(strategy="block", block_structure=[4, 8]), "_scale", (3, 2), (4, 8),
     ),
+    "groups with blocks as a string": (
+        (10, 13), groups(strategy="block", block_structure="4x8"), "_scale", (3, 2), (4, 8),
+    ),
     "channels": ((10, 13), CHANNELS, "_scale", (10, 1), (1, 13)),
     "joined channels": ((2, 10, 13), CHANNELS, "_scale", (2, 10, 1), (1, 13)),
     "tensor": ((10, 13), groups(strategy="tensor"), "_scale", (1,), (10, 13)),
@@ -145,6 +148,8 @@ STATED = "has dtype F8_E4M3, legal: BF16, F16, F32, F64; matrices in F8_E4M3 nee
         (blocks(4, 8), torch.ones(2, 3), SHAPED + r".*_scale_inv \[2, 3\], legal: .* \[3, 2\],"),
         (blocks(4, 8), torch.ones(10, 1), SHAPED + r".*\[10, 1\], legal: .* \[3, 2\],"),
         (blocks(0, 8), torch.ones(3, 2), r"blocks of \[0, 8\], legal: \[rows, columns\], two"),
+        (groups(block_structure="0x8"), torch.ones(3, 2), r"blocks of \[0, 8\], legal: \[rows"),
+        (groups(block_structure="4x8x2"), torch.ones(3, 2), "blocks of '4x8x2', legal: "),
         (blocks(4, 8), torch.full((3, 2), math.nan), "scale_inv' holds 6 values that are not fini"),
         (blocks(4, 8), torch.full((3, 2), math.inf), "scale_inv' holds 6 values that are not fini"),
         (blocks(4, 8), torch.full((3, 2), 3e38), "up_proj.weight' are not finite in torch.float3"),

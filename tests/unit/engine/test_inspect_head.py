@@ -105,6 +105,8 @@ def test_refusals_are_those_of_serving(folder: Path) -> None:
         ("dflash2_tree", "ddtree", False),
         ("tokenswift", "jetspec", False),
         ("jetspec", "tokenswift", False),
+        ("jetspec", "dflash2_tree", False),
+        ("jetspec", "mtp_tree", False),
         ("jetspec", "ngram_tree", False),
     ],
 )

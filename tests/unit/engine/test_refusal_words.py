@@ -142,12 +142,17 @@ def test_an_unknown_method(target: Path, name: object, meant: str | None) -> Non
 
 def test_a_head_of_another_kind_names_its_method(target: Path, tmp_path: Path) -> None:
     write_head(tmp_path / "eagle", "specforge")
-    for method in ("jetspec", "ddtree", "dels", "dspark_tree", "longspec"):
+    every = ("jetspec", "ddtree", "dels", "dspark_tree", "longspec", "dflash2_tree", "mtp_tree")
+    for method in every:
         message = _refusal(target, {"method": method, "model": str(tmp_path / "eagle")})
         start = f"speculative_config.method='{method}' is not usable: this head is one of method 'e"
         assert message.startswith(start) and 'Use "method": "eagle3_tree"' in message
-    # A refusal for another reason stays as it is, also of a method that drafts with such heads.
     make_head(tmp_path / "block", VOCAB)
+    for method in ("dflash2_tree", "mtp_tree"):
+        message = _refusal(target, {"method": method, "model": str(tmp_path / "block")})
+        start = f"speculative_config.method='{method}' is not usable: this head is one of method 'j"
+        assert message.startswith(start) and 'Use "method": "jetspec"' in message
+    # A refusal for another reason stays as it is, also of a method that drafts with such heads.
     for method in ("jetspec", "ddtree"):
         spec = {"method": method, "model": str(tmp_path / "block"), "tree_depth": 60}
         message = _refusal(target, {**spec, "num_speculative_tokens": 64})

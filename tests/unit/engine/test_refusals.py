@@ -20,6 +20,7 @@ from tests.e2e.tiny import make_head, make_tokenswift_heads
 from tests.unit.engine_config import engine_config
 from vllm_specplug.engine import spec_config
 from vllm_specplug.engine.engine_args import _check_cache_dtype, _check_states, check_engine_config
+from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
 from vllm_specplug.options import max_scheduled_rows
 
 pytestmark = pytest.mark.usefixtures("installed")
@@ -346,6 +347,19 @@ def test_latent_attention_by_device(
         return
     with pytest.raises(ValueError, match=f"'ngram_tree' .*{message}"):
         check_engine_config(config)
+
+
+def test_whole_graphs_of_pipeline_stages_are_refused_on_cuda(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _made("plain", target, tmp_path, {}, pipeline_parallel_size=2)
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "1")
+    check_engine_config(config)
+    config.device_config = SimpleNamespace(device_type="cuda")
+    with pytest.raises(ValueError, match=f"size=2 and {FULL_GRAPHS_VARIABLE}=1. .*unset it"):
+        check_engine_config(config)
+    monkeypatch.setenv(FULL_GRAPHS_VARIABLE, "0")
+    check_engine_config(config)
 
 
 def test_what_multimodal_targets_do_not_give_is_named(

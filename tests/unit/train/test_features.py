@@ -30,6 +30,22 @@ def test_an_interrupted_shard_is_not_seen(tmp_path, target_model):
     assert len(FeatureStore(tmp_path)) == 8
 
 
+def test_the_space_of_a_shard_is_reserved_before_the_target_runs(tmp_path):
+    """A write to a memory map of a full disk would end the process."""
+    sequences = [TokenSequence(torch.arange(3, 20), 5, "a")] * 4
+
+    meta = {"aux_size": 4096, "hidden_size": 2048}
+
+    def stop(_rows):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_features(tmp_path / "s", sequences, stop, meta=meta)
+    for name, width in (("aux.bf16", 4096), ("hidden.bf16", 2048)):
+        found = (tmp_path / "s.partial" / name).stat()
+        assert found.st_size == 4 * 17 * width * 2 <= 512 * found.st_blocks
+
+
 def test_empty_folder_names_the_command(tmp_path):
     with pytest.raises(ValueError, match="specplug data features"):
         FeatureStore(tmp_path)

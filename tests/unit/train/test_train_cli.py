@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from types import SimpleNamespace
@@ -14,6 +16,9 @@ import typer
 from typer.testing import CliRunner
 
 from tests.unit.train.chat_targets import chat_target
+from vllm_specplug.progress import progress
+from vllm_specplug.train import cli_common
+from vllm_specplug.train import target as target_module
 from vllm_specplug.train.answers import generate_missing, plan_requests, write_plan
 from vllm_specplug.train.cli import data_app, train_app
 
@@ -93,9 +98,10 @@ def test_features_then_training_from_the_command_line(data, tmp_path, target_fol
          "--heldout-answers 64 holds 10 of 10 answers out and leaves none to"),
     ],
 )  # fmt: skip
-def test_bad_requests_exit_2_with_the_remedy(
-    data, tmp_path, target_folder, command, options, words
+def test_bad_requests_exit_2_with_the_remedy_before_the_target_is_loaded(
+    data, tmp_path, target_folder, command, options, words, monkeypatch
 ):
+    monkeypatch.setattr(target_module, "load_target", lambda *_: pytest.fail("it was loaded"))
     given = {"target": target_folder, "data": data, "heldout": tmp_path / "h", "heldout_answers": 2}
     if command == "generate":
         given = {"target": chat_target(tmp_path / "chat", target_folder, "plain"),
@@ -124,8 +130,41 @@ def test_a_disk_that_is_too_small_is_named_before_the_target_runs(
                  heldout=tmp_path / "h", heldout_answers=3, layers="0,2")  # fmt: skip
     assert result.exit_code == 2
     # 10 sequences of 24 tokens, 3 states of 32 numbers each.
-    told = "features take 0.00 GB, the disk of .* has 0.00 GB free; use another disk"
+    told = "new features take 0.00 GB, the disk of .* has 0.00 GB free; use another disk"
     assert re.search(told, result.stderr) and not (tmp_path / "f" / "shard-00000").exists()
+
+
+def test_a_resumed_command_counts_only_missing_shards(data, tmp_path, target_folder, monkeypatch):
+    bars = []
+    monkeypatch.setattr(cli_common, "progress", lambda: bars.append(progress()) or bars[-1])
+    features = tmp_path / "f"
+    given = {"target": target_folder, "data": data, "out": features, "heldout": tmp_path / "h",
+             "heldout_answers": 3}  # fmt: skip
+    assert run(data_app, "features", **given).exit_code == 0
+    shard = features / "shard-00001"
+    size = sum((shard / name).stat().st_size for name in ("aux.bf16", "hidden.bf16"))
+    shutil.rmtree(shard)
+    for free, exit_code in ((size - 1, 2), (size, 0)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        assert run(data_app, "features", **given).exit_code == exit_code
+    (task,) = bars[-1].tasks
+    # One held-out shard and three others. Finished ones have no part in the rate.
+    assert (task.completed, task.total, task.speed) == (4, 4, None)
+    # An interrupted shard gives its space to the new one.
+    shard.rename(features / "shard-00001.partial")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert run(data_app, "features", **given).exit_code == 0
+
+
+def test_a_disk_that_fills_up_is_told_by_a_sentence(data, tmp_path, target_folder, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    result = run(data_app, "features", target=target_folder, data=data, out=tmp_path / "f",
+                 heldout=tmp_path / "h", heldout_answers=3)  # fmt: skip
+    assert result.exit_code == 1
+    assert "No space left on device; check the command's paths and their disks" in result.stderr
 
 
 def test_a_target_that_is_not_there_is_told_by_a_sentence(data, tmp_path):

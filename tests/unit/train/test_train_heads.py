@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 from tests.unit.train.heads import KINDS, Job
+from vllm_specplug.drafting.checkpoint_files import WEIGHTS_NAME
 from vllm_specplug.methods.block.checkpoint import load_block_head
 from vllm_specplug.methods.dels.checkpoint import load_local_head
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head
@@ -29,6 +31,7 @@ from vllm_specplug.train.cli import train_app
 from vllm_specplug.train.features import FeatureStore
 from vllm_specplug.train.history import add_to_history
 from vllm_specplug.train.target import TargetWeights
+from vllm_specplug.train.trainer import Trainer
 from vllm_specplug.train.vocabulary import vocabulary_of
 
 LOADERS: dict[str, Callable[..., Any]] = {
@@ -126,6 +129,30 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     for part in ("head", "ema"):
         for name, tensor in states[0][part].items():
             assert torch.equal(tensor, states[1][part][name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("jetspec", {}), ("dflash", {"mask_token_id": 63}), ("dspark", {"mask_token_id": 63}),
+        ("eagle3", {}), ("eagle3", {"save_lm_head": False}), ("eagle3", {"speculators": True}),
+    ],
+)  # fmt: skip
+def test_the_estimate_of_a_run_counts_all_that_it_saves(
+    kind: str, options: dict[str, Any], make_job: MakeJob, tmp_path: Path
+) -> None:
+    job = make_job(kind, **options)
+    made = job.start(job.run, job.recipe)
+    trainer = Trainer(made.head, made.tables, made.training.store, made.objective)
+    trainer.train_step()
+    trainer.save(tmp_path)
+    made.save(tmp_path, trainer.averaged_head())
+    saved = torch.load(tmp_path / "state.pt", weights_only=True), load_file(tmp_path / WEIGHTS_NAME)
+    tensors = [part for part in tree_leaves(saved) if isinstance(part, torch.Tensor)]
+    size = sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())
+    # A mask that reads a token is a vector of the state that is not trained, and not counted.
+    fixed = 4 * 32 if "mask_token_id" in options else 0
+    assert trainer.saved_bytes(made.saved_tables) == size - fixed
 
 
 @pytest.mark.parametrize("kind", ["jetspec", "tokenswift"])

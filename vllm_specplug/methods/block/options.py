@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 BLOCK_NEEDS = frozenset({Capability.HIDDEN_STATES, Capability.CONTEXT_CACHE})
 
 
-class BlockOptions(MethodOptions):
-    """Methods with a block head have only the shared options."""
+class BlockKindOptions(MethodOptions):
+    """Methods with a kind of block head have only the shared options."""
 
     def resolve(self, method: str, shared: SharedOptions, target: TargetInfo) -> DraftPlan:
         from vllm_specplug.methods.block.checkpoint import inspect_block_head, log_unused_parts
@@ -56,3 +56,7 @@ class BlockOptions(MethodOptions):
     ) -> LocalTreeSettings | None:
         """Returns the settings that the drafter reads."""
         return None
+
+
+class BlockOptions(BlockKindOptions):
+    """Options of methods that draft with JetSpec and DFlash heads."""

@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_specplug.drafting.method import SharedOptions, TargetInfo
-from vllm_specplug.methods.block.options import BlockOptions
+from vllm_specplug.methods.block.options import BlockKindOptions
 from vllm_specplug.methods.local.settings import LocalTreeSettings
 
 if TYPE_CHECKING:
     from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 
 
-class DFlash2Options(BlockOptions):
+class DFlash2Options(BlockKindOptions):
     def config_class(self) -> type[DFlash2Config]:
         from vllm_specplug.methods.dflash2_tree.config import DFlash2Config
 

@@ -118,3 +118,24 @@ def bind_drafter_memory(state: RunnerView, method: str) -> None:
         check_plain_attention(state.layers, method)
         forward = backend.self_draft(state, spec)
         drafter.bind_target_forward(forward)
+    check_host_drafts(state, method)
+
+
+def check_host_drafts(state: RunnerView, method: str) -> None:
+    """Refuses a drafter that reads caches on a device but builds its trees on the host.
+
+    Raises:
+        ValueError: with what the drafter must do.
+    """
+    drafter = state.drafter
+    caches = (
+        drafter.cache_specs(), drafter.target_cache_specs(), drafter.window_spec(),
+        drafter.partial_cache_spec(),
+    )  # fmt: skip
+    if any(caches) and not (state.runner.tree_backend.is_host or drafter.drafts_on_device):
+        raise ValueError(
+            f"Speculative method {method!r} cannot be used on a GPU: its drafter "
+            f"({type(drafter).__name__}) has caches, which serve only drafts that are built on the "
+            "device, and its drafts_on_device is False. Implement propose_on_device, draft without "
+            "caches, or serve on a CPU."
+        )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from tests.unit.methods.eagle3_tree.heads import LAYOUTS
 from tests.unit.methods.eagle3_tree.world import VOCAB, World
+from vllm_specplug.drafting import level_drafter
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import read_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -64,7 +65,8 @@ def test_trees_of_a_device_are_those_of_the_host(
     layout: str, expand: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tree_builder_triton, "build_best_first_triton", _built_on_the_host)
-    host, device = (World(tmp_path, layout, expand, device_cache=d) for d in (False, True))
+    monkeypatch.setattr(level_drafter, "FRONTIER_WIDTH", expand)
+    host, device = (World(tmp_path, layout, device_cache=d) for d in (False, True))
     for world in (host, device):
         world.commit_all()
     # Each within its own depth, too.

@@ -38,7 +38,6 @@ class World:
         self,
         folder: Path,
         layout: str = "specforge",
-        expand: int = 16,
         device_cache: bool = False,
         head: Mapping[str, Any] | None = None,
         **options: Any,
@@ -62,7 +61,6 @@ class World:
             METHOD.load_drafter(plan), folder, None, torch.zeros(VOCAB, HIDDEN), self.embed,
             target, **tree,
         )  # fmt: skip
-        self.drafter.frontier_width = expand  # type: ignore[misc]
         self.drafter.lm_head = plain_linear(self.lm_head, None)
         self.cache = DenseCache(self.drafter.cache_specs(), device_cache)
         self.drafter.bind_cache(self.cache)  # type: ignore[arg-type]

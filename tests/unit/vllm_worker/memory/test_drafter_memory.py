@@ -17,6 +17,7 @@ from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
 from vllm_specplug.vllm_worker.memory.drafter_memory import (
     bind_drafter_memory,
+    check_host_drafts,
     drafter_memory,
     memory_for_caches,
 )
@@ -125,3 +126,23 @@ def test_caches_of_the_target_and_their_capability_go_together(is_declared: bool
     message = rf"'mine'.* names {len(caches)} caches.* 'target_cache'. Declare both, or neither"
     with pytest.raises(ValueError, match=message):
         bind_drafter_memory(state, "mine")
+
+
+SPECS = ("cache_specs", "target_cache_specs", "window_spec", "partial_cache_spec")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_caches_on_a_device_serve_only_drafts_that_are_built_there(name: str) -> None:
+    def check(specs: list[str], is_host: bool = False, drafts_on_device: bool = False) -> None:
+        made: dict[str, Any] = {**dict.fromkeys(SPECS, lambda: None), name: lambda: specs}
+        state: Any = SimpleNamespace(
+            drafter=SimpleNamespace(drafts_on_device=drafts_on_device, **made),
+            runner=SimpleNamespace(tree_backend=SimpleNamespace(is_host=is_host)),
+        )
+        check_host_drafts(state, "mine")
+
+    check([])
+    check(["a cache"], is_host=True)
+    check(["a cache"], drafts_on_device=True)
+    with pytest.raises(ValueError, match="'mine' .* has caches, .* drafts_on_device is False"):
+        check(["a cache"])

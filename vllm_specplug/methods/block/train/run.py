@@ -54,6 +54,7 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
         save=lambda folder, head: save_block_head(
             folder, head, target=target, target_ids=ids, lm_head=tables.lm_head
         ),
+        saved_tables=(tables.lm_head,) if target and len(ids) < config.vocab_size else (),
     )
 
 

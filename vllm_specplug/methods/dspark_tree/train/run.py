@@ -77,6 +77,7 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
             "confidence": config.confidence_size > 0,
         },
         save=save,
+        saved_tables=(tables.lm_head,) if target and len(ids) < config.vocab_size else (),
     )
 
 

@@ -102,16 +102,16 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
         init_eagle3_from_target(head, weights, training.tables, layer_scales(store), generator)
     tables = training.draft_tables(ids, lm_head)
     made_for: HeadTarget | None = None
+    saved: dict[str, Any] = {}
+    if run.save_lm_head or run.speculators:
+        saved["lm_head"] = tables.lm_head
     if run.speculators:
         made_for = HeadTarget.of(run.target, head.config, ids, "--speculators")
+        # speculators 0.9.0 leaves tables that are missing uninitialised.
+        saved["embed_tokens"] = tables.embed_tokens
 
     def save(folder: Path, head: Eagle3Head) -> None:
-        # speculators 0.9.0 leaves tables that are missing uninitialised.
-        save_eagle3_head(
-            folder, head, target_ids=ids, target=made_for, depth=recipe.steps,
-            lm_head=tables.lm_head if made_for or run.save_lm_head else None,
-            embed_tokens=tables.embed_tokens if made_for else None,
-        )  # fmt: skip
+        save_eagle3_head(folder, head, target_ids=ids, target=made_for, depth=recipe.steps, **saved)
 
     return HeadInTraining(
         training=training,
@@ -125,4 +125,5 @@ def start(run: Eagle3Run, recipe: Eagle3Recipe) -> HeadInTraining:
             "norm_output": head.config.norm_output,
         },
         save=save,
+        saved_tables=tuple(saved.values()),
     )
