@@ -418,23 +418,15 @@ void commit_states(Tensor& states, const Tensor& keys, const Tensor& updates, co
   });
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "tree_conv(Tensor inputs, Tensor windows, Tensor weight, Tensor? bias, bool silu, "
-      "Tensor(a!) out) -> ()");
-  m.def(
-      "tree_delta_rule(Tensor query, Tensor key, Tensor value, Tensor decays, Tensor strengths, "
-      "Tensor states, Tensor starts, Tensor parents, Tensor slots, float scale, "
-      "Tensor(a!) output, Tensor(b!) updates) -> ()");
-  m.def(
-      "commit_states(Tensor(a!) states, Tensor keys, Tensor updates, Tensor decays, "
-      "Tensor starts, Tensor parents, Tensor slots, Tensor last_rows) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("tree_conv", TORCH_BOX(&tree_conv));
-  m.impl("tree_delta_rule", TORCH_BOX(&tree_delta_rule));
-  m.impl("commit_states", TORCH_BOX(&commit_states));
-}
+OPERATOR(CPU, tree_conv,
+         "(Tensor inputs, Tensor windows, Tensor weight, Tensor? bias, bool silu, Tensor(a!) out) "
+         "-> ()")
+OPERATOR(CPU, tree_delta_rule,
+         "(Tensor query, Tensor key, Tensor value, Tensor decays, Tensor strengths, Tensor states, "
+         "Tensor starts, Tensor parents, Tensor slots, float scale, Tensor(a!) output, Tensor(b!) "
+         "updates) -> ()")
+OPERATOR(CPU, commit_states,
+         "(Tensor(a!) states, Tensor keys, Tensor updates, Tensor decays, Tensor starts, Tensor "
+         "parents, Tensor slots, Tensor last_rows) -> ()")
 
 }  // namespace specplug

@@ -185,23 +185,14 @@ void context_heads(const Tensor& aux, const std::vector<Tensor>& join, const Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "project_heads(Tensor x, Tensor norm, Tensor[] weight, Tensor head_norms, Tensor cos, "
-      "Tensor sin, Tensor positions, float eps, Tensor(a!) out) -> ()");
-  m.def(
-      "finish_layer(Tensor(a!) x, Tensor mixed, Tensor[] output, Tensor norm, Tensor[] gate_up, "
-      "Tensor[] down, int intermediate, float eps) -> ()");
-  m.def(
-      "context_heads(Tensor aux, Tensor[] join, Tensor norm, Tensor[] weight, Tensor key_norms, "
-      "Tensor cos, Tensor sin, Tensor positions, float eps, Tensor(a!) keys, Tensor(b!) values) "
-      "-> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("project_heads", TORCH_BOX(&project_heads));
-  m.impl("finish_layer", TORCH_BOX(&finish_layer));
-  m.impl("context_heads", TORCH_BOX(&context_heads));
-}
+OPERATOR(CPU, project_heads,
+         "(Tensor x, Tensor norm, Tensor[] weight, Tensor head_norms, Tensor cos, Tensor sin, "
+         "Tensor positions, float eps, Tensor(a!) out) -> ()")
+OPERATOR(CPU, finish_layer,
+         "(Tensor(a!) x, Tensor mixed, Tensor[] output, Tensor norm, Tensor[] gate_up, Tensor[] "
+         "down, int intermediate, float eps) -> ()")
+OPERATOR(CPU, context_heads,
+         "(Tensor aux, Tensor[] join, Tensor norm, Tensor[] weight, Tensor key_norms, Tensor cos, "
+         "Tensor sin, Tensor positions, float eps, Tensor(a!) keys, Tensor(b!) values) -> ()")
 
 }  // namespace specplug

@@ -154,12 +154,8 @@ void gumbel_argmax(const Tensor& logits, const Tensor& divisors, const Tensor& s
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "gumbel_argmax(Tensor logits, Tensor divisors, Tensor seeds, Tensor positions, "
-      "Tensor(a!) winners) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("gumbel_argmax", TORCH_BOX(&gumbel_argmax)); }
+OPERATOR(CPU, gumbel_argmax,
+         "(Tensor logits, Tensor divisors, Tensor seeds, Tensor positions, Tensor(a!) winners) -> "
+         "()")
 
 }  // namespace specplug

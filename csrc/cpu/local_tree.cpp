@@ -725,19 +725,13 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   }
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "local_trees(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, Tensor widths, "
-      "Tensor alpha, Tensor beta, Tensor? log_prior, Tensor output_table, str kind, int "
-      "state_size, "
-      "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, "
-      "Tensor? w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_terms, "
-      "Tensor? slot_confidence, Tensor? token_confidence, float confidence_weight, Tensor(a!) "
-      "token_ids, Tensor(b!) "
-      "parents, Tensor(c!) node_depths, "
-      "Tensor(d!) scores, Tensor(e!) counts) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("local_trees", TORCH_BOX(&local_trees)); }
+OPERATOR(CPU, local_trees,
+         "(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, Tensor widths, Tensor "
+         "alpha, Tensor beta, Tensor? log_prior, Tensor output_table, str kind, int state_size, "
+         "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, Tensor? "
+         "w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_terms, Tensor? "
+         "slot_confidence, Tensor? token_confidence, float confidence_weight, Tensor(a!) "
+         "token_ids, Tensor(b!) parents, Tensor(c!) node_depths, Tensor(d!) scores, Tensor(e!) "
+         "counts) -> ()")
 
 }  // namespace specplug

@@ -505,33 +505,17 @@ void multiply_int8(const Int8Product& product, const uint16_t* x, int64_t rows, 
   multiply(p, *int8_blocks_avx512());
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def("pack_linear(Tensor weight) -> Tensor");
-  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
-  m.def("pack_int8(Tensor weight, Tensor(a!) column_sums) -> Tensor");
-  m.def(
-      "packed_int8_linear(Tensor x, Tensor packed, Tensor column_sums, Tensor column_scales, "
-      "Tensor? bias, Tensor(a!) out) -> ()");
-  m.def("pack_int4(Tensor codes, Tensor scales, Tensor? zeros) -> Tensor");
-  m.def(
-      "packed_int4_linear(Tensor x, Tensor packed, int group_depth, bool has_zeros, Tensor? bias, "
-      "Tensor(a!) out) -> ()");
-  m.def("packed_isa() -> int");
-  m.def("has_int8_products() -> bool");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("pack_linear", TORCH_BOX(&pack_linear));
-  m.impl("packed_linear", TORCH_BOX(&packed_linear));
-  m.impl("pack_int8", TORCH_BOX(&pack_int8));
-  m.impl("packed_int8_linear", TORCH_BOX(&packed_int8_linear));
-  m.impl("pack_int4", TORCH_BOX(&pack_int4));
-  m.impl("packed_int4_linear", TORCH_BOX(&packed_int4_linear));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {
-  m.impl("packed_isa", TORCH_BOX(&packed_isa));
-  m.impl("has_int8_products", TORCH_BOX(&has_int8_products));
-}
+OPERATOR(CPU, pack_linear, "(Tensor weight) -> Tensor")
+OPERATOR(CPU, packed_linear, "(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()")
+OPERATOR(CPU, pack_int8, "(Tensor weight, Tensor(a!) column_sums) -> Tensor")
+OPERATOR(CPU, packed_int8_linear,
+         "(Tensor x, Tensor packed, Tensor column_sums, Tensor column_scales, Tensor? bias, "
+         "Tensor(a!) out) -> ()")
+OPERATOR(CPU, pack_int4, "(Tensor codes, Tensor scales, Tensor? zeros) -> Tensor")
+OPERATOR(CPU, packed_int4_linear,
+         "(Tensor x, Tensor packed, int group_depth, bool has_zeros, Tensor? bias, Tensor(a!) out) "
+         "-> ()")
+OPERATOR(CompositeExplicitAutograd, packed_isa, "() -> int")
+OPERATOR(CompositeExplicitAutograd, has_int8_products, "() -> bool")
 
 }  // namespace specplug

@@ -86,10 +86,6 @@ void row_argmax(const Tensor& rows, Tensor& indices) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def("row_argmax(Tensor rows, Tensor(a!) indices) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("row_argmax", TORCH_BOX(&row_argmax)); }
+OPERATOR(CPU, row_argmax, "(Tensor rows, Tensor(a!) indices) -> ()")
 
 }  // namespace specplug

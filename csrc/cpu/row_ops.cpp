@@ -263,18 +263,11 @@ void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float eps, co
   turn_normed(x, weight, eps, cos, sin, dim, turned, out);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "norm_rows(Tensor x, Tensor? delta, Tensor weight, int size, float eps, Tensor(a!)? sum, "
-      "Tensor(b!) out) -> ()");
-  m.def("rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) out) -> ()");
-  m.def("gated_silu(Tensor x, Tensor(a!) out) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("norm_rows", TORCH_BOX(&norm_rows));
-  m.impl("rotate_heads", TORCH_BOX(&rotate_heads));
-  m.impl("gated_silu", TORCH_BOX(&gated_silu));
-}
+OPERATOR(CPU, norm_rows,
+         "(Tensor x, Tensor? delta, Tensor weight, int size, float eps, Tensor(a!)? sum, "
+         "Tensor(b!) out) -> ()")
+OPERATOR(CPU, rotate_heads,
+         "(Tensor x, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) out) -> ()")
+OPERATOR(CPU, gated_silu, "(Tensor x, Tensor(a!) out) -> ()")
 
 }  // namespace specplug

@@ -169,12 +169,8 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor& kv_cache, const Te
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "store_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slots, int layout, "
-      "Tensor tables) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("store_kv", TORCH_BOX(&store_kv)); }
+OPERATOR(CPU, store_kv,
+         "(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slots, int layout, Tensor tables) "
+         "-> ()")
 
 }  // namespace specplug

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors in operators: checks of dtype and shape, data pointers, aligned buffers.
+// Operators: their registration, checks of dtype and shape, data pointers, aligned buffers.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,6 +18,12 @@ namespace specplug {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// Registers the function `name` as torch.ops.specplug.`name`, for tensors of dispatch key `key`.
+// It goes through torch's stable ABI, so one build serves several torch releases.
+#define OPERATOR(key, name, schema)                                   \
+  STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) { m.def(#name schema); } \
+  STABLE_TORCH_LIBRARY_IMPL(specplug, key, m) { m.impl(#name, TORCH_BOX(&name)); }
 
 constexpr int64_t kAny = -1;
 

@@ -144,12 +144,6 @@ void top_candidates(const Tensor& logits, Tensor& ids, Tensor& log_probs) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def("top_candidates(Tensor logits, Tensor(a!) ids, Tensor(b!) log_probs) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("top_candidates", TORCH_BOX(&top_candidates));
-}
+OPERATOR(CPU, top_candidates, "(Tensor logits, Tensor(a!) ids, Tensor(b!) log_probs) -> ()")
 
 }  // namespace specplug

@@ -1117,15 +1117,10 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "tree_attn(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
-      "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
-      "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
-      "int window=0, float soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-      "float value_scale=1.0) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("tree_attn", TORCH_BOX(&tree_attn)); }
+OPERATOR(CPU, tree_attn,
+         "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, Tensor plan, "
+         "Tensor mask_words, Tensor block_table, float scale, int layout, int block_size, Tensor? "
+         "tables, Tensor? tail_key, Tensor? tail_value, int window=0, float soft_cap=0.0, Tensor? "
+         "alibi_slopes=None, Tensor? sinks=None, float value_scale=1.0) -> ()")
 
 }  // namespace specplug
