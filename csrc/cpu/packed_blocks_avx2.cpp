@@ -3,16 +3,8 @@
 // the way to the registers, by one shift for the even numbers of a pair and two for the odd ones (a
 // mask would take a register that is a sum's).
 #if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
 #include "packed_blocks.h"
 
-#if defined(__x86_64__)
 #pragma GCC target("avx2,fma,bmi2")
 
 namespace specplug {
@@ -145,9 +137,5 @@ constexpr Blocks kBlocks = {kNarrow, 6, kWholePanelRows, nullptr, 0, 0, 126, tru
 
 const Blocks* bf16_blocks_avx2() { return &kBlocks; }
 
-}  // namespace specplug
-#else
-namespace specplug {
-const Blocks* bf16_blocks_avx2() { return nullptr; }
 }  // namespace specplug
 #endif

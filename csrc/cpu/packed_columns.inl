@@ -7,6 +7,10 @@
 #error "BF16_DOT must be 0 or 1"
 #endif
 
+// GCC 12's headers make an undefined vector by initialising it with itself.
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+
 namespace specplug {
 namespace {
 
@@ -102,15 +106,17 @@ inline __attribute__((always_inline)) __mmask16 held_columns(int64_t column, int
   return static_cast<__mmask16>((1u << std::clamp<int64_t>(columns - column, 0, 16)) - 1u);
 }
 
+// Numbers of bfloat16, with zeros where they are not held.
+inline __attribute__((always_inline)) __m512 load_held(__mmask16 held, const uint16_t* from) {
+  const __m512i words = _mm512_maskz_cvtepu16_epi32(held, _mm256_maskz_loadu_epi16(held, from));
+  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(held, words, 16));
+}
+
 // A row's sums of 16 columns from `column` on, with their bias, as bfloat16 [rows, columns].
 inline __attribute__((always_inline)) void store(__m512 sums, const uint16_t* bias, uint16_t* out,
                                                  int64_t columns, int64_t row, int64_t column) {
   const __mmask16 held = held_columns(column, columns);
-  if (bias != nullptr) {
-    const __m512i words =
-        _mm512_maskz_cvtepu16_epi32(held, _mm256_maskz_loadu_epi16(held, bias + column));
-    sums = _mm512_add_ps(sums, _mm512_castsi512_ps(_mm512_maskz_slli_epi32(held, words, 16)));
-  }
+  if (bias != nullptr) sums = _mm512_add_ps(sums, load_held(held, bias + column));
   _mm256_mask_storeu_epi16(out + row * columns + column, held, round_bf16(sums));
 }
 

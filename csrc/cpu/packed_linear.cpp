@@ -22,6 +22,15 @@
 
 namespace specplug {
 
+#if !defined(__x86_64__)
+// Never called: no instruction set of theirs is allowed there.
+const PairProducts* pair_products_avx512() { return nullptr; }
+const PairProducts* pair_products_avx512_bf16() { return nullptr; }
+const Blocks* int8_blocks_avx512() { return nullptr; }
+const Blocks* bf16_blocks_avx2() { return nullptr; }
+float round_row(const uint16_t*, int64_t, uint8_t*, int64_t) { return 0.0f; }
+#endif
+
 namespace {
 
 // Bytes between what is read and what is asked for, while one block of rows streams panels.

@@ -4,7 +4,7 @@
 //   VEC_WORDS  lanes of 32 bits in one vector (4, 8 or 16)
 //   MAX_ROWS   rows of the register block
 //   MAX_PANELS panels of 16 columns of the register block (1 or 2)
-//   BF16_DOT   1 if words are bf16 pairs and DOT(acc, a, b) is defined by the includer
+//   BF16_DOT   1 if words are bf16 pairs; needs AVX-512 BF16
 //   VEC_ROWS   1 for products over bf16 that is not packed; needs 16 lanes with BF16_DOT
 // Everything here has internal linkage: the same names exist in every variant.
 
@@ -23,14 +23,19 @@ constexpr int kVecs = kPanel / VEC_WORDS;  // vectors in a panel row
 INLINE VecF load_f(const float* p) { return *reinterpret_cast<const VecFu*>(p); }
 INLINE void store_f(float* p, VecF v) { *reinterpret_cast<VecFu*>(p) = v; }
 
-#if !BF16_DOT
+// acc + a b, of bf16 pairs or of floats.
 INLINE VecF dot_word(VecF acc, uint32_t a, VecU b) {
+#if BF16_DOT
+  const __m512i all = _mm512_set1_epi32(static_cast<int>(a));
+  return reinterpret_cast<VecF>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+                                                 reinterpret_cast<__m512bh>(all),
+                                                 reinterpret_cast<__m512bh>(b)));
+#else
   float x;
   __builtin_memcpy(&x, &a, 4);
   return acc + x * reinterpret_cast<VecF>(b);
-}
-#define DOT dot_word
 #endif
+}
 
 template <bool COARSE>
 INLINE VecF exp2_fraction(VecF x) {
@@ -148,7 +153,7 @@ INLINE void multiply_block(VecF (&acc)[ROWS][PANELS * kVecs], const uint32_t* a,
         col[p * kVecs + j] = *reinterpret_cast<const VecUu*>(b + p * panel + j * VEC_WORDS * 4);
     UNROLL for (int m = 0; m < ROWS; ++m)
       UNROLL for (int j = 0; j < PANELS * kVecs; ++j)
-        acc[m][j] = DOT(acc[m][j], a[m * ld_a + k], col[j]);
+        acc[m][j] = dot_word(acc[m][j], a[m * ld_a + k], col[j]);
     b += row;
   }
 }
@@ -204,7 +209,7 @@ INLINE void for_row_blocks(int rows, const F& f) {
   }
 }
 
-[[maybe_unused]] void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
+void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
             int num_groups, float* s, int64_t ld_s) {
   for_row_blocks(rows, [&](auto height, int m) {
     scores_block<decltype(height)::value, MAX_PANELS>(q + m * ld_q, ld_q, words, groups,
@@ -212,7 +217,7 @@ INLINE void for_row_blocks(int rows, const F& f) {
   });
 }
 
-[[maybe_unused]] void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
+void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
             int head_size, bool first, float* o) {
   const int panels = head_size / kPanel;
   for_row_blocks(rows, [&](auto height, int m) {
@@ -273,8 +278,8 @@ INLINE void multiply_rows(VecF (&low)[ROWS], VecF (&high)[ROWS], const uint32_t*
   const VecU first = reinterpret_cast<VecU>(_mm512_unpacklo_epi16(one, other));
   const VecU second = reinterpret_cast<VecU>(_mm512_unpackhi_epi16(one, other));
   UNROLL for (int m = 0; m < ROWS; ++m) {
-    low[m] = DOT(low[m], a[m * ld_a], first);
-    high[m] = DOT(high[m], a[m * ld_a], second);
+    low[m] = dot_word(low[m], a[m * ld_a], first);
+    high[m] = dot_word(high[m], a[m * ld_a], second);
   }
 }
 
@@ -508,12 +513,19 @@ void mask(float* s, int64_t ld_s, int rows, const uint32_t* bits) {
 constexpr float kRescaleAbove = 8.0f;
 
 #if BF16_DOT
-INLINE void store_weights(uint32_t* p, int64_t col, VecF w) { STORE_BF16(p, col, w); }
-#else
-INLINE void store_weights(uint32_t* p, int64_t col, VecF w) {
-  store_f(reinterpret_cast<float*>(p) + col, w);
+INLINE void store_bf16(uint16_t* p, VecF v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(v))));
 }
 #endif
+
+INLINE void store_weights(uint32_t* p, int64_t col, VecF w) {
+#if BF16_DOT
+  store_bf16(reinterpret_cast<uint16_t*>(p) + col, w);
+#else
+  store_f(reinterpret_cast<float*>(p) + col, w);
+#endif
+}
 
 void softmax(float* s, int64_t ld_s, int rows, int cols, float scale_log2, bool first, float* m,
              float* l, float* o, int head_size, uint32_t* p, int64_t ld_p) {
@@ -682,8 +694,7 @@ INLINE void write_row(const float* o, float factor, int head_size, const RowTarg
   } else if (target.element == Element::kBfloat16) {
     uint16_t* out = static_cast<uint16_t*>(target.base) + at;
 #if BF16_DOT
-    for (int d = 0; d < head_size; d += VEC_WORDS)
-      STORE_BF16(out, d, load_f(o + d) * factor);
+    for (int d = 0; d < head_size; d += VEC_WORDS) store_bf16(out + d, load_f(o + d) * factor);
 #else
     for (int d = 0; d < head_size; ++d) out[d] = round_bf16(o[d] * factor);
 #endif
@@ -726,6 +737,11 @@ void merge(const Partial& to, const Partial& from, int rows, int head_size) {
   }
 }
 
-[[maybe_unused]] void no_state() {}
+void no_state() {}
+
+constexpr AttnVariant make_variant(const char* name) {
+  return {name,   BF16_DOT != 0, no_state, no_state,   scores,     reshape,        mask, softmax,
+          values, vec_scores,    vec_values, vec_row_values, pack, write, merge};
+}
 
 }  // namespace
