@@ -667,25 +667,6 @@ INLINE uint16_t round_bf16(float x) {
   return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
-// Walks the output rows of consecutive packed rows.
-struct OutputCursor {
-  const RowTarget& target;
-  int64_t row;
-  int head;
-
-  INLINE OutputCursor at_row(const RowTarget& target, int packed_row) {
-    return {target, packed_row / target.group_size, packed_row % target.group_size};
-  }
-  INLINE int64_t next(OutputCursor& c) {
-    const int64_t at = c.row * c.target.row_stride + c.head * c.target.head_stride;
-    if (++c.head == c.target.group_size) {
-      c.head = 0;
-      ++c.row;
-    }
-    return at;
-  }
-};
-
 INLINE void write_row(const float* o, float factor, int head_size, const RowTarget& target,
                       int64_t at) {
   if (target.element == Element::kFloat16) {
@@ -706,10 +687,13 @@ INLINE void write_row(const float* o, float factor, int head_size, const RowTarg
 
 void write(const float* o, const float* l, int rows, int head_size, const RowTarget& target,
            int first_row) {
-  OutputCursor cursor = OutputCursor::at_row(target, first_row);
-  for (int r = 0; r < rows; ++r)
+  int64_t row = first_row / target.group_size;
+  int head = first_row % target.group_size;
+  for (int r = 0; r < rows; ++r) {
     write_row(o + static_cast<int64_t>(r) * head_size, target.factor / l[r], head_size, target,
-              OutputCursor::next(cursor));
+              row * target.row_stride + head * target.head_stride);
+    if (++head == target.group_size) head = 0, ++row;
+  }
 }
 
 // 2^(of - top), exactly 1 where they are one reference.
