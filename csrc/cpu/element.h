@@ -79,6 +79,26 @@ static inline __attribute__((always_inline)) uint32_t word_of(E5m2 x) {
   return out;
 }
 
+static inline __attribute__((always_inline)) float value_of(float x) { return x; }
+template <class T>
+static inline __attribute__((always_inline)) float value_of(T x) {
+  const uint32_t bits = word_of(x);
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Calls `run` with a number of a format of 16 or 32 bits.
+template <class Run>
+void with_number(Element element, const Run& run) {
+  if (element == Element::kBfloat16)
+    run(uint16_t{});
+  else if (element == Element::kFloat16)
+    run(Float16{});
+  else
+    run(float{});
+}
+
 // Rounds to float16, ties to even; NaN stays NaN, what is too large becomes infinite.
 static inline __attribute__((always_inline)) uint16_t round_float16(float x) {
   uint32_t bits;

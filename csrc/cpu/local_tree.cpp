@@ -73,12 +73,12 @@ void multiply(const AttnVariant* v, const uint32_t* a, int64_t rows, const Packe
 
 template <class T>
 LANES_INLINE void gates(const T* x, const float* from_state, const float* h, int64_t size,
-                        int64_t stride, float* out) {
+                        float* out) {
   for (int64_t i = 0; i < size; i += kLanes) {
     Lanes reset, update, fresh, state = {}, reset_h = {}, update_h = {}, fresh_h = {};
     load_lanes(reset, x + i);
-    load_lanes(update, x + stride + i);
-    load_lanes(fresh, x + 2 * stride + i);
+    load_lanes(update, x + size + i);
+    load_lanes(fresh, x + 2 * size + i);
     if (from_state != nullptr) {
       load_lanes(reset_h, from_state + i);
       load_lanes(update_h, from_state + size + i);
@@ -95,21 +95,19 @@ LANES_INLINE void gates(const T* x, const float* from_state, const float* h, int
   }
 }
 
-// One row of the three-gate cell: x [3 * stride] input gates, from_state [3 * size] those of the
+// One row of the three-gate cell: x [3 * size] input gates, from_state [3 * size] those of the
 // state or null for a state of zeros. size is a multiple of 16.
-CLONED void gates_bf16(const uint16_t* x, const float* from_state, const float* h, int64_t size,
-                       float* out) {
-  gates(x, from_state, h, size, size, out);
+CLONED void cell(const uint16_t* x, const float* from_state, const float* h, int64_t size,
+                 float* out) {
+  gates(x, from_state, h, size, out);
 }
-
-CLONED void gates_half(const Float16* x, const float* from_state, const float* h, int64_t size,
-                       float* out) {
-  gates(x, from_state, h, size, size, out);
+CLONED void cell(const Float16* x, const float* from_state, const float* h, int64_t size,
+                 float* out) {
+  gates(x, from_state, h, size, out);
 }
-
-CLONED void gates_float(const float* x, const float* from_state, const float* h, int64_t size,
-                        float* out) {
-  gates(x, from_state, h, size, size, out);
+CLONED void cell(const float* x, const float* from_state, const float* h, int64_t size,
+                 float* out) {
+  gates(x, from_state, h, size, out);
 }
 
 // One row of the RNN cell, which computes its new state and its rank vector from the same gates.
@@ -376,16 +374,12 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
     if (head.kind == Kind::kRnn)
       rnn_gates(computed + i * 3 * s, gates_h, h, terms[i], s, state + i * s, rank + i * r);
     else if (computed != nullptr)
-      gates_float(computed + i * 3 * s, gates_h, h, s, state + i * s);
-    else if (head.element == Element::kBfloat16)
-      gates_bf16(reinterpret_cast<const uint16_t*>(head.inputs.data) + tokens[i] * 3 * s, gates_h,
-                 h, s, state + i * s);
-    else if (head.element == Element::kFloat16)
-      gates_half(reinterpret_cast<const Float16*>(head.inputs.data) + tokens[i] * 3 * s, gates_h, h,
-                 s, state + i * s);
+      cell(computed + i * 3 * s, gates_h, h, s, state + i * s);
     else
-      gates_float(reinterpret_cast<const float*>(head.inputs.data) + tokens[i] * 3 * s, gates_h, h,
-                  s, state + i * s);
+      with_number(head.element, [&](auto number) {
+        const auto* const gates = reinterpret_cast<const decltype(number)*>(head.inputs.data);
+        cell(gates + tokens[i] * 3 * s, gates_h, h, s, state + i * s);
+      });
     to_operand(head, state + i * s, s, state_op + i * state_words);
   }
   if (head.kind == Kind::kGru) {
@@ -416,7 +410,7 @@ struct Tree {
   // Nodes that score no more cannot stay: the last of a full pool, set once a depth.
   double floor = -std::numeric_limits<double>::infinity();
   int32_t seen = 0;
-  int32_t budget, depth, width;
+  int32_t budget, depth;
 };
 
 // Nodes that are expanded next: of one request after the other.
@@ -432,13 +426,13 @@ struct Frontier {
   int64_t size() const { return static_cast<int64_t>(request.size()); }
 };
 
-// Adds the best children of one node, by fused [count]; `offset` makes them log-probabilities.
-// Their sum of probabilities may exceed 1 by rounding, but no child scores more than its parent.
+// Adds the `width` best children of one node, by fused [count]; `offset` makes them
+// log-probabilities. Their sum of probabilities may exceed 1 by rounding, but no child scores more
+// than its parent.
 void add_children(Tree& tree, const Frontier& frontier, int64_t f, int32_t depth,
-                  const int64_t* ids, const float* fused, int64_t count, float offset,
+                  const int64_t* ids, const float* fused, int64_t count, float offset, size_t width,
                   std::vector<std::pair<float, int32_t>>& best) {
   best.clear();
-  const size_t width = static_cast<size_t>(tree.width);
   for (int64_t j = 0; j < count; ++j) {
     const float value = fused[j];
     if (!(value > kNone) || (best.size() == width && value <= best.back().first)) continue;
@@ -471,14 +465,13 @@ float log_sigmoid(float x) {
 }  // namespace
 
 void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budgets,
-                 const Tensor& depths, const Tensor& widths, const Tensor& alpha,
-                 const Tensor& beta, const std::optional<Tensor>& log_prior,
-                 const Tensor& output_table, const std::string& kind, int64_t state_size,
-                 int64_t rank, bool silu, const std::optional<Tensor>& inputs,
-                 const std::optional<Tensor>& features, const std::optional<Tensor>& feature_rows,
-                 const std::optional<Tensor>& w_input, const std::optional<Tensor>& w_state,
-                 const std::optional<Tensor>& w_rank, const std::optional<Tensor>& roots,
-                 const std::optional<Tensor>& slot_terms,
+                 const Tensor& depths, int64_t width, const Tensor& alpha, const Tensor& beta,
+                 const std::optional<Tensor>& log_prior, const Tensor& output_table,
+                 const std::string& kind, int64_t state_size, int64_t rank, bool silu,
+                 const std::optional<Tensor>& inputs, const std::optional<Tensor>& features,
+                 const std::optional<Tensor>& feature_rows, const std::optional<Tensor>& w_input,
+                 const std::optional<Tensor>& w_state, const std::optional<Tensor>& w_rank,
+                 const std::optional<Tensor>& roots, const std::optional<Tensor>& slot_terms,
                  const std::optional<Tensor>& slot_confidence,
                  const std::optional<Tensor>& token_confidence, double confidence_weight,
                  Tensor& token_ids, Tensor& parents, Tensor& node_depths, Tensor& scores,
@@ -496,8 +489,8 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
                   "local_trees: candidates must be int64 and float32 [R, D, M]");
   const int64_t num_reqs = ids.size(0), num_depths = ids.size(1), num_candidates = ids.size(2);
   STD_TORCH_CHECK(is_ints(budgets, {num_reqs}) && is_ints(depths, {num_reqs}) &&
-                      is_ints(widths, {num_reqs}) && is_ints(counts, {num_reqs}),
-                  "local_trees: budgets, depths, widths and counts must be int32 [R]");
+                      is_ints(counts, {num_reqs}) && width >= 1,
+                  "local_trees: budgets, depths and counts must be int32 [R], the width positive");
   STD_TORCH_CHECK(is_floats(alpha, {kAny}) && is_floats(beta, {kAny}) &&
                       alpha.size(0) >= num_depths && beta.size(0) >= num_depths,
                   "local_trees: alpha and beta must be float32 [D]");
@@ -599,10 +592,9 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
     Tree& t = trees[r];
     t.budget = data<int32_t>(budgets)[r];
     t.depth = data<int32_t>(depths)[r];
-    t.width = data<int32_t>(widths)[r];
-    STD_TORCH_CHECK(t.budget <= capacity && t.depth <= num_depths && t.width >= 1,
-                    "local_trees: request ", r, " asks for ", t.budget, " nodes, depth ", t.depth,
-                    ", width ", t.width, "; possible are ", capacity, " and ", num_depths);
+    STD_TORCH_CHECK(t.budget <= capacity && t.depth <= num_depths, "local_trees: request ", r,
+                    " asks for ", t.budget, " nodes, depth ", t.depth, "; possible are ", capacity,
+                    " and ", num_depths);
     if (t.budget <= 0 || t.depth <= 0) continue;
     deepest = std::max(deepest, t.depth);
     frontier.request.push_back(static_cast<int32_t>(r));
@@ -679,7 +671,8 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
           const float of_token = depth == 1 ? 0.0f : by_token[frontier.token[f]];
           offset += trust * log_sigmoid(by_slot[r * num_depths + depth - 1] + of_token);
         }
-        add_children(tree, frontier, f, depth, candidates, values, num_candidates, offset, best);
+        add_children(tree, frontier, f, depth, candidates, values, num_candidates, offset,
+                     static_cast<size_t>(width), best);
       }
       std::sort(tree.pool.begin(), tree.pool.end(), comes_first);
       if (static_cast<int32_t>(tree.pool.size()) >= tree.budget) {
@@ -726,7 +719,7 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
 }
 
 OPERATOR(CPU, local_trees,
-         "(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, Tensor widths, Tensor "
+         "(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, int width, Tensor "
          "alpha, Tensor beta, Tensor? log_prior, Tensor output_table, str kind, int state_size, "
          "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, Tensor? "
          "w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_terms, Tensor? "

@@ -12,15 +12,6 @@ namespace specplug {
 
 namespace {
 
-LANES_INLINE float float_of(float x) { return x; }
-
-LANES_INLINE float float_of(uint16_t x) {
-  const uint32_t bits = word_of(x);
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
 LANES_INLINE void store_one(float* p, float x) { *p = x; }
 
 LANES_INLINE void store_one(uint16_t* p, float x) {
@@ -42,7 +33,7 @@ LANES_INLINE void norm_row(const T* x, const T* delta, const T* weight, int64_t 
       load_lanes(b, delta + i);
       store_lanes(sum + i, a + b);
     }
-    for (int64_t i = whole; i < n; ++i) store_one(sum + i, float_of(x[i]) + float_of(delta[i]));
+    for (int64_t i = whole; i < n; ++i) store_one(sum + i, value_of(x[i]) + value_of(delta[i]));
     x = sum;
   }
   Lanes squares = {};
@@ -52,7 +43,7 @@ LANES_INLINE void norm_row(const T* x, const T* delta, const T* weight, int64_t 
     squares += v * v;
   }
   float total = sum_of(squares);
-  for (int64_t i = whole; i < n; ++i) total += float_of(x[i]) * float_of(x[i]);
+  for (int64_t i = whole; i < n; ++i) total += value_of(x[i]) * value_of(x[i]);
   const float scale = 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
   for (int64_t i = 0; i < whole; i += kLanes) {
     Lanes v, w;
@@ -61,7 +52,7 @@ LANES_INLINE void norm_row(const T* x, const T* delta, const T* weight, int64_t 
     store_lanes(out + i, v * scale * w);
   }
   for (int64_t i = whole; i < n; ++i)
-    store_one(out + i, float_of(x[i]) * scale * float_of(weight[i]));
+    store_one(out + i, value_of(x[i]) * scale * value_of(weight[i]));
 }
 
 CLONED void norm(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
@@ -87,7 +78,7 @@ LANES_INLINE void turn_half(const T* x, const T* other, const T* cos, const T* s
     store_lanes(out + i, a * c + b * s);
   }
   for (int64_t i = whole; i < n; ++i)
-    store_one(out + i, float_of(x[i]) * float_of(cos[i]) + float_of(other[i]) * float_of(sin[i]));
+    store_one(out + i, value_of(x[i]) * value_of(cos[i]) + value_of(other[i]) * value_of(sin[i]));
 }
 
 // One head: the halves of its first n numbers are turned; `sin` is negative in its first half.
@@ -119,8 +110,8 @@ LANES_INLINE void gate_row(const T* x, int64_t n, T* out) {
     store_lanes(out + i, gate * s * up);
   }
   for (int64_t i = whole; i < n; ++i) {
-    const float gate = float_of(x[i]);
-    store_one(out + i, gate / (1.0f + std::exp(-gate)) * float_of(x[n + i]));
+    const float gate = value_of(x[i]);
+    store_one(out + i, gate / (1.0f + std::exp(-gate)) * value_of(x[n + i]));
   }
 }
 
@@ -169,7 +160,7 @@ CLONED void add_bf16(const uint16_t* x, int64_t n, uint16_t* out) {
     load_lanes(b, out + i);
     store_lanes(out + i, a + b);
   }
-  for (int64_t i = whole; i < n; ++i) store_one(out + i, float_of(x[i]) + float_of(out[i]));
+  for (int64_t i = whole; i < n; ++i) store_one(out + i, value_of(x[i]) + value_of(out[i]));
 }
 
 // Calls `run` with a value of x's element type.

@@ -49,16 +49,13 @@ LANES_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, f
   }
 }
 
-CLONED void load_row_bf16(const uint16_t* row, int64_t n, int64_t chunk, float* out,
-                          float* maxima) {
+CLONED void load_numbers(const uint16_t* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
-
-CLONED void load_row_half(const Float16* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+CLONED void load_numbers(const Float16* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
-
-CLONED void load_row_float(const float* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+CLONED void load_numbers(const float* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
 
@@ -88,12 +85,9 @@ void select(const void* logits, Element element, int64_t n, int64_t k, Workspace
   work.row.resize(chunks * chunk);
   work.maxima.resize(chunks);
   float* row = work.row.data();
-  if (element == Element::kBfloat16)
-    load_row_bf16(static_cast<const uint16_t*>(logits), n, chunk, row, work.maxima.data());
-  else if (element == Element::kFloat16)
-    load_row_half(static_cast<const Float16*>(logits), n, chunk, row, work.maxima.data());
-  else
-    load_row_float(static_cast<const float*>(logits), n, chunk, row, work.maxima.data());
+  with_number(element, [&](auto number) {
+    load_numbers(static_cast<const decltype(number)*>(logits), n, chunk, row, work.maxima.data());
+  });
   float floor = kNone;
   if (chunks > k) {
     work.ranked = work.maxima;

@@ -187,9 +187,9 @@ def build_local_trees(
     node_depths = torch.empty(shape, dtype=torch.int32)
     scores = torch.empty(shape, dtype=torch.float32)
     counts = torch.empty(shape[0], dtype=torch.int32)
-    w, widths = weights, torch.full_like(budgets, width)
+    w = weights
     torch.ops.specplug.local_trees.default(
-        ids.contiguous(), log_probs.contiguous(), budgets, depths, widths, alpha, beta, log_prior,
+        ids.contiguous(), log_probs.contiguous(), budgets, depths, width, alpha, beta, log_prior,
         w.output_table, w.kind, w.state_size, w.rank, w.silu, w.inputs, w.features,
         w.feature_rows, w.w_input, w.w_state, w.w_rank, roots, slot_terms, slot_confidence,
         token_confidence, confidence_weight, token_ids, parents, node_depths, scores, counts,
