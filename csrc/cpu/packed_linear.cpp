@@ -80,12 +80,10 @@ std::unique_ptr<char[]> spread_rows(const char*& x, int64_t& x_stride, int64_t r
   if (!shares && bytes == padded) return nullptr;
   const int64_t stride = spread_stride(padded);
   std::unique_ptr<char[]> held(new char[static_cast<size_t>(rows * stride)]);
-  torch::stable::parallel_for(0, rows, kFewestRows, [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r) {
-      char* const to = held.get() + r * stride;
-      std::memcpy(to, x + r * x_stride, static_cast<size_t>(bytes));
-      std::memset(to + bytes, 0, static_cast<size_t>(padded - bytes));
-    }
+  for_rows(rows, [&](int64_t r) {
+    char* const to = held.get() + r * stride;
+    std::memcpy(to, x + r * x_stride, static_cast<size_t>(bytes));
+    std::memset(to + bytes, 0, static_cast<size_t>(padded - bytes));
   });
   x = held.get();
   x_stride = stride;
@@ -459,9 +457,8 @@ void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_dep
                   std::min(kChunkRows, x.size(0) - row)};
     p.x_stride = x.stride(0) * 2;
     if (has_zeros)
-      torch::stable::parallel_for(0, p.rows, kFewestRows, [&](int64_t first, int64_t last) {
-        for (int64_t r = first; r < last; ++r)
-          sum_groups(p.x + r * p.x_stride, groups, group_depth, sums.get() + r * groups);
+      for_rows(p.rows, [&](int64_t r) {
+        sum_groups(p.x + r * p.x_stride, groups, group_depth, sums.get() + r * groups);
       });
     const std::unique_ptr<char[]> held =
         take_rows(p, *kind, kind->int4_rows, shape.depth, shape.depth);
@@ -495,10 +492,8 @@ void multiply_int8(const Int8Product& product, const uint16_t* x, int64_t rows, 
                 padded = groups * kGroupBytes, stride = spread_stride(padded);
   const std::unique_ptr<uint8_t[]> rounded(new uint8_t[static_cast<size_t>(rows * stride)]);
   const std::unique_ptr<float[]> row_scales(new float[static_cast<size_t>(rows)]);
-  torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      row_scales[r] =
-          round_row(x + r * x_stride, product.depth, rounded.get() + r * stride, padded);
+  for_rows(rows, [&](int64_t r) {
+    row_scales[r] = round_row(x + r * x_stride, product.depth, rounded.get() + r * stride, padded);
   });
   Product p{reinterpret_cast<const char*>(rounded.get()),
             product.weight,

@@ -23,8 +23,8 @@ LANES_INLINE void store_one(uint16_t* p, float x) {
 // sum = x + delta, in the numbers' own format; out = sum / rms(sum) * weight over n numbers.
 // Without delta, sum is x.
 template <class T>
-LANES_INLINE void norm_row(const T* x, const T* delta, const T* weight, int64_t n, float eps,
-                           T* sum, T* out) {
+LANES_INLINE void norm_numbers(const T* x, const T* delta, const T* weight, int64_t n, float eps,
+                               T* sum, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   if (delta != nullptr) {
     for (int64_t i = 0; i < whole; i += kLanes) {
@@ -53,16 +53,6 @@ LANES_INLINE void norm_row(const T* x, const T* delta, const T* weight, int64_t 
   }
   for (int64_t i = whole; i < n; ++i)
     store_one(out + i, value_of(x[i]) * scale * value_of(weight[i]));
-}
-
-CLONED void norm(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
-                 float eps, uint16_t* sum, uint16_t* out) {
-  norm_row(x, delta, weight, n, eps, sum, out);
-}
-
-CLONED void norm(const float* x, const float* delta, const float* weight, int64_t n, float eps,
-                 float* sum, float* out) {
-  norm_row(x, delta, weight, n, eps, sum, out);
 }
 
 template <class T>
@@ -99,7 +89,7 @@ CLONED void turn(const float* x, const float* cos, const float* sin, int64_t n, 
 }
 
 template <class T>
-LANES_INLINE void gate_row(const T* x, int64_t n, T* out) {
+LANES_INLINE void gate_numbers(const T* x, int64_t n, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
     Lanes gate, up, s;
@@ -115,13 +105,25 @@ LANES_INLINE void gate_row(const T* x, int64_t n, T* out) {
   }
 }
 
-CLONED void gate(const uint16_t* x, int64_t n, uint16_t* out) { gate_row(x, n, out); }
+}  // namespace
 
-CLONED void gate(const float* x, int64_t n, float* out) { gate_row(x, n, out); }
+CLONED void norm_row(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
+                     float eps, uint16_t* sum, uint16_t* out) {
+  norm_numbers(x, delta, weight, n, eps, sum, out);
+}
 
-// A head, normed and turned with one rounding; x may be out.
-CLONED void turn_normed(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
-                        const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
+CLONED void norm_row(const float* x, const float* delta, const float* weight, int64_t n, float eps,
+                     float* sum, float* out) {
+  norm_numbers(x, delta, weight, n, eps, sum, out);
+}
+
+CLONED void gate_row(const uint16_t* x, int64_t n, uint16_t* out) { gate_numbers(x, n, out); }
+
+CLONED void gate_row(const float* x, int64_t n, float* out) { gate_numbers(x, n, out); }
+
+CLONED void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float eps,
+                               const uint16_t* cos, const uint16_t* sin, int64_t dim,
+                               int64_t turned, uint16_t* out) {
   float head[kMostHeadSize];
   Lanes squares = {};
   for (int64_t i = 0; i < dim; i += kLanes) {
@@ -152,7 +154,7 @@ CLONED void turn_normed(const uint16_t* x, const uint16_t* weight, float eps, co
   }
 }
 
-CLONED void add_bf16(const uint16_t* x, int64_t n, uint16_t* out) {
+CLONED void add_row(const uint16_t* x, int64_t n, uint16_t* out) {
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
     Lanes a, b;
@@ -162,6 +164,8 @@ CLONED void add_bf16(const uint16_t* x, int64_t n, uint16_t* out) {
   }
   for (int64_t i = whole; i < n; ++i) store_one(out + i, value_of(x[i]) + value_of(out[i]));
 }
+
+namespace {
 
 // Calls `run` with a value of x's element type.
 template <class Run>
@@ -192,8 +196,8 @@ void norm_rows(const Tensor& x, const std::optional<Tensor>& delta, const Tensor
     const T *in = data<T>(x), *add = data<T>(delta), *w = data<T>(weight);
     T *total = data<T>(sum), *to = data<T>(out);
     for (int64_t at = 0; at < rows * n; at += size)
-      norm(in + at, add == nullptr ? nullptr : add + at, w + at % n, size, static_cast<float>(eps),
-           total == nullptr ? nullptr : total + at, to + at);
+      norm_row(in + at, add == nullptr ? nullptr : add + at, w + at % n, size,
+               static_cast<float>(eps), total == nullptr ? nullptr : total + at, to + at);
   });
 }
 
@@ -234,25 +238,11 @@ void gated_silu(const Tensor& x, Tensor& out) {
   const int64_t rows = x.size(0), n = x.size(1) / 2;
   with_numbers_of(x, [&](auto number) {
     using T = decltype(number);
-    for (int64_t r = 0; r < rows; ++r) gate(data<T>(x) + 2 * r * n, n, data<T>(out) + r * n);
+    for (int64_t r = 0; r < rows; ++r) gate_row(data<T>(x) + 2 * r * n, n, data<T>(out) + r * n);
   });
 }
 
 }  // namespace
-
-void norm_row_bf16(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
-                   float eps, uint16_t* sum, uint16_t* out) {
-  norm(x, delta, weight, n, eps, sum, out);
-}
-
-void gate_row_bf16(const uint16_t* x, int64_t n, uint16_t* out) { gate(x, n, out); }
-
-void add_row_bf16(const uint16_t* x, int64_t n, uint16_t* out) { add_bf16(x, n, out); }
-
-void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
-                        const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
-  turn_normed(x, weight, eps, cos, sin, dim, turned, out);
-}
 
 OPERATOR(CPU, norm_rows,
          "(Tensor x, Tensor? delta, Tensor weight, int size, float eps, Tensor(a!)? sum, "

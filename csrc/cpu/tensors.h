@@ -68,6 +68,14 @@ inline std::optional<Element> element_of(ScalarType dtype) {
   }
 }
 
+// Calls `run(r)` for every row, in parallel where a thread gets 16 rows.
+template <class Run>
+void for_rows(int64_t rows, const Run& run) {
+  torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) run(r);
+  });
+}
+
 // A 64-byte aligned buffer that only grows. Growth discards its contents.
 template <class T>
 class Buffer {
