@@ -27,6 +27,7 @@ import triton.language as tl
 
 from vllm_specplug.kernels.key_scores import NEWEST, OLDER
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
+from vllm_specplug.kernels.step_kernel import step_kernel
 
 # Positions, entries and regions per program of the kernels that score, gather and count.
 _SCORED, _GATHERED, _COUNTED = 64, 16, 64
@@ -201,10 +202,7 @@ def _append_to_tail_kernel(
         tl.store(pool + target + head * pool_head + within, found, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["columns_stride", "count"],
-    do_not_specialize_on_alignment=["columns", "lens"],
-)
+@step_kernel
 def _count_tokens_kernel(
     # [4, n] int32
     columns,

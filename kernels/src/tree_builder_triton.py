@@ -14,11 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .step_kernel import step_kernel
 
-@triton.jit(
-    do_not_specialize=["num_depths", "width", "max_width", "num_nodes"],
-    do_not_specialize_on_alignment=["budgets", "depths"],
-)
+
+@step_kernel
 def _build_best_first_kernel(
     # [B, D, K] int64
     top_ids,

@@ -17,22 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from .step_kernel import step_kernel
+
 Trees = tuple[torch.Tensor, ...]
 """Token ids int64, parents int32, depths int32 and scores float32 [B, N], and counts int32 [B]."""
 
 
-@triton.jit(
-    do_not_specialize=["num_nodes", "num_branches", "length", "num_ranks"],
-    # Whoever makes the heads' trees, they are read once.
-    do_not_specialize_on_alignment=[
-        "head_tokens",
-        "head_parents",
-        "head_depths",
-        "head_scores",
-        "head_counts",
-        "budgets",
-    ],
-)
+@step_kernel
 def _merge_kernel(
     # trees of the head: [B, N], and [B]
     head_tokens,
