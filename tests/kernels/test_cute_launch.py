@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels import TreeAttnMetadata, tree_attn_cute_sm90
 from vllm_specplug.kernels.cute import driver, store
+from vllm_specplug.kernels.cute.compile import CompiledKernel
 from vllm_specplug.kernels.cute.config import SHARED_LIMIT, CombineConfig, ForwardConfig
 from vllm_specplug.kernels.cute.launch import Bounds, TensorMapSpec, plan_launches
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
@@ -188,7 +190,7 @@ def test_supported_where_a_kernel_can_be_had(monkeypatch, tmp_path):
     assert "pip install 'vllm-specplug[cute]'" in unsupported_reason(HOPPER, 128, BF16, 16)
 
 
-KERNEL = store.StoredKernel("combine_d64_bfloat16", "start", (8, 4, 1), b"\x7fELF" * 9, b".version")
+KERNEL = CompiledKernel("combine_d64_bfloat16", "start", (8, 4, 1), b"\x7fELF" * 9, ".version")
 
 
 def test_stored_kernels_come_back(tmp_path):
@@ -228,7 +230,7 @@ def test_kernels_are_compiled_once_and_cached(monkeypatch, tmp_path):
 
     def compile_config(config):
         made.append(config.name)
-        return types.SimpleNamespace(**vars(KERNEL) | {"name": config.name, "ptx": ".version"})
+        return replace(KERNEL, name=config.name)
 
     compiler = types.SimpleNamespace(compile_config=compile_config)
     monkeypatch.setitem(sys.modules, "vllm_specplug.kernels.cute.compile", compiler)
@@ -291,7 +293,7 @@ def fake_device(monkeypatch, tmp_path):
         def obtain(config):
             tail = forward if isinstance(config, ForwardConfig) else merge
             head = (128, 128, 1, 1) if isinstance(config, ForwardConfig) else ()
-            return store.StoredKernel(config.name, "entry", (*head, *tail), b"cubin", b"ptx")
+            return CompiledKernel(config.name, "entry", (*head, *tail), b"cubin", "ptx")
 
         monkeypatch.setattr(store, "obtain", obtain)
         driver.encode_tensor_map.cache_clear()

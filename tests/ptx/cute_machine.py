@@ -15,7 +15,7 @@ from tests.ptx.ptx_machine import Machine, Timing
 from tests.ptx.ptx_memory import GlobalMemory, TensorMap
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cuda_contract import PLAN_CONTEXT, PLAN_ROW_COUNT
-from vllm_specplug.kernels.cute.compile import Compiled, compile_config
+from vllm_specplug.kernels.cute.compile import CompiledKernel, compile_config
 from vllm_specplug.kernels.cute.launch import GridSplit, Launch, TensorMapSpec, plan_launches
 from vllm_specplug.kernels.cute.launch_params import (
     ADDRESS,
@@ -32,7 +32,7 @@ EARLY = Timing(eager_copies=True, eager_products=False, reverse_warpgroups=True)
 
 
 @cache
-def compiled(config) -> Compiled:
+def compiled(config) -> CompiledKernel:
     return compile_config(config)
 
 
@@ -67,7 +67,7 @@ class HostDevice:
             raw.copy_(torch.from_numpy(self.memory.get(place, (size,), np.uint8)))
         return machines
 
-    def arguments(self, launch: Launch, kernel: Compiled) -> list:
+    def arguments(self, launch: Launch, kernel: CompiledKernel) -> list:
         named = FORWARD_PARAMETERS if hasattr(launch.config, "box") else COMBINE_PARAMETERS
         maps = [a for a in launch.arguments if isinstance(a, TensorMapSpec)]
         scalars = list(launch.arguments[len(maps) :])

@@ -31,6 +31,7 @@ from .config import (
     WAVES,
     CombineConfig,
     ForwardConfig,
+    band_columns,
 )
 from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS, SCALAR_DTYPES
 
@@ -428,7 +429,7 @@ def _tensor_map(
     Dimensions, fastest first: element, slot, head, block.
     """
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-    band = 64 if head_dim % 64 == 0 else 32
+    band = band_columns(head_dim)
     strides = []
     for size, stride in ((block_size, 1), (num_kv_heads, 2), (num_blocks, 0)):
         # torch allows any stride for a dimension of size 1; a descriptor does not.
