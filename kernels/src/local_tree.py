@@ -47,18 +47,18 @@ class LocalTreeWeights:
     """A `LocalHeadKind`."""
     rank: int
     """Padded to 32."""
-    state_size: int
+    state_size: int = 0
     """Padded to 32; 0 for a head without state."""
-    silu: bool
+    silu: bool = False
     # [V', 3 S] input gates, or [V', r] rows of a head without a state
-    inputs: torch.Tensor | None
+    inputs: torch.Tensor | None = None
     # [n, I] inputs of the state, and the row of each draft id [V']; if `inputs` is None
-    features: torch.Tensor | None
-    feature_rows: torch.Tensor | None
+    features: torch.Tensor | None = None
+    feature_rows: torch.Tensor | None = None
     # packed; the last makes rank vectors of states, or gates of a gated head's rows
-    w_input: torch.Tensor | None
-    w_state: torch.Tensor | None
-    w_rank: torch.Tensor | None
+    w_input: torch.Tensor | None = None
+    w_state: torch.Tensor | None = None
+    w_rank: torch.Tensor | None = None
 
 
 def _pad_gates(weight: torch.Tensor) -> torch.Tensor:
@@ -129,13 +129,7 @@ def markov_weights(
         output_table=_padded(output_table, 1, 2).contiguous(),
         kind=kind,
         rank=-(-output_table.shape[1] // _GROUP) * _GROUP,
-        state_size=0,
-        silu=False,
         inputs=_padded(inputs.to(output_table.dtype), 1, 2).contiguous(),
-        features=None,
-        feature_rows=None,
-        w_input=None,
-        w_state=None,
         w_rank=w_rank,
     )
 
