@@ -14,15 +14,13 @@ constexpr int size_of(Element e) {
 }
 
 // Bits of one number, as a type of its own: overloads tell formats of one width apart.
-struct Float16 {
-  uint16_t bits;
+template <int MANTISSA, int EXPONENT, bool IEEE, class Bits>
+struct SmallFloat {
+  Bits bits;
 };
-struct E4m3 {
-  uint8_t bits;
-};
-struct E5m2 {
-  uint8_t bits;
-};
+using Float16 = SmallFloat<10, 5, true, uint16_t>;
+using E4m3 = SmallFloat<3, 4, false, uint8_t>;
+using E5m2 = SmallFloat<2, 5, true, uint8_t>;
 
 // Bits of the float32 equal to a small float of MANTISSA bits. Works on scalars and on GCC vectors
 // (U unsigned, F float) alike, and has no branch. Denormals come out exact, also where the CPU
@@ -50,32 +48,17 @@ static inline __attribute__((always_inline)) void widen_bits(const U& raw, U& ou
   out = (magnitude >= kSpecial ? special : finite) | sign;
 }
 
-template <class F, class U>
-static inline __attribute__((always_inline)) void widen_float16(const U& raw, U& out) {
-  widen_bits<10, 5, true, F>(raw, out);
-}
-
 // Bits of one number as those of a float32.
 static inline __attribute__((always_inline)) uint32_t word_of(uint32_t x) { return x; }
 static inline __attribute__((always_inline)) uint32_t word_of(uint16_t x) {
   return static_cast<uint32_t>(x) << 16;
 }
-static inline __attribute__((always_inline)) uint32_t word_of(Float16 x) {
+template <int MANTISSA, int EXPONENT, bool IEEE, class Bits>
+static inline __attribute__((always_inline)) uint32_t
+word_of(SmallFloat<MANTISSA, EXPONENT, IEEE, Bits> x) {
   const uint32_t raw = x.bits;
   uint32_t out;
-  widen_float16<float>(raw, out);
-  return out;
-}
-static inline __attribute__((always_inline)) uint32_t word_of(E4m3 x) {
-  const uint32_t raw = x.bits;
-  uint32_t out;
-  widen_bits<3, 4, false, float>(raw, out);
-  return out;
-}
-static inline __attribute__((always_inline)) uint32_t word_of(E5m2 x) {
-  const uint32_t raw = x.bits;
-  uint32_t out;
-  widen_bits<2, 5, true, float>(raw, out);
+  widen_bits<MANTISSA, EXPONENT, IEEE, float>(raw, out);
   return out;
 }
 

@@ -36,7 +36,7 @@ LANES_INLINE void load_lanes(Lanes& v, const Float16* p) {
   LanesHalf half;
   std::memcpy(&half, p, sizeof(half));
   LanesUint wide = __builtin_convertvector(half, LanesUint);
-  widen_float16<Lanes>(wide, wide);
+  widen_bits<10, 5, true, Lanes>(wide, wide);
   std::memcpy(&v, &wide, sizeof(v));
 }
 

@@ -321,7 +321,7 @@ def latent_attn_triton(
         num_stages=config.num_stages,
     )
     if cut:
-        merge_parts(part_out, part_lse, part_record, output, meta.plan, max_rows=meta.max_rows)
+        merge_parts(part_out, part_lse, part_record, output, meta.plan)
 
 
 # Context length and nodes of the trees of `self_test`: no context, an edge of a word, long.

@@ -305,7 +305,7 @@ def tree_attn_triton(
         num_stages=config.num_stages,
     )
     if cut:
-        merge_parts(part_out, part_lse, part_record, output, meta.plan, max_rows=meta.max_rows)
+        merge_parts(part_out, part_lse, part_record, output, meta.plan)
 
 
 _TRITON_TYPES = {
