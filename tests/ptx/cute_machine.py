@@ -16,7 +16,13 @@ from tests.ptx.ptx_memory import GlobalMemory, TensorMap
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cuda_contract import PLAN_CONTEXT, PLAN_ROW_COUNT
 from vllm_specplug.kernels.cute.compile import CompiledKernel, compile_config
-from vllm_specplug.kernels.cute.launch import GridSplit, Launch, TensorMapSpec, plan_launches
+from vllm_specplug.kernels.cute.launch import (
+    Arguments,
+    GridSplit,
+    Launch,
+    TensorMapSpec,
+    plan_launches,
+)
 from vllm_specplug.kernels.cute.launch_params import (
     ADDRESS,
     COMBINE_PARAMETERS,
@@ -117,9 +123,8 @@ class MachineTrees(DeviceTrees):
 
         tail = (self.tail.get("tail_key"), self.tail.get("tail_value"))
         inputs = (self.query, self.key_cache, self.value_cache, output)
-        launches = plan_launches(
-            *inputs, meta, self.scale, *tail, 132, workspace, splits, features=told,
-        )  # fmt: skip
+        arguments = Arguments(*inputs, meta, self.scale, *tail, features=told)
+        launches = plan_launches(arguments, 132, workspace, splits)
         tables = (meta.plan, meta.parent_rows, meta.block_table, told.sinks, told.alibi_slopes)
         machines = HostDevice([*inputs, *tail, *tables, *parts]).run(
             launches, timing or self.timing
