@@ -39,7 +39,7 @@ LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, co
   Lanes sums[kRows][P] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Lanes s[P];
-    for (int p = 0; p < P; ++p) load_lanes(s[p], m + k * m_stride + p * kLanes);
+    for (int p = 0; p < P; ++p) s[p] = load_lanes(m + k * m_stride + p * kLanes);
     for (int r = 0; r < kRows; ++r) {
       const float factor = x[std::min<int64_t>(r, rows - 1) * x_stride + k];
       for (int p = 0; p < P; ++p) sums[r][p] += factor * s[p];
@@ -49,8 +49,7 @@ LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, co
     for (int p = 0; p < P; ++p) {
       O* to = out + r * out_stride + p * kLanes;
       if (Keep) {
-        Lanes old;
-        load_lanes(old, to);
+        Lanes old = load_lanes(to);
         sums[r][p] += kept * old;
       }
       store_lanes(to, sums[r][p]);
@@ -109,18 +108,15 @@ LANES_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value
                              float entered, float own, float scale) {
   Lanes u[P], out[P];
   for (int p = 0; p < P; ++p) {
-    Lanes x, s;
-    load_lanes(x, value + p * kLanes);
-    load_lanes(s, update + p * kLanes);
-    load_lanes(out[p], o + p * kLanes);
+    Lanes x = load_lanes(value + p * kLanes), s = load_lanes(update + p * kLanes);
+    out[p] = load_lanes(o + p * kLanes);
     u[p] = strength * (x - entered * s);
     out[p] *= entered;
   }
   for (int64_t d = 0; d < depth; ++d) {
     const float* from = updates + t.above[d] * value_size;
     for (int p = 0; p < P; ++p) {
-      Lanes known;
-      load_lanes(known, from + p * kLanes);
+      Lanes known = load_lanes(from + p * kLanes);
       u[p] -= t.in_update[d] * known;
       out[p] += t.in_output[d] * known;
     }
@@ -218,18 +214,10 @@ LANES_INLINE void convolve(const float* inputs, const int64_t* window, const flo
   int64_t c = 0;
   for (; c + kLanes <= channels; c += kLanes) {
     Lanes sum = {};
-    if (bias != nullptr) load_lanes(sum, bias + c);
-    for (int64_t w = 0; w < width; ++w) {
-      Lanes x, f;
-      load_lanes(x, inputs + window[w] * channels + c);
-      load_lanes(f, weight + w * channels + c);
-      sum += x * f;
-    }
-    if (silu) {
-      Lanes gate = sum;
-      sigmoid_lanes(gate);
-      sum *= gate;
-    }
+    if (bias != nullptr) sum = load_lanes(bias + c);
+    for (int64_t w = 0; w < width; ++w)
+      sum += load_lanes(inputs + window[w] * channels + c) * load_lanes(weight + w * channels + c);
+    if (silu) sum *= sigmoid_lanes(sum);
     store_lanes(out + c, sum);
   }
   if (c == channels) return;
@@ -240,8 +228,7 @@ LANES_INLINE void convolve(const float* inputs, const int64_t* window, const flo
     for (int64_t w = 0; w < width; ++w)
       sum[i] += inputs[window[w] * channels + c + i] * weight[w * channels + c + i];
   }
-  Lanes gate = sum;
-  sigmoid_lanes(gate);
+  const Lanes gate = sigmoid_lanes(sum);
   for (int i = 0; c + i < channels; ++i) out[c + i] = silu ? sum[i] * gate[i] : sum[i];
 }
 

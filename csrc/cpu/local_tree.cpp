@@ -75,22 +75,18 @@ template <class T>
 LANES_INLINE void gates(const T* x, const float* from_state, const float* h, int64_t size,
                         float* out) {
   for (int64_t i = 0; i < size; i += kLanes) {
-    Lanes reset, update, fresh, state = {}, reset_h = {}, update_h = {}, fresh_h = {};
-    load_lanes(reset, x + i);
-    load_lanes(update, x + size + i);
-    load_lanes(fresh, x + 2 * size + i);
+    Lanes reset = load_lanes(x + i), update = load_lanes(x + size + i),
+          fresh = load_lanes(x + 2 * size + i);
+    Lanes state = {}, reset_h = {}, update_h = {}, fresh_h = {};
     if (from_state != nullptr) {
-      load_lanes(reset_h, from_state + i);
-      load_lanes(update_h, from_state + size + i);
-      load_lanes(fresh_h, from_state + 2 * size + i);
-      load_lanes(state, h + i);
+      reset_h = load_lanes(from_state + i);
+      update_h = load_lanes(from_state + size + i);
+      fresh_h = load_lanes(from_state + 2 * size + i);
+      state = load_lanes(h + i);
     }
-    reset += reset_h;
-    update += update_h;
-    sigmoid_lanes(reset);
-    sigmoid_lanes(update);
-    fresh += reset * fresh_h;
-    tanh_lanes(fresh);
+    reset = sigmoid_lanes(reset + reset_h);
+    update = sigmoid_lanes(update + update_h);
+    fresh = tanh_lanes(fresh + reset * fresh_h);
     store_lanes(out + i, fresh + update * (state - fresh));
   }
 }
@@ -118,98 +114,61 @@ CLONED void rnn_gates(const float* x, const float* from_state, const float* h, c
   for (int64_t i = 0; i < size; i += kLanes) {
     Lanes part[3], state = {};
     for (int64_t g = 0; g < 3; ++g) {
-      Lanes of_slot, of_state = {};
-      load_lanes(part[g], x + g * size + i);
-      load_lanes(of_slot, terms + g * size + i);
-      if (from_state != nullptr) load_lanes(of_state, from_state + g * size + i);
-      part[g] += of_slot + of_state;
+      Lanes of_state = {};
+      if (from_state != nullptr) of_state = load_lanes(from_state + g * size + i);
+      part[g] = load_lanes(x + g * size + i) + (load_lanes(terms + g * size + i) + of_state);
     }
-    if (h != nullptr) load_lanes(state, h + i);
-    sigmoid_lanes(part[0]);
-    tanh_lanes(part[1]);
-    tanh_lanes(part[2]);
-    store_lanes(out + i, part[1] + part[0] * (state - part[1]));
-    store_lanes(rank + i, part[2]);
+    if (h != nullptr) state = load_lanes(h + i);
+    const Lanes update = sigmoid_lanes(part[0]), fresh = tanh_lanes(part[1]);
+    store_lanes(out + i, fresh + update * (state - fresh));
+    store_lanes(rank + i, tanh_lanes(part[2]));
   }
 }
 
 CLONED void add_rows(float* x, const float* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes a, b;
-    load_lanes(a, x + i);
-    load_lanes(b, y + i);
-    store_lanes(x + i, a + b);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) store_lanes(x + i, load_lanes(x + i) + load_lanes(y + i));
 }
 
 CLONED void multiply_rows(float* x, const float* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes a, b;
-    load_lanes(a, x + i);
-    load_lanes(b, y + i);
-    store_lanes(x + i, a * b);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) store_lanes(x + i, load_lanes(x + i) * load_lanes(y + i));
 }
 
 // x = x * sigmoid(gate + term) over n values, n a multiple of 16.
 CLONED void apply_gate(float* x, const float* gate, const float* term, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes a, b, c;
-    load_lanes(a, x + i);
-    load_lanes(b, gate + i);
-    load_lanes(c, term + i);
-    b += c;
-    sigmoid_lanes(b);
-    store_lanes(x + i, a * b);
+    const Lanes open = sigmoid_lanes(load_lanes(gate + i) + load_lanes(term + i));
+    store_lanes(x + i, load_lanes(x + i) * open);
   }
 }
 
 CLONED void activate(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v, s;
-    load_lanes(v, x + i);
-    s = v;
-    sigmoid_lanes(s);
-    store_lanes(x + i, v * s);
+    const Lanes v = load_lanes(x + i);
+    store_lanes(x + i, v * sigmoid_lanes(v));
   }
 }
 
 CLONED void to_bf16(const float* x, int64_t n, uint16_t* out) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
-    store_lanes(out + i, v);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) store_lanes(out + i, load_lanes(x + i));
 }
 
 // log sum exp of n values, n a multiple of 16 (padded with -inf).
 CLONED float log_sum_exp(const float* x, int64_t n) {
   Lanes top = Lanes{} + kNone, sum = {};
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
+    const Lanes v = load_lanes(x + i);
     top = v > top ? v : top;
   }
   const float peak = max_of(top);
   if (!(peak > kNone)) return kNone;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
-    v = v - peak;
-    exp_lanes(v);
-    sum += v;
-  }
+  for (int64_t i = 0; i < n; i += kLanes) sum += exp_lanes(load_lanes(x + i) - peak);
   return peak + std::log(sum_of(sum));
 }
 
 // out = base + weight * score over n values, n a multiple of 16.
 CLONED void add_scaled(const float* base, const float* score, float weight, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes b, s;
-    load_lanes(b, base + i);
-    load_lanes(s, score + i);
-    store_lanes(out + i, b + weight * s);
-  }
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_lanes(out + i, load_lanes(base + i) + weight * load_lanes(score + i));
 }
 
 // ---- the local head --------------------------------------------------------

@@ -25,8 +25,7 @@ LANES_INLINE int64_t argmax_of(const T* row, int64_t n) {
     LanesInt nan = {};
     int64_t at = begin;
     for (; at + kLanes <= end; at += kLanes) {
-      Lanes x;
-      load_lanes(x, row + at);
+      Lanes x = load_lanes(row + at);
       nan |= x != x;
       top = x > top ? x : top;
     }

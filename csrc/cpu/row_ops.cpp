@@ -27,30 +27,21 @@ LANES_INLINE void norm_numbers(const T* x, const T* delta, const T* weight, int6
                                T* sum, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   if (delta != nullptr) {
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      Lanes a, b;
-      load_lanes(a, x + i);
-      load_lanes(b, delta + i);
-      store_lanes(sum + i, a + b);
-    }
+    for (int64_t i = 0; i < whole; i += kLanes)
+      store_lanes(sum + i, load_lanes(x + i) + load_lanes(delta + i));
     for (int64_t i = whole; i < n; ++i) store_one(sum + i, value_of(x[i]) + value_of(delta[i]));
     x = sum;
   }
   Lanes squares = {};
   for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
+    const Lanes v = load_lanes(x + i);
     squares += v * v;
   }
   float total = sum_of(squares);
   for (int64_t i = whole; i < n; ++i) total += value_of(x[i]) * value_of(x[i]);
   const float scale = 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes v, w;
-    load_lanes(v, x + i);
-    load_lanes(w, weight + i);
-    store_lanes(out + i, v * scale * w);
-  }
+  for (int64_t i = 0; i < whole; i += kLanes)
+    store_lanes(out + i, load_lanes(x + i) * scale * load_lanes(weight + i));
   for (int64_t i = whole; i < n; ++i)
     store_one(out + i, value_of(x[i]) * scale * value_of(weight[i]));
 }
@@ -59,14 +50,9 @@ template <class T>
 LANES_INLINE void turn_half(const T* x, const T* other, const T* cos, const T* sin, int64_t n,
                             T* out) {
   const int64_t whole = n / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes a, b, c, s;
-    load_lanes(a, x + i);
-    load_lanes(b, other + i);
-    load_lanes(c, cos + i);
-    load_lanes(s, sin + i);
-    store_lanes(out + i, a * c + b * s);
-  }
+  for (int64_t i = 0; i < whole; i += kLanes)
+    store_lanes(out + i, load_lanes(x + i) * load_lanes(cos + i) +
+                             load_lanes(other + i) * load_lanes(sin + i));
   for (int64_t i = whole; i < n; ++i)
     store_one(out + i, value_of(x[i]) * value_of(cos[i]) + value_of(other[i]) * value_of(sin[i]));
 }
@@ -92,12 +78,8 @@ template <class T>
 LANES_INLINE void gate_numbers(const T* x, int64_t n, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes gate, up, s;
-    load_lanes(gate, x + i);
-    load_lanes(up, x + n + i);
-    s = gate;
-    sigmoid_lanes(s);
-    store_lanes(out + i, gate * s * up);
+    const Lanes gate = load_lanes(x + i), up = load_lanes(x + n + i);
+    store_lanes(out + i, gate * sigmoid_lanes(gate) * up);
   }
   for (int64_t i = whole; i < n; ++i) {
     const float gate = value_of(x[i]);
@@ -127,41 +109,25 @@ CLONED void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float 
   float head[kMostHeadSize];
   Lanes squares = {};
   for (int64_t i = 0; i < dim; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
+    const Lanes v = load_lanes(x + i);
     squares += v * v;
   }
   const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(dim) + eps);
-  for (int64_t i = 0; i < dim; i += kLanes) {
-    Lanes v, w;
-    load_lanes(v, x + i);
-    load_lanes(w, weight + i);
-    store_lanes(head + i, v * scale * w);
-  }
+  for (int64_t i = 0; i < dim; i += kLanes)
+    store_lanes(head + i, load_lanes(x + i) * scale * load_lanes(weight + i));
   const int64_t half = turned / 2;
   for (int64_t i = 0; i < turned; i += kLanes) {
-    Lanes a, b, c, s;
-    load_lanes(a, head + i);
-    load_lanes(b, head + (i < half ? i + half : i - half));
-    load_lanes(c, cos + i);
-    load_lanes(s, sin + i);
-    store_lanes(out + i, a * c + b * s);
+    const float* const other = head + (i < half ? i + half : i - half);
+    store_lanes(out + i, load_lanes(head + i) * load_lanes(cos + i) +
+                             load_lanes(other) * load_lanes(sin + i));
   }
-  for (int64_t i = turned; i < dim; i += kLanes) {
-    Lanes v;
-    load_lanes(v, head + i);
-    store_lanes(out + i, v);
-  }
+  for (int64_t i = turned; i < dim; i += kLanes) store_lanes(out + i, load_lanes(head + i));
 }
 
 CLONED void add_row(const uint16_t* x, int64_t n, uint16_t* out) {
   const int64_t whole = n / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes a, b;
-    load_lanes(a, x + i);
-    load_lanes(b, out + i);
-    store_lanes(out + i, a + b);
-  }
+  for (int64_t i = 0; i < whole; i += kLanes)
+    store_lanes(out + i, load_lanes(x + i) + load_lanes(out + i));
   for (int64_t i = whole; i < n; ++i) store_one(out + i, value_of(x[i]) + value_of(out[i]));
 }
 

@@ -24,6 +24,13 @@ bool comes_first(const Entry& a, const Entry& b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
+// Stores numbers, -inf for NaN, which is never a candidate; returns the larger of each and `top`.
+LANES_INLINE Lanes keep(const Lanes& x, const Lanes& top, float* out) {
+  const Lanes kept = x == x ? x : Lanes{} + kNone;
+  store_lanes(out, kept);
+  return kept > top ? kept : top;
+}
+
 // Copies a row padded with -inf to `padded` entries; the maximum of every `chunk` of them.
 template <class T>
 LANES_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, float* maxima) {
@@ -31,19 +38,13 @@ LANES_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, f
   int64_t at = 0;
   for (int64_t c = 0; at < n; ++c) {
     Lanes top = none;
-    for (const int64_t end = at + chunk; at < end; at += kLanes) {
+    const int64_t end = at + chunk;
+    for (; at < end && at + kLanes <= n; at += kLanes)
+      top = keep(load_lanes(row + at), top, out + at);
+    for (; at < end; at += kLanes) {
       Lanes x = none;
-      if (at + kLanes <= n)
-        load_lanes(x, row + at);
-      else if (at < n) {
-        T rest[kLanes] = {};
-        std::memcpy(rest, row + at, static_cast<size_t>(n - at) * sizeof(T));
-        load_lanes(x, rest);
-        for (int64_t i = n - at; i < kLanes; ++i) x[i] = kNone;
-      }
-      x = x == x ? x : none;  // NaN is never a candidate
-      store_lanes(out + at, x);
-      top = x > top ? x : top;
+      for (int64_t i = at; i < n; ++i) x[i - at] = value_of(row[i]);
+      top = keep(x, top, out + at);
     }
     maxima[c] = max_of(top);
   }
@@ -61,13 +62,7 @@ CLONED void load_numbers(const float* row, int64_t n, int64_t chunk, float* out,
 
 CLONED float sum_of_exp(const float* row, int64_t padded, float shift) {
   Lanes sum = {};
-  for (int64_t at = 0; at < padded; at += kLanes) {
-    Lanes x;
-    load_lanes(x, row + at);
-    x = x - shift;
-    exp_lanes(x);
-    sum += x;
-  }
+  for (int64_t at = 0; at < padded; at += kLanes) sum += exp_lanes(load_lanes(row + at) - shift);
   return sum_of(sum);
 }
 
