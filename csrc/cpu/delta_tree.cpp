@@ -33,9 +33,9 @@ struct Head {
 // out[i] = x[i] m for up to kRows rows and P * kLanes columns of m [depth, stride]; with `Keep`
 // out[i] = kept * out[i] + x[i] m.
 template <bool Keep, int P, class T, class O>
-LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, const T* m,
-                              int64_t m_stride, int64_t depth, O* out, int64_t out_stride,
-                              float kept) {
+ALWAYS_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, const T* m,
+                               int64_t m_stride, int64_t depth, O* out, int64_t out_stride,
+                               float kept) {
   Lanes sums[kRows][P] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Lanes s[P];
@@ -57,9 +57,9 @@ LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, co
 }
 
 template <bool Keep = false, class T, class O>
-LANES_INLINE void times(const float* x, int64_t x_stride, int64_t rows, const T* m,
-                        int64_t m_stride, int64_t depth, int64_t columns, O* out,
-                        int64_t out_stride, float kept = 0.0f) {
+ALWAYS_INLINE void times(const float* x, int64_t x_stride, int64_t rows, const T* m,
+                         int64_t m_stride, int64_t depth, int64_t columns, O* out,
+                         int64_t out_stride, float kept = 0.0f) {
   int64_t v = 0;
   while (v < columns) {
     const bool full = v + kPanel * kLanes <= columns;
@@ -103,9 +103,9 @@ struct Scratch {
 // u and o of P * kLanes columns of one row, whose products with the state stand in `update` and
 // `o`.
 template <int P>
-LANES_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value, float* update,
-                             float* o, const float* updates, int64_t value_size, float strength,
-                             float entered, float own, float scale) {
+ALWAYS_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value, float* update,
+                              float* o, const float* updates, int64_t value_size, float strength,
+                              float entered, float own, float scale) {
   Lanes u[P], out[P];
   for (int p = 0; p < P; ++p) {
     Lanes x = load_lanes(value + p * kLanes), s = load_lanes(update + p * kLanes);
@@ -128,7 +128,7 @@ LANES_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value
 }
 
 template <class T>
-LANES_INLINE void solve(const Head& h, const T* state, float scale, Scratch& t) {
+ALWAYS_INLINE void solve(const Head& h, const T* state, float scale, Scratch& t) {
   const int64_t value_size = h.value_size, padded = t.key_columns.size() / h.key_size;
   float* updates = t.updates.data();
   times(h.key, h.key_stride, h.rows, state, value_size, h.key_size, value_size, updates,
@@ -195,7 +195,7 @@ struct Path {
 };
 
 template <class T>
-LANES_INLINE void commit(const Path& path, T* state, int64_t key_size, int64_t value_size) {
+ALWAYS_INLINE void commit(const Path& path, T* state, int64_t key_size, int64_t value_size) {
   times<true>(path.keys.data(), path.depth, key_size, path.updates.data(), value_size, path.depth,
               value_size, state, value_size, path.entered);
 }
@@ -208,9 +208,9 @@ CLONED void commit_bf16(const Path& path, uint16_t* state, int64_t key_size, int
   commit(path, state, key_size, value_size);
 }
 
-LANES_INLINE void convolve(const float* inputs, const int64_t* window, const float* weight,
-                           const float* bias, bool silu, float* out, int64_t channels,
-                           int64_t width) {
+ALWAYS_INLINE void convolve(const float* inputs, const int64_t* window, const float* weight,
+                            const float* bias, bool silu, float* out, int64_t channels,
+                            int64_t width) {
   int64_t c = 0;
   for (; c + kLanes <= channels; c += kLanes) {
     Lanes sum = {};

@@ -34,7 +34,7 @@ constexpr int64_t kUndecided = -1;
 
 // One round of MurmurHash3.
 template <class T>
-LANES_INLINE void mix(T& state, T key) {
+ALWAYS_INLINE void mix(T& state, T key) {
   key *= 0xCC9E2D51u;
   key = (key << 15) | (key >> 17);
   key *= 0x1B873593u;
@@ -44,7 +44,7 @@ LANES_INLINE void mix(T& state, T key) {
 }
 
 // The hash of a row's seed and position, into which tokens are mixed.
-LANES_INLINE uint32_t prefix_of(int64_t seed, int64_t pos) {
+ALWAYS_INLINE uint32_t prefix_of(int64_t seed, int64_t pos) {
   uint32_t state = 0;
   mix(state, static_cast<uint32_t>(seed));
   mix(state, static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32));
@@ -54,7 +54,7 @@ LANES_INLINE uint32_t prefix_of(int64_t seed, int64_t pos) {
 
 // Uniform numbers in (0, 1] of 16 tokens. Both products are exact, so that the sum is rounded once
 // whether it is fused or not.
-LANES_INLINE Lanes uniforms(uint32_t prefix, const LanesUint& tokens) {
+ALWAYS_INLINE Lanes uniforms(uint32_t prefix, const LanesUint& tokens) {
   LanesUint h = tokens ^ tokens;
   h += prefix;
   mix(h, tokens);
@@ -70,7 +70,7 @@ LANES_INLINE Lanes uniforms(uint32_t prefix, const LanesUint& tokens) {
          (__builtin_convertvector(low, Lanes) + 0.5f) * 2.3283064365386963e-10f;
 }
 
-LANES_INLINE double noise_of(float u) {
+ALWAYS_INLINE double noise_of(float u) {
   const float rest = std::max(1.0f - u, 5.960464477539063e-08f);
   return -std::log(u < 0.25f ? -std::log1p(-static_cast<double>(u))
                              : -std::log(static_cast<double>(rest)));

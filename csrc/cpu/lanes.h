@@ -13,7 +13,6 @@
 #else
 #define CLONED
 #endif
-#define LANES_INLINE static inline __attribute__((always_inline))
 
 namespace specplug {
 
@@ -26,19 +25,19 @@ constexpr int kLanes = 16;
 // How a vector is returned depends on the instruction set, but these functions are always inlined.
 #pragma GCC diagnostic ignored "-Wpsabi"
 
-LANES_INLINE Lanes load_lanes(const float* p) {
+ALWAYS_INLINE Lanes load_lanes(const float* p) {
   Lanes v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 
-LANES_INLINE Lanes load_lanes(const uint16_t* p) {
+ALWAYS_INLINE Lanes load_lanes(const uint16_t* p) {
   LanesHalf half;
   std::memcpy(&half, p, sizeof(half));
   return reinterpret_cast<Lanes>(__builtin_convertvector(half, LanesUint) << 16);
 }
 
-LANES_INLINE Lanes load_lanes(const Float16* p) {
+ALWAYS_INLINE Lanes load_lanes(const Float16* p) {
   LanesHalf half;
   std::memcpy(&half, p, sizeof(half));
   LanesUint wide = __builtin_convertvector(half, LanesUint);
@@ -46,10 +45,10 @@ LANES_INLINE Lanes load_lanes(const Float16* p) {
   return reinterpret_cast<Lanes>(wide);
 }
 
-LANES_INLINE void store_lanes(float* p, const Lanes& v) { std::memcpy(p, &v, sizeof(Lanes)); }
+ALWAYS_INLINE void store_lanes(float* p, const Lanes& v) { std::memcpy(p, &v, sizeof(Lanes)); }
 
 // Rounds to bf16, ties to even; NaN may come out as any value.
-LANES_INLINE void store_lanes(uint16_t* p, const Lanes& v) {
+ALWAYS_INLINE void store_lanes(uint16_t* p, const Lanes& v) {
   const LanesUint bits = reinterpret_cast<LanesUint>(v);
   const LanesUint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const LanesHalf half = __builtin_convertvector(rounded, LanesHalf);
@@ -57,7 +56,7 @@ LANES_INLINE void store_lanes(uint16_t* p, const Lanes& v) {
 }
 
 // e^x, relative error below 1e-6; 0 below -87, no larger than e^87.
-LANES_INLINE Lanes exp_lanes(const Lanes& from) {
+ALWAYS_INLINE Lanes exp_lanes(const Lanes& from) {
   const Lanes zero = {};
   const LanesInt low = from < zero - 87.0f;
   Lanes x = from > zero + 87.0f ? zero + 87.0f : from;
@@ -75,17 +74,19 @@ LANES_INLINE Lanes exp_lanes(const Lanes& from) {
   return low ? zero : reinterpret_cast<Lanes>(reinterpret_cast<LanesInt>(p) + power);
 }
 
-LANES_INLINE Lanes sigmoid_lanes(const Lanes& x) { return 1.0f / (1.0f + exp_lanes(-x)); }
+ALWAYS_INLINE Lanes sigmoid_lanes(const Lanes& x) { return 1.0f / (1.0f + exp_lanes(-x)); }
 
-LANES_INLINE Lanes tanh_lanes(const Lanes& x) { return 1.0f - 2.0f / (1.0f + exp_lanes(2.0f * x)); }
+ALWAYS_INLINE Lanes tanh_lanes(const Lanes& x) {
+  return 1.0f - 2.0f / (1.0f + exp_lanes(2.0f * x));
+}
 
-LANES_INLINE float max_of(const Lanes& v) {
+ALWAYS_INLINE float max_of(const Lanes& v) {
   float top = v[0];
   for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
   return top;
 }
 
-LANES_INLINE float sum_of(const Lanes& v) {
+ALWAYS_INLINE float sum_of(const Lanes& v) {
   float sum = 0.0f;
   for (int i = 0; i < kLanes; ++i) sum += v[i];
   return sum;

@@ -72,8 +72,8 @@ void multiply(const AttnVariant* v, const uint32_t* a, int64_t rows, const Packe
 // ---- element-wise parts ----------------------------------------------------
 
 template <class T>
-LANES_INLINE void gates(const T* x, const float* from_state, const float* h, int64_t size,
-                        float* out) {
+ALWAYS_INLINE void gates(const T* x, const float* from_state, const float* h, int64_t size,
+                         float* out) {
   for (int64_t i = 0; i < size; i += kLanes) {
     Lanes reset = load_lanes(x + i), update = load_lanes(x + size + i),
           fresh = load_lanes(x + 2 * size + i);

@@ -14,6 +14,8 @@
 #include <memory>
 #include <utility>
 
+#include "element.h"
+
 namespace specplug {
 
 // A panel holds 32 columns of a weight: [groups of 4 bytes of depth, 32, 4 bytes].

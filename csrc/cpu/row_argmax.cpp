@@ -15,7 +15,7 @@ constexpr int64_t kChunk = 64 * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 template <class T>
-LANES_INLINE int64_t argmax_of(const T* row, int64_t n) {
+ALWAYS_INLINE int64_t argmax_of(const T* row, int64_t n) {
   float best = kNone;
   int64_t best_chunk = 0;
   bool is_nan = false;

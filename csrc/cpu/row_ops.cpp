@@ -12,9 +12,9 @@ namespace specplug {
 
 namespace {
 
-LANES_INLINE void store_one(float* p, float x) { *p = x; }
+ALWAYS_INLINE void store_one(float* p, float x) { *p = x; }
 
-LANES_INLINE void store_one(uint16_t* p, float x) {
+ALWAYS_INLINE void store_one(uint16_t* p, float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   *p = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
@@ -23,8 +23,8 @@ LANES_INLINE void store_one(uint16_t* p, float x) {
 // sum = x + delta, in the numbers' own format; out = sum / rms(sum) * weight over n numbers.
 // Without delta, sum is x.
 template <class T>
-LANES_INLINE void norm_numbers(const T* x, const T* delta, const T* weight, int64_t n, float eps,
-                               T* sum, T* out) {
+ALWAYS_INLINE void norm_numbers(const T* x, const T* delta, const T* weight, int64_t n, float eps,
+                                T* sum, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   if (delta != nullptr) {
     for (int64_t i = 0; i < whole; i += kLanes)
@@ -47,8 +47,8 @@ LANES_INLINE void norm_numbers(const T* x, const T* delta, const T* weight, int6
 }
 
 template <class T>
-LANES_INLINE void turn_half(const T* x, const T* other, const T* cos, const T* sin, int64_t n,
-                            T* out) {
+ALWAYS_INLINE void turn_half(const T* x, const T* other, const T* cos, const T* sin, int64_t n,
+                             T* out) {
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes)
     store_lanes(out + i, load_lanes(x + i) * load_lanes(cos + i) +
@@ -59,7 +59,7 @@ LANES_INLINE void turn_half(const T* x, const T* other, const T* cos, const T* s
 
 // One head: the halves of its first n numbers are turned; `sin` is negative in its first half.
 template <class T>
-LANES_INLINE void turn_head(const T* x, const T* cos, const T* sin, int64_t n, T* out) {
+ALWAYS_INLINE void turn_head(const T* x, const T* cos, const T* sin, int64_t n, T* out) {
   const int64_t half = n / 2;
   turn_half(x, x + half, cos, sin, half, out);
   turn_half(x + half, x, cos + half, sin + half, half, out + half);
@@ -75,7 +75,7 @@ CLONED void turn(const float* x, const float* cos, const float* sin, int64_t n, 
 }
 
 template <class T>
-LANES_INLINE void gate_numbers(const T* x, int64_t n, T* out) {
+ALWAYS_INLINE void gate_numbers(const T* x, int64_t n, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
     const Lanes gate = load_lanes(x + i), up = load_lanes(x + n + i);

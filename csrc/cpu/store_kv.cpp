@@ -16,7 +16,7 @@ struct Place {
 };
 
 template <class T>
-LANES_INLINE void put_key(T* block, const Place& p, int64_t token, const T* from) {
+ALWAYS_INLINE void put_key(T* block, const Place& p, int64_t token, const T* from) {
   if (p.kind == LayoutKind::kVec) {
     for (int64_t d = 0; d < p.head_size; ++d) block[token + d * p.block_size] = from[d];
   } else if (p.kind == LayoutKind::kVnni) {
@@ -30,7 +30,7 @@ LANES_INLINE void put_key(T* block, const Place& p, int64_t token, const T* from
 }
 
 template <class T>
-LANES_INLINE void put_value(T* block, const Place& p, int64_t token, const T* from) {
+ALWAYS_INLINE void put_value(T* block, const Place& p, int64_t token, const T* from) {
   if (p.kind == LayoutKind::kVec) {
     std::memcpy(block + token * p.head_size, from, static_cast<size_t>(p.head_size) * sizeof(T));
   } else if (p.kind == LayoutKind::kVnni) {
@@ -49,8 +49,8 @@ struct Format {
 };
 
 template <class T>
-LANES_INLINE void put_token(T* block, const Place& p, int64_t token, const T* key, const T* value,
-                            int64_t v_offset, Format format) {
+ALWAYS_INLINE void put_token(T* block, const Place& p, int64_t token, const T* key, const T* value,
+                             int64_t v_offset, Format format) {
   const T exponent = static_cast<T>(format.exponent);
   T found = 0;
   for (int64_t d = 0; d < p.head_size; ++d)
@@ -82,7 +82,7 @@ struct Source {
 };
 
 template <class T>
-LANES_INLINE void put_tokens(const Source& s, int64_t begin, int64_t end) {
+ALWAYS_INLINE void put_tokens(const Source& s, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     if (s.slots[t] < 0) continue;
     T* block = reinterpret_cast<T*>(s.cache) + s.slots[t] / s.place.block_size * s.block;

@@ -25,7 +25,7 @@ bool comes_first(const Entry& a, const Entry& b) {
 }
 
 // Stores numbers, -inf for NaN, which is never a candidate; returns the larger of each and `top`.
-LANES_INLINE Lanes keep(const Lanes& x, const Lanes& top, float* out) {
+ALWAYS_INLINE Lanes keep(const Lanes& x, const Lanes& top, float* out) {
   const Lanes kept = x == x ? x : Lanes{} + kNone;
   store_lanes(out, kept);
   return kept > top ? kept : top;
@@ -33,7 +33,7 @@ LANES_INLINE Lanes keep(const Lanes& x, const Lanes& top, float* out) {
 
 // Copies a row padded with -inf to `padded` entries; the maximum of every `chunk` of them.
 template <class T>
-LANES_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+ALWAYS_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   const Lanes none = Lanes{} + kNone;
   int64_t at = 0;
   for (int64_t c = 0; at < n; ++c) {
