@@ -100,22 +100,13 @@ ALWAYS_INLINE float reduce_lanes(VecF v, const F& f) {
   return f(v2[0], v2[1]);
 }
 
-struct Larger {
-  template <class T>
-  inline __attribute__((always_inline)) T operator()(T a, T b) const {
-    return a > b ? a : b;
-  }
-};
-
-struct Sum {
-  template <class T>
-  inline __attribute__((always_inline)) T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-
-ALWAYS_INLINE float max_lanes(VecF v) { return reduce_lanes(v, Larger{}); }
-ALWAYS_INLINE float sum_lanes(VecF v) { return reduce_lanes(v, Sum{}); }
+ALWAYS_INLINE float max_lanes(VecF v) {
+  return reduce_lanes(v,
+                      [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
+}
+ALWAYS_INLINE float sum_lanes(VecF v) {
+  return reduce_lanes(v, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+}
 
 // ---- products --------------------------------------------------------------
 
