@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from .cuda_contract import MOST_CANDIDATES
 from .extension import has_cpu_extension
+from .tree_tensors import Trees, empty_trees
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP, _PANEL, _WORDS = 32, 16, 16
@@ -161,7 +162,7 @@ def build_local_trees(
     slot_confidence: torch.Tensor | None = None,
     token_confidence: torch.Tensor | None = None,
     confidence_weight: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Trees:
     """Returns the best-first tree of each request over fused, branch-wise distributions.
 
     With confidences, `confidence_weight` times log sigmoid(slot_confidence[d] +
@@ -175,20 +176,15 @@ def build_local_trees(
     Raises:
         RuntimeError: without the compiled kernels, or when shapes disagree.
     """
-    shape = (ids.shape[0], max(0, int(budgets.max())) if budgets.numel() else 0)
-    token_ids = torch.empty(shape, dtype=torch.int64)
-    parents = torch.empty(shape, dtype=torch.int32)
-    node_depths = torch.empty(shape, dtype=torch.int32)
-    scores = torch.empty(shape, dtype=torch.float32)
-    counts = torch.empty(shape[0], dtype=torch.int32)
-    w = weights
+    most = max(0, int(budgets.max())) if budgets.numel() else 0
+    w, trees = weights, empty_trees(ids.shape[0], most)
     torch.ops.specplug.local_trees.default(
         ids.contiguous(), log_probs.contiguous(), budgets, depths, width, alpha, beta, log_prior,
         w.output_table, w.kind, w.state_size, w.rank, w.silu, w.inputs, w.features,
         w.feature_rows, w.w_input, w.w_state, w.w_rank, roots, slot_terms, slot_confidence,
-        token_confidence, confidence_weight, token_ids, parents, node_depths, scores, counts,
+        token_confidence, confidence_weight, *trees,
     )  # fmt: skip
-    return token_ids, parents, node_depths, scores, counts
+    return trees
 
 
 def copies_no_logits(device: torch.device, count: int) -> bool:

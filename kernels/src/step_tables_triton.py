@@ -15,14 +15,12 @@ import triton
 import triton.language as tl
 
 from .step_kernel import step_kernel
+from .tree_tensors import Trees
 
 _COLUMNS = 256
 """Columns per iteration: most steps have no more tokens, path rows or nodes."""
 _REQUESTS = 128
 """Requests per program of `_draft_inputs_kernel`."""
-
-Trees = tuple[torch.Tensor, ...]
-"""Token ids, parents, depths and scores [R, N], and counts [R]."""
 
 
 @step_kernel

@@ -18,9 +18,7 @@ import triton
 import triton.language as tl
 
 from .step_kernel import step_kernel
-
-Trees = tuple[torch.Tensor, ...]
-"""Token ids int64, parents int32, depths int32 and scores float32 [B, N], and counts int32 [B]."""
+from .tree_tensors import Trees, empty_trees
 
 
 @step_kernel
@@ -145,14 +143,8 @@ def merge_branches(
         The merged trees and, with `lookup_only`, trees of branches only.
     """
     num_reqs, num_branches, length = branches.shape
-    device = branches.device
     count = 1 + lookup_only
-    shape = (count, num_reqs, num_nodes)
-    token_ids = torch.empty(shape, dtype=torch.int64, device=device)
-    parents, depths = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
-    scores = torch.empty(shape, dtype=torch.float32, device=device)
-    counts = torch.empty(shape[:2], dtype=torch.int32, device=device)
-    out = (token_ids, parents, depths, scores, counts)
+    out = empty_trees(count, num_reqs, num_nodes, device=branches.device)
     nodes = triton.next_power_of_2(max(32, num_nodes + num_branches * length))
     _merge_kernel[(num_reqs, count)](
         *(out if head is None else head),
