@@ -50,6 +50,18 @@ T* data(const std::optional<Tensor>& t) {
   return t.has_value() ? data<T>(*t) : nullptr;
 }
 
+// A tensor whose rows or blocks have heads; strides in elements.
+struct Heads {
+  char* base;
+  int64_t row, head;
+
+  char* at(int64_t row_index, int64_t head_index, int bytes) const {
+    return base + (row_index * row + head_index * head) * bytes;
+  }
+};
+
+inline Heads heads_of(const Tensor& t) { return {data<char>(t), t.stride(0), t.stride(1)}; }
+
 // The element format of a dtype; none if it has no kernel.
 inline std::optional<Element> element_of(ScalarType dtype) {
   switch (dtype) {

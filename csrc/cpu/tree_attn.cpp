@@ -28,18 +28,6 @@ static_assert(kUnitGroups % kTileGroups == 0, "tiles lie in one unit");
 constexpr int64_t kParallelCost = 24;
 constexpr float kLog2E = 1.4426950408889634f;
 
-// A tensor whose rows or blocks have heads; strides in elements.
-struct Heads {
-  char* base;
-  int64_t row, head;
-
-  char* at(int64_t row_index, int64_t head_index, int bytes) const {
-    return base + (row_index * row + head_index * head) * bytes;
-  }
-};
-
-Heads heads_of(const Tensor& t) { return {data<char>(t), t.stride(0), t.stride(1)}; }
-
 // Everything about the call that does not change between items.
 struct Problem {
   const AttnVariant* variant;
