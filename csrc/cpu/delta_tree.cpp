@@ -208,9 +208,9 @@ CLONED void commit_bf16(const Path& path, uint16_t* state, int64_t key_size, int
   commit(path, state, key_size, value_size);
 }
 
-ALWAYS_INLINE void convolve(const float* inputs, const int64_t* window, const float* weight,
-                            const float* bias, bool silu, float* out, int64_t channels,
-                            int64_t width) {
+CLONED void convolve_row(const float* inputs, const int64_t* window, const float* weight,
+                         const float* bias, bool silu, float* out, int64_t channels,
+                         int64_t width) {
   int64_t c = 0;
   for (; c + kLanes <= channels; c += kLanes) {
     Lanes sum = {};
@@ -230,12 +230,6 @@ ALWAYS_INLINE void convolve(const float* inputs, const int64_t* window, const fl
   }
   const Lanes gate = sigmoid_lanes(sum);
   for (int i = 0; c + i < channels; ++i) out[c + i] = silu ? sum[i] * gate[i] : sum[i];
-}
-
-CLONED void convolve_row(const float* inputs, const int64_t* window, const float* weight,
-                         const float* bias, bool silu, float* out, int64_t channels,
-                         int64_t width) {
-  convolve(inputs, window, weight, bias, silu, out, channels, width);
 }
 
 struct Trees {
