@@ -87,25 +87,22 @@ ALWAYS_INLINE void gate_numbers(const T* x, int64_t n, T* out) {
   }
 }
 
-}  // namespace
-
-CLONED void norm_row(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
-                     float eps, uint16_t* sum, uint16_t* out) {
+CLONED void norm(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
+                 float eps, uint16_t* sum, uint16_t* out) {
   norm_numbers(x, delta, weight, n, eps, sum, out);
 }
 
-CLONED void norm_row(const float* x, const float* delta, const float* weight, int64_t n, float eps,
-                     float* sum, float* out) {
+CLONED void norm(const float* x, const float* delta, const float* weight, int64_t n, float eps,
+                 float* sum, float* out) {
   norm_numbers(x, delta, weight, n, eps, sum, out);
 }
 
-CLONED void gate_row(const uint16_t* x, int64_t n, uint16_t* out) { gate_numbers(x, n, out); }
+CLONED void gate(const uint16_t* x, int64_t n, uint16_t* out) { gate_numbers(x, n, out); }
 
-CLONED void gate_row(const float* x, int64_t n, float* out) { gate_numbers(x, n, out); }
+CLONED void gate(const float* x, int64_t n, float* out) { gate_numbers(x, n, out); }
 
-CLONED void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float eps,
-                               const uint16_t* cos, const uint16_t* sin, int64_t dim,
-                               int64_t turned, uint16_t* out) {
+CLONED void turn_normed(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
+                        const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
   float head[kMostHeadSize];
   Lanes squares = {};
   for (int64_t i = 0; i < dim; i += kLanes) {
@@ -124,14 +121,12 @@ CLONED void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float 
   for (int64_t i = turned; i < dim; i += kLanes) store_lanes(out + i, load_lanes(head + i));
 }
 
-CLONED void add_row(const uint16_t* x, int64_t n, uint16_t* out) {
+CLONED void add(const uint16_t* x, int64_t n, uint16_t* out) {
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes)
     store_lanes(out + i, load_lanes(x + i) + load_lanes(out + i));
   for (int64_t i = whole; i < n; ++i) store_one(out + i, value_of(x[i]) + value_of(out[i]));
 }
-
-namespace {
 
 // Calls `run` with a value of x's element type.
 template <class Run>
@@ -162,8 +157,8 @@ void norm_rows(const Tensor& x, const std::optional<Tensor>& delta, const Tensor
     const T *in = data<T>(x), *add = data<T>(delta), *w = data<T>(weight);
     T *total = data<T>(sum), *to = data<T>(out);
     for (int64_t at = 0; at < rows * n; at += size)
-      norm_row(in + at, add == nullptr ? nullptr : add + at, w + at % n, size,
-               static_cast<float>(eps), total == nullptr ? nullptr : total + at, to + at);
+      norm(in + at, add == nullptr ? nullptr : add + at, w + at % n, size, static_cast<float>(eps),
+           total == nullptr ? nullptr : total + at, to + at);
   });
 }
 
@@ -204,11 +199,25 @@ void gated_silu(const Tensor& x, Tensor& out) {
   const int64_t rows = x.size(0), n = x.size(1) / 2;
   with_numbers_of(x, [&](auto number) {
     using T = decltype(number);
-    for (int64_t r = 0; r < rows; ++r) gate_row(data<T>(x) + 2 * r * n, n, data<T>(out) + r * n);
+    for (int64_t r = 0; r < rows; ++r) gate(data<T>(x) + 2 * r * n, n, data<T>(out) + r * n);
   });
 }
 
 }  // namespace
+
+void norm_row(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
+              float eps, uint16_t* sum, uint16_t* out) {
+  norm(x, delta, weight, n, eps, sum, out);
+}
+
+void gate_row(const uint16_t* x, int64_t n, uint16_t* out) { gate(x, n, out); }
+
+void add_row(const uint16_t* x, int64_t n, uint16_t* out) { add(x, n, out); }
+
+void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
+                        const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
+  turn_normed(x, weight, eps, cos, sin, dim, turned, out);
+}
 
 OPERATOR(CPU, norm_rows,
          "(Tensor x, Tensor? delta, Tensor weight, int size, float eps, Tensor(a!)? sum, "

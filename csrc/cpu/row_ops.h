@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Norms, gates and rotations of one row or head, for kernels that are made of several.
+// Norms, gates and rotations of one row or head of bfloat16 numbers, for kernels that are made of
+// several. They only call functions for several instruction sets, which GCC 12 would export.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,9 @@ constexpr int64_t kMostHeadSize = 1024;
 // out may be x.
 void norm_row(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
               float eps, uint16_t* sum, uint16_t* out);
-void norm_row(const float* x, const float* delta, const float* weight, int64_t n, float eps,
-              float* sum, float* out);
 
 // out [n] = silu(x[0..n)) * x[n..2n).
 void gate_row(const uint16_t* x, int64_t n, uint16_t* out);
-void gate_row(const float* x, int64_t n, float* out);
 
 // out [n] += x [n].
 void add_row(const uint16_t* x, int64_t n, uint16_t* out);
