@@ -52,7 +52,7 @@ def build(config: ForwardConfig | CombineConfig, out: Path) -> tuple[str, int]:
 
     warnings.simplefilter("ignore")
     made = compile_config(config)
-    store.write(out, store.as_stored(made))
+    store.write(out, made)
     return made.name, len(made.cubin)
 
 

@@ -9,7 +9,7 @@ constexpr int64_t kUnitBytes = kUnitLines * kLine, kPlainUnitBytes = kPlainUnitL
 
 // Vector v of the unit at `unit`.
 template <bool kPlain>
-inline __attribute__((always_inline)) __m512i words_of(const char* unit, int v, __m512i table) {
+ALWAYS_INLINE __m512i words_of(const char* unit, int v, __m512i table) {
   const auto line = [&](int i) __attribute__((always_inline)) {
     return _mm512_loadu_si512(unit + i * kLine);
   };
@@ -53,10 +53,9 @@ constexpr int64_t kSoon = 4096, kAtOnce = 16384;
 // R rows by V vectors of columns, from vector `first` on, for `units` units; `ahead` is where the
 // next lines are asked for.
 template <int R, int V, bool kPlain>
-inline __attribute__((always_inline)) void add_units(__m512 (&sums)[R][V], const char* unit,
-                                                     int64_t units, __m512i table, const char* x,
-                                                     int64_t x_stride, const char* ahead,
-                                                     const char* end, int64_t lines_per_unit) {
+ALWAYS_INLINE void add_units(__m512 (&sums)[R][V], const char* unit, int64_t units, __m512i table,
+                             const char* x, int64_t x_stride, const char* ahead, const char* end,
+                             int64_t lines_per_unit) {
   constexpr int64_t kBytes = kPlain ? kPlainUnitBytes : kUnitBytes;
   const int64_t step = pair_step(x_stride);
   for (int64_t i = 0; i < units; ++i, unit += 2 * kBytes) {
@@ -82,8 +81,7 @@ inline __attribute__((always_inline)) void add_units(__m512 (&sums)[R][V], const
 }
 
 template <int R, int V>
-inline __attribute__((always_inline)) void add_part(const Piece& p, int first, int64_t begin,
-                                                    int64_t lines) {
+ALWAYS_INLINE void add_part(const Piece& p, int first, int64_t begin, int64_t lines) {
   const CompressedProduct& product = p.product;
   const int64_t lines_per_unit = (lines + p.units - 1) / p.units;
   const int64_t unit_step = kUnitGroups * pair_step(product.x_stride);

@@ -33,13 +33,13 @@ struct Head {
 // out[i] = x[i] m for up to kRows rows and P * kLanes columns of m [depth, stride]; with `Keep`
 // out[i] = kept * out[i] + x[i] m.
 template <bool Keep, int P, class T, class O>
-LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, const T* m,
-                              int64_t m_stride, int64_t depth, O* out, int64_t out_stride,
-                              float kept) {
+ALWAYS_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, const T* m,
+                               int64_t m_stride, int64_t depth, O* out, int64_t out_stride,
+                               float kept) {
   Lanes sums[kRows][P] = {};
   for (int64_t k = 0; k < depth; ++k) {
     Lanes s[P];
-    for (int p = 0; p < P; ++p) load_lanes(s[p], m + k * m_stride + p * kLanes);
+    for (int p = 0; p < P; ++p) s[p] = load_lanes(m + k * m_stride + p * kLanes);
     for (int r = 0; r < kRows; ++r) {
       const float factor = x[std::min<int64_t>(r, rows - 1) * x_stride + k];
       for (int p = 0; p < P; ++p) sums[r][p] += factor * s[p];
@@ -49,8 +49,7 @@ LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, co
     for (int p = 0; p < P; ++p) {
       O* to = out + r * out_stride + p * kLanes;
       if (Keep) {
-        Lanes old;
-        load_lanes(old, to);
+        Lanes old = load_lanes(to);
         sums[r][p] += kept * old;
       }
       store_lanes(to, sums[r][p]);
@@ -58,9 +57,9 @@ LANES_INLINE void times_panel(const float* x, int64_t x_stride, int64_t rows, co
 }
 
 template <bool Keep = false, class T, class O>
-LANES_INLINE void times(const float* x, int64_t x_stride, int64_t rows, const T* m,
-                        int64_t m_stride, int64_t depth, int64_t columns, O* out,
-                        int64_t out_stride, float kept = 0.0f) {
+ALWAYS_INLINE void times(const float* x, int64_t x_stride, int64_t rows, const T* m,
+                         int64_t m_stride, int64_t depth, int64_t columns, O* out,
+                         int64_t out_stride, float kept = 0.0f) {
   int64_t v = 0;
   while (v < columns) {
     const bool full = v + kPanel * kLanes <= columns;
@@ -104,23 +103,20 @@ struct Scratch {
 // u and o of P * kLanes columns of one row, whose products with the state stand in `update` and
 // `o`.
 template <int P>
-LANES_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value, float* update,
-                             float* o, const float* updates, int64_t value_size, float strength,
-                             float entered, float own, float scale) {
+ALWAYS_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value, float* update,
+                              float* o, const float* updates, int64_t value_size, float strength,
+                              float entered, float own, float scale) {
   Lanes u[P], out[P];
   for (int p = 0; p < P; ++p) {
-    Lanes x, s;
-    load_lanes(x, value + p * kLanes);
-    load_lanes(s, update + p * kLanes);
-    load_lanes(out[p], o + p * kLanes);
+    Lanes x = load_lanes(value + p * kLanes), s = load_lanes(update + p * kLanes);
+    out[p] = load_lanes(o + p * kLanes);
     u[p] = strength * (x - entered * s);
     out[p] *= entered;
   }
   for (int64_t d = 0; d < depth; ++d) {
     const float* from = updates + t.above[d] * value_size;
     for (int p = 0; p < P; ++p) {
-      Lanes known;
-      load_lanes(known, from + p * kLanes);
+      Lanes known = load_lanes(from + p * kLanes);
       u[p] -= t.in_update[d] * known;
       out[p] += t.in_output[d] * known;
     }
@@ -132,7 +128,7 @@ LANES_INLINE void finish_row(const Scratch& t, int64_t depth, const float* value
 }
 
 template <class T>
-LANES_INLINE void solve(const Head& h, const T* state, float scale, Scratch& t) {
+ALWAYS_INLINE void solve(const Head& h, const T* state, float scale, Scratch& t) {
   const int64_t value_size = h.value_size, padded = t.key_columns.size() / h.key_size;
   float* updates = t.updates.data();
   times(h.key, h.key_stride, h.rows, state, value_size, h.key_size, value_size, updates,
@@ -199,7 +195,7 @@ struct Path {
 };
 
 template <class T>
-LANES_INLINE void commit(const Path& path, T* state, int64_t key_size, int64_t value_size) {
+ALWAYS_INLINE void commit(const Path& path, T* state, int64_t key_size, int64_t value_size) {
   times<true>(path.keys.data(), path.depth, key_size, path.updates.data(), value_size, path.depth,
               value_size, state, value_size, path.entered);
 }
@@ -212,24 +208,16 @@ CLONED void commit_bf16(const Path& path, uint16_t* state, int64_t key_size, int
   commit(path, state, key_size, value_size);
 }
 
-LANES_INLINE void convolve(const float* inputs, const int64_t* window, const float* weight,
-                           const float* bias, bool silu, float* out, int64_t channels,
-                           int64_t width) {
+CLONED void convolve_row(const float* inputs, const int64_t* window, const float* weight,
+                         const float* bias, bool silu, float* out, int64_t channels,
+                         int64_t width) {
   int64_t c = 0;
   for (; c + kLanes <= channels; c += kLanes) {
     Lanes sum = {};
-    if (bias != nullptr) load_lanes(sum, bias + c);
-    for (int64_t w = 0; w < width; ++w) {
-      Lanes x, f;
-      load_lanes(x, inputs + window[w] * channels + c);
-      load_lanes(f, weight + w * channels + c);
-      sum += x * f;
-    }
-    if (silu) {
-      Lanes gate = sum;
-      sigmoid_lanes(gate);
-      sum *= gate;
-    }
+    if (bias != nullptr) sum = load_lanes(bias + c);
+    for (int64_t w = 0; w < width; ++w)
+      sum += load_lanes(inputs + window[w] * channels + c) * load_lanes(weight + w * channels + c);
+    if (silu) sum *= sigmoid_lanes(sum);
     store_lanes(out + c, sum);
   }
   if (c == channels) return;
@@ -240,15 +228,8 @@ LANES_INLINE void convolve(const float* inputs, const int64_t* window, const flo
     for (int64_t w = 0; w < width; ++w)
       sum[i] += inputs[window[w] * channels + c + i] * weight[w * channels + c + i];
   }
-  Lanes gate = sum;
-  sigmoid_lanes(gate);
+  const Lanes gate = sigmoid_lanes(sum);
   for (int i = 0; c + i < channels; ++i) out[c + i] = silu ? sum[i] * gate[i] : sum[i];
-}
-
-CLONED void convolve_row(const float* inputs, const int64_t* window, const float* weight,
-                         const float* bias, bool silu, float* out, int64_t channels,
-                         int64_t width) {
-  convolve(inputs, window, weight, bias, silu, out, channels, width);
 }
 
 struct Trees {
@@ -418,23 +399,15 @@ void commit_states(Tensor& states, const Tensor& keys, const Tensor& updates, co
   });
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "tree_conv(Tensor inputs, Tensor windows, Tensor weight, Tensor? bias, bool silu, "
-      "Tensor(a!) out) -> ()");
-  m.def(
-      "tree_delta_rule(Tensor query, Tensor key, Tensor value, Tensor decays, Tensor strengths, "
-      "Tensor states, Tensor starts, Tensor parents, Tensor slots, float scale, "
-      "Tensor(a!) output, Tensor(b!) updates) -> ()");
-  m.def(
-      "commit_states(Tensor(a!) states, Tensor keys, Tensor updates, Tensor decays, "
-      "Tensor starts, Tensor parents, Tensor slots, Tensor last_rows) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("tree_conv", TORCH_BOX(&tree_conv));
-  m.impl("tree_delta_rule", TORCH_BOX(&tree_delta_rule));
-  m.impl("commit_states", TORCH_BOX(&commit_states));
-}
+OPERATOR(CPU, tree_conv,
+         "(Tensor inputs, Tensor windows, Tensor weight, Tensor? bias, bool silu, Tensor(a!) out) "
+         "-> ()")
+OPERATOR(CPU, tree_delta_rule,
+         "(Tensor query, Tensor key, Tensor value, Tensor decays, Tensor strengths, Tensor states, "
+         "Tensor starts, Tensor parents, Tensor slots, float scale, Tensor(a!) output, Tensor(b!) "
+         "updates) -> ()")
+OPERATOR(CPU, commit_states,
+         "(Tensor(a!) states, Tensor keys, Tensor updates, Tensor decays, Tensor starts, Tensor "
+         "parents, Tensor slots, Tensor last_rows) -> ()")
 
 }  // namespace specplug

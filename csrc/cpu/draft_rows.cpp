@@ -15,8 +15,6 @@ namespace specplug {
 
 namespace {
 
-// Rows that a thread takes at least.
-constexpr int64_t kFewestRows = 16;
 constexpr int64_t kLanesOfHead = 16;
 
 bool is_bf16(const Tensor& t, std::initializer_list<int64_t> sizes) {
@@ -33,28 +31,16 @@ Int8Product product_of(const std::vector<Tensor>& parts, int64_t columns, int64_
   return int8_product(parts[0], parts[1], parts[2], bias, columns, depth);
 }
 
-class Rows {
- public:
-  Rows(int64_t rows, int64_t columns)
-      : numbers_(new uint16_t[static_cast<size_t>(rows * columns)]) {}
-  uint16_t* get() const { return numbers_.get(); }
+using Rows = std::unique_ptr<uint16_t[]>;
 
- private:
-  std::unique_ptr<uint16_t[]> numbers_;
-};
-
-template <class F>
-void for_rows(int64_t rows, const F& f) {
-  torch::stable::parallel_for(0, rows, kFewestRows, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r) f(r);
-  });
+Rows make_rows(int64_t rows, int64_t columns) {
+  return Rows(new uint16_t[static_cast<size_t>(rows * columns)]);
 }
 
 void norm_all(const uint16_t* x, const uint16_t* weight, int64_t rows, int64_t n, float eps,
               uint16_t* out) {
-  for_rows(rows, [&](int64_t r) {
-    norm_row_bf16(x + r * n, nullptr, weight, n, eps, nullptr, out + r * n);
-  });
+  for_rows(rows,
+           [&](int64_t r) { norm_row(x + r * n, nullptr, weight, n, eps, nullptr, out + r * n); });
 }
 
 // Angles of the positions of some rows.
@@ -103,7 +89,7 @@ void project_heads(const Tensor& x, const Tensor& norm, const std::vector<Tensor
   const Int8Product product = product_of(weight, heads * dim, hidden);
   const Rotary rotary = rotary_of(cos, sin, positions, rows, dim);
   const float e = static_cast<float>(eps);
-  const Rows input(rows, hidden);
+  const Rows input = make_rows(rows, hidden);
   norm_all(data<uint16_t>(x), data<uint16_t>(norm), rows, hidden, e, input.get());
   multiply_int8(product, input.get(), rows, hidden, data<uint16_t>(out));
   for_rows(rows, [&](int64_t r) {
@@ -127,21 +113,21 @@ void finish_layer(Tensor& x, const Tensor& mixed, const std::vector<Tensor>& out
   const Int8Product second = product_of(gate_up, 2 * intermediate, hidden);
   const Int8Product third = product_of(down, hidden, intermediate);
   const float e = static_cast<float>(eps);
-  const Rows delta(rows, hidden), normed(rows, hidden), gates(rows, 2 * intermediate),
-      gated(rows, intermediate);
+  const Rows delta = make_rows(rows, hidden), normed = make_rows(rows, hidden),
+             gates = make_rows(rows, 2 * intermediate), gated = make_rows(rows, intermediate);
   multiply_int8(first, data<uint16_t>(mixed), rows, width, delta.get());
   for_rows(rows, [&](int64_t r) {
     const int64_t at = r * hidden;
-    norm_row_bf16(data<uint16_t>(x) + at, delta.get() + at, data<uint16_t>(norm), hidden, e,
-                  data<uint16_t>(x) + at, normed.get() + at);
+    norm_row(data<uint16_t>(x) + at, delta.get() + at, data<uint16_t>(norm), hidden, e,
+             data<uint16_t>(x) + at, normed.get() + at);
   });
   multiply_int8(second, normed.get(), rows, hidden, gates.get());
   for_rows(rows, [&](int64_t r) {
-    gate_row_bf16(gates.get() + 2 * r * intermediate, intermediate, gated.get() + r * intermediate);
+    gate_row(gates.get() + 2 * r * intermediate, intermediate, gated.get() + r * intermediate);
   });
   multiply_int8(third, gated.get(), rows, intermediate, delta.get());
   for_rows(rows, [&](int64_t r) {
-    add_row_bf16(delta.get() + r * hidden, hidden, data<uint16_t>(x) + r * hidden);
+    add_row(delta.get() + r * hidden, hidden, data<uint16_t>(x) + r * hidden);
   });
 }
 
@@ -166,7 +152,7 @@ void context_heads(const Tensor& aux, const std::vector<Tensor>& join, const Ten
   const Int8Product second = product_of(weight, of_row, hidden);
   const Rotary rotary = rotary_of(cos, sin, positions, rows, dim);
   const float e = static_cast<float>(eps);
-  const Rows joined(rows, hidden), projected(rows, of_row);
+  const Rows joined = make_rows(rows, hidden), projected = make_rows(rows, of_row);
   multiply_int8(first, data<uint16_t>(aux), rows, features, joined.get());
   norm_all(joined.get(), data<uint16_t>(norm), rows, hidden, e, joined.get());
   multiply_int8(second, joined.get(), rows, hidden, projected.get());
@@ -185,23 +171,14 @@ void context_heads(const Tensor& aux, const std::vector<Tensor>& join, const Ten
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "project_heads(Tensor x, Tensor norm, Tensor[] weight, Tensor head_norms, Tensor cos, "
-      "Tensor sin, Tensor positions, float eps, Tensor(a!) out) -> ()");
-  m.def(
-      "finish_layer(Tensor(a!) x, Tensor mixed, Tensor[] output, Tensor norm, Tensor[] gate_up, "
-      "Tensor[] down, int intermediate, float eps) -> ()");
-  m.def(
-      "context_heads(Tensor aux, Tensor[] join, Tensor norm, Tensor[] weight, Tensor key_norms, "
-      "Tensor cos, Tensor sin, Tensor positions, float eps, Tensor(a!) keys, Tensor(b!) values) "
-      "-> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("project_heads", TORCH_BOX(&project_heads));
-  m.impl("finish_layer", TORCH_BOX(&finish_layer));
-  m.impl("context_heads", TORCH_BOX(&context_heads));
-}
+OPERATOR(CPU, project_heads,
+         "(Tensor x, Tensor norm, Tensor[] weight, Tensor head_norms, Tensor cos, Tensor sin, "
+         "Tensor positions, float eps, Tensor(a!) out) -> ()")
+OPERATOR(CPU, finish_layer,
+         "(Tensor(a!) x, Tensor mixed, Tensor[] output, Tensor norm, Tensor[] gate_up, Tensor[] "
+         "down, int intermediate, float eps) -> ()")
+OPERATOR(CPU, context_heads,
+         "(Tensor aux, Tensor[] join, Tensor norm, Tensor[] weight, Tensor key_norms, Tensor cos, "
+         "Tensor sin, Tensor positions, float eps, Tensor(a!) keys, Tensor(b!) values) -> ()")
 
 }  // namespace specplug

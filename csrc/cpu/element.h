@@ -5,6 +5,9 @@
 #include <cstdint>
 #include <cstring>
 
+// Of functions that run in the instruction set of their caller.
+#define ALWAYS_INLINE static inline __attribute__((always_inline))
+
 namespace specplug {
 
 enum class Element : int { kFloat, kBfloat16, kFloat16, kE4m3, kE5m2 };
@@ -14,21 +17,19 @@ constexpr int size_of(Element e) {
 }
 
 // Bits of one number, as a type of its own: overloads tell formats of one width apart.
-struct Float16 {
-  uint16_t bits;
+template <int MANTISSA, int EXPONENT, bool IEEE, class Bits>
+struct SmallFloat {
+  Bits bits;
 };
-struct E4m3 {
-  uint8_t bits;
-};
-struct E5m2 {
-  uint8_t bits;
-};
+using Float16 = SmallFloat<10, 5, true, uint16_t>;
+using E4m3 = SmallFloat<3, 4, false, uint8_t>;
+using E5m2 = SmallFloat<2, 5, true, uint8_t>;
 
 // Bits of the float32 equal to a small float of MANTISSA bits. Works on scalars and on GCC vectors
 // (U unsigned, F float) alike, and has no branch. Denormals come out exact, also where the CPU
 // flushes them; IEEE formats have infinities, the others (e4m3fn) one NaN per sign.
 template <int MANTISSA, int EXPONENT, bool IEEE, class F, class U>
-static inline __attribute__((always_inline)) void widen_bits(const U& raw, U& out) {
+ALWAYS_INLINE void widen_bits(const U& raw, U& out) {
   constexpr int kBias = (1 << (EXPONENT - 1)) - 1;
   constexpr int kShift = 23 - MANTISSA;
   constexpr uint32_t kMagnitude = (1u << (MANTISSA + EXPONENT)) - 1u;
@@ -50,37 +51,39 @@ static inline __attribute__((always_inline)) void widen_bits(const U& raw, U& ou
   out = (magnitude >= kSpecial ? special : finite) | sign;
 }
 
-template <class F, class U>
-static inline __attribute__((always_inline)) void widen_float16(const U& raw, U& out) {
-  widen_bits<10, 5, true, F>(raw, out);
+// Bits of one number as those of a float32.
+ALWAYS_INLINE uint32_t word_of(uint32_t x) { return x; }
+ALWAYS_INLINE uint32_t word_of(uint16_t x) { return static_cast<uint32_t>(x) << 16; }
+template <int MANTISSA, int EXPONENT, bool IEEE, class Bits>
+ALWAYS_INLINE uint32_t word_of(SmallFloat<MANTISSA, EXPONENT, IEEE, Bits> x) {
+  const uint32_t raw = x.bits;
+  uint32_t out;
+  widen_bits<MANTISSA, EXPONENT, IEEE, float>(raw, out);
+  return out;
 }
 
-// Bits of one number as those of a float32.
-static inline __attribute__((always_inline)) uint32_t word_of(uint32_t x) { return x; }
-static inline __attribute__((always_inline)) uint32_t word_of(uint16_t x) {
-  return static_cast<uint32_t>(x) << 16;
+ALWAYS_INLINE float value_of(float x) { return x; }
+template <class T>
+ALWAYS_INLINE float value_of(T x) {
+  const uint32_t bits = word_of(x);
+  float value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
 }
-static inline __attribute__((always_inline)) uint32_t word_of(Float16 x) {
-  const uint32_t raw = x.bits;
-  uint32_t out;
-  widen_float16<float>(raw, out);
-  return out;
-}
-static inline __attribute__((always_inline)) uint32_t word_of(E4m3 x) {
-  const uint32_t raw = x.bits;
-  uint32_t out;
-  widen_bits<3, 4, false, float>(raw, out);
-  return out;
-}
-static inline __attribute__((always_inline)) uint32_t word_of(E5m2 x) {
-  const uint32_t raw = x.bits;
-  uint32_t out;
-  widen_bits<2, 5, true, float>(raw, out);
-  return out;
+
+// Calls `run` with a number of a format of 16 or 32 bits.
+template <class Run>
+void with_number(Element element, const Run& run) {
+  if (element == Element::kBfloat16)
+    run(uint16_t{});
+  else if (element == Element::kFloat16)
+    run(Float16{});
+  else
+    run(float{});
 }
 
 // Rounds to float16, ties to even; NaN stays NaN, what is too large becomes infinite.
-static inline __attribute__((always_inline)) uint16_t round_float16(float x) {
+ALWAYS_INLINE uint16_t round_float16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -99,8 +102,7 @@ static inline __attribute__((always_inline)) uint16_t round_float16(float x) {
 }
 
 // Widens n numbers to words of float32.
-static inline __attribute__((always_inline)) void widen(Element element, const void* from,
-                                                        int64_t n, uint32_t* to) {
+ALWAYS_INLINE void widen(Element element, const void* from, int64_t n, uint32_t* to) {
   if (element == Element::kBfloat16)
     for (int64_t i = 0; i < n; ++i) to[i] = word_of(static_cast<const uint16_t*>(from)[i]);
   else if (element == Element::kFloat16)

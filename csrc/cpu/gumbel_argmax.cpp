@@ -34,7 +34,7 @@ constexpr int64_t kUndecided = -1;
 
 // One round of MurmurHash3.
 template <class T>
-LANES_INLINE void mix(T& state, T key) {
+ALWAYS_INLINE void mix(T& state, T key) {
   key *= 0xCC9E2D51u;
   key = (key << 15) | (key >> 17);
   key *= 0x1B873593u;
@@ -44,7 +44,7 @@ LANES_INLINE void mix(T& state, T key) {
 }
 
 // The hash of a row's seed and position, into which tokens are mixed.
-LANES_INLINE uint32_t prefix_of(int64_t seed, int64_t pos) {
+ALWAYS_INLINE uint32_t prefix_of(int64_t seed, int64_t pos) {
   uint32_t state = 0;
   mix(state, static_cast<uint32_t>(seed));
   mix(state, static_cast<uint32_t>(static_cast<uint64_t>(seed) >> 32));
@@ -54,7 +54,7 @@ LANES_INLINE uint32_t prefix_of(int64_t seed, int64_t pos) {
 
 // Uniform numbers in (0, 1] of 16 tokens. Both products are exact, so that the sum is rounded once
 // whether it is fused or not.
-LANES_INLINE void uniforms(Lanes& u, uint32_t prefix, const LanesUint& tokens) {
+ALWAYS_INLINE Lanes uniforms(uint32_t prefix, const LanesUint& tokens) {
   LanesUint h = tokens ^ tokens;
   h += prefix;
   mix(h, tokens);
@@ -64,15 +64,13 @@ LANES_INLINE void uniforms(Lanes& u, uint32_t prefix, const LanesUint& tokens) {
   h ^= h >> 13;
   h *= 0xC2B2AE35u;
   h ^= h >> 16;
-  const LanesUint high = h >> 16, low = h & 0xFFFFu;
-  LanesInt high_int, low_int;
-  std::memcpy(&high_int, &high, sizeof(high));
-  std::memcpy(&low_int, &low, sizeof(low));
-  u = __builtin_convertvector(high_int, Lanes) * 1.52587890625e-05f +
-      (__builtin_convertvector(low_int, Lanes) + 0.5f) * 2.3283064365386963e-10f;
+  const LanesInt high = reinterpret_cast<LanesInt>(h >> 16),
+                 low = reinterpret_cast<LanesInt>(h & 0xFFFFu);
+  return __builtin_convertvector(high, Lanes) * 1.52587890625e-05f +
+         (__builtin_convertvector(low, Lanes) + 0.5f) * 2.3283064365386963e-10f;
 }
 
-LANES_INLINE double noise_of(float u) {
+ALWAYS_INLINE double noise_of(float u) {
   const float rest = std::max(1.0f - u, 5.960464477539063e-08f);
   return -std::log(u < 0.25f ? -std::log1p(-static_cast<double>(u))
                              : -std::log(static_cast<double>(rest)));
@@ -105,16 +103,14 @@ CLONED int64_t sample_row(const float* row, int64_t n, float divisor, int64_t se
   for (int64_t begin = 0; begin < n; begin += kLanes, tokens += static_cast<uint32_t>(kLanes)) {
     Lanes x = none;
     if (begin + kLanes <= n) {
-      load_lanes(x, row + begin);
+      x = load_lanes(row + begin);
     } else {
       for (int64_t i = begin; i < n; ++i) x[i - begin] = row[i];
     }
     nan |= x != x;
     x /= divisor;
-    Lanes u;
-    uniforms(u, prefix, tokens);
-    Lanes most = x - static_cast<float>(best.value);
-    exp_lanes(most);
+    const Lanes u = uniforms(prefix, tokens);
+    const Lanes most = exp_lanes(x - static_cast<float>(best.value));
     const LanesInt may_win = u <= most * slack;
     int any = 0;
     for (int i = 0; i < kLanes; ++i) any |= may_win[i];
@@ -154,12 +150,8 @@ void gumbel_argmax(const Tensor& logits, const Tensor& divisors, const Tensor& s
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "gumbel_argmax(Tensor logits, Tensor divisors, Tensor seeds, Tensor positions, "
-      "Tensor(a!) winners) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("gumbel_argmax", TORCH_BOX(&gumbel_argmax)); }
+OPERATOR(CPU, gumbel_argmax,
+         "(Tensor logits, Tensor divisors, Tensor seeds, Tensor positions, Tensor(a!) winners) -> "
+         "()")
 
 }  // namespace specplug

@@ -17,7 +17,7 @@ constexpr int64_t kAtOnce = 8192, kLater = 16384, kSoon = 2048;
 
 #if BF16_DOT
 // bfloat16 of the codes 0 to 15, twice: a lookup uses 5 bits of a word, of which 4 are the code.
-inline __attribute__((always_inline)) __m512i code_table() {
+ALWAYS_INLINE __m512i code_table() {
   alignas(64) uint16_t table[32];
   for (int i = 0; i < 32; ++i) {
     const float value = static_cast<float>(i % 16 - kInt4Bias);
@@ -29,32 +29,31 @@ inline __attribute__((always_inline)) __m512i code_table() {
 }
 
 // The lowest codes of `words`.
-inline __attribute__((always_inline)) Pairs codes_of(__m512i words, __m512i table) {
+ALWAYS_INLINE Pairs codes_of(__m512i words, __m512i table) {
   return _mm512_permutexvar_epi16(words, table);
 }
 #else
-inline __attribute__((always_inline)) __m512 code_table() {
+ALWAYS_INLINE __m512 code_table() {
   const __m512i codes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   return _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(kInt4Bias)));
 }
 
 // The lowest codes of `words`: a lookup uses the 4 lowest bits of 32.
-inline __attribute__((always_inline)) Pairs codes_of(__m512i words, __m512 table) {
+ALWAYS_INLINE Pairs codes_of(__m512i words, __m512 table) {
   return {_mm512_permutexvar_ps(words, table),
           _mm512_permutexvar_ps(_mm512_srli_epi32(words, 16), table)};
 }
 #endif
 
-inline __attribute__((always_inline)) __m512 load_16(const char* from) {
+ALWAYS_INLINE __m512 load_16(const char* from) {
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
 }
 
 // R rows from `row` on by V vectors of columns of a panel, from vector `first` on.
 template <int R, int V>
-inline __attribute__((always_inline)) void multiply_part(const Int4Product& p, int64_t row,
-                                                         int64_t panel, int first,
-                                                         bool from_memory) {
+ALWAYS_INLINE void multiply_part(const Int4Product& p, int64_t row, int64_t panel, int first,
+                                 bool from_memory) {
   const Int4Shape& shape = p.shape;
   const int64_t groups = shape.groups(), units = shape.group_depth / kInt4UnitDepth;
   const auto table = code_table();

@@ -4,6 +4,10 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <string>
+
+#include "tensors.h"
+#include "tree_attn.h"
 
 #if defined(__linux__) && defined(__x86_64__)
 #include <sys/syscall.h>
@@ -46,32 +50,54 @@ unsigned detect() {
 
 std::atomic<int> limit{kAmx};
 
-}  // namespace
-
-const char* isa_name(int isa) {
-  static const char* names[] = {"plain", "avx2", "avx512", "avx512_bf16", "amx"};
-  return names[isa];
-}
-
 bool isa_supported(int isa) {
   static const unsigned mask = detect();
   return mask >> isa & 1u;
 }
 
-void set_isa_limit(int isa) { limit.store(isa, std::memory_order_relaxed); }
+template <class F>
+int64_t mask_of(const F& holds) {
+  int64_t mask = 0;
+  for (int isa = 0; isa < kNumIsas; ++isa)
+    if (holds(isa)) mask |= int64_t{1} << isa;
+  return mask;
+}
+
+// Bit i is set when instruction set i (plain, avx2, avx512, avx512_bf16, amx) can run here.
+int64_t cpu_isas() { return mask_of(isa_supported); }
+
+// The same, within what `set_cpu_isa` allows.
+int64_t allowed_cpu_isas() { return mask_of(isa_allowed); }
+
+void set_cpu_isa(int64_t isa) {
+  STD_TORCH_CHECK(isa >= 0 && isa < kNumIsas && isa_supported(static_cast<int>(isa)),
+                  "set_cpu_isa: instruction set ", isa, " cannot run on this machine");
+  limit.store(static_cast<int>(isa), std::memory_order_relaxed);
+}
+
+std::string cpu_variant(bool bf16) { return select_variant(bf16)->name; }
+
+}  // namespace
 
 bool isa_allowed(int isa) {
   return limit.load(std::memory_order_relaxed) >= isa && isa_supported(isa);
 }
 
-const AttnVariant* select_variant(bool bf16) {
+const AttnVariant* select_variant([[maybe_unused]] bool bf16) {
+#if defined(__x86_64__)
   if (bf16) {
     if (isa_allowed(kAmx)) return variant_amx();
     if (isa_allowed(kAvx512Bf16)) return variant_avx512_bf16();
   }
   if (isa_allowed(kAvx512)) return variant_avx512();
   if (isa_allowed(kAvx2)) return variant_avx2();
+#endif
   return variant_plain();
 }
+
+OPERATOR(CompositeExplicitAutograd, cpu_isas, "() -> int")
+OPERATOR(CompositeExplicitAutograd, allowed_cpu_isas, "() -> int")
+OPERATOR(CompositeExplicitAutograd, set_cpu_isa, "(int isa) -> ()")
+OPERATOR(CompositeExplicitAutograd, cpu_variant, "(bool bf16) -> str")
 
 }  // namespace specplug

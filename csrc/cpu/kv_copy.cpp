@@ -108,12 +108,8 @@ void copy_kv(const std::vector<Tensor>& src_caches, const std::vector<Tensor>& d
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "copy_kv(Tensor[] src_caches, Tensor(a!)[] dst_caches, Tensor src_slots, "
-      "Tensor dst_slots, Tensor tables) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("copy_kv", TORCH_BOX(&copy_kv)); }
+OPERATOR(CPU, copy_kv,
+         "(Tensor[] src_caches, Tensor(a!)[] dst_caches, Tensor src_slots, Tensor dst_slots, "
+         "Tensor tables) -> ()")
 
 }  // namespace specplug

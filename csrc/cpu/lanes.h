@@ -13,7 +13,6 @@
 #else
 #define CLONED
 #endif
-#define LANES_INLINE static inline __attribute__((always_inline))
 
 namespace specplug {
 
@@ -23,39 +22,44 @@ typedef uint16_t LanesHalf __attribute__((vector_size(32)));
 typedef uint32_t LanesUint __attribute__((vector_size(64)));
 constexpr int kLanes = 16;
 
-LANES_INLINE void load_lanes(Lanes& v, const float* p) { std::memcpy(&v, p, sizeof(Lanes)); }
+// How a vector is returned depends on the instruction set, but these functions are always inlined.
+#pragma GCC diagnostic ignored "-Wpsabi"
 
-LANES_INLINE void load_lanes(Lanes& v, const uint16_t* p) {
-  LanesHalf half;
-  std::memcpy(&half, p, sizeof(half));
-  const LanesUint wide = __builtin_convertvector(half, LanesUint) << 16;
-  std::memcpy(&v, &wide, sizeof(v));
+ALWAYS_INLINE Lanes load_lanes(const float* p) {
+  Lanes v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
 }
 
-LANES_INLINE void load_lanes(Lanes& v, const Float16* p) {
+ALWAYS_INLINE Lanes load_lanes(const uint16_t* p) {
+  LanesHalf half;
+  std::memcpy(&half, p, sizeof(half));
+  return reinterpret_cast<Lanes>(__builtin_convertvector(half, LanesUint) << 16);
+}
+
+ALWAYS_INLINE Lanes load_lanes(const Float16* p) {
   LanesHalf half;
   std::memcpy(&half, p, sizeof(half));
   LanesUint wide = __builtin_convertvector(half, LanesUint);
-  widen_float16<Lanes>(wide, wide);
-  std::memcpy(&v, &wide, sizeof(v));
+  widen_bits<10, 5, true, Lanes>(wide, wide);
+  return reinterpret_cast<Lanes>(wide);
 }
 
-LANES_INLINE void store_lanes(float* p, const Lanes& v) { std::memcpy(p, &v, sizeof(Lanes)); }
+ALWAYS_INLINE void store_lanes(float* p, const Lanes& v) { std::memcpy(p, &v, sizeof(Lanes)); }
 
 // Rounds to bf16, ties to even; NaN may come out as any value.
-LANES_INLINE void store_lanes(uint16_t* p, const Lanes& v) {
-  LanesUint bits;
-  std::memcpy(&bits, &v, sizeof(bits));
+ALWAYS_INLINE void store_lanes(uint16_t* p, const Lanes& v) {
+  const LanesUint bits = reinterpret_cast<LanesUint>(v);
   const LanesUint rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   const LanesHalf half = __builtin_convertvector(rounded, LanesHalf);
   std::memcpy(p, &half, sizeof(half));
 }
 
 // e^x, relative error below 1e-6; 0 below -87, no larger than e^87.
-LANES_INLINE void exp_lanes(Lanes& x) {
+ALWAYS_INLINE Lanes exp_lanes(const Lanes& from) {
   const Lanes zero = {};
-  const LanesInt low = x < zero - 87.0f;
-  x = x > zero + 87.0f ? zero + 87.0f : x;
+  const LanesInt low = from < zero - 87.0f;
+  Lanes x = from > zero + 87.0f ? zero + 87.0f : from;
   x = low ? zero - 87.0f : x;
   const Lanes scaled = x * 1.4426950408889634f;
   const Lanes shifted = scaled + 12582912.0f;  // 1.5 * 2^23: an integer in the low bits
@@ -66,33 +70,23 @@ LANES_INLINE void exp_lanes(Lanes& x) {
   p = p * r + 0.24022120237350464f;
   p = p * r + 0.6931469440460205f;
   p = p * r + 1.0000001192092896f;
-  LanesInt bits, power;
-  std::memcpy(&bits, &p, sizeof(bits));
-  std::memcpy(&power, &shifted, sizeof(power));
-  bits += power << 23;
-  std::memcpy(&x, &bits, sizeof(x));
-  x = low ? zero : x;
+  const LanesInt power = reinterpret_cast<LanesInt>(shifted) << 23;
+  return low ? zero : reinterpret_cast<Lanes>(reinterpret_cast<LanesInt>(p) + power);
 }
 
-LANES_INLINE void sigmoid_lanes(Lanes& x) {
-  Lanes e = -x;
-  exp_lanes(e);
-  x = 1.0f / (1.0f + e);
+ALWAYS_INLINE Lanes sigmoid_lanes(const Lanes& x) { return 1.0f / (1.0f + exp_lanes(-x)); }
+
+ALWAYS_INLINE Lanes tanh_lanes(const Lanes& x) {
+  return 1.0f - 2.0f / (1.0f + exp_lanes(2.0f * x));
 }
 
-LANES_INLINE void tanh_lanes(Lanes& x) {
-  Lanes e = 2.0f * x;
-  exp_lanes(e);
-  x = 1.0f - 2.0f / (1.0f + e);
-}
-
-LANES_INLINE float max_of(const Lanes& v) {
+ALWAYS_INLINE float max_of(const Lanes& v) {
   float top = v[0];
   for (int i = 1; i < kLanes; ++i) top = v[i] > top ? v[i] : top;
   return top;
 }
 
-LANES_INLINE float sum_of(const Lanes& v) {
+ALWAYS_INLINE float sum_of(const Lanes& v) {
   float sum = 0.0f;
   for (int i = 0; i < kLanes; ++i) sum += v[i];
   return sum;

@@ -72,44 +72,38 @@ void multiply(const AttnVariant* v, const uint32_t* a, int64_t rows, const Packe
 // ---- element-wise parts ----------------------------------------------------
 
 template <class T>
-LANES_INLINE void gates(const T* x, const float* from_state, const float* h, int64_t size,
-                        int64_t stride, float* out) {
+ALWAYS_INLINE void gates(const T* x, const float* from_state, const float* h, int64_t size,
+                         float* out) {
   for (int64_t i = 0; i < size; i += kLanes) {
-    Lanes reset, update, fresh, state = {}, reset_h = {}, update_h = {}, fresh_h = {};
-    load_lanes(reset, x + i);
-    load_lanes(update, x + stride + i);
-    load_lanes(fresh, x + 2 * stride + i);
+    Lanes reset = load_lanes(x + i), update = load_lanes(x + size + i),
+          fresh = load_lanes(x + 2 * size + i);
+    Lanes state = {}, reset_h = {}, update_h = {}, fresh_h = {};
     if (from_state != nullptr) {
-      load_lanes(reset_h, from_state + i);
-      load_lanes(update_h, from_state + size + i);
-      load_lanes(fresh_h, from_state + 2 * size + i);
-      load_lanes(state, h + i);
+      reset_h = load_lanes(from_state + i);
+      update_h = load_lanes(from_state + size + i);
+      fresh_h = load_lanes(from_state + 2 * size + i);
+      state = load_lanes(h + i);
     }
-    reset += reset_h;
-    update += update_h;
-    sigmoid_lanes(reset);
-    sigmoid_lanes(update);
-    fresh += reset * fresh_h;
-    tanh_lanes(fresh);
+    reset = sigmoid_lanes(reset + reset_h);
+    update = sigmoid_lanes(update + update_h);
+    fresh = tanh_lanes(fresh + reset * fresh_h);
     store_lanes(out + i, fresh + update * (state - fresh));
   }
 }
 
-// One row of the three-gate cell: x [3 * stride] input gates, from_state [3 * size] those of the
+// One row of the three-gate cell: x [3 * size] input gates, from_state [3 * size] those of the
 // state or null for a state of zeros. size is a multiple of 16.
-CLONED void gates_bf16(const uint16_t* x, const float* from_state, const float* h, int64_t size,
-                       float* out) {
-  gates(x, from_state, h, size, size, out);
+CLONED void cell(const uint16_t* x, const float* from_state, const float* h, int64_t size,
+                 float* out) {
+  gates(x, from_state, h, size, out);
 }
-
-CLONED void gates_half(const Float16* x, const float* from_state, const float* h, int64_t size,
-                       float* out) {
-  gates(x, from_state, h, size, size, out);
+CLONED void cell(const Float16* x, const float* from_state, const float* h, int64_t size,
+                 float* out) {
+  gates(x, from_state, h, size, out);
 }
-
-CLONED void gates_float(const float* x, const float* from_state, const float* h, int64_t size,
-                        float* out) {
-  gates(x, from_state, h, size, size, out);
+CLONED void cell(const float* x, const float* from_state, const float* h, int64_t size,
+                 float* out) {
+  gates(x, from_state, h, size, out);
 }
 
 // One row of the RNN cell, which computes its new state and its rank vector from the same gates.
@@ -120,98 +114,61 @@ CLONED void rnn_gates(const float* x, const float* from_state, const float* h, c
   for (int64_t i = 0; i < size; i += kLanes) {
     Lanes part[3], state = {};
     for (int64_t g = 0; g < 3; ++g) {
-      Lanes of_slot, of_state = {};
-      load_lanes(part[g], x + g * size + i);
-      load_lanes(of_slot, terms + g * size + i);
-      if (from_state != nullptr) load_lanes(of_state, from_state + g * size + i);
-      part[g] += of_slot + of_state;
+      Lanes of_state = {};
+      if (from_state != nullptr) of_state = load_lanes(from_state + g * size + i);
+      part[g] = load_lanes(x + g * size + i) + (load_lanes(terms + g * size + i) + of_state);
     }
-    if (h != nullptr) load_lanes(state, h + i);
-    sigmoid_lanes(part[0]);
-    tanh_lanes(part[1]);
-    tanh_lanes(part[2]);
-    store_lanes(out + i, part[1] + part[0] * (state - part[1]));
-    store_lanes(rank + i, part[2]);
+    if (h != nullptr) state = load_lanes(h + i);
+    const Lanes update = sigmoid_lanes(part[0]), fresh = tanh_lanes(part[1]);
+    store_lanes(out + i, fresh + update * (state - fresh));
+    store_lanes(rank + i, tanh_lanes(part[2]));
   }
 }
 
 CLONED void add_rows(float* x, const float* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes a, b;
-    load_lanes(a, x + i);
-    load_lanes(b, y + i);
-    store_lanes(x + i, a + b);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) store_lanes(x + i, load_lanes(x + i) + load_lanes(y + i));
 }
 
 CLONED void multiply_rows(float* x, const float* y, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes a, b;
-    load_lanes(a, x + i);
-    load_lanes(b, y + i);
-    store_lanes(x + i, a * b);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) store_lanes(x + i, load_lanes(x + i) * load_lanes(y + i));
 }
 
 // x = x * sigmoid(gate + term) over n values, n a multiple of 16.
 CLONED void apply_gate(float* x, const float* gate, const float* term, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes a, b, c;
-    load_lanes(a, x + i);
-    load_lanes(b, gate + i);
-    load_lanes(c, term + i);
-    b += c;
-    sigmoid_lanes(b);
-    store_lanes(x + i, a * b);
+    const Lanes open = sigmoid_lanes(load_lanes(gate + i) + load_lanes(term + i));
+    store_lanes(x + i, load_lanes(x + i) * open);
   }
 }
 
 CLONED void activate(float* x, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v, s;
-    load_lanes(v, x + i);
-    s = v;
-    sigmoid_lanes(s);
-    store_lanes(x + i, v * s);
+    const Lanes v = load_lanes(x + i);
+    store_lanes(x + i, v * sigmoid_lanes(v));
   }
 }
 
 CLONED void to_bf16(const float* x, int64_t n, uint16_t* out) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
-    store_lanes(out + i, v);
-  }
+  for (int64_t i = 0; i < n; i += kLanes) store_lanes(out + i, load_lanes(x + i));
 }
 
 // log sum exp of n values, n a multiple of 16 (padded with -inf).
 CLONED float log_sum_exp(const float* x, int64_t n) {
   Lanes top = Lanes{} + kNone, sum = {};
   for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
+    const Lanes v = load_lanes(x + i);
     top = v > top ? v : top;
   }
   const float peak = max_of(top);
   if (!(peak > kNone)) return kNone;
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
-    v = v - peak;
-    exp_lanes(v);
-    sum += v;
-  }
+  for (int64_t i = 0; i < n; i += kLanes) sum += exp_lanes(load_lanes(x + i) - peak);
   return peak + std::log(sum_of(sum));
 }
 
 // out = base + weight * score over n values, n a multiple of 16.
 CLONED void add_scaled(const float* base, const float* score, float weight, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    Lanes b, s;
-    load_lanes(b, base + i);
-    load_lanes(s, score + i);
-    store_lanes(out + i, b + weight * s);
-  }
+  for (int64_t i = 0; i < n; i += kLanes)
+    store_lanes(out + i, load_lanes(base + i) + weight * load_lanes(score + i));
 }
 
 // ---- the local head --------------------------------------------------------
@@ -376,16 +333,12 @@ void read_tokens(const LocalHead& head, Branches& from, const int64_t* tokens,
     if (head.kind == Kind::kRnn)
       rnn_gates(computed + i * 3 * s, gates_h, h, terms[i], s, state + i * s, rank + i * r);
     else if (computed != nullptr)
-      gates_float(computed + i * 3 * s, gates_h, h, s, state + i * s);
-    else if (head.element == Element::kBfloat16)
-      gates_bf16(reinterpret_cast<const uint16_t*>(head.inputs.data) + tokens[i] * 3 * s, gates_h,
-                 h, s, state + i * s);
-    else if (head.element == Element::kFloat16)
-      gates_half(reinterpret_cast<const Float16*>(head.inputs.data) + tokens[i] * 3 * s, gates_h, h,
-                 s, state + i * s);
+      cell(computed + i * 3 * s, gates_h, h, s, state + i * s);
     else
-      gates_float(reinterpret_cast<const float*>(head.inputs.data) + tokens[i] * 3 * s, gates_h, h,
-                  s, state + i * s);
+      with_number(head.element, [&](auto number) {
+        const auto* const gates = reinterpret_cast<const decltype(number)*>(head.inputs.data);
+        cell(gates + tokens[i] * 3 * s, gates_h, h, s, state + i * s);
+      });
     to_operand(head, state + i * s, s, state_op + i * state_words);
   }
   if (head.kind == Kind::kGru) {
@@ -416,7 +369,7 @@ struct Tree {
   // Nodes that score no more cannot stay: the last of a full pool, set once a depth.
   double floor = -std::numeric_limits<double>::infinity();
   int32_t seen = 0;
-  int32_t budget, depth, width;
+  int32_t budget, depth;
 };
 
 // Nodes that are expanded next: of one request after the other.
@@ -432,13 +385,13 @@ struct Frontier {
   int64_t size() const { return static_cast<int64_t>(request.size()); }
 };
 
-// Adds the best children of one node, by fused [count]; `offset` makes them log-probabilities.
-// Their sum of probabilities may exceed 1 by rounding, but no child scores more than its parent.
+// Adds the `width` best children of one node, by fused [count]; `offset` makes them
+// log-probabilities. Their sum of probabilities may exceed 1 by rounding, but no child scores more
+// than its parent.
 void add_children(Tree& tree, const Frontier& frontier, int64_t f, int32_t depth,
-                  const int64_t* ids, const float* fused, int64_t count, float offset,
+                  const int64_t* ids, const float* fused, int64_t count, float offset, size_t width,
                   std::vector<std::pair<float, int32_t>>& best) {
   best.clear();
-  const size_t width = static_cast<size_t>(tree.width);
   for (int64_t j = 0; j < count; ++j) {
     const float value = fused[j];
     if (!(value > kNone) || (best.size() == width && value <= best.back().first)) continue;
@@ -471,14 +424,13 @@ float log_sigmoid(float x) {
 }  // namespace
 
 void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budgets,
-                 const Tensor& depths, const Tensor& widths, const Tensor& alpha,
-                 const Tensor& beta, const std::optional<Tensor>& log_prior,
-                 const Tensor& output_table, const std::string& kind, int64_t state_size,
-                 int64_t rank, bool silu, const std::optional<Tensor>& inputs,
-                 const std::optional<Tensor>& features, const std::optional<Tensor>& feature_rows,
-                 const std::optional<Tensor>& w_input, const std::optional<Tensor>& w_state,
-                 const std::optional<Tensor>& w_rank, const std::optional<Tensor>& roots,
-                 const std::optional<Tensor>& slot_terms,
+                 const Tensor& depths, int64_t width, const Tensor& alpha, const Tensor& beta,
+                 const std::optional<Tensor>& log_prior, const Tensor& output_table,
+                 const std::string& kind, int64_t state_size, int64_t rank, bool silu,
+                 const std::optional<Tensor>& inputs, const std::optional<Tensor>& features,
+                 const std::optional<Tensor>& feature_rows, const std::optional<Tensor>& w_input,
+                 const std::optional<Tensor>& w_state, const std::optional<Tensor>& w_rank,
+                 const std::optional<Tensor>& roots, const std::optional<Tensor>& slot_terms,
                  const std::optional<Tensor>& slot_confidence,
                  const std::optional<Tensor>& token_confidence, double confidence_weight,
                  Tensor& token_ids, Tensor& parents, Tensor& node_depths, Tensor& scores,
@@ -496,8 +448,8 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
                   "local_trees: candidates must be int64 and float32 [R, D, M]");
   const int64_t num_reqs = ids.size(0), num_depths = ids.size(1), num_candidates = ids.size(2);
   STD_TORCH_CHECK(is_ints(budgets, {num_reqs}) && is_ints(depths, {num_reqs}) &&
-                      is_ints(widths, {num_reqs}) && is_ints(counts, {num_reqs}),
-                  "local_trees: budgets, depths, widths and counts must be int32 [R]");
+                      is_ints(counts, {num_reqs}) && width >= 1,
+                  "local_trees: budgets, depths and counts must be int32 [R], the width positive");
   STD_TORCH_CHECK(is_floats(alpha, {kAny}) && is_floats(beta, {kAny}) &&
                       alpha.size(0) >= num_depths && beta.size(0) >= num_depths,
                   "local_trees: alpha and beta must be float32 [D]");
@@ -599,10 +551,9 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
     Tree& t = trees[r];
     t.budget = data<int32_t>(budgets)[r];
     t.depth = data<int32_t>(depths)[r];
-    t.width = data<int32_t>(widths)[r];
-    STD_TORCH_CHECK(t.budget <= capacity && t.depth <= num_depths && t.width >= 1,
-                    "local_trees: request ", r, " asks for ", t.budget, " nodes, depth ", t.depth,
-                    ", width ", t.width, "; possible are ", capacity, " and ", num_depths);
+    STD_TORCH_CHECK(t.budget <= capacity && t.depth <= num_depths, "local_trees: request ", r,
+                    " asks for ", t.budget, " nodes, depth ", t.depth, "; possible are ", capacity,
+                    " and ", num_depths);
     if (t.budget <= 0 || t.depth <= 0) continue;
     deepest = std::max(deepest, t.depth);
     frontier.request.push_back(static_cast<int32_t>(r));
@@ -679,7 +630,8 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
           const float of_token = depth == 1 ? 0.0f : by_token[frontier.token[f]];
           offset += trust * log_sigmoid(by_slot[r * num_depths + depth - 1] + of_token);
         }
-        add_children(tree, frontier, f, depth, candidates, values, num_candidates, offset, best);
+        add_children(tree, frontier, f, depth, candidates, values, num_candidates, offset,
+                     static_cast<size_t>(width), best);
       }
       std::sort(tree.pool.begin(), tree.pool.end(), comes_first);
       if (static_cast<int32_t>(tree.pool.size()) >= tree.budget) {
@@ -725,19 +677,13 @@ void local_trees(const Tensor& ids, const Tensor& log_probs, const Tensor& budge
   }
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "local_trees(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, Tensor widths, "
-      "Tensor alpha, Tensor beta, Tensor? log_prior, Tensor output_table, str kind, int "
-      "state_size, "
-      "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, "
-      "Tensor? w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_terms, "
-      "Tensor? slot_confidence, Tensor? token_confidence, float confidence_weight, Tensor(a!) "
-      "token_ids, Tensor(b!) "
-      "parents, Tensor(c!) node_depths, "
-      "Tensor(d!) scores, Tensor(e!) counts) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("local_trees", TORCH_BOX(&local_trees)); }
+OPERATOR(CPU, local_trees,
+         "(Tensor ids, Tensor log_probs, Tensor budgets, Tensor depths, int width, Tensor "
+         "alpha, Tensor beta, Tensor? log_prior, Tensor output_table, str kind, int state_size, "
+         "int rank, bool silu, Tensor? inputs, Tensor? features, Tensor? feature_rows, Tensor? "
+         "w_input, Tensor? w_state, Tensor? w_rank, Tensor? roots, Tensor? slot_terms, Tensor? "
+         "slot_confidence, Tensor? token_confidence, float confidence_weight, Tensor(a!) "
+         "token_ids, Tensor(b!) parents, Tensor(c!) node_depths, Tensor(d!) scores, Tensor(e!) "
+         "counts) -> ()")
 
 }  // namespace specplug

@@ -312,21 +312,13 @@ int64_t ngram_graft(const Tensor& tokens, const Tensor& links, const Tensor& hea
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "ngram_lookup(Tensor tokens, Tensor(a!) links, Tensor(b!) heads, int indexed, int longest, "
-      "Tensor(c!) sizes, Tensor(d!) found) -> int");
-  m.def(
-      "ngram_graft(Tensor tokens, Tensor links, Tensor heads, int longest, Tensor shares, "
-      "int width, int depth, int vocab_size, Tensor tree_tokens, Tensor tree_parents, Tensor "
-      "tree_scores, "
-      "Tensor(a!) out_tokens, Tensor(b!) out_parents, Tensor(c!) out_depths, "
-      "Tensor(d!) out_scores) -> int");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("ngram_lookup", TORCH_BOX(&ngram_lookup));
-  m.impl("ngram_graft", TORCH_BOX(&ngram_graft));
-}
+OPERATOR(CPU, ngram_lookup,
+         "(Tensor tokens, Tensor(a!) links, Tensor(b!) heads, int indexed, int longest, Tensor(c!) "
+         "sizes, Tensor(d!) found) -> int")
+OPERATOR(CPU, ngram_graft,
+         "(Tensor tokens, Tensor links, Tensor heads, int longest, Tensor shares, int width, int "
+         "depth, int vocab_size, Tensor tree_tokens, Tensor tree_parents, Tensor tree_scores, "
+         "Tensor(a!) out_tokens, Tensor(b!) out_parents, Tensor(c!) out_depths, Tensor(d!) "
+         "out_scores) -> int")
 
 }  // namespace specplug

@@ -2,7 +2,19 @@
 // Products of a few rows with the panels of a packed weight, one set for each instruction set.
 #pragma once
 
+// Headers come before a `#pragma GCC target`: other files share their inline functions.
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "element.h"
 
 namespace specplug {
 
@@ -41,7 +53,6 @@ struct Blocks {
   bool takes_tiles;    // rows come as float32 [tiles][2 * groups][tile_rows]
 };
 
-// Null on other machines than x86-64.
 const Blocks* int8_blocks_avx512();  // rows of uint8; needs VNNI
 const Blocks* bf16_blocks_avx2();
 

@@ -3,16 +3,8 @@
 // the way to the registers, by one shift for the even numbers of a pair and two for the odd ones (a
 // mask would take a register that is a sum's).
 #if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
 #include "packed_blocks.h"
 
-#if defined(__x86_64__)
 #pragma GCC target("avx2,fma,bmi2")
 
 namespace specplug {
@@ -23,7 +15,7 @@ constexpr int64_t kWidth = 8;  // numbers of a vector
 constexpr int kVectors = kPanelColumns / kWidth;
 
 // Rounds to bfloat16, ties to even; NaN stays NaN.
-inline __attribute__((always_inline)) __m128i round_bf16(__m256 sums) {
+ALWAYS_INLINE __m128i round_bf16(__m256 sums) {
   const __m256i bits = _mm256_castps_si256(sums);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
   const __m256i up = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
@@ -50,7 +42,7 @@ void store(const Product& p, const float* sums, int64_t row, int64_t column, int
 }
 
 // The even or the odd numbers of 8 pairs.
-inline __attribute__((always_inline)) __m256 numbers(const char* pairs, int odd) {
+ALWAYS_INLINE __m256 numbers(const char* pairs, int odd) {
   const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(pairs));
   return _mm256_castsi256_ps(
       _mm256_slli_epi32(odd != 0 ? _mm256_srli_epi32(words, 16) : words, 16));
@@ -58,20 +50,20 @@ inline __attribute__((always_inline)) __m256 numbers(const char* pairs, int odd)
 
 // Instructions that stay where they are: GCC 12 otherwise reads numbers of rows ahead, and moves
 // sums to memory for them.
-inline __attribute__((always_inline)) __m256 broadcast(const float* x) {
+ALWAYS_INLINE __m256 broadcast(const float* x) {
   __m256 all;
   asm volatile("vbroadcastss %1, %0" : "=x"(all) : "m"(*x));
   return all;
 }
 
-inline __attribute__((always_inline)) void add(__m256& sum, __m256 row, __m256 columns) {
+ALWAYS_INLINE void add(__m256& sum, __m256 row, __m256 columns) {
   asm volatile("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(row), "x"(columns));
 }
 
 // R rows by V vectors of the columns of a panel, from vector `first` on.
 template <int R, int V>
-inline __attribute__((always_inline)) void part(const Product& p, int64_t row, int64_t panel,
-                                                int first, const char* ahead, int64_t lines) {
+ALWAYS_INLINE void part(const Product& p, int64_t row, int64_t panel, int first, const char* ahead,
+                        int64_t lines) {
   const int64_t groups = p.groups, tile_rows = p.tile_rows;
   const char* weight = p.weight + (panel * groups * kPanelColumns + first * kWidth) * kGroupBytes;
   const float* x = reinterpret_cast<const float*>(p.x) + row * groups * 2;
@@ -145,9 +137,5 @@ constexpr Blocks kBlocks = {kNarrow, 6, kWholePanelRows, nullptr, 0, 0, 126, tru
 
 const Blocks* bf16_blocks_avx2() { return &kBlocks; }
 
-}  // namespace specplug
-#else
-namespace specplug {
-const Blocks* bf16_blocks_avx2() { return nullptr; }
 }  // namespace specplug
 #endif

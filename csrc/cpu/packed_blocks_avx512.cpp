@@ -2,21 +2,8 @@
 // Packed int8 products with AVX-512 VNNI: an instruction multiplies four numbers of a row with as
 // many of each of 16 columns.
 #if defined(__x86_64__)
-#include <immintrin.h>
-#endif
-
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
 #include "packed_blocks.h"
 
-#if defined(__x86_64__)
-// GCC 12's headers make an undefined vector by initialising it with itself.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC push_options
 #pragma GCC target( \
     "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,bmi2,prefer-vector-width=512")
 #define BF16_DOT 0
@@ -87,25 +74,18 @@ constexpr Block kWide[] = {nullptr,     block<1, 2>, block<2, 2>, block<3, 2>,
                            block<4, 2>, block<5, 2>, block<6, 2>};
 // From 96 rows on arithmetic decides, and a wider block loads less for each product.
 constexpr Blocks kBlocks = {kNarrow, 14, 14, kWide, 6, 96, 512, false};
-
-static inline __attribute__((always_inline)) __m512 load_16(const uint16_t* row, int64_t k,
-                                                            int64_t size) {
-  const __mmask16 held = static_cast<__mmask16>((1u << std::min<int64_t>(16, size - k)) - 1u);
-  const __m512i words = _mm512_maskz_cvtepu16_epi32(held, _mm256_maskz_loadu_epi16(held, row + k));
-  return _mm512_castsi512_ps(_mm512_maskz_slli_epi32(held, words, 16));
-}
 }  // namespace
 
 float round_row(const uint16_t* row, int64_t size, uint8_t* out, int64_t padded) {
   __m512 largest = _mm512_setzero_ps();
   for (int64_t k = 0; k < size; k += 16)
-    largest = _mm512_max_ps(largest, _mm512_abs_ps(load_16(row, k, size)));
+    largest = _mm512_max_ps(largest, _mm512_abs_ps(load_held(held_columns(k, size), row + k)));
   const float scale = _mm512_reduce_max_ps(largest) / 127.0f;
   const __m512 inverse = _mm512_set1_ps(scale > 0.0f ? 1.0f / scale : 0.0f);
   std::memset(out, 128, static_cast<size_t>(padded));
   for (int64_t k = 0; k < size; k += 16) {
-    const __mmask16 held = static_cast<__mmask16>((1u << std::min<int64_t>(16, size - k)) - 1u);
-    __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(load_16(row, k, size), inverse));
+    const __mmask16 held = held_columns(k, size);
+    __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(load_held(held, row + k), inverse));
     rounded = _mm512_max_epi32(_mm512_min_epi32(rounded, _mm512_set1_epi32(127)),
                                _mm512_set1_epi32(-127));
     _mm512_mask_cvtepi32_storeu_epi8(out + k, held,
@@ -115,12 +95,5 @@ float round_row(const uint16_t* row, int64_t size, uint8_t* out, int64_t padded)
 }
 const Blocks* int8_blocks_avx512() { return &kBlocks; }
 
-}  // namespace specplug
-#pragma GCC pop_options
-#pragma GCC diagnostic pop
-#else
-namespace specplug {
-const Blocks* int8_blocks_avx512() { return nullptr; }
-float round_row(const uint16_t*, int64_t, uint8_t*, int64_t) { return 0.0f; }
 }  // namespace specplug
 #endif

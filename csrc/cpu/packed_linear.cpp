@@ -22,6 +22,15 @@
 
 namespace specplug {
 
+#if !defined(__x86_64__)
+// Never called: no instruction set of theirs is allowed there.
+const PairProducts* pair_products_avx512() { return nullptr; }
+const PairProducts* pair_products_avx512_bf16() { return nullptr; }
+const Blocks* int8_blocks_avx512() { return nullptr; }
+const Blocks* bf16_blocks_avx2() { return nullptr; }
+float round_row(const uint16_t*, int64_t, uint8_t*, int64_t) { return 0.0f; }
+#endif
+
 namespace {
 
 // Bytes between what is read and what is asked for, while one block of rows streams panels.
@@ -71,12 +80,10 @@ std::unique_ptr<char[]> spread_rows(const char*& x, int64_t& x_stride, int64_t r
   if (!shares && bytes == padded) return nullptr;
   const int64_t stride = spread_stride(padded);
   std::unique_ptr<char[]> held(new char[static_cast<size_t>(rows * stride)]);
-  torch::stable::parallel_for(0, rows, kFewestRows, [&](int64_t first, int64_t last) {
-    for (int64_t r = first; r < last; ++r) {
-      char* const to = held.get() + r * stride;
-      std::memcpy(to, x + r * x_stride, static_cast<size_t>(bytes));
-      std::memset(to + bytes, 0, static_cast<size_t>(padded - bytes));
-    }
+  for_rows(rows, [&](int64_t r) {
+    char* const to = held.get() + r * stride;
+    std::memcpy(to, x + r * x_stride, static_cast<size_t>(bytes));
+    std::memset(to + bytes, 0, static_cast<size_t>(padded - bytes));
   });
   x = held.get();
   x_stride = stride;
@@ -450,9 +457,8 @@ void packed_int4_linear(const Tensor& x, const Tensor& packed, int64_t group_dep
                   std::min(kChunkRows, x.size(0) - row)};
     p.x_stride = x.stride(0) * 2;
     if (has_zeros)
-      torch::stable::parallel_for(0, p.rows, kFewestRows, [&](int64_t first, int64_t last) {
-        for (int64_t r = first; r < last; ++r)
-          sum_groups(p.x + r * p.x_stride, groups, group_depth, sums.get() + r * groups);
+      for_rows(p.rows, [&](int64_t r) {
+        sum_groups(p.x + r * p.x_stride, groups, group_depth, sums.get() + r * groups);
       });
     const std::unique_ptr<char[]> held =
         take_rows(p, *kind, kind->int4_rows, shape.depth, shape.depth);
@@ -486,10 +492,8 @@ void multiply_int8(const Int8Product& product, const uint16_t* x, int64_t rows, 
                 padded = groups * kGroupBytes, stride = spread_stride(padded);
   const std::unique_ptr<uint8_t[]> rounded(new uint8_t[static_cast<size_t>(rows * stride)]);
   const std::unique_ptr<float[]> row_scales(new float[static_cast<size_t>(rows)]);
-  torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      row_scales[r] =
-          round_row(x + r * x_stride, product.depth, rounded.get() + r * stride, padded);
+  for_rows(rows, [&](int64_t r) {
+    row_scales[r] = round_row(x + r * x_stride, product.depth, rounded.get() + r * stride, padded);
   });
   Product p{reinterpret_cast<const char*>(rounded.get()),
             product.weight,
@@ -505,33 +509,17 @@ void multiply_int8(const Int8Product& product, const uint16_t* x, int64_t rows, 
   multiply(p, *int8_blocks_avx512());
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def("pack_linear(Tensor weight) -> Tensor");
-  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()");
-  m.def("pack_int8(Tensor weight, Tensor(a!) column_sums) -> Tensor");
-  m.def(
-      "packed_int8_linear(Tensor x, Tensor packed, Tensor column_sums, Tensor column_scales, "
-      "Tensor? bias, Tensor(a!) out) -> ()");
-  m.def("pack_int4(Tensor codes, Tensor scales, Tensor? zeros) -> Tensor");
-  m.def(
-      "packed_int4_linear(Tensor x, Tensor packed, int group_depth, bool has_zeros, Tensor? bias, "
-      "Tensor(a!) out) -> ()");
-  m.def("packed_isa() -> int");
-  m.def("has_int8_products() -> bool");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("pack_linear", TORCH_BOX(&pack_linear));
-  m.impl("packed_linear", TORCH_BOX(&packed_linear));
-  m.impl("pack_int8", TORCH_BOX(&pack_int8));
-  m.impl("packed_int8_linear", TORCH_BOX(&packed_int8_linear));
-  m.impl("pack_int4", TORCH_BOX(&pack_int4));
-  m.impl("packed_int4_linear", TORCH_BOX(&packed_int4_linear));
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CompositeExplicitAutograd, m) {
-  m.impl("packed_isa", TORCH_BOX(&packed_isa));
-  m.impl("has_int8_products", TORCH_BOX(&has_int8_products));
-}
+OPERATOR(CPU, pack_linear, "(Tensor weight) -> Tensor")
+OPERATOR(CPU, packed_linear, "(Tensor x, Tensor packed, Tensor? bias, Tensor(a!) out) -> ()")
+OPERATOR(CPU, pack_int8, "(Tensor weight, Tensor(a!) column_sums) -> Tensor")
+OPERATOR(CPU, packed_int8_linear,
+         "(Tensor x, Tensor packed, Tensor column_sums, Tensor column_scales, Tensor? bias, "
+         "Tensor(a!) out) -> ()")
+OPERATOR(CPU, pack_int4, "(Tensor codes, Tensor scales, Tensor? zeros) -> Tensor")
+OPERATOR(CPU, packed_int4_linear,
+         "(Tensor x, Tensor packed, int group_depth, bool has_zeros, Tensor? bias, Tensor(a!) out) "
+         "-> ()")
+OPERATOR(CompositeExplicitAutograd, packed_isa, "() -> int")
+OPERATOR(CompositeExplicitAutograd, has_int8_products, "() -> bool")
 
 }  // namespace specplug

@@ -18,7 +18,6 @@ struct PairProducts {
   void (*int4)(const Int4Product& product, int64_t first, int64_t last);
 };
 
-// Null on other machines than x86-64.
 const PairProducts* pair_products_avx512();
 const PairProducts* pair_products_avx512_bf16();
 

@@ -14,18 +14,8 @@ namespace {
 constexpr int64_t kChunk = 64 * kLanes;
 constexpr float kNone = -std::numeric_limits<float>::infinity();
 
-LANES_INLINE float value_of(float x) { return x; }
-
 template <class T>
-LANES_INLINE float value_of(T x) {
-  const uint32_t bits = word_of(x);
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-template <class T>
-LANES_INLINE int64_t argmax_of(const T* row, int64_t n) {
+ALWAYS_INLINE int64_t argmax_of(const T* row, int64_t n) {
   float best = kNone;
   int64_t best_chunk = 0;
   bool is_nan = false;
@@ -35,8 +25,7 @@ LANES_INLINE int64_t argmax_of(const T* row, int64_t n) {
     LanesInt nan = {};
     int64_t at = begin;
     for (; at + kLanes <= end; at += kLanes) {
-      Lanes x;
-      load_lanes(x, row + at);
+      Lanes x = load_lanes(row + at);
       nan |= x != x;
       top = x > top ? x : top;
     }
@@ -61,11 +50,9 @@ LANES_INLINE int64_t argmax_of(const T* row, int64_t n) {
   return i;
 }
 
-CLONED int64_t argmax_bf16(const uint16_t* row, int64_t n) { return argmax_of(row, n); }
-
-CLONED int64_t argmax_half(const Float16* row, int64_t n) { return argmax_of(row, n); }
-
-CLONED int64_t argmax_float(const float* row, int64_t n) { return argmax_of(row, n); }
+CLONED int64_t argmax(const uint16_t* row, int64_t n) { return argmax_of(row, n); }
+CLONED int64_t argmax(const Float16* row, int64_t n) { return argmax_of(row, n); }
+CLONED int64_t argmax(const float* row, int64_t n) { return argmax_of(row, n); }
 
 void row_argmax(const Tensor& rows, Tensor& indices) {
   const std::optional<Element> element = element_of(rows.scalar_type());
@@ -77,19 +64,15 @@ void row_argmax(const Tensor& rows, Tensor& indices) {
                   "row_argmax: indices must be int64 [T]");
   int64_t* out = data<int64_t>(indices);
   torch::stable::parallel_for(0, count, 4, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; ++r)
-      out[r] = *element == Element::kBfloat16  ? argmax_bf16(data<uint16_t>(rows) + r * n, n)
-               : *element == Element::kFloat16 ? argmax_half(data<Float16>(rows) + r * n, n)
-                                               : argmax_float(data<float>(rows) + r * n, n);
+    with_number(*element, [&](auto number) {
+      using T = decltype(number);
+      for (int64_t r = begin; r < end; ++r) out[r] = argmax(data<T>(rows) + r * n, n);
+    });
   });
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def("row_argmax(Tensor rows, Tensor(a!) indices) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("row_argmax", TORCH_BOX(&row_argmax)); }
+OPERATOR(CPU, row_argmax, "(Tensor rows, Tensor(a!) indices) -> ()")
 
 }  // namespace specplug

@@ -12,18 +12,9 @@ namespace specplug {
 
 namespace {
 
-LANES_INLINE float float_of(float x) { return x; }
+ALWAYS_INLINE void store_one(float* p, float x) { *p = x; }
 
-LANES_INLINE float float_of(uint16_t x) {
-  const uint32_t bits = word_of(x);
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-LANES_INLINE void store_one(float* p, float x) { *p = x; }
-
-LANES_INLINE void store_one(uint16_t* p, float x) {
+ALWAYS_INLINE void store_one(uint16_t* p, float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof(bits));
   *p = static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
@@ -32,67 +23,43 @@ LANES_INLINE void store_one(uint16_t* p, float x) {
 // sum = x + delta, in the numbers' own format; out = sum / rms(sum) * weight over n numbers.
 // Without delta, sum is x.
 template <class T>
-LANES_INLINE void norm_row(const T* x, const T* delta, const T* weight, int64_t n, float eps,
-                           T* sum, T* out) {
+ALWAYS_INLINE void norm_numbers(const T* x, const T* delta, const T* weight, int64_t n, float eps,
+                                T* sum, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   if (delta != nullptr) {
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      Lanes a, b;
-      load_lanes(a, x + i);
-      load_lanes(b, delta + i);
-      store_lanes(sum + i, a + b);
-    }
-    for (int64_t i = whole; i < n; ++i) store_one(sum + i, float_of(x[i]) + float_of(delta[i]));
+    for (int64_t i = 0; i < whole; i += kLanes)
+      store_lanes(sum + i, load_lanes(x + i) + load_lanes(delta + i));
+    for (int64_t i = whole; i < n; ++i) store_one(sum + i, value_of(x[i]) + value_of(delta[i]));
     x = sum;
   }
   Lanes squares = {};
   for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
+    const Lanes v = load_lanes(x + i);
     squares += v * v;
   }
   float total = sum_of(squares);
-  for (int64_t i = whole; i < n; ++i) total += float_of(x[i]) * float_of(x[i]);
+  for (int64_t i = whole; i < n; ++i) total += value_of(x[i]) * value_of(x[i]);
   const float scale = 1.0f / std::sqrt(total / static_cast<float>(n) + eps);
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes v, w;
-    load_lanes(v, x + i);
-    load_lanes(w, weight + i);
-    store_lanes(out + i, v * scale * w);
-  }
+  for (int64_t i = 0; i < whole; i += kLanes)
+    store_lanes(out + i, load_lanes(x + i) * scale * load_lanes(weight + i));
   for (int64_t i = whole; i < n; ++i)
-    store_one(out + i, float_of(x[i]) * scale * float_of(weight[i]));
-}
-
-CLONED void norm(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
-                 float eps, uint16_t* sum, uint16_t* out) {
-  norm_row(x, delta, weight, n, eps, sum, out);
-}
-
-CLONED void norm(const float* x, const float* delta, const float* weight, int64_t n, float eps,
-                 float* sum, float* out) {
-  norm_row(x, delta, weight, n, eps, sum, out);
+    store_one(out + i, value_of(x[i]) * scale * value_of(weight[i]));
 }
 
 template <class T>
-LANES_INLINE void turn_half(const T* x, const T* other, const T* cos, const T* sin, int64_t n,
-                            T* out) {
+ALWAYS_INLINE void turn_half(const T* x, const T* other, const T* cos, const T* sin, int64_t n,
+                             T* out) {
   const int64_t whole = n / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes a, b, c, s;
-    load_lanes(a, x + i);
-    load_lanes(b, other + i);
-    load_lanes(c, cos + i);
-    load_lanes(s, sin + i);
-    store_lanes(out + i, a * c + b * s);
-  }
+  for (int64_t i = 0; i < whole; i += kLanes)
+    store_lanes(out + i, load_lanes(x + i) * load_lanes(cos + i) +
+                             load_lanes(other + i) * load_lanes(sin + i));
   for (int64_t i = whole; i < n; ++i)
-    store_one(out + i, float_of(x[i]) * float_of(cos[i]) + float_of(other[i]) * float_of(sin[i]));
+    store_one(out + i, value_of(x[i]) * value_of(cos[i]) + value_of(other[i]) * value_of(sin[i]));
 }
 
 // One head: the halves of its first n numbers are turned; `sin` is negative in its first half.
 template <class T>
-LANES_INLINE void turn_head(const T* x, const T* cos, const T* sin, int64_t n, T* out) {
+ALWAYS_INLINE void turn_head(const T* x, const T* cos, const T* sin, int64_t n, T* out) {
   const int64_t half = n / 2;
   turn_half(x, x + half, cos, sin, half, out);
   turn_half(x + half, x, cos + half, sin + half, half, out + half);
@@ -108,68 +75,57 @@ CLONED void turn(const float* x, const float* cos, const float* sin, int64_t n, 
 }
 
 template <class T>
-LANES_INLINE void gate_row(const T* x, int64_t n, T* out) {
+ALWAYS_INLINE void gate_numbers(const T* x, int64_t n, T* out) {
   const int64_t whole = n / kLanes * kLanes;
   for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes gate, up, s;
-    load_lanes(gate, x + i);
-    load_lanes(up, x + n + i);
-    s = gate;
-    sigmoid_lanes(s);
-    store_lanes(out + i, gate * s * up);
+    const Lanes gate = load_lanes(x + i), up = load_lanes(x + n + i);
+    store_lanes(out + i, gate * sigmoid_lanes(gate) * up);
   }
   for (int64_t i = whole; i < n; ++i) {
-    const float gate = float_of(x[i]);
-    store_one(out + i, gate / (1.0f + std::exp(-gate)) * float_of(x[n + i]));
+    const float gate = value_of(x[i]);
+    store_one(out + i, gate / (1.0f + std::exp(-gate)) * value_of(x[n + i]));
   }
 }
 
-CLONED void gate(const uint16_t* x, int64_t n, uint16_t* out) { gate_row(x, n, out); }
+CLONED void norm(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
+                 float eps, uint16_t* sum, uint16_t* out) {
+  norm_numbers(x, delta, weight, n, eps, sum, out);
+}
 
-CLONED void gate(const float* x, int64_t n, float* out) { gate_row(x, n, out); }
+CLONED void norm(const float* x, const float* delta, const float* weight, int64_t n, float eps,
+                 float* sum, float* out) {
+  norm_numbers(x, delta, weight, n, eps, sum, out);
+}
 
-// A head, normed and turned with one rounding; x may be out.
+CLONED void gate(const uint16_t* x, int64_t n, uint16_t* out) { gate_numbers(x, n, out); }
+
+CLONED void gate(const float* x, int64_t n, float* out) { gate_numbers(x, n, out); }
+
 CLONED void turn_normed(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
                         const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
   float head[kMostHeadSize];
   Lanes squares = {};
   for (int64_t i = 0; i < dim; i += kLanes) {
-    Lanes v;
-    load_lanes(v, x + i);
+    const Lanes v = load_lanes(x + i);
     squares += v * v;
   }
   const float scale = 1.0f / std::sqrt(sum_of(squares) / static_cast<float>(dim) + eps);
-  for (int64_t i = 0; i < dim; i += kLanes) {
-    Lanes v, w;
-    load_lanes(v, x + i);
-    load_lanes(w, weight + i);
-    store_lanes(head + i, v * scale * w);
-  }
+  for (int64_t i = 0; i < dim; i += kLanes)
+    store_lanes(head + i, load_lanes(x + i) * scale * load_lanes(weight + i));
   const int64_t half = turned / 2;
   for (int64_t i = 0; i < turned; i += kLanes) {
-    Lanes a, b, c, s;
-    load_lanes(a, head + i);
-    load_lanes(b, head + (i < half ? i + half : i - half));
-    load_lanes(c, cos + i);
-    load_lanes(s, sin + i);
-    store_lanes(out + i, a * c + b * s);
+    const float* const other = head + (i < half ? i + half : i - half);
+    store_lanes(out + i, load_lanes(head + i) * load_lanes(cos + i) +
+                             load_lanes(other) * load_lanes(sin + i));
   }
-  for (int64_t i = turned; i < dim; i += kLanes) {
-    Lanes v;
-    load_lanes(v, head + i);
-    store_lanes(out + i, v);
-  }
+  for (int64_t i = turned; i < dim; i += kLanes) store_lanes(out + i, load_lanes(head + i));
 }
 
-CLONED void add_bf16(const uint16_t* x, int64_t n, uint16_t* out) {
+CLONED void add(const uint16_t* x, int64_t n, uint16_t* out) {
   const int64_t whole = n / kLanes * kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    Lanes a, b;
-    load_lanes(a, x + i);
-    load_lanes(b, out + i);
-    store_lanes(out + i, a + b);
-  }
-  for (int64_t i = whole; i < n; ++i) store_one(out + i, float_of(x[i]) + float_of(out[i]));
+  for (int64_t i = 0; i < whole; i += kLanes)
+    store_lanes(out + i, load_lanes(x + i) + load_lanes(out + i));
+  for (int64_t i = whole; i < n; ++i) store_one(out + i, value_of(x[i]) + value_of(out[i]));
 }
 
 // Calls `run` with a value of x's element type.
@@ -249,32 +205,25 @@ void gated_silu(const Tensor& x, Tensor& out) {
 
 }  // namespace
 
-void norm_row_bf16(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
-                   float eps, uint16_t* sum, uint16_t* out) {
+void norm_row(const uint16_t* x, const uint16_t* delta, const uint16_t* weight, int64_t n,
+              float eps, uint16_t* sum, uint16_t* out) {
   norm(x, delta, weight, n, eps, sum, out);
 }
 
-void gate_row_bf16(const uint16_t* x, int64_t n, uint16_t* out) { gate(x, n, out); }
+void gate_row(const uint16_t* x, int64_t n, uint16_t* out) { gate(x, n, out); }
 
-void add_row_bf16(const uint16_t* x, int64_t n, uint16_t* out) { add_bf16(x, n, out); }
+void add_row(const uint16_t* x, int64_t n, uint16_t* out) { add(x, n, out); }
 
 void norm_and_turn_head(const uint16_t* x, const uint16_t* weight, float eps, const uint16_t* cos,
                         const uint16_t* sin, int64_t dim, int64_t turned, uint16_t* out) {
   turn_normed(x, weight, eps, cos, sin, dim, turned, out);
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "norm_rows(Tensor x, Tensor? delta, Tensor weight, int size, float eps, Tensor(a!)? sum, "
-      "Tensor(b!) out) -> ()");
-  m.def("rotate_heads(Tensor x, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) out) -> ()");
-  m.def("gated_silu(Tensor x, Tensor(a!) out) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("norm_rows", TORCH_BOX(&norm_rows));
-  m.impl("rotate_heads", TORCH_BOX(&rotate_heads));
-  m.impl("gated_silu", TORCH_BOX(&gated_silu));
-}
+OPERATOR(CPU, norm_rows,
+         "(Tensor x, Tensor? delta, Tensor weight, int size, float eps, Tensor(a!)? sum, "
+         "Tensor(b!) out) -> ()")
+OPERATOR(CPU, rotate_heads,
+         "(Tensor x, Tensor cos, Tensor sin, Tensor positions, Tensor(a!) out) -> ()")
+OPERATOR(CPU, gated_silu, "(Tensor x, Tensor(a!) out) -> ()")
 
 }  // namespace specplug

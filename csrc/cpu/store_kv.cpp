@@ -16,7 +16,7 @@ struct Place {
 };
 
 template <class T>
-LANES_INLINE void put_key(T* block, const Place& p, int64_t token, const T* from) {
+ALWAYS_INLINE void put_key(T* block, const Place& p, int64_t token, const T* from) {
   if (p.kind == LayoutKind::kVec) {
     for (int64_t d = 0; d < p.head_size; ++d) block[token + d * p.block_size] = from[d];
   } else if (p.kind == LayoutKind::kVnni) {
@@ -30,7 +30,7 @@ LANES_INLINE void put_key(T* block, const Place& p, int64_t token, const T* from
 }
 
 template <class T>
-LANES_INLINE void put_value(T* block, const Place& p, int64_t token, const T* from) {
+ALWAYS_INLINE void put_value(T* block, const Place& p, int64_t token, const T* from) {
   if (p.kind == LayoutKind::kVec) {
     std::memcpy(block + token * p.head_size, from, static_cast<size_t>(p.head_size) * sizeof(T));
   } else if (p.kind == LayoutKind::kVnni) {
@@ -49,8 +49,8 @@ struct Format {
 };
 
 template <class T>
-LANES_INLINE void put_token(T* block, const Place& p, int64_t token, const T* key, const T* value,
-                            int64_t v_offset, Format format) {
+ALWAYS_INLINE void put_token(T* block, const Place& p, int64_t token, const T* key, const T* value,
+                             int64_t v_offset, Format format) {
   const T exponent = static_cast<T>(format.exponent);
   T found = 0;
   for (int64_t d = 0; d < p.head_size; ++d)
@@ -69,29 +69,26 @@ LANES_INLINE void put_token(T* block, const Place& p, int64_t token, const T* ke
   put_value(block + v_offset, p, token, value);
 }
 
-// Keys, values and slots of a call; strides in elements.
+// Keys, values and slots of a call.
 struct Source {
-  const char *key, *value;
-  int64_t k_row, k_head, v_row, v_head;
+  Heads key, value, cache;
   const int64_t* slots;
-  int64_t num_heads;
-  char* cache;
-  int64_t block, head, v_offset;
+  int64_t num_heads, v_offset;
   Place place;
   Format format;
 };
 
 template <class T>
-LANES_INLINE void put_tokens(const Source& s, int64_t begin, int64_t end) {
+ALWAYS_INLINE void put_tokens(const Source& s, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; ++t) {
     if (s.slots[t] < 0) continue;
-    T* block = reinterpret_cast<T*>(s.cache) + s.slots[t] / s.place.block_size * s.block;
+    T* block = reinterpret_cast<T*>(s.cache.base) + s.slots[t] / s.place.block_size * s.cache.row;
     const int64_t token = s.slots[t] % s.place.block_size;
-    const T* key = reinterpret_cast<const T*>(s.key) + t * s.k_row;
-    const T* value = reinterpret_cast<const T*>(s.value) + t * s.v_row;
+    const T* key = reinterpret_cast<const T*>(s.key.base) + t * s.key.row;
+    const T* value = reinterpret_cast<const T*>(s.value.base) + t * s.value.row;
     for (int64_t h = 0; h < s.num_heads; ++h)
-      put_token(block + h * s.head, s.place, token, key + h * s.k_head, value + h * s.v_head,
-                s.v_offset, s.format);
+      put_token(block + h * s.cache.head, s.place, token, key + h * s.key.head,
+                value + h * s.value.head, s.v_offset, s.format);
   }
 }
 
@@ -144,15 +141,9 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor& kv_cache, const Te
   for (int64_t t = 0; t < rows; ++t)
     STD_TORCH_CHECK(s.slots[t] < limit, "store_kv: slot ", s.slots[t], " is outside ", limit,
                     " slots");
-  s.key = data<char>(key);
-  s.value = data<char>(value);
-  s.k_row = key.stride(0);
-  s.k_head = key.stride(1);
-  s.v_row = value.stride(0);
-  s.v_head = value.stride(1);
-  s.cache = data<char>(kv_cache);
-  s.block = kv_cache.stride(0);
-  s.head = kv_cache.stride(1);
+  s.key = heads_of(key);
+  s.value = heads_of(value);
+  s.cache = heads_of(kv_cache);
   s.v_offset = interior;
   s.format = word   ? Format{0x7f800000u, 0x7fc00000u}
              : bf16 ? Format{0x7f80u, 0x7fc0u}
@@ -169,12 +160,8 @@ void store_kv(const Tensor& key, const Tensor& value, Tensor& kv_cache, const Te
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "store_kv(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slots, int layout, "
-      "Tensor tables) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("store_kv", TORCH_BOX(&store_kv)); }
+OPERATOR(CPU, store_kv,
+         "(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slots, int layout, Tensor tables) "
+         "-> ()")
 
 }  // namespace specplug

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tensors in operators: checks of dtype and shape, data pointers, aligned buffers.
+// Operators: their registration, checks of dtype and shape, data pointers, aligned buffers.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,6 +18,12 @@ namespace specplug {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// Registers the function `name` as torch.ops.specplug.`name`, for tensors of dispatch key `key`.
+// It goes through torch's stable ABI, so one build serves several torch releases.
+#define OPERATOR(key, name, schema)                                   \
+  STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) { m.def(#name schema); } \
+  STABLE_TORCH_LIBRARY_IMPL(specplug, key, m) { m.impl(#name, TORCH_BOX(&name)); }
 
 constexpr int64_t kAny = -1;
 
@@ -44,6 +50,18 @@ T* data(const std::optional<Tensor>& t) {
   return t.has_value() ? data<T>(*t) : nullptr;
 }
 
+// A tensor whose rows or blocks have heads; strides in elements.
+struct Heads {
+  char* base;
+  int64_t row, head;
+
+  char* at(int64_t row_index, int64_t head_index, int bytes) const {
+    return base + (row_index * row + head_index * head) * bytes;
+  }
+};
+
+inline Heads heads_of(const Tensor& t) { return {data<char>(t), t.stride(0), t.stride(1)}; }
+
 // The element format of a dtype; none if it has no kernel.
 inline std::optional<Element> element_of(ScalarType dtype) {
   switch (dtype) {
@@ -60,6 +78,14 @@ inline std::optional<Element> element_of(ScalarType dtype) {
     default:
       return std::nullopt;
   }
+}
+
+// Calls `run(r)` for every row, in parallel where a thread gets 16 rows.
+template <class Run>
+void for_rows(int64_t rows, const Run& run) {
+  torch::stable::parallel_for(0, rows, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) run(r);
+  });
 }
 
 // A 64-byte aligned buffer that only grows. Growth discards its contents.

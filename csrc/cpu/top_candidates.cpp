@@ -24,53 +24,45 @@ bool comes_first(const Entry& a, const Entry& b) {
   return a.value > b.value || (a.value == b.value && a.index < b.index);
 }
 
+// Stores numbers, -inf for NaN, which is never a candidate; returns the larger of each and `top`.
+ALWAYS_INLINE Lanes keep(const Lanes& x, const Lanes& top, float* out) {
+  const Lanes kept = x == x ? x : Lanes{} + kNone;
+  store_lanes(out, kept);
+  return kept > top ? kept : top;
+}
+
 // Copies a row padded with -inf to `padded` entries; the maximum of every `chunk` of them.
 template <class T>
-LANES_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+ALWAYS_INLINE void load_row(const T* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   const Lanes none = Lanes{} + kNone;
   int64_t at = 0;
   for (int64_t c = 0; at < n; ++c) {
     Lanes top = none;
-    for (const int64_t end = at + chunk; at < end; at += kLanes) {
+    const int64_t end = at + chunk;
+    for (; at < end && at + kLanes <= n; at += kLanes)
+      top = keep(load_lanes(row + at), top, out + at);
+    for (; at < end; at += kLanes) {
       Lanes x = none;
-      if (at + kLanes <= n)
-        load_lanes(x, row + at);
-      else if (at < n) {
-        T rest[kLanes] = {};
-        std::memcpy(rest, row + at, static_cast<size_t>(n - at) * sizeof(T));
-        load_lanes(x, rest);
-        for (int64_t i = n - at; i < kLanes; ++i) x[i] = kNone;
-      }
-      x = x == x ? x : none;  // NaN is never a candidate
-      store_lanes(out + at, x);
-      top = x > top ? x : top;
+      for (int64_t i = at; i < n; ++i) x[i - at] = value_of(row[i]);
+      top = keep(x, top, out + at);
     }
     maxima[c] = max_of(top);
   }
 }
 
-CLONED void load_row_bf16(const uint16_t* row, int64_t n, int64_t chunk, float* out,
-                          float* maxima) {
+CLONED void load_numbers(const uint16_t* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
-
-CLONED void load_row_half(const Float16* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+CLONED void load_numbers(const Float16* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
-
-CLONED void load_row_float(const float* row, int64_t n, int64_t chunk, float* out, float* maxima) {
+CLONED void load_numbers(const float* row, int64_t n, int64_t chunk, float* out, float* maxima) {
   load_row(row, n, chunk, out, maxima);
 }
 
 CLONED float sum_of_exp(const float* row, int64_t padded, float shift) {
   Lanes sum = {};
-  for (int64_t at = 0; at < padded; at += kLanes) {
-    Lanes x;
-    load_lanes(x, row + at);
-    x = x - shift;
-    exp_lanes(x);
-    sum += x;
-  }
+  for (int64_t at = 0; at < padded; at += kLanes) sum += exp_lanes(load_lanes(row + at) - shift);
   return sum_of(sum);
 }
 
@@ -88,12 +80,9 @@ void select(const void* logits, Element element, int64_t n, int64_t k, Workspace
   work.row.resize(chunks * chunk);
   work.maxima.resize(chunks);
   float* row = work.row.data();
-  if (element == Element::kBfloat16)
-    load_row_bf16(static_cast<const uint16_t*>(logits), n, chunk, row, work.maxima.data());
-  else if (element == Element::kFloat16)
-    load_row_half(static_cast<const Float16*>(logits), n, chunk, row, work.maxima.data());
-  else
-    load_row_float(static_cast<const float*>(logits), n, chunk, row, work.maxima.data());
+  with_number(element, [&](auto number) {
+    load_numbers(static_cast<const decltype(number)*>(logits), n, chunk, row, work.maxima.data());
+  });
   float floor = kNone;
   if (chunks > k) {
     work.ranked = work.maxima;
@@ -144,12 +133,6 @@ void top_candidates(const Tensor& logits, Tensor& ids, Tensor& log_probs) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def("top_candidates(Tensor logits, Tensor(a!) ids, Tensor(b!) log_probs) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("top_candidates", TORCH_BOX(&top_candidates));
-}
+OPERATOR(CPU, top_candidates, "(Tensor logits, Tensor(a!) ids, Tensor(b!) log_probs) -> ()")
 
 }  // namespace specplug

@@ -40,23 +40,18 @@ struct Problem {
   int head_size, block_size, num_kv_heads, group_size;
   int padded_words;  // words of a query row, a multiple of an AMX tile row
   float scale_log2;
-  const char *query, *key_cache, *value_cache;
-  int64_t q_row, q_head;                     // elements
-  int64_t k_block, k_head, v_block, v_head;  // elements
-  char* output;
-  int64_t o_row, o_head;
+  Heads query, key_cache, value_cache, output;
   const int32_t *req_index, *row_start, *row_count, *context_len, *mask_start;
   const int64_t* words;
   int64_t words_per_row;
   const int32_t* block_table;
   int64_t table_row;
   const int32_t *k_table, *v_table;
-  const char *tail_key, *tail_value;  // null: the tail is in the cache
-  int64_t tail_k_row, tail_k_head, tail_v_row, tail_v_head;
-  bool separate_tail;         // the context ends at context_len, because the tail is dense
-  const int32_t* first_slot;  // [M] first context slot of a row, or null: rows attend from slot 0
-  const int32_t* depth;       // [M] position of a row behind its root; null where nobody reads it
-  const char* branches;       // [R] whether a row skips rows before it
+  Heads tail_key, tail_value;  // of a separate tail
+  bool separate_tail;          // the context ends at context_len, because the tail is dense
+  const int32_t* first_slot;   // [M] first context slot of a row, or null: rows attend from slot 0
+  const int32_t* depth;        // [M] position of a row behind its root; null where nobody reads it
+  const char* branches;        // [R] whether a row skips rows before it
   const int32_t* ancestor_start;  // [M] first of a row's `ancestors`, where a tree branches
   const int32_t* ancestors;       // tree rows that a row attends, in the order of their positions
   const float* alibi_slopes;      // [Hq] or null
@@ -372,14 +367,13 @@ class Worker {
     int row = item.first_row / p_.group_size;
     int head = item.first_row % p_.group_size;
     for (int i = 0; i < item.rows; ++i) {
-      const int64_t at = (p_.row_start[item.req] + row) * p_.q_row +
-                         (item.head * p_.group_size + head) * p_.q_head;
+      const char* from =
+          p_.query.at(p_.row_start[item.req] + row, item.head * p_.group_size + head, p_.bytes);
       if (++head == p_.group_size) {
         head = 0;
         ++row;
       }
       uint32_t* to = b_.q + static_cast<int64_t>(i) * p_.padded_words;
-      const char* from = p_.query + at * p_.bytes;
       if (p_.variant->bf16_dot)
         std::memcpy(to, from, static_cast<size_t>(words) * 4);
       else
@@ -397,11 +391,10 @@ class Worker {
     return p_.first_slot == nullptr ? 0 : p_.first_slot[p_.mask_start[item.req]];
   }
 
-  const char* cache_at(const char* base, int64_t block_stride, int64_t head_stride,
-                       const Item& item, int slot) const {
+  const char* cache_at(const Heads& cache, const Item& item, int slot) const {
     const int64_t block =
         p_.block_table[p_.req_index[item.req] * p_.table_row + slot / p_.block_size];
-    return base + (block * block_stride + item.head * head_stride) * p_.cache_bytes;
+    return cache.at(block, item.head, p_.cache_bytes);
   }
 
   void packed_group(int index, KvGroup& group) {
@@ -422,8 +415,8 @@ class Worker {
   // Slots [slot, slot + valid) of the cache, valid <= 32.
   void cache_group(const Item& item, int slot, int valid, int index, KvGroup& group) {
     if (p_.direct) {
-      const char* k = cache_at(p_.key_cache, p_.k_block, p_.k_head, item, slot);
-      const char* v = cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot);
+      const char* k = cache_at(p_.key_cache, item, slot);
+      const char* v = cache_at(p_.value_cache, item, slot);
       const int first = slot % p_.block_size;
       if (p_.layout == LayoutKind::kVnni) {
         // K: [tokens/16][dims/2][16 tokens][2 dims]; V: [dims/16][tokens/2][16 dims][2 tokens]
@@ -448,10 +441,10 @@ class Worker {
     }
     if (p_.interleaved) {
       const int first = slot % p_.block_size;
-      group.k = cache_at(p_.key_cache, p_.k_block, p_.k_head, item, slot) + first * 2;
+      group.k = cache_at(p_.key_cache, item, slot) + first * 2;
       group.k_row = int64_t{p_.block_size} * 2;
-      group.v = cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot) +
-                static_cast<int64_t>(first) * p_.head_size * 2;
+      group.v =
+          cache_at(p_.value_cache, item, slot) + static_cast<int64_t>(first) * p_.head_size * 2;
       group.v_row = int64_t{p_.head_size} * 2;
       group.valid = valid;
       return;
@@ -466,8 +459,8 @@ class Worker {
       // A half without valid slots is not read: it may lie past the end of the block table, or in
       // a block that left the window and is another request's.
       const int at = slot + half * kPanel;
-      src.k = left > 0 ? cache_at(p_.key_cache, p_.k_block, p_.k_head, item, at) : p_.key_cache;
-      src.v = left > 0 ? cache_at(p_.value_cache, p_.v_block, p_.v_head, item, at) : p_.value_cache;
+      src.k = left > 0 ? cache_at(p_.key_cache, item, at) : p_.key_cache.base;
+      src.v = left > 0 ? cache_at(p_.value_cache, item, at) : p_.value_cache.base;
       src.first = left > 0 ? at % p_.block_size : 0;
       src.valid = left;
       src.block_size = p_.block_size;
@@ -515,11 +508,11 @@ class Worker {
       const int64_t row = p_.mask_start[item.req] + first + (left > 0 ? half * kPanel : 0);
       PackSource src = {};
       src.kind = PackSource::kDense;
-      src.k = p_.tail_key + (row * p_.tail_k_row + item.head * p_.tail_k_head) * p_.bytes;
-      src.v = p_.tail_value + (row * p_.tail_v_row + item.head * p_.tail_v_head) * p_.bytes;
+      src.k = p_.tail_key.at(row, item.head, p_.bytes);
+      src.v = p_.tail_value.at(row, item.head, p_.bytes);
       src.valid = left;
-      src.k_stride = p_.tail_k_row;
-      src.v_stride = p_.tail_v_row;
+      src.k_stride = p_.tail_key.row;
+      src.v_stride = p_.tail_value.row;
       p_.variant->pack(src, p_.element, half, p_.head_size, p_.padded_words,
                        const_cast<char*>(group.k), const_cast<char*>(group.v));
     }
@@ -601,11 +594,9 @@ class Worker {
       p_.variant->merge(whole, b_.later, item.rows, p_.head_size);
     }
     RowTarget target;
-    target.base =
-        p_.output +
-        (p_.row_start[item.req] * p_.o_row + item.head * p_.group_size * p_.o_head) * p_.bytes;
-    target.row_stride = p_.o_row;
-    target.head_stride = p_.o_head;
+    target.base = p_.output.at(p_.row_start[item.req], item.head * p_.group_size, p_.bytes);
+    target.row_stride = p_.output.row;
+    target.head_stride = p_.output.head;
     target.group_size = p_.group_size;
     target.element = p_.element;
     target.factor = p_.value_scale;
@@ -622,6 +613,18 @@ class Worker {
     const Item& item = plan_.items[next->item];
     for (int at = next == &piece ? g : next->begin; at < next->end && num_next_ < kTileGroups; ++at)
       cache_group(item, at * kGroup, kGroup, num_next_, next_[num_next_]), ++num_next_;
+  }
+
+  // Scores of rows from `row` on with some groups, in the form that the softmax takes.
+  void score(const KvGroup* groups, int n, int row, int rows, float* s, int64_t ld,
+             bool asks) const {
+    const AttnVariant& v = *p_.variant;
+    const uint32_t* q = b_.q + static_cast<int64_t>(row) * p_.padded_words;
+    if (p_.interleaved)
+      v.vec_scores(q, p_.padded_words, rows, p_.padded_words, groups, n, s, ld, asks);
+    else
+      v.scores(q, p_.padded_words, rows, p_.padded_words, groups, n, s, ld);
+    if (p_.reshaped) v.reshape(s, ld, rows, n * kGroup, p_.scale, p_.soft_cap);
   }
 
   void run_tile(const Item& item, int g, int n, bool first, const Partial& to) {
@@ -645,17 +648,9 @@ class Worker {
         if (first) clear_state(rows, rows_from(to, r));
         continue;
       }
-      const uint32_t* q = b_.q + static_cast<int64_t>(r) * p_.padded_words;
-      if (p_.interleaved)
-        v.vec_scores(q, p_.padded_words, rows, p_.padded_words, groups, used, b_.s, kPackedLd,
-                     r == 0);
-      else
-        v.scores(q, p_.padded_words, rows, p_.padded_words, groups, used, b_.s, kPackedLd);
-      if (p_.reshaped) {
-        v.reshape(b_.s, kPackedLd, rows, used * kGroup, p_.scale, p_.soft_cap);
-        if (p_.alibi_slopes != nullptr)
-          for (int i = 0; i < used; ++i) add_alibi(item, g + i, r, rows, b_.s + i * kGroup);
-      }
+      score(groups, used, r, rows, b_.s, kPackedLd, r == 0);
+      if (p_.alibi_slopes != nullptr)
+        for (int i = 0; i < used; ++i) add_alibi(item, g + i, r, rows, b_.s + i * kGroup);
       for (int i = used - 1; i >= 0; --i) {
         if (!masked[i]) continue;
         if (i < used - 1) row_bits(item, g + i, columns[i], r, rows, bits[i]);
@@ -692,20 +687,16 @@ class Worker {
   void score_tail(const Item& item) {
     KvGroup groups[kTileGroups];
     const int first = p_.context_len[item.req] / kGroup;
-    const int64_t ld = tail_columns_;
     for (int g = first; g < item.groups; g += kTileGroups) {
       const int n = std::min(kTileGroups, item.groups - g);
       for (int i = 0; i < n; ++i) cache_group(item, (g + i) * kGroup, kGroup, i, groups[i]);
-      p_.variant->vec_scores(b_.q, p_.padded_words, item.rows, p_.padded_words, groups, n,
-                             b_.tail + (g - first) * kGroup, ld, false);
+      score(groups, n, 0, item.rows, b_.tail + (g - first) * kGroup, tail_columns_, false);
     }
-    if (p_.reshaped)
-      p_.variant->reshape(b_.tail, ld, item.rows, tail_columns_, p_.scale, p_.soft_cap);
     // From the pair of slots that the root is in.
     const int context = p_.context_len[item.req];
     tail_values_.clear();
     for (int slot = context / 2 * 2; slot < context + p_.row_count[item.req]; ++slot)
-      tail_values_.push_back(cache_at(p_.value_cache, p_.v_block, p_.v_head, item, slot) +
+      tail_values_.push_back(cache_at(p_.value_cache, item, slot) +
                              int64_t{slot % p_.block_size} * p_.head_size * 2);
   }
 
@@ -731,11 +722,7 @@ class Worker {
         if (first) clear_state(rows, at);
         continue;
       }
-      if (whole > 0) {
-        v.vec_scores(b_.q + static_cast<int64_t>(r) * p_.padded_words, p_.padded_words, rows,
-                     p_.padded_words, groups, whole, b_.s, kPackedLd, r == 0);
-        if (p_.reshaped) v.reshape(b_.s, kPackedLd, rows, whole * kGroup, p_.scale, p_.soft_cap);
-      }
+      if (whole > 0) score(groups, whole, r, rows, b_.s, kPackedLd, r == 0);
       if (used > whole)
         for_tree_rows(item, r, rows, [&](int64_t row, int i, int heads) {
           for (int h = i; h < i + heads; ++h)
@@ -837,28 +824,23 @@ class Worker {
   // Mask bits of a group for some packed rows; false when none is set.
   bool row_bits(const Item& item, int g, int column, int first, int rows, uint32_t* bits) const {
     const bool in_context = p_.separate_tail && g < item.context_groups;
-    const int64_t* words = p_.words + p_.mask_start[item.req] * p_.words_per_row;
-    const int32_t* starts =
-        p_.first_slot == nullptr ? nullptr : p_.first_slot + p_.mask_start[item.req];
     // Bits past the last row of the tree are ignored, whatever the words hold.
     const int left = column == kNoMask || in_context ? kGroup : p_.row_count[item.req] - column;
     const uint32_t exists = left >= kGroup ? 0xffffffffu : (1u << left) - 1u;
-    int row = (item.first_row + first) / p_.group_size;
-    int head = (item.first_row + first) % p_.group_size;
     uint32_t any = 0;
-    for (int i = 0; i < rows; ++row, head = 0) {
+    for_tree_rows(item, first, rows, [&](int64_t row, int i, int heads) {
       uint32_t value = 0xffffffffu;
       if (in_context)
         value = column == kNoMask ? value : (1u << column) - 1u;
       else if (column != kNoMask)
-        value = mask_bits(words + row * p_.words_per_row, p_.words_per_row, column) & exists;
-      if (starts != nullptr) {
-        const int behind = starts[row] - g * kGroup;
+        value = mask_bits(p_.words + row * p_.words_per_row, p_.words_per_row, column) & exists;
+      if (p_.first_slot != nullptr) {
+        const int behind = p_.first_slot[row] - g * kGroup;
         if (behind > 0) value &= behind >= kGroup ? 0u : ~((1u << behind) - 1u);
       }
       any |= value;
-      for (; head < p_.group_size && i < rows; ++head) bits[i++] = value;
-    }
+      std::fill_n(bits + i, heads, value);
+    });
     return any != 0;
   }
 
@@ -1000,18 +982,10 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
   };
   p.alibi_slopes = per_head(alibi_slopes, "alibi_slopes");
   p.sinks = per_head(sinks, "sinks");
-  p.query = data<char>(query);
-  p.q_row = query.stride(0);
-  p.q_head = query.stride(1);
-  p.key_cache = data<char>(key_cache);
-  p.value_cache = data<char>(value_cache);
-  p.k_block = key_cache.stride(0);
-  p.k_head = key_cache.stride(1);
-  p.v_block = value_cache.stride(0);
-  p.v_head = value_cache.stride(1);
-  p.output = data<char>(output);
-  p.o_row = output.stride(0);
-  p.o_head = output.stride(1);
+  p.query = heads_of(query);
+  p.key_cache = heads_of(key_cache);
+  p.value_cache = heads_of(value_cache);
+  p.output = heads_of(output);
 
   const int num_reqs = static_cast<int>(plan_rows.size(1));
   const int32_t* rows = data<int32_t>(plan_rows);
@@ -1043,12 +1017,8 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
                         tail_value->size(2) == p.head_size && tail_key->stride(2) == 1 &&
                         tail_value->stride(2) == 1,
                     "tree_attn: tail_key and tail_value must be [M, Hkv, Dh]");
-    p.tail_key = data<char>(tail_key);
-    p.tail_value = data<char>(tail_value);
-    p.tail_k_row = tail_key->stride(0);
-    p.tail_k_head = tail_key->stride(1);
-    p.tail_v_row = tail_value->stride(0);
-    p.tail_v_head = tail_value->stride(1);
+    p.tail_key = heads_of(*tail_key);
+    p.tail_value = heads_of(*tail_value);
     tail_rows = tail_key->size(0);
   }
   p.separate_tail = tail_key.has_value();
@@ -1065,7 +1035,7 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
             int64_t{p.row_start[r]} + p.row_count[r] <= query.size(0) &&
             int64_t{p.row_start[r]} + p.row_count[r] <= output.size(0) && p.mask_start[r] >= 0 &&
             int64_t{p.mask_start[r]} + p.row_count[r] <= mask_words.size(0) &&
-            (p.tail_key == nullptr || int64_t{p.mask_start[r]} + p.row_count[r] <= tail_rows) &&
+            (!p.separate_tail || int64_t{p.mask_start[r]} + p.row_count[r] <= tail_rows) &&
             p.req_index[r] >= 0 && p.req_index[r] < block_table.size(0) &&
             slots <= block_table.size(1) * block_size,
         "tree_attn: tree ", r, " does not fit: rows ", p.row_start[r], "+", p.row_count[r],
@@ -1117,15 +1087,10 @@ void tree_attn(const Tensor& query, const Tensor& key_cache, const Tensor& value
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "tree_attn(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, "
-      "Tensor plan, Tensor mask_words, Tensor block_table, float scale, int layout, "
-      "int block_size, Tensor? tables, Tensor? tail_key, Tensor? tail_value, "
-      "int window=0, float soft_cap=0.0, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-      "float value_scale=1.0) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) { m.impl("tree_attn", TORCH_BOX(&tree_attn)); }
+OPERATOR(CPU, tree_attn,
+         "(Tensor query, Tensor key_cache, Tensor value_cache, Tensor(a!) output, Tensor plan, "
+         "Tensor mask_words, Tensor block_table, float scale, int layout, int block_size, Tensor? "
+         "tables, Tensor? tail_key, Tensor? tail_value, int window=0, float soft_cap=0.0, Tensor? "
+         "alibi_slopes=None, Tensor? sinks=None, float value_scale=1.0) -> ()")
 
 }  // namespace specplug

@@ -105,15 +105,9 @@ void build_best_first(const Tensor& top_ids, const Tensor& top_log_probs, const 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def(
-      "build_best_first(Tensor top_ids, Tensor top_log_probs, Tensor budgets, Tensor depths, "
-      "int max_width, Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) node_depths, "
-      "Tensor(d!) scores, Tensor(e!) counts) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("build_best_first", TORCH_BOX(&build_best_first));
-}
+OPERATOR(CPU, build_best_first,
+         "(Tensor top_ids, Tensor top_log_probs, Tensor budgets, Tensor depths, int max_width, "
+         "Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) node_depths, Tensor(d!) scores, "
+         "Tensor(e!) counts) -> ()")
 
 }  // namespace specplug

@@ -40,12 +40,6 @@ void ancestor_words(const Tensor& parents, const Tensor& row_counts, Tensor& wor
   }
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(specplug, m) {
-  m.def("ancestor_words(Tensor parents, Tensor row_counts, Tensor(a!) words) -> ()");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(specplug, CPU, m) {
-  m.impl("ancestor_words", TORCH_BOX(&ancestor_words));
-}
+OPERATOR(CPU, ancestor_words, "(Tensor parents, Tensor row_counts, Tensor(a!) words) -> ()")
 
 }  // namespace specplug

@@ -4,7 +4,7 @@
 //   VEC_WORDS  lanes of 32 bits in one vector (4, 8 or 16)
 //   MAX_ROWS   rows of the register block
 //   MAX_PANELS panels of 16 columns of the register block (1 or 2)
-//   BF16_DOT   1 if words are bf16 pairs and DOT(acc, a, b) is defined by the includer
+//   BF16_DOT   1 if words are bf16 pairs; needs AVX-512 BF16
 //   VEC_ROWS   1 for products over bf16 that is not packed; needs 16 lanes with BF16_DOT
 // Everything here has internal linkage: the same names exist in every variant.
 
@@ -18,22 +18,25 @@ typedef uint32_t VecUu __attribute__((vector_size(VEC_WORDS * 4), aligned(2)));
 
 constexpr int kVecs = kPanel / VEC_WORDS;  // vectors in a panel row
 
-#define INLINE static inline __attribute__((always_inline))
+ALWAYS_INLINE VecF load_f(const float* p) { return *reinterpret_cast<const VecFu*>(p); }
+ALWAYS_INLINE void store_f(float* p, VecF v) { *reinterpret_cast<VecFu*>(p) = v; }
 
-INLINE VecF load_f(const float* p) { return *reinterpret_cast<const VecFu*>(p); }
-INLINE void store_f(float* p, VecF v) { *reinterpret_cast<VecFu*>(p) = v; }
-
-#if !BF16_DOT
-INLINE VecF dot_word(VecF acc, uint32_t a, VecU b) {
+// acc + a b, of bf16 pairs or of floats.
+ALWAYS_INLINE VecF dot_word(VecF acc, uint32_t a, VecU b) {
+#if BF16_DOT
+  const __m512i all = _mm512_set1_epi32(static_cast<int>(a));
+  return reinterpret_cast<VecF>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),
+                                                 reinterpret_cast<__m512bh>(all),
+                                                 reinterpret_cast<__m512bh>(b)));
+#else
   float x;
   __builtin_memcpy(&x, &a, 4);
   return acc + x * reinterpret_cast<VecF>(b);
-}
-#define DOT dot_word
 #endif
+}
 
 template <bool COARSE>
-INLINE VecF exp2_fraction(VecF x) {
+ALWAYS_INLINE VecF exp2_fraction(VecF x) {
   const VecF zero = {};
   if constexpr (COARSE) {
     // The weights are rounded to bf16: a cubic (7.5e-5) is far below that rounding.
@@ -52,7 +55,7 @@ INLINE VecF exp2_fraction(VecF x) {
 
 // 2^x for x <= ~100; exactly 0 for -inf, NaN for NaN.
 template <bool COARSE = BF16_DOT>
-INLINE VecF exp2_vec(VecF x) {
+ALWAYS_INLINE VecF exp2_vec(VecF x) {
 #if VEC_WORDS == 16
   // Scaling into the denormal range costs a microcode assist a vector, so such lanes are masked;
   // NaN is not, as whoever attends it is NaN.
@@ -73,14 +76,14 @@ INLINE VecF exp2_vec(VecF x) {
 #endif
 }
 
-INLINE float exp2_scalar(float x) {
+ALWAYS_INLINE float exp2_scalar(float x) {
   VecF v = {};
   return exp2_vec(v + x)[0];
 }
 
 // Halves a vector by f until one lane is left.
 template <class F>
-INLINE float reduce_lanes(VecF v, const F& f) {
+ALWAYS_INLINE float reduce_lanes(VecF v, const F& f) {
 #if VEC_WORDS == 16
   const auto v8 = f(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
                     __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
@@ -97,22 +100,13 @@ INLINE float reduce_lanes(VecF v, const F& f) {
   return f(v2[0], v2[1]);
 }
 
-struct Larger {
-  template <class T>
-  inline __attribute__((always_inline)) T operator()(T a, T b) const {
-    return a > b ? a : b;
-  }
-};
-
-struct Sum {
-  template <class T>
-  inline __attribute__((always_inline)) T operator()(T a, T b) const {
-    return a + b;
-  }
-};
-
-INLINE float max_lanes(VecF v) { return reduce_lanes(v, Larger{}); }
-INLINE float sum_lanes(VecF v) { return reduce_lanes(v, Sum{}); }
+ALWAYS_INLINE float max_lanes(VecF v) {
+  return reduce_lanes(v,
+                      [](auto a, auto b) __attribute__((always_inline)) { return a > b ? a : b; });
+}
+ALWAYS_INLINE float sum_lanes(VecF v) {
+  return reduce_lanes(v, [](auto a, auto b) __attribute__((always_inline)) { return a + b; });
+}
 
 // ---- products --------------------------------------------------------------
 
@@ -121,25 +115,25 @@ INLINE float sum_lanes(VecF v) { return reduce_lanes(v, Sum{}); }
 #define UNROLL _Pragma("GCC unroll 16")
 
 template <int ROWS, int PANELS>
-INLINE void zero_block(VecF (&acc)[ROWS][PANELS * kVecs]) {
+ALWAYS_INLINE void zero_block(VecF (&acc)[ROWS][PANELS * kVecs]) {
   UNROLL for (int m = 0; m < ROWS; ++m)
     UNROLL for (int j = 0; j < PANELS * kVecs; ++j) acc[m][j] = VecF{};
 }
 
 template <int ROWS, int PANELS>
-INLINE void load_block(VecF (&acc)[ROWS][PANELS * kVecs], const float* c, int64_t ld) {
+ALWAYS_INLINE void load_block(VecF (&acc)[ROWS][PANELS * kVecs], const float* c, int64_t ld) {
   UNROLL for (int m = 0; m < ROWS; ++m)
     UNROLL for (int j = 0; j < PANELS * kVecs; ++j) acc[m][j] = load_f(c + m * ld + j * VEC_WORDS);
 }
 
 template <int ROWS, int PANELS>
-INLINE void store_block(const VecF (&acc)[ROWS][PANELS * kVecs], float* c, int64_t ld) {
+ALWAYS_INLINE void store_block(const VecF (&acc)[ROWS][PANELS * kVecs], float* c, int64_t ld) {
   UNROLL for (int m = 0; m < ROWS; ++m)
     UNROLL for (int j = 0; j < PANELS * kVecs; ++j) store_f(c + m * ld + j * VEC_WORDS, acc[m][j]);
 }
 
 template <int ROWS, int PANELS>
-INLINE void multiply_block(VecF (&acc)[ROWS][PANELS * kVecs], const uint32_t* a, int64_t ld_a,
+ALWAYS_INLINE void multiply_block(VecF (&acc)[ROWS][PANELS * kVecs], const uint32_t* a, int64_t ld_a,
                            const char* b, int64_t panel, int64_t row, int words) {
   for (int k = 0; k < words; ++k) {
     VecU col[PANELS * kVecs];
@@ -148,7 +142,7 @@ INLINE void multiply_block(VecF (&acc)[ROWS][PANELS * kVecs], const uint32_t* a,
         col[p * kVecs + j] = *reinterpret_cast<const VecUu*>(b + p * panel + j * VEC_WORDS * 4);
     UNROLL for (int m = 0; m < ROWS; ++m)
       UNROLL for (int j = 0; j < PANELS * kVecs; ++j)
-        acc[m][j] = DOT(acc[m][j], a[m * ld_a + k], col[j]);
+        acc[m][j] = dot_word(acc[m][j], a[m * ld_a + k], col[j]);
     b += row;
   }
 }
@@ -185,7 +179,7 @@ void values_block(const uint32_t* p, int64_t ld_p, const KvGroup* groups, int nu
 
 // Calls f<ROWS> for the run-time number of rows.
 template <int ROWS, class F>
-INLINE void with_rows(int rows, const F& f) {
+ALWAYS_INLINE void with_rows(int rows, const F& f) {
   if constexpr (ROWS > 1) {
     if (rows < ROWS) return with_rows<ROWS - 1>(rows, f);
   }
@@ -194,7 +188,7 @@ INLINE void with_rows(int rows, const F& f) {
 
 // Splits rows into blocks of nearly equal height: 27 rows become 9+9+9, not 12+12+3.
 template <class F>
-INLINE void for_row_blocks(int rows, const F& f) {
+ALWAYS_INLINE void for_row_blocks(int rows, const F& f) {
   const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS;
   int done = 0;
   for (int i = 0; i < blocks; ++i) {
@@ -204,7 +198,7 @@ INLINE void for_row_blocks(int rows, const F& f) {
   }
 }
 
-[[maybe_unused]] void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
+void scores(const uint32_t* q, int64_t ld_q, int rows, int words, const KvGroup* groups,
             int num_groups, float* s, int64_t ld_s) {
   for_row_blocks(rows, [&](auto height, int m) {
     scores_block<decltype(height)::value, MAX_PANELS>(q + m * ld_q, ld_q, words, groups,
@@ -212,7 +206,7 @@ INLINE void for_row_blocks(int rows, const F& f) {
   });
 }
 
-[[maybe_unused]] void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
+void values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* groups, int num_groups,
             int head_size, bool first, float* o) {
   const int panels = head_size / kPanel;
   for_row_blocks(rows, [&](auto height, int m) {
@@ -235,7 +229,7 @@ INLINE void for_row_blocks(int rows, const F& f) {
 // slots are asked for, which begin at the group's `v` and lie without gaps, and while values are
 // multiplied the keys that come next.
 
-INLINE void ask_for(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
+ALWAYS_INLINE void ask_for(const char* line) { _mm_prefetch(line, _MM_HINT_T1); }
 
 // Numbers of a row that are multiplied at once: two vectors.
 constexpr int kRowVecs = 2, kRowNumbers = kRowVecs * VEC_WORDS;
@@ -247,7 +241,7 @@ constexpr int kRowVecs = 2, kRowNumbers = kRowVecs * VEC_WORDS;
 struct Interleaved {
   __m512i first, second, low, high;
 
-  INLINE Interleaved get() {
+  ALWAYS_INLINE Interleaved get() {
     alignas(64) int32_t at[4][16];
     for (int i = 0; i < 16; ++i) {
       const int in_half = 4 * (i / 8) + i % 4 + (i % 8 < 4 ? 0 : 16);
@@ -261,20 +255,20 @@ struct Interleaved {
   }
 };
 
-INLINE __m512 pick(VecF low, __m512i at, VecF high) {
+ALWAYS_INLINE __m512 pick(VecF low, __m512i at, VecF high) {
   return _mm512_permutex2var_ps(reinterpret_cast<__m512>(low), at,
                                 reinterpret_cast<__m512>(high));
 }
 
 // acc += a[m] . (row `one` and the row after it); two vectors of words in interleaved order.
 template <int ROWS>
-INLINE void multiply_rows(VecF (&low)[ROWS], VecF (&high)[ROWS], const uint32_t* a, int64_t ld_a,
+ALWAYS_INLINE void multiply_rows(VecF (&low)[ROWS], VecF (&high)[ROWS], const uint32_t* a, int64_t ld_a,
                           __m512i one, __m512i other) {
   const VecU first = reinterpret_cast<VecU>(_mm512_unpacklo_epi16(one, other));
   const VecU second = reinterpret_cast<VecU>(_mm512_unpackhi_epi16(one, other));
   UNROLL for (int m = 0; m < ROWS; ++m) {
-    low[m] = DOT(low[m], a[m * ld_a], first);
-    high[m] = DOT(high[m], a[m * ld_a], second);
+    low[m] = dot_word(low[m], a[m * ld_a], first);
+    high[m] = dot_word(high[m], a[m * ld_a], second);
   }
 }
 
@@ -365,14 +359,14 @@ void vec_row_values(const uint32_t* p, const char* const* v, int count, int head
 #elif VEC_ROWS
 typedef uint16_t VecHu __attribute__((vector_size(VEC_WORDS * 2), aligned(2)));
 
-INLINE VecF load_bf16(const char* p) {
+ALWAYS_INLINE VecF load_bf16(const char* p) {
   return reinterpret_cast<VecF>(
       __builtin_convertvector(*reinterpret_cast<const VecHu*>(p), VecU) << 16);
 }
 
 // acc += a[m] * kRowNumbers numbers of bf16.
 template <int ROWS>
-INLINE void multiply_row(VecF (&acc)[ROWS][kRowVecs], const uint32_t* a, int64_t ld_a,
+ALWAYS_INLINE void multiply_row(VecF (&acc)[ROWS][kRowVecs], const uint32_t* a, int64_t ld_a,
                          const char* row) {
   VecF numbers[kRowVecs];
   UNROLL for (int j = 0; j < kRowVecs; ++j) numbers[j] = load_bf16(row + j * VEC_WORDS * 2);
@@ -461,7 +455,7 @@ constexpr decltype(AttnVariant::vec_row_values) vec_row_values = nullptr;
 
 // ---- softmax ---------------------------------------------------------------
 
-INLINE VecF tanh_vec(VecF x) {
+ALWAYS_INLINE VecF tanh_vec(VecF x) {
   const VecF zero = {};
   const VecF size = x < zero ? -x : x;
   const VecF square = x * x;
@@ -508,12 +502,19 @@ void mask(float* s, int64_t ld_s, int rows, const uint32_t* bits) {
 constexpr float kRescaleAbove = 8.0f;
 
 #if BF16_DOT
-INLINE void store_weights(uint32_t* p, int64_t col, VecF w) { STORE_BF16(p, col, w); }
-#else
-INLINE void store_weights(uint32_t* p, int64_t col, VecF w) {
-  store_f(reinterpret_cast<float*>(p) + col, w);
+ALWAYS_INLINE void store_bf16(uint16_t* p, VecF v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(v))));
 }
 #endif
+
+ALWAYS_INLINE void store_weights(uint32_t* p, int64_t col, VecF w) {
+#if BF16_DOT
+  store_bf16(reinterpret_cast<uint16_t*>(p) + col, w);
+#else
+  store_f(reinterpret_cast<float*>(p) + col, w);
+#endif
+}
 
 void softmax(float* s, int64_t ld_s, int rows, int cols, float scale_log2, bool first, float* m,
              float* l, float* o, int head_size, uint32_t* p, int64_t ld_p) {
@@ -553,7 +554,7 @@ void softmax(float* s, int64_t ld_s, int rows, int cols, float scale_log2, bool 
 // ---- packing ---------------------------------------------------------------
 
 template <class Src, class K, class V>
-INLINE void pack_with(const K& k_at, const V& v_at, int valid, int half, int head_size,
+ALWAYS_INLINE void pack_with(const K& k_at, const V& v_at, int valid, int half, int head_size,
                       int padded_words, void* k_dst, void* v_dst, bool k_readable) {
   uint32_t* k = static_cast<uint32_t*>(k_dst) + half * kPanel * (int64_t)padded_words;
   uint32_t* v = static_cast<uint32_t*>(v_dst);
@@ -647,7 +648,7 @@ void pack(const PackSource& src, [[maybe_unused]] Element element, int half, int
 
 // ---- output ----------------------------------------------------------------
 
-INLINE uint16_t round_bf16(float x) {
+ALWAYS_INLINE uint16_t round_bf16(float x) {
   uint32_t u;
   __builtin_memcpy(&u, &x, 4);
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -655,26 +656,7 @@ INLINE uint16_t round_bf16(float x) {
   return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded);
 }
 
-// Walks the output rows of consecutive packed rows.
-struct OutputCursor {
-  const RowTarget& target;
-  int64_t row;
-  int head;
-
-  INLINE OutputCursor at_row(const RowTarget& target, int packed_row) {
-    return {target, packed_row / target.group_size, packed_row % target.group_size};
-  }
-  INLINE int64_t next(OutputCursor& c) {
-    const int64_t at = c.row * c.target.row_stride + c.head * c.target.head_stride;
-    if (++c.head == c.target.group_size) {
-      c.head = 0;
-      ++c.row;
-    }
-    return at;
-  }
-};
-
-INLINE void write_row(const float* o, float factor, int head_size, const RowTarget& target,
+ALWAYS_INLINE void write_row(const float* o, float factor, int head_size, const RowTarget& target,
                       int64_t at) {
   if (target.element == Element::kFloat16) {
     uint16_t* out = static_cast<uint16_t*>(target.base) + at;
@@ -682,8 +664,7 @@ INLINE void write_row(const float* o, float factor, int head_size, const RowTarg
   } else if (target.element == Element::kBfloat16) {
     uint16_t* out = static_cast<uint16_t*>(target.base) + at;
 #if BF16_DOT
-    for (int d = 0; d < head_size; d += VEC_WORDS)
-      STORE_BF16(out, d, load_f(o + d) * factor);
+    for (int d = 0; d < head_size; d += VEC_WORDS) store_bf16(out + d, load_f(o + d) * factor);
 #else
     for (int d = 0; d < head_size; ++d) out[d] = round_bf16(o[d] * factor);
 #endif
@@ -695,14 +676,17 @@ INLINE void write_row(const float* o, float factor, int head_size, const RowTarg
 
 void write(const float* o, const float* l, int rows, int head_size, const RowTarget& target,
            int first_row) {
-  OutputCursor cursor = OutputCursor::at_row(target, first_row);
-  for (int r = 0; r < rows; ++r)
+  int64_t row = first_row / target.group_size;
+  int head = first_row % target.group_size;
+  for (int r = 0; r < rows; ++r) {
     write_row(o + static_cast<int64_t>(r) * head_size, target.factor / l[r], head_size, target,
-              OutputCursor::next(cursor));
+              row * target.row_stride + head * target.head_stride);
+    if (++head == target.group_size) head = 0, ++row;
+  }
 }
 
 // 2^(of - top), exactly 1 where they are one reference.
-INLINE float reference_weight(float of, float top) {
+ALWAYS_INLINE float reference_weight(float of, float top) {
   return of == top ? 1.0f : exp2_vec<false>(VecF{} + (of - top))[0];
 }
 
@@ -726,6 +710,11 @@ void merge(const Partial& to, const Partial& from, int rows, int head_size) {
   }
 }
 
-[[maybe_unused]] void no_state() {}
+void no_state() {}
+
+constexpr AttnVariant make_variant(const char* name) {
+  return {name,   BF16_DOT != 0, no_state, no_state,   scores,     reshape,        mask, softmax,
+          values, vec_scores,    vec_values, vec_row_values, pack, write, merge};
+}
 
 }  // namespace

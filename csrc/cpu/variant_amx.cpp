@@ -2,14 +2,12 @@
 // bf16 products on AMX tiles; everything else is the AVX512-BF16 code.
 #if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 
 #include <cstdint>
 #include <type_traits>
 
 #include "tree_attn.h"
 
-#if defined(__x86_64__)
 #pragma GCC target( \
     "amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2,prefer-vector-width=512")
 #define VEC_WORDS 16
@@ -17,14 +15,6 @@
 #define MAX_PANELS 2
 #define VEC_ROWS 0
 #define BF16_DOT 1
-#define DOT(acc, a, b)                                                                     \
-  reinterpret_cast<VecF>(                                                                  \
-      _mm512_dpbf16_ps(reinterpret_cast<__m512>(acc),                                      \
-                       reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(a))), \
-                       reinterpret_cast<__m512bh>(b)))
-#define STORE_BF16(p, col, w)                                                             \
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(reinterpret_cast<uint16_t*>(p) + (col)), \
-                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(reinterpret_cast<__m512>(w))))
 
 namespace specplug {
 #include "variant.inl"
@@ -244,14 +234,15 @@ void tile_values(const uint32_t* p, int64_t ld_p, int rows, const KvGroup* group
 }  // namespace
 
 const AttnVariant* variant_amx() {
-  static const AttnVariant variant = {
-      "amx",       true,       begin_tiles, end_tiles,      tile_scores, reshape, mask, softmax,
-      tile_values, vec_scores, vec_values,  vec_row_values, pack,        write,   merge};
+  static constexpr AttnVariant variant = [] {
+    AttnVariant amx = make_variant("amx");
+    amx.begin = begin_tiles;
+    amx.end = end_tiles;
+    amx.scores = tile_scores;
+    amx.values = tile_values;
+    return amx;
+  }();
   return &variant;
 }
-}  // namespace specplug
-#else
-namespace specplug {
-const AttnVariant* variant_amx() { return nullptr; }
 }  // namespace specplug
 #endif

@@ -1,14 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #if defined(__x86_64__)
 #include <immintrin.h>
-#endif
 
 #include <cstdint>
 #include <type_traits>
 
 #include "tree_attn.h"
 
-#if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,bmi2,prefer-vector-width=512")
 #define VEC_WORDS 16
 #define MAX_ROWS 12
@@ -20,14 +18,8 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_avx512() {
-  static const AttnVariant variant = {"avx512",   false,          no_state, no_state, scores,
-                                      reshape,    mask,           softmax,  values,   vec_scores,
-                                      vec_values, vec_row_values, pack,     write,    merge};
+  static constexpr AttnVariant variant = make_variant("avx512");
   return &variant;
 }
-}  // namespace specplug
-#else
-namespace specplug {
-const AttnVariant* variant_avx512() { return nullptr; }
 }  // namespace specplug
 #endif

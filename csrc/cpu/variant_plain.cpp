@@ -14,9 +14,7 @@ namespace specplug {
 #include "variant.inl"
 
 const AttnVariant* variant_plain() {
-  static const AttnVariant variant = {"plain",    false,          no_state, no_state, scores,
-                                      reshape,    mask,           softmax,  values,   vec_scores,
-                                      vec_values, vec_row_values, pack,     write,    merge};
+  static constexpr AttnVariant variant = make_variant("plain");
   return &variant;
 }
 }  // namespace specplug

@@ -16,6 +16,7 @@ from .cpu_layout import CpuKvLayout
 from .extension import cpu_extension_error, has_cpu_extension, supported_isas
 from .features import PLAIN, AttnFeatures
 from .metadata import TreeAttnMetadata
+from .tree_tensors import Trees, empty_trees
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -184,7 +185,7 @@ def build_best_first(
     # [B] int32
     depths: torch.Tensor,
     max_width: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Trees:
     """Returns exact best-first trees of a batch, equal to those of the tree package's builder.
 
     Args:
@@ -206,25 +207,17 @@ def build_best_first(
     reason = cpu_extension_error()
     if reason is not None:
         raise RuntimeError(f"build_best_first needs the compiled kernels: {reason}")
-    shape = (top_ids.shape[0], max(0, int(budgets.max())) if budgets.numel() else 0)
-    token_ids = torch.empty(shape, dtype=torch.int64)
-    parents = torch.empty(shape, dtype=torch.int32)
-    node_depths = torch.empty(shape, dtype=torch.int32)
-    scores = torch.empty(shape, dtype=torch.float32)
-    counts = torch.empty(shape[0], dtype=torch.int32)
+    most = max(0, int(budgets.max())) if budgets.numel() else 0
+    trees = empty_trees(top_ids.shape[0], most)
     torch.ops.specplug.build_best_first.default(
         top_ids.contiguous(),
         top_log_probs.contiguous(),
         budgets,
         depths,
         max_width,
-        token_ids,
-        parents,
-        node_depths,
-        scores,
-        counts,
+        *trees,
     )
-    return token_ids, parents, node_depths, scores, counts
+    return trees
 
 
 def can_build_best_first(device: torch.device) -> bool:

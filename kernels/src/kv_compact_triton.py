@@ -121,7 +121,7 @@ class LayerCaches:
 
 
 # Moves copy bits: one integer type per size serves every dtype.
-_ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
+ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
 def compact_paths_triton(
@@ -170,6 +170,6 @@ def compact_paths_triton(
         PAGE=page,
         HEAD_DIM=head_dim,
         BLOCK=block,
-        ELEMENT=_ELEMENTS[key.element_size()],
+        ELEMENT=ELEMENTS[key.element_size()],
         num_warps=4,
     )

@@ -27,7 +27,6 @@ from .masks import ancestor_words, words_to_bool
 from .metadata import tree_metadata
 from .tree_attn_triton import (
     LOG2_E,
-    MIN_TILES,
     TreeAttnConfig,
     _device_limits,
     grid_split_of,
@@ -135,7 +134,6 @@ def _latent_attn_kernel(
     PADDED_ROTARY: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
-    MIN_PART_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -145,7 +143,7 @@ def _latent_attn_kernel(
     if SPLIT:
         tree, part, parts = part_of_slot(
             plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, 1, slot,
-            0, HEADS, BLOCK_M, MIN_PART_TILES,
+            0, HEADS, BLOCK_M,
         )  # fmt: skip
         if tree < 0:
             return
@@ -313,7 +311,6 @@ def latent_attn_triton(
         PADDED_ROTARY=max(16, triton.next_power_of_2(rotary)),
         PAGE=cache.shape[1],
         SPLIT=cut,
-        MIN_PART_TILES=MIN_TILES,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         PRECISION="ieee" if cache.dtype == torch.float32 else "tf32",
@@ -321,7 +318,7 @@ def latent_attn_triton(
         num_stages=config.num_stages,
     )
     if cut:
-        merge_parts(part_out, part_lse, part_record, output, meta.plan, max_rows=meta.max_rows)
+        merge_parts(part_out, part_lse, part_record, output, meta.plan)
 
 
 # Context length and nodes of the trees of `self_test`: no context, an edge of a word, long.

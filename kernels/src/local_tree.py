@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from .cuda_contract import MOST_CANDIDATES
 from .extension import has_cpu_extension
+from .tree_tensors import Trees, empty_trees
 
 _COMPILED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _GROUP, _PANEL, _WORDS = 32, 16, 16
@@ -47,18 +48,18 @@ class LocalTreeWeights:
     """A `LocalHeadKind`."""
     rank: int
     """Padded to 32."""
-    state_size: int
+    state_size: int = 0
     """Padded to 32; 0 for a head without state."""
-    silu: bool
+    silu: bool = False
     # [V', 3 S] input gates, or [V', r] rows of a head without a state
-    inputs: torch.Tensor | None
+    inputs: torch.Tensor | None = None
     # [n, I] inputs of the state, and the row of each draft id [V']; if `inputs` is None
-    features: torch.Tensor | None
-    feature_rows: torch.Tensor | None
+    features: torch.Tensor | None = None
+    feature_rows: torch.Tensor | None = None
     # packed; the last makes rank vectors of states, or gates of a gated head's rows
-    w_input: torch.Tensor | None
-    w_state: torch.Tensor | None
-    w_rank: torch.Tensor | None
+    w_input: torch.Tensor | None = None
+    w_state: torch.Tensor | None = None
+    w_rank: torch.Tensor | None = None
 
 
 def _pad_gates(weight: torch.Tensor) -> torch.Tensor:
@@ -129,13 +130,7 @@ def markov_weights(
         output_table=_padded(output_table, 1, 2).contiguous(),
         kind=kind,
         rank=-(-output_table.shape[1] // _GROUP) * _GROUP,
-        state_size=0,
-        silu=False,
         inputs=_padded(inputs.to(output_table.dtype), 1, 2).contiguous(),
-        features=None,
-        feature_rows=None,
-        w_input=None,
-        w_state=None,
         w_rank=w_rank,
     )
 
@@ -167,7 +162,7 @@ def build_local_trees(
     slot_confidence: torch.Tensor | None = None,
     token_confidence: torch.Tensor | None = None,
     confidence_weight: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Trees:
     """Returns the best-first tree of each request over fused, branch-wise distributions.
 
     With confidences, `confidence_weight` times log sigmoid(slot_confidence[d] +
@@ -181,20 +176,15 @@ def build_local_trees(
     Raises:
         RuntimeError: without the compiled kernels, or when shapes disagree.
     """
-    shape = (ids.shape[0], max(0, int(budgets.max())) if budgets.numel() else 0)
-    token_ids = torch.empty(shape, dtype=torch.int64)
-    parents = torch.empty(shape, dtype=torch.int32)
-    node_depths = torch.empty(shape, dtype=torch.int32)
-    scores = torch.empty(shape, dtype=torch.float32)
-    counts = torch.empty(shape[0], dtype=torch.int32)
-    w, widths = weights, torch.full_like(budgets, width)
+    most = max(0, int(budgets.max())) if budgets.numel() else 0
+    w, trees = weights, empty_trees(ids.shape[0], most)
     torch.ops.specplug.local_trees.default(
-        ids.contiguous(), log_probs.contiguous(), budgets, depths, widths, alpha, beta, log_prior,
+        ids.contiguous(), log_probs.contiguous(), budgets, depths, width, alpha, beta, log_prior,
         w.output_table, w.kind, w.state_size, w.rank, w.silu, w.inputs, w.features,
         w.feature_rows, w.w_input, w.w_state, w.w_rank, roots, slot_terms, slot_confidence,
-        token_confidence, confidence_weight, token_ids, parents, node_depths, scores, counts,
+        token_confidence, confidence_weight, *trees,
     )  # fmt: skip
-    return token_ids, parents, node_depths, scores, counts
+    return trees
 
 
 def copies_no_logits(device: torch.device, count: int) -> bool:

@@ -90,8 +90,6 @@ def merge_parts(
     output: torch.Tensor,
     # [5, R] int32
     plan: torch.Tensor,
-    *,
-    max_rows: int,
 ) -> None:
     """Merges the parts of every tree that has several into its rows of `output`.
 
@@ -101,11 +99,10 @@ def merge_parts(
             `part_record`.
         part_record: slot of a tree's first part, and number of parts, which are in consecutive
             slots.
-        max_rows: most rows of a tree.
     """
     _, part_rows, num_heads, head_dim = part_out.shape
-    assert max_rows <= part_rows and output.stride(2) == 1
-    _merge_parts_kernel[(max_rows, num_heads, plan.shape[1])](
+    assert output.stride(2) == 1, output.stride()
+    _merge_parts_kernel[(part_rows, num_heads, plan.shape[1])](
         part_out,
         part_lse,
         part_record,

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from .extension import has_cpu_extension
+from .tree_tensors import empty_trees
 
 MIN_SUFFIX = 1
 """Length of the shortest suffix in lookups."""
@@ -218,12 +219,7 @@ class CompiledNgramIndex(NgramIndex):
             return None
         assert len(tokens) == self.num_tokens
         ids, parents, _, scores = (torch.from_numpy(np.ascontiguousarray(part)) for part in tree)
-        out = (
-            torch.empty(budget, dtype=torch.int64),
-            torch.empty(budget, dtype=torch.int32),
-            torch.empty(budget, dtype=torch.int32),
-            torch.empty(budget, dtype=torch.float32),
-        )
+        *out, _ = empty_trees(budget)
         nodes = torch.ops.specplug.ngram_graft.default(
             torch.from_numpy(np.ascontiguousarray(tokens, dtype=np.int32)),
             self._links,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .ngram_index import MAX_OCCURRENCES
+from .step_kernel import step_kernel
 
 PIECE = 2048
 """Tokens that a program scans."""
@@ -23,10 +24,7 @@ PIECE = 2048
 _OCCURRENCES = tl.constexpr(MAX_OCCURRENCES)
 
 
-@triton.jit(
-    do_not_specialize=["stride", "num_pieces"],
-    do_not_specialize_on_alignment=["slots", "lengths"],
-)
+@step_kernel
 def _scan_kernel(
     # [S, stride] int32
     tokens,
@@ -64,10 +62,7 @@ def _scan_kernel(
                 match_ends = tl.where(match_ends == latest, 0, match_ends)
 
 
-@triton.jit(
-    do_not_specialize=["stride", "num_pieces", "count", "longest"],
-    do_not_specialize_on_alignment=["slots", "lengths", "depths"],
-)
+@step_kernel
 def _branches_kernel(
     tokens,
     stride,

@@ -26,7 +26,8 @@ import triton
 import triton.language as tl
 
 from vllm_specplug.kernels.key_scores import NEWEST, OLDER
-from vllm_specplug.kernels.kv_compact_triton import LayerCaches
+from vllm_specplug.kernels.kv_compact_triton import ELEMENTS, LayerCaches
+from vllm_specplug.kernels.step_kernel import step_kernel
 
 # Positions, entries and regions per program of the kernels that score, gather and count.
 _SCORED, _GATHERED, _COUNTED = 64, 16, 64
@@ -201,10 +202,7 @@ def _append_to_tail_kernel(
         tl.store(pool + target + head * pool_head + within, found, mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["columns_stride", "count"],
-    do_not_specialize_on_alignment=["columns", "lens"],
-)
+@step_kernel
 def _count_tokens_kernel(
     # [4, n] int32
     columns,
@@ -230,9 +228,8 @@ def _count_tokens_kernel(
     tl.store(covered + region, end, mask=inside)
 
 
-# Copies are of bits: one integer type per size serves every dtype.
+# Of copies, like `ELEMENTS`.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-_ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32}
 
 
 def score_keys_triton(
@@ -328,7 +325,7 @@ def append_to_tail_triton(
     _append_to_tail_kernel[grid](
         layers.addresses, columns, lens, covered, tails, block_table, columns.stride(0),
         block_table.stride(0), len(layers.keys), *pages.stride()[:3], *pool.stride()[:3], heads,
-        blocks, WIDTH=width, PAGE=size, BLOCK=block, ELEMENT=_ELEMENTS[pages.element_size()],
+        blocks, WIDTH=width, PAGE=size, BLOCK=block, ELEMENT=ELEMENTS[pages.element_size()],
         num_warps=4,
     )  # fmt: skip
 

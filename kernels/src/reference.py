@@ -6,26 +6,12 @@ They read lengths on the host, so on a GPU they synchronise and cannot be captur
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 
 from .cpu_layout import CpuKvLayout
 from .features import PLAIN, AttnFeatures
 from .masks import ancestor_mask, words_to_bool
 from .metadata import TreeAttnMetadata
-
-
-class KvLayout(Protocol):
-    """How tokens are read from a cache: `CpuKvLayout` or `PagedKvLayout`."""
-
-    @property
-    def block_size(self) -> int: ...
-
-    def gather(
-        self, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns K and V of the given slots [L], each [L, Hkv, Dh]."""
 
 
 class PagedKvLayout:
@@ -37,7 +23,7 @@ class PagedKvLayout:
     def gather(
         self, key_cache: torch.Tensor, value_cache: torch.Tensor, slots: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `KvLayout`."""
+        """Returns K and V of the given slots [L], each [L, Hkv, Dh]."""
         at = slots // self.block_size, slots % self.block_size
         if key_cache.element_size() == 1:  # torch cannot index all 8-bit dtypes
             key, value = (c.view(torch.uint8)[at].view(c.dtype) for c in (key_cache, value_cache))
@@ -55,7 +41,7 @@ def tree_attn_reference(
     output: torch.Tensor,
     meta: TreeAttnMetadata,
     scale: float,
-    layout: KvLayout,
+    layout: CpuKvLayout | PagedKvLayout,
     # [M, Hkv, Dh]
     tail_key: torch.Tensor | None = None,
     tail_value: torch.Tensor | None = None,
@@ -165,7 +151,7 @@ def _cached(
     slots: range,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
-    layout: KvLayout,
+    layout: CpuKvLayout | PagedKvLayout,
     features: AttnFeatures = PLAIN,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns K and V of a request's `slots`, each [len(slots), Hkv, Dh], times the scales of a

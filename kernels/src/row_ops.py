@@ -30,9 +30,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, size: int = 0) -
     times weight [N]."""
     size = size or x.shape[-1]
     if _has_kernel(x):
-        from .row_ops_triton import rms_norm_triton
+        from .row_ops_triton import norm_rows_triton
 
-        return rms_norm_triton(x, weight, eps, size)
+        return norm_rows_triton(x, None, weight, eps, size)[1]
     if _is_compiled(x):
         x = x.contiguous()
         out = torch.empty_like(x)
@@ -48,9 +48,9 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns x + delta [T, N], and its norm times weight [N]."""
     if _has_kernel(x):
-        from .row_ops_triton import add_rms_norm_triton
+        from .row_ops_triton import norm_rows_triton
 
-        return add_rms_norm_triton(x, delta, weight, eps)
+        return norm_rows_triton(x, delta, weight, eps, x.shape[-1])
     if _is_compiled(x) and x.is_contiguous() and delta.is_contiguous():
         total, out = torch.empty_like(x), torch.empty_like(x)
         torch.ops.specplug.norm_rows.default(x, delta, weight, x.shape[-1], eps, total, out)

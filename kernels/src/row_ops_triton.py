@@ -164,21 +164,10 @@ def round_rows_triton(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return output, scales
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, size: int) -> torch.Tensor:
-    """`row_ops.rms_norm`, graph safe."""
-    return _norm_rows(x, None, weight, eps, size)[1]
-
-
-def add_rms_norm_triton(
-    x: torch.Tensor, delta: torch.Tensor, weight: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`row_ops.add_rms_norm`, graph safe."""
-    return _norm_rows(x, delta, weight, eps, x.shape[1])
-
-
-def _norm_rows(
+def norm_rows_triton(
     x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns x + delta, or x, and `row_ops.rms_norm` of it. Graph safe."""
     rows, numbers = x.shape
     assert weight.shape == (numbers,) and numbers % size == 0, (x.shape, weight.shape, size)
     assert weight.is_contiguous()

@@ -14,22 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
+from .step_kernel import step_kernel
+from .tree_tensors import Trees
+
 _COLUMNS = 256
 """Columns per iteration: most steps have no more tokens, path rows or nodes."""
 _REQUESTS = 128
 """Requests per program of `_draft_inputs_kernel`."""
 
-Trees = tuple[torch.Tensor, ...]
-"""Token ids, parents, depths and scores [R, N], and counts [R]."""
 
-
-@triton.jit(
-    do_not_specialize=["token_stride", "width", "num_paths"],
-    do_not_specialize_on_alignment=[
-        "slots", "seq_lens", "totals", "computed", "sampled", "token_ids", "lengths", "path_rows",
-        "table",
-    ],
-)  # fmt: skip
+@step_kernel
 def _step_table_kernel(
     # [R]
     slots,
@@ -135,16 +129,7 @@ def _pack_tree(out, token_ids, parents, depths, scores, count, num_nodes, BLOCK:
         tl.store(to + 3 * num_nodes, score.to(tl.int32, bitcast=True), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "num_nodes", "token_stride", "parent_stride", "depth_stride", "score_stride", "num_lookup",
-        "num_branches", "num_tokens",
-    ],
-    do_not_specialize_on_alignment=[
-        "room", "token_ids", "parents", "depths", "scores", "counts", "alone_ids", "alone_parents",
-        "alone_depths", "alone_scores", "alone_counts", "sizes", "branches", "table",
-    ],
-)  # fmt: skip
+@step_kernel
 def _trees_table_kernel(
     # [R]
     room,
@@ -249,12 +234,7 @@ def trees_table_triton(
     return table
 
 
-@triton.jit(
-    do_not_specialize=["num_reqs", "last_stride", "stride"],
-    do_not_specialize_on_alignment=[
-        "slots", "totals", "sampled", "last_sampled", "limits", "anchors", "numbers",
-    ],
-)  # fmt: skip
+@step_kernel
 def _draft_inputs_kernel(
     # [R]
     slots,

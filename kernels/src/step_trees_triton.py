@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .step_kernel import step_kernel
+
 MOST_ENDS = 128
 """Limit of the tokens that end a request."""
 
@@ -22,13 +24,7 @@ def _block(rows: int) -> int:
     return triton.next_power_of_2(max(16, rows))
 
 
-@triton.jit(
-    do_not_specialize=["max_rows", "num_ends"],
-    do_not_specialize_on_alignment=[
-        "samples", "token_ids", "parent_rows", "starts", "slots", "ends", "emitted", "path_rows",
-        "nodes", "lengths",
-    ],
-)  # fmt: skip
+@step_kernel
 def _walk_kernel(
     # [M] the target's sample at every row, and the token of every row; those of roots are not read
     samples,
@@ -132,13 +128,7 @@ def walk_trees_triton(
     return emitted, path_rows, lengths, nodes
 
 
-@triton.jit(
-    do_not_specialize=["max_rows", "num_reqs", "num_rows"],
-    do_not_specialize_on_alignment=[
-        "starts", "query_rows", "contexts", "path_rows", "lengths", "slot_mapping", "positions",
-        "computed_rows", "slots", "linear", "last_rows",
-    ],
-)  # fmt: skip
+@step_kernel
 def _commit_kernel(
     # [R + 1] int32: first logits row of each request
     starts,
@@ -220,13 +210,7 @@ def committed_rows_triton(
 _COMMITTED = 512
 
 
-@triton.jit(
-    do_not_specialize=["num_nodes", "vocab_size", "token_stride", "parent_stride", "score_stride"],
-    do_not_specialize_on_alignment=[
-        "slots", "root_positions", "token_ids", "parents", "counts", "room", "scores",
-        "legal_ids", "kept_parents", "kept_depths", "kept_scores", "kept_roots",
-    ],
-)  # fmt: skip
+@step_kernel
 def _put_kernel(
     # [R] each
     slots,
@@ -338,13 +322,7 @@ def put_trees_triton(
     return legal_ids
 
 
-@triton.jit(
-    do_not_specialize=["num_nodes"],
-    do_not_specialize_on_alignment=[
-        "kept_parents", "kept_depths", "kept_roots", "slots", "starts", "contexts", "parent_rows",
-        "depths", "above",
-    ],
-)  # fmt: skip
+@step_kernel
 def _attach_kernel(
     # [S, N] int32 each, and [S] int32
     kept_parents,
@@ -406,9 +384,7 @@ def attach_trees_triton(
     return parent_rows, depths, above
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["starts", "contexts", "depths", "query_rows", "positions"]
-)
+@step_kernel
 def _positions_kernel(
     # [R + 1] int32, [R] int32
     starts,
@@ -448,12 +424,7 @@ def set_positions_triton(
         )
 
 
-@triton.jit(
-    do_not_specialize=["num_requests", "num_trees", "num_rows"],
-    do_not_specialize_on_alignment=[
-        "query_starts", "seq_lens", "tree_starts", "above", "plan", "starts", "parents",
-    ],
-)  # fmt: skip
+@step_kernel
 def _plan_kernel(
     # [P + 1] int32, and [P] int32: tokens at the end of the forward
     query_starts,

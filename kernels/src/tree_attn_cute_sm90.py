@@ -19,7 +19,7 @@ from .cute.config import (
     CombineConfig,
     ForwardConfig,
 )
-from .cute.launch import Call, box_of, call_key, unsupported, unsupported_feature
+from .cute.launch import Arguments, Call, box_of, call_key, unsupported, unsupported_feature
 from .cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from .cute.store import CuteUnavailable
 from .features import PLAIN, AttnFeatures, FeatureKind
@@ -78,21 +78,18 @@ def tree_attn_cute(
     """
     if meta.num_trees == 0 or meta.max_rows == 0:
         return
-    key = call_key(
-        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, splits, features
+    arguments = Arguments(
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, features
     )
+    key = call_key(arguments, splits)
     stream = torch.cuda.current_stream(query.device).cuda_stream
     prepared = _prepared.get((stream, key))
     if prepared is None:
-        call = Call(
-            query, key_cache, value_cache, output, meta, scale, tail_key, tail_value,
-            _num_sms_of(query.device), splits, features,
-        )  # fmt: skip
-        prepared = _Prepared(call, query.device)
+        prepared = _Prepared(Call(arguments, _num_sms_of(query.device), splits), query.device)
         if len(_prepared) >= _MAX_PREPARED:
             _prepared.clear()
         _prepared[stream, key] = prepared
-    prepared.launch(query, output, meta, tail_key, tail_value, stream)
+    prepared.launch(arguments, stream)
 
 
 class _Prepared:
@@ -112,8 +109,8 @@ class _Prepared:
                 try:
                     kernel, param_bytes = _load(device.index, config)
                     first = call.descriptors if named is FORWARD_PARAMETERS else ()
-                    arguments = (*first, *(values[name] for name, _ in named))
-                    parameters = driver.Parameters(param_bytes, arguments)
+                    given = (*first, *(values[name] for name, _ in named))
+                    parameters = driver.Parameters(param_bytes, given)
                 except driver.DriverError as error:
                     raise CuteUnavailable(str(error)) from error
                 # Negative indices: descriptors and empty parameters precede the named ones.
@@ -124,21 +121,11 @@ class _Prepared:
                 }
                 self._kernels.append((kernel, parameters, step_indices))
 
-    def launch(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        meta: TreeAttnMetadata,
-        tail_key: torch.Tensor | None,
-        tail_value: torch.Tensor | None,
-        stream: int,
-    ) -> None:
+    def launch(self, arguments: Arguments, stream: int) -> None:
         with _lock:
-            values = self._call.step(
-                query, output, meta, tail_key, tail_value, partial(_workspace, self._device, stream)
-            )
+            values = self._call.step(arguments, partial(_workspace, self._device, stream))
             # Without a split tree there is no combine launch.
-            grids = self._call.grids(meta.num_trees)
+            grids = self._call.grids(arguments.meta.num_trees)
             for grid, (kernel, parameters, step_indices) in zip(grids, self._kernels, strict=False):
                 for name, index in step_indices.items():
                     parameters.set(index, values[name])

@@ -24,6 +24,7 @@ from .cute.launch import GridSplit, split_grid
 from .features import PLAIN, AttnFeatures, FeatureKind
 from .lse_merge_triton import merge_parts
 from .tree_attn_triton_kernel import _tree_attn_kernel
+from .tree_parts_triton import MIN_TILES
 from .tree_words_triton import fill_tree_words
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ LOG2_E = 1.4426950408889634
 # Longer windows are clamped to this, so that position + window fits 32 bits.
 _LONGEST_WINDOW = 2**30
 
-# Tiles of 64 columns; a shorter part costs more in merging than it saves.
-MIN_TILES = 4
 _MAX_BLOCK_M = 128
 MAX_HEAD_DIM = 512
 
@@ -294,7 +293,6 @@ def tree_attn_triton(
         PADDED_DIM=max(16, triton.next_power_of_2(head_dim)),
         PAGE=key_cache.shape[1],
         SPLIT=cut,
-        MIN_TILES=MIN_TILES,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         DENSE_TAIL=dense,
@@ -305,7 +303,7 @@ def tree_attn_triton(
         num_stages=config.num_stages,
     )
     if cut:
-        merge_parts(part_out, part_lse, part_record, output, meta.plan, max_rows=meta.max_rows)
+        merge_parts(part_out, part_lse, part_record, output, meta.plan)
 
 
 _TRITON_TYPES = {

@@ -188,7 +188,6 @@ def _tree_attn_kernel(
     PADDED_DIM: tl.constexpr,
     PAGE: tl.constexpr,
     SPLIT: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DENSE_TAIL: tl.constexpr,
@@ -202,7 +201,7 @@ def _tree_attn_kernel(
     if SPLIT:
         tree, part, parts = part_of_slot(
             plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, tl.num_programs(1),
-            slot, WINDOW, GROUP, BLOCK_M, MIN_TILES,
+            slot, WINDOW, GROUP, BLOCK_M,
         )  # fmt: skip
         if tree < 0:
             return

@@ -14,11 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .step_kernel import step_kernel
+from .tree_tensors import Trees, empty_trees
 
-@triton.jit(
-    do_not_specialize=["num_depths", "width", "max_width", "num_nodes"],
-    do_not_specialize_on_alignment=["budgets", "depths"],
-)
+
+@step_kernel
 def _build_best_first_kernel(
     # [B, D, K] int64
     top_ids,
@@ -114,31 +114,22 @@ def build_best_first_triton(
     depths: torch.Tensor,
     max_width: int,
     num_nodes: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Trees:
     """`dispatch.build_best_first` on the device; no host synchronisation.
 
     Args:
         num_nodes: N, at least the largest budget. The host knows it without synchronisation.
     """
     num_reqs, num_depths, width = top_ids.shape
-    device = top_ids.device
-    shape = (num_reqs, num_nodes)
-    token_ids = torch.empty(shape, dtype=torch.int64, device=device)
-    parents = torch.empty(shape, dtype=torch.int32, device=device)
-    node_depths = torch.empty(shape, dtype=torch.int32, device=device)
-    scores = torch.empty(shape, dtype=torch.float32, device=device)
-    counts = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+    trees = empty_trees(num_reqs, num_nodes, device=top_ids.device)
+    trees[-1].zero_()
     if num_reqs and num_nodes and num_depths and width:
         _build_best_first_kernel[(num_reqs,)](
             top_ids.contiguous(),
             top_log_probs.contiguous(),
             budgets,
             depths,
-            token_ids,
-            parents,
-            node_depths,
-            scores,
-            counts,
+            *trees,
             num_depths,
             width,
             max_width,
@@ -147,7 +138,7 @@ def build_best_first_triton(
             # One warp: reductions stay within it.
             num_warps=1,
         )
-    return token_ids, parents, node_depths, scores, counts
+    return trees
 
 
 def _heap_size(num_nodes: int) -> int:

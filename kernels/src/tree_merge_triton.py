@@ -17,22 +17,11 @@ import torch
 import triton
 import triton.language as tl
 
-Trees = tuple[torch.Tensor, ...]
-"""Token ids int64, parents int32, depths int32 and scores float32 [B, N], and counts int32 [B]."""
+from .step_kernel import step_kernel
+from .tree_tensors import Trees, empty_trees
 
 
-@triton.jit(
-    do_not_specialize=["num_nodes", "num_branches", "length", "num_ranks"],
-    # Whoever makes the heads' trees, they are read once.
-    do_not_specialize_on_alignment=[
-        "head_tokens",
-        "head_parents",
-        "head_depths",
-        "head_scores",
-        "head_counts",
-        "budgets",
-    ],
-)
+@step_kernel
 def _merge_kernel(
     # trees of the head: [B, N], and [B]
     head_tokens,
@@ -154,14 +143,8 @@ def merge_branches(
         The merged trees and, with `lookup_only`, trees of branches only.
     """
     num_reqs, num_branches, length = branches.shape
-    device = branches.device
     count = 1 + lookup_only
-    shape = (count, num_reqs, num_nodes)
-    token_ids = torch.empty(shape, dtype=torch.int64, device=device)
-    parents, depths = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
-    scores = torch.empty(shape, dtype=torch.float32, device=device)
-    counts = torch.empty(shape[:2], dtype=torch.int32, device=device)
-    out = (token_ids, parents, depths, scores, counts)
+    out = empty_trees(count, num_reqs, num_nodes, device=branches.device)
     nodes = triton.next_power_of_2(max(32, num_nodes + num_branches * length))
     _merge_kernel[(num_reqs, count)](
         *(out if head is None else head),

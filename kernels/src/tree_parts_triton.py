@@ -14,6 +14,9 @@ import triton.language as tl
 from .cute import config
 
 TILE = tl.constexpr(config.TILE_N)
+MIN_TILES = 4
+"""Tiles of the shortest part: a shorter one costs more in merging than it saves."""
+_MIN_TILES = tl.constexpr(MIN_TILES)
 # Trees that are processed in parallel.
 _LANES = tl.constexpr(128)
 _WAVES = tl.constexpr(len(config.WAVES))
@@ -53,14 +56,14 @@ def _parts(tiles, size):
 
 
 @triton.jit
-def _tiles_per_part(tiles, parts, MIN_TILES: tl.constexpr):
-    return tl.maximum(tl.cdiv(tiles, tl.maximum(parts, 1)), MIN_TILES)
+def _tiles_per_part(tiles, parts):
+    return tl.maximum(tl.cdiv(tiles, tl.maximum(parts, 1)), _MIN_TILES)
 
 
 @triton.jit
 def _part_size(
     plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Returns the target part size in tiles, for `num_heads` KV heads and `extra` part slots."""
     all_tiles = tl.zeros([_LANES], tl.int32)
@@ -71,12 +74,12 @@ def _part_size(
         all_work += tiles * tl.cdiv(rows * GROUP, BLOCK_M)
     total = tl.sum(all_tiles, 0)
     # The parts must fit the slots for all lengths.
-    least = _tiles_per_part(total, extra, MIN_TILES)
-    size = tl.maximum(_tiles_per_part(total, forced_parts, MIN_TILES), least)
+    least = _tiles_per_part(total, extra)
+    size = tl.maximum(_tiles_per_part(total, forced_parts), least)
     if forced_parts == 0:
         option = tl.arange(0, _WAVES)
         waves = (_WAVES - option) * resident_ctas // num_heads
-        sizes = tl.maximum(_tiles_per_part(tl.sum(all_work, 0), waves, MIN_TILES), least)
+        sizes = tl.maximum(_tiles_per_part(tl.sum(all_work, 0), waves), least)
         cut_blocks = tl.zeros([_WAVES, _LANES], tl.int32)
         largest_part = tl.zeros([_WAVES, _LANES], tl.int32)
         load = tl.zeros([_WAVES, _LANES], tl.int32)
@@ -113,12 +116,12 @@ def _part_size(
 @triton.jit
 def part_of_slot(
     plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads, slot,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Returns (tree, part, parts) of a slot; tree is -1 for an idle slot."""
     size = _part_size(
         plan, plan_stride, num_trees, forced_parts, resident_ctas, extra, num_heads, WINDOW, GROUP,
-        BLOCK_M, MIN_TILES,
+        BLOCK_M,
     )  # fmt: skip
     all_large = tl.zeros([_LANES], tl.int32)
     all_small = tl.zeros([_LANES], tl.int32)

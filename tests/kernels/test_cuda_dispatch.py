@@ -23,7 +23,7 @@ from vllm_specplug.kernels.cuda_dispatch import (
     unsupported_by,
 )
 from vllm_specplug.kernels.cute.config import all_configs
-from vllm_specplug.kernels.cute.launch import plan_launches
+from vllm_specplug.kernels.cute.launch import Arguments, plan_launches
 from vllm_specplug.kernels.features import PLAIN
 from vllm_specplug.kernels.reference import tree_attn_cuda_reference
 
@@ -192,10 +192,8 @@ def test_every_variant_of_the_cute_kernel_takes_part_in_the_self_test(monkeypatc
             *shape, trees = shape
             return torch.empty(shape), torch.empty(shape[:-1]), torch.empty(trees, 2)
 
-        launches = plan_launches(
-            query, key_cache, value_cache, output, meta, scale, None, None, 132, workspace,
-            features=features,
-        )  # fmt: skip
+        arguments = Arguments(query, key_cache, value_cache, output, meta, scale, features=features)
+        launches = plan_launches(arguments, 132, workspace)
         planned.update(launch.config for launch in launches)
         tree_attn_cuda_reference(
             query, key_cache, value_cache, output, meta, scale, features=features

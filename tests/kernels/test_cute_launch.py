@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ import torch
 from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels import TreeAttnMetadata, tree_attn_cute_sm90
 from vllm_specplug.kernels.cute import driver, store
+from vllm_specplug.kernels.cute.compile import CompiledKernel
 from vllm_specplug.kernels.cute.config import SHARED_LIMIT, CombineConfig, ForwardConfig
-from vllm_specplug.kernels.cute.launch import Bounds, TensorMapSpec, plan_launches
+from vllm_specplug.kernels.cute.launch import Arguments, Bounds, TensorMapSpec, plan_launches
 from vllm_specplug.kernels.cute.launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS
 from vllm_specplug.kernels.tree_attn_cute_sm90 import CuteUnavailable, unsupported_reason
 
@@ -61,9 +63,8 @@ def test_a_stream_that_ends_leaves_nothing(monkeypatch):
 def plan(trees: DeviceTrees, splits: int | None = 1, workspace=no_workspace, skipped: int = 0):
     inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
     tail = (trees.tail.get("tail_key"), trees.tail.get("tail_value"))
-    return plan_launches(
-        *inputs, trees.metadata(skipped), trees.scale, *tail, 132, workspace, splits
-    )
+    arguments = Arguments(*inputs, trees.metadata(skipped), trees.scale, *tail)
+    return plan_launches(arguments, 132, workspace, splits)
 
 
 def named(launch) -> dict:
@@ -117,9 +118,8 @@ def within_limits(trees: int, nodes: int, group: int, head_dim: int, page: int, 
         return torch.empty(1), torch.empty(1), torch.empty(1)
 
     output = torch.empty(query.shape, dtype=BF16)
-    forward, *merge = plan_launches(
-        query, key, value, output, meta, head_dim**-0.5, own, own, 132, workspace
-    )
+    arguments = Arguments(query, key, value, output, meta, head_dim**-0.5, own, own)
+    forward, *merge = plan_launches(arguments, 132, workspace)
     blocks, of_heads, slots = forward.grid
     assert blocks * forward.config.tile_m >= rows * group
     # A driver takes as many blocks in a grid's second and third dimension.
@@ -160,7 +160,7 @@ def test_nothing_is_launched_for_nothing():
     meta = trees.metadata()
     meta.max_rows = 0
     inputs = (trees.query, trees.key_cache, trees.value_cache, trees.query.clone())
-    assert plan_launches(*inputs, meta, 1.0, None, None, 132, no_workspace) == []
+    assert plan_launches(Arguments(*inputs, meta, 1.0), 132, no_workspace) == []
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_supported_where_a_kernel_can_be_had(monkeypatch, tmp_path):
     assert "pip install 'vllm-specplug[cute]'" in unsupported_reason(HOPPER, 128, BF16, 16)
 
 
-KERNEL = store.StoredKernel("combine_d64_bfloat16", "start", (8, 4, 1), b"\x7fELF" * 9, b".version")
+KERNEL = CompiledKernel("combine_d64_bfloat16", "start", (8, 4, 1), b"\x7fELF" * 9, ".version")
 
 
 def test_stored_kernels_come_back(tmp_path):
@@ -228,7 +228,7 @@ def test_kernels_are_compiled_once_and_cached(monkeypatch, tmp_path):
 
     def compile_config(config):
         made.append(config.name)
-        return types.SimpleNamespace(**vars(KERNEL) | {"name": config.name, "ptx": ".version"})
+        return replace(KERNEL, name=config.name)
 
     compiler = types.SimpleNamespace(compile_config=compile_config)
     monkeypatch.setitem(sys.modules, "vllm_specplug.kernels.cute.compile", compiler)
@@ -291,7 +291,7 @@ def fake_device(monkeypatch, tmp_path):
         def obtain(config):
             tail = forward if isinstance(config, ForwardConfig) else merge
             head = (128, 128, 1, 1) if isinstance(config, ForwardConfig) else ()
-            return store.StoredKernel(config.name, "entry", (*head, *tail), b"cubin", b"ptx")
+            return CompiledKernel(config.name, "entry", (*head, *tail), b"cubin", "ptx")
 
         monkeypatch.setattr(store, "obtain", obtain)
         driver.encode_tensor_map.cache_clear()

@@ -17,8 +17,7 @@ from tests.kernels.cute_schedule import Batch, slots_of, up
 from tests.kernels.device_trees import DeviceTrees
 from vllm_specplug.kernels import AttnFeatures, tree_attn_triton
 from vllm_specplug.kernels.cute.config import TILE_N
-from vllm_specplug.kernels.tree_attn_triton import MIN_TILES
-from vllm_specplug.kernels.tree_parts_triton import part_of_slot
+from vllm_specplug.kernels.tree_parts_triton import MIN_TILES, part_of_slot
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
@@ -28,13 +27,13 @@ GROUP, BLOCK_M = 4, 64
 @triton.jit
 def _some_slots(
     plan, num_trees, forced_parts, resident_ctas, extra, num_heads, slots, out,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, MIN_TILES: tl.constexpr,
+    WINDOW: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     slot = tl.load(slots + program)
     tree, part, parts = part_of_slot(
         plan, num_trees, num_trees, forced_parts, resident_ctas, extra, num_heads, slot, WINDOW,
-        GROUP, BLOCK_M, MIN_TILES,
+        GROUP, BLOCK_M,
     )  # fmt: skip
     tl.store(out + 3 * program, tree)
     tl.store(out + 3 * program + 1, part)
@@ -76,7 +75,7 @@ def test_slots_are_those_of_the_simulation(splits: int | None, window: int) -> N
         out = torch.zeros(len(asked), 3, dtype=torch.int32)
         _some_slots[(len(asked),)](
             plan, trees, split.forced_parts, resident_ctas, split.slots - trees, heads,
-            torch.tensor(asked), out, window, GROUP, BLOCK_M, MIN_TILES,
+            torch.tensor(asked), out, window, GROUP, BLOCK_M,
         )  # fmt: skip
         for slot, (tree, index, count) in zip(asked, out.tolist(), strict=True):
             if slot >= len(parts):

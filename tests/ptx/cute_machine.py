@@ -15,8 +15,14 @@ from tests.ptx.ptx_machine import Machine, Timing
 from tests.ptx.ptx_memory import GlobalMemory, TensorMap
 from vllm_specplug.kernels import AttnFeatures
 from vllm_specplug.kernels.cuda_contract import PLAN_CONTEXT, PLAN_ROW_COUNT
-from vllm_specplug.kernels.cute.compile import Compiled, compile_config
-from vllm_specplug.kernels.cute.launch import GridSplit, Launch, TensorMapSpec, plan_launches
+from vllm_specplug.kernels.cute.compile import CompiledKernel, compile_config
+from vllm_specplug.kernels.cute.launch import (
+    Arguments,
+    GridSplit,
+    Launch,
+    TensorMapSpec,
+    plan_launches,
+)
 from vllm_specplug.kernels.cute.launch_params import (
     ADDRESS,
     COMBINE_PARAMETERS,
@@ -32,7 +38,7 @@ EARLY = Timing(eager_copies=True, eager_products=False, reverse_warpgroups=True)
 
 
 @cache
-def compiled(config) -> Compiled:
+def compiled(config) -> CompiledKernel:
     return compile_config(config)
 
 
@@ -67,7 +73,7 @@ class HostDevice:
             raw.copy_(torch.from_numpy(self.memory.get(place, (size,), np.uint8)))
         return machines
 
-    def arguments(self, launch: Launch, kernel: Compiled) -> list:
+    def arguments(self, launch: Launch, kernel: CompiledKernel) -> list:
         named = FORWARD_PARAMETERS if hasattr(launch.config, "box") else COMBINE_PARAMETERS
         maps = [a for a in launch.arguments if isinstance(a, TensorMapSpec)]
         scalars = list(launch.arguments[len(maps) :])
@@ -117,9 +123,8 @@ class MachineTrees(DeviceTrees):
 
         tail = (self.tail.get("tail_key"), self.tail.get("tail_value"))
         inputs = (self.query, self.key_cache, self.value_cache, output)
-        launches = plan_launches(
-            *inputs, meta, self.scale, *tail, 132, workspace, splits, features=told,
-        )  # fmt: skip
+        arguments = Arguments(*inputs, meta, self.scale, *tail, features=told)
+        launches = plan_launches(arguments, 132, workspace, splits)
         tables = (meta.plan, meta.parent_rows, meta.block_table, told.sinks, told.alibi_slopes)
         machines = HostDevice([*inputs, *tail, *tables, *parts]).run(
             launches, timing or self.timing

@@ -160,7 +160,7 @@ def recurrent_states() -> None:
 def rows_one_by_one() -> None:
     """Between the products of a draft layer of 4,096 numbers, and candidates of 151,936 logits."""
     x, weight = torch.empty(64, 4096, dtype=BF16), torch.empty(4096, dtype=BF16)
-    row_ops.add_rms_norm_triton(x, x, weight, 1e-6)
+    row_ops.norm_rows_triton(x, x, weight, 1e-6, 4096)
     heads, table = x.view(64, HEADS, 128), torch.empty(CONTEXT, 128, dtype=BF16)
     positions = torch.zeros(64, dtype=torch.int64)
     row_ops.norm_rotate_triton(heads, weight.view(HEADS, 128), table, table, positions, 1e-6)

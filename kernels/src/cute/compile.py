@@ -13,8 +13,8 @@ PTX_VERSION = "8.6"
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A compiled kernel: a cubin, and PTX for drivers that refuse the cubin."""
+class CompiledKernel:
+    """A compiled variant: a cubin, and PTX for drivers that refuse the cubin."""
 
     name: str
     entry: str
@@ -23,8 +23,13 @@ class Compiled:
     cubin: bytes
     ptx: str
 
+    @property
+    def images(self) -> tuple[bytes, bytes]:
+        """What the driver loads, best first."""
+        return self.cubin, self.ptx.encode()
 
-def compile_config(config) -> Compiled:
+
+def compile_config(config) -> CompiledKernel:
     """Compiles one `ForwardConfig` or `CombineConfig`.
 
     Raises:
@@ -57,4 +62,4 @@ def compile_config(config) -> Compiled:
         for kind, count in re.findall(r"\.param (?:\.align \d+ )?\.(\w+) \w+(?:\[(\d+)\])?", ptx)
     )
     ptx = re.sub(r"^\.version \S+", f".version {PTX_VERSION}", ptx, flags=re.MULTILINE)
-    return Compiled(config.name, entry, param_bytes, cubin, ptx)
+    return CompiledKernel(config.name, entry, param_bytes, cubin, ptx)

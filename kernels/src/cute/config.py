@@ -55,6 +55,11 @@ STAGES = {
 }  # fmt: skip
 
 
+def band_columns(head_dim: int) -> int:
+    """Returns the elements of a band of a tile: 128 bytes, or 64 if 128 does not divide a row."""
+    return 64 if head_dim % 64 == 0 else 32
+
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """One compiled variant of the attention kernel.

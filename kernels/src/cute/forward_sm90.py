@@ -29,7 +29,7 @@ from ..cuda_contract import (
     PLAN_ROW_COUNT,
     PLAN_ROW_START,
 )
-from . import pages, schedule, tile_scheduler
+from . import schedule, tile_scheduler
 from .access import ELEMENT_BYTES, element_type, global_array, int32_at
 from .bundle import Bundle
 from .config import (
@@ -38,6 +38,7 @@ from .config import (
     TILE_N,
     WARPGROUP_ROWS,
     ForwardConfig,
+    band_columns,
 )
 from .launch_params import FLOAT, FORWARD_PARAMETERS, INT
 from .mainloop_basic import MainloopBasic
@@ -68,7 +69,7 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
         """The traced host function: layouts, TMA atoms, the launch. It is never run."""
         config = self.config
         head_dim = config.head_dim
-        wide = cutlass.const_expr(pages.band_columns(head_dim) == 64)
+        wide = cutlass.const_expr(band_columns(head_dim) == 64)
         kinds = warpgroup.SmemLayoutAtomKind
         row_atom = warpgroup.make_smem_layout_atom(
             kinds.K_SW128 if wide else kinds.K_SW64, self.dtype
@@ -81,7 +82,7 @@ class TreeAttnForwardSm90(MainloopBasic, MainloopSpecialised):
         )
         key_layout = cute.tile_to_shape(row_atom, (TILE_N, head_dim, config.stages), (0, 1, 2))
         # The same bytes by TMA box: slots, columns of a band, boxes, bands, stages.
-        band = pages.band_columns(head_dim)
+        band = band_columns(head_dim)
         box_layout = cute.tile_to_shape(
             row_atom,
             (TILE_N // config.boxes, band, config.boxes, head_dim // band, config.stages),

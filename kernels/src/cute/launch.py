@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +32,7 @@ from .config import (
     WAVES,
     CombineConfig,
     ForwardConfig,
+    band_columns,
 )
 from .launch_params import COMBINE_PARAMETERS, FORWARD_PARAMETERS, SCALAR_DTYPES
 
@@ -57,6 +59,24 @@ class Launch:
     config: ForwardConfig | CombineConfig
     grid: tuple[int, int, int]
     arguments: tuple[TensorMapSpec | int | float, ...]
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call; see `cuda_contract`."""
+
+    # [T, Hq, Dh]
+    query: torch.Tensor
+    # [num_blocks, block_size, Hkv, Dh]
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    # [T, Hq, Dh]
+    output: torch.Tensor
+    meta: TreeAttnMetadata
+    scale: float
+    # [M, Hkv, Dh]
+    tail_key: torch.Tensor | None = None
+    tail_value: torch.Tensor | None = None
+    features: AttnFeatures = PLAIN
 
 
 # (parts, rows, Hq, Dh, R) -> float32 [parts, rows, Hq, Dh] and [parts, rows, Hq], int32 [R, 2]. The
@@ -184,21 +204,10 @@ def warpgroups_for(packed: int) -> int:
 class Call:
     """The launches of calls that differ only in addresses, number of trees and their lengths."""
 
-    def __init__(
-        self,
-        query: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        output: torch.Tensor,
-        meta: TreeAttnMetadata,
-        scale: float,
-        tail_key: torch.Tensor | None,
-        tail_value: torch.Tensor | None,
-        num_sms: int,
-        splits: int | None = None,
-        features: AttnFeatures = PLAIN,
-    ) -> None:
-        """Arguments as for `plan_launches`."""
+    def __init__(self, arguments: Arguments, num_sms: int, splits: int | None = None) -> None:
+        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, features = (
+            arguments
+        )
         _, self.num_heads, self.head_dim = query.shape
         block_size, self.num_kv_heads = key_cache.shape[1:3]
         dtype = str(query.dtype).removeprefix("torch.")
@@ -273,26 +282,19 @@ class Call:
             self._grid_splits[num_trees] = found
         return found
 
-    def step(
-        self,
-        query: torch.Tensor,
-        output: torch.Tensor,
-        meta: TreeAttnMetadata,
-        tail_key: torch.Tensor | None,
-        tail_value: torch.Tensor | None,
-        workspace: Workspace,
-    ) -> dict[str, int]:
+    def step(self, arguments: Arguments, workspace: Workspace) -> dict[str, int]:
         """Returns the parameters that differ between calls."""
+        meta = arguments.meta
         split = self.grid_split(meta.num_trees)
         parts = (None, None, None)
         if split.parts:
             shape = (self.bounds.rows, self.num_heads, self.head_dim)
             parts = workspace(split.parts, *shape, meta.num_trees)
         return {
-            "query": query.data_ptr(),
-            "output": output.data_ptr(),
-            "tail_key": _address(tail_key),
-            "tail_value": _address(tail_value),
+            "query": arguments.query.data_ptr(),
+            "output": arguments.output.data_ptr(),
+            "tail_key": _address(arguments.tail_key),
+            "tail_value": _address(arguments.tail_value),
             "plan": meta.plan.data_ptr(),
             "parents": meta.parent_rows.data_ptr(),
             "table": meta.block_table.data_ptr(),
@@ -314,19 +316,9 @@ class Call:
         return grids
 
 
-def call_key(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    output: torch.Tensor,
-    meta: TreeAttnMetadata,
-    scale: float,
-    tail_key: torch.Tensor | None,
-    tail_value: torch.Tensor | None,
-    splits: int | None,
-    features: AttnFeatures,
-) -> tuple:
+def call_key(arguments: Arguments, splits: int | None) -> tuple:
     """Returns a key that is equal for calls that one `Call` can serve."""
+    query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, features = arguments
     group = query.shape[1] // key_cache.shape[2]
     return (
         query.dtype,
@@ -347,34 +339,14 @@ def call_key(
 
 
 def plan_launches(
-    # [T, Hq, Dh]
-    query: torch.Tensor,
-    # [num_blocks, block_size, Hkv, Dh]
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    # [T, Hq, Dh]
-    output: torch.Tensor,
-    meta: TreeAttnMetadata,
-    scale: float,
-    # [M, Hkv, Dh]
-    tail_key: torch.Tensor | None,
-    tail_value: torch.Tensor | None,
-    num_sms: int,
-    workspace: Workspace,
-    splits: int | None = None,
-    features: AttnFeatures = PLAIN,
+    arguments: Arguments, num_sms: int, workspace: Workspace, splits: int | None = None
 ) -> list[Launch]:
-    """Returns the launches of a call in order; see `cuda_contract` for its arguments.
-
-    `splits` overrides the default.
-    """
+    """Returns the launches of a call in order. `splits` overrides the default."""
+    meta = arguments.meta
     if meta.num_trees == 0 or meta.max_rows == 0:
         return []
-    call = Call(
-        query, key_cache, value_cache, output, meta, scale, tail_key, tail_value, num_sms,
-        splits, features,
-    )  # fmt: skip
-    values = call.fixed | call.step(query, output, meta, tail_key, tail_value, workspace)
+    call = Call(arguments, num_sms, splits)
+    values = call.fixed | call.step(arguments, workspace)
     forward, *merge = call.grids(meta.num_trees)
     launches = [
         Launch(
@@ -384,8 +356,8 @@ def plan_launches(
         )
     ]
     for grid in merge:
-        arguments = tuple(values[name] for name, _ in COMBINE_PARAMETERS)
-        launches.append(Launch(call.merge, grid, arguments))
+        merged = tuple(values[name] for name, _ in COMBINE_PARAMETERS)
+        launches.append(Launch(call.merge, grid, merged))
     return launches
 
 
@@ -428,7 +400,7 @@ def _tensor_map(
     Dimensions, fastest first: element, slot, head, block.
     """
     num_blocks, block_size, num_kv_heads, head_dim = cache.shape
-    band = 64 if head_dim % 64 == 0 else 32
+    band = band_columns(head_dim)
     strides = []
     for size, stride in ((block_size, 1), (num_kv_heads, 2), (num_blocks, 0)):
         # torch allows any stride for a dimension of size 1; a descriptor does not.

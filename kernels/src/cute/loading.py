@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from . import mask, pages
 from .access import ELEMENT_BYTES, int32_at
-from .config import TILE_N, WARPGROUP_ROWS, ForwardConfig
+from .config import TILE_N, WARPGROUP_ROWS, ForwardConfig, band_columns
 
 
 class Loading:
@@ -106,7 +106,7 @@ class Loading:
     ):  # fmt: skip
         """Copies K and V of a full tile by TMA, box by box and band by band. One warp."""
         config = self.config
-        band = cutlass.const_expr(pages.band_columns(config.head_dim))
+        band = cutlass.const_expr(band_columns(config.head_dim))
         barrier = barriers + stage
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, 2 * config.tile_bytes)

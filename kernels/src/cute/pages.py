@@ -10,15 +10,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from .config import TILE_N
+from .access import int32_at
+from .config import TILE_N, band_columns
 
 CHUNK_BYTES = 16
 CHUNK = 8  # elements
-
-
-def band_columns(head_dim: int) -> int:
-    """Returns the elements of a band: 128 bytes, or 64 if 128 does not divide a row."""
-    return 64 if head_dim % 64 == 0 else 32
 
 
 @cute.jit
@@ -58,11 +54,7 @@ def column_page(
     """Returns the page of a column; 0, without a read, for a column outside the range."""
     page = Int32(0)
     if column >= first_visible and column < cached:
-        entry = table + Int64(column >> page_shift) * 4
-        page = cute.make_tensor(
-            cute.make_ptr(Int32, entry, cute.AddressSpace.gmem, assumed_align=4),
-            cute.make_layout(1),
-        )[0]
+        page = int32_at(table, column >> page_shift)
     return page
 
 

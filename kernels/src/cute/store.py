@@ -13,10 +13,10 @@ import importlib.util
 import json
 import os
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from .compile import CompiledKernel
 from .config import CombineConfig, ForwardConfig
 
 SHIPPED = Path(__file__).parent / "cubins"
@@ -26,21 +26,6 @@ _HOST_ONLY = ("__init__.py", "driver.py", "launch.py", "store.py")
 
 class CuteUnavailable(RuntimeError):
     """The CuTe kernel is unavailable; the message says why."""
-
-
-@dataclass(frozen=True)
-class StoredKernel:
-    """A compiled variant. `images` are loadable by the driver, best first."""
-
-    name: str
-    entry: str
-    param_bytes: tuple[int, ...]
-    cubin: bytes
-    ptx: bytes
-
-    @property
-    def images(self) -> tuple[bytes, bytes]:
-        return self.cubin, self.ptx
 
 
 def sources() -> list[Path]:
@@ -70,23 +55,18 @@ def cache_folder() -> Path:
     return root / "cubins" / sources_digest()
 
 
-def as_stored(made) -> StoredKernel:
-    """Converts a `compile.Compiled`."""
-    return StoredKernel(made.name, made.entry, made.param_bytes, made.cubin, made.ptx.encode())
-
-
-def write(folder: Path, kernel: StoredKernel) -> None:
+def write(folder: Path, kernel: CompiledKernel) -> None:
     """Stores a kernel. The record is written last, so a reader never sees an incomplete one."""
     folder.mkdir(parents=True, exist_ok=True)
     record = {
         "entry": kernel.entry,
         "param_bytes": list(kernel.param_bytes),
         "sources": sources_digest(),
-        "sha256": hashlib.sha256(kernel.cubin + kernel.ptx).hexdigest(),
+        "sha256": hashlib.sha256(b"".join(kernel.images)).hexdigest(),
     }
     files = {
         ".cubin": kernel.cubin,
-        ".ptx": kernel.ptx,
+        ".ptx": kernel.ptx.encode(),
         ".json": json.dumps(record).encode(),
     }
     for suffix, data in files.items():
@@ -96,7 +76,7 @@ def write(folder: Path, kernel: StoredKernel) -> None:
         partial.replace(path)
 
 
-def read(folder: Path, name: str) -> StoredKernel | str:
+def read(folder: Path, name: str) -> CompiledKernel | str:
     """Returns the stored kernel, or why it is not usable."""
     try:
         record = json.loads((folder / f"{name}.json").read_text())
@@ -106,7 +86,8 @@ def read(folder: Path, name: str) -> StoredKernel | str:
             return "compiled from other sources"
         if record["sha256"] != hashlib.sha256(cubin + ptx).hexdigest():
             return "damaged"
-        return StoredKernel(name, record["entry"], tuple(record["param_bytes"]), cubin, ptx)
+        param_bytes = tuple(record["param_bytes"])
+        return CompiledKernel(name, record["entry"], param_bytes, cubin, ptx.decode())
     except FileNotFoundError:
         return "not there"
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -123,7 +104,7 @@ def missing(config: ForwardConfig | CombineConfig) -> str | None:
     if can_compile():
         return None
     found = [read(folder, config.name) for folder in (SHIPPED, cache_folder())]
-    if any(isinstance(item, StoredKernel) for item in found):
+    if any(isinstance(item, CompiledKernel) for item in found):
         return None
     return (
         f"no cubin of {config.name} (shipped: {found[0]}, cached: {found[1]}) and no cutlass to "
@@ -131,7 +112,7 @@ def missing(config: ForwardConfig | CombineConfig) -> str | None:
     )
 
 
-def obtain(config: ForwardConfig | CombineConfig) -> StoredKernel:
+def obtain(config: ForwardConfig | CombineConfig) -> CompiledKernel:
     """Returns a variant from the package or the cache; otherwise compiles and caches it.
 
     Raises:
@@ -139,7 +120,7 @@ def obtain(config: ForwardConfig | CombineConfig) -> StoredKernel:
     """
     for folder in (SHIPPED, cache_folder()):
         found = read(folder, config.name)
-        if isinstance(found, StoredKernel):
+        if isinstance(found, CompiledKernel):
             return found
     problem = missing(config)
     if problem is not None:
@@ -147,10 +128,9 @@ def obtain(config: ForwardConfig | CombineConfig) -> StoredKernel:
     try:
         from .compile import compile_config
 
-        made = compile_config(config)
+        kernel = compile_config(config)
     except Exception as error:  # the compiler's errors have no common base
         raise CuteUnavailable(f"{config.name} does not compile here: {error}") from error
-    kernel = as_stored(made)
     # If the cache is not writable, the next start only takes longer.
     with contextlib.suppress(OSError):
         write(cache_folder(), kernel)

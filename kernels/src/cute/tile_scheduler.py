@@ -12,7 +12,7 @@ row blocks of a head share them in L2.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from ..cuda_contract import MAX_TREE_ROWS, PLAN_CONTEXT, PLAN_ROW_COUNT
 from . import schedule
@@ -25,29 +25,22 @@ _HIGH = 1 << 16
 
 
 @cute.jit
-def tiles_of(plan: Int64, trees: Int32, tree: Int32, window: Int32, dense: Int32) -> Int32:
-    """Returns the tiles that a tree's rows attend; 0 for a skipped tree and after the last tree."""
+def size_of(p, tree: Int32, window: Int32, tile_m: cutlass.Constexpr):
+    """Returns the tiles that a tree's rows attend, and its row blocks; 0 for a skipped tree and
+    after the last tree. `p` are the kernel's parameters."""
     tiles = Int32(0)
-    if tree < trees:
-        rows = cutlass.min(int32_at(plan, PLAN_ROW_COUNT * trees + tree), Int32(MAX_TREE_ROWS))
+    blocks = Int32(0)
+    if tree < p.num_trees:
+        rows = cutlass.min(
+            int32_at(p.plan, PLAN_ROW_COUNT * p.num_trees + tree), Int32(MAX_TREE_ROWS)
+        )
         if rows > 0:
-            context = int32_at(plan, PLAN_CONTEXT * trees + tree)
-            tail = schedule.tail_begin(context, dense)
+            context = int32_at(p.plan, PLAN_CONTEXT * p.num_trees + tree)
+            tail = schedule.tail_begin(context, p.dense)
             first = schedule.first_tile(context, window)
             tiles = schedule.total_tiles(tail, rows) - first
-    return tiles
-
-
-@cute.jit
-def row_blocks_of(
-    plan: Int64, trees: Int32, tree: Int32, group: Int32, tile_m: cutlass.Constexpr
-) -> Int32:
-    """Returns the row blocks of a tree; 0 after the last tree."""
-    blocks = Int32(0)
-    if tree < trees:
-        rows = cutlass.min(int32_at(plan, PLAN_ROW_COUNT * trees + tree), Int32(MAX_TREE_ROWS))
-        blocks = schedule.row_blocks(rows, group, tile_m)
-    return blocks
+            blocks = schedule.row_blocks(rows, p.group, tile_m)
+    return tiles, blocks
 
 
 @cute.jit
@@ -82,8 +75,7 @@ def part_size(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32
     total = Int32(0)
     work = Int32(0)
     for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
-        tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
-        blocks = row_blocks_of(p.plan, p.num_trees, base + lane, p.group, tile_m)
+        tiles, blocks = size_of(p, base + lane, window, tile_m)
         total = total + tiles
         work = work + tiles * blocks
     # The parts must fit the slots for all lengths.
@@ -108,8 +100,7 @@ def part_size(p, window: Int32, lane: Int32, tile_m: cutlass.Constexpr) -> Int32
             whole_blocks[i] = Int32(0)
             largest_whole[i] = Int32(0)
         for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
-            tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
-            blocks = row_blocks_of(p.plan, p.num_trees, base + lane, p.group, tile_m)
+            tiles, blocks = size_of(p, base + lane, window, tile_m)
             for i in cutlass.range_constexpr(count):
                 parts = schedule.parts_of(tiles, sizes[i])
                 if parts > 1:
@@ -162,7 +153,7 @@ def work_of_slot(p, window: Int32, slot: Int32, lane: Int32, tile_m: cutlass.Con
     large = Int32(0)
     small = Int32(0)
     for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
-        tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
+        tiles, _ = size_of(p, base + lane, window, tile_m)
         own_large, own_small = _slot_counts(tiles, schedule.parts_of(tiles, size), size)
         large = large + own_large
         small = small + own_small
@@ -175,7 +166,7 @@ def work_of_slot(p, window: Int32, slot: Int32, lane: Int32, tile_m: cutlass.Con
     small = Int32(0)
     found = Int32(-1)
     for base in cutlass.range(0, p.num_trees, LANES, unroll=1):
-        tiles = tiles_of(p.plan, p.num_trees, base + lane, window, p.dense)
+        tiles, _ = size_of(p, base + lane, window, tile_m)
         parts = schedule.parts_of(tiles, size)
         own_large, own_small = _slot_counts(tiles, parts, size)
         summed_large = warp_scan(own_large, lane)
@@ -201,5 +192,6 @@ def work_of_slot(p, window: Int32, slot: Int32, lane: Int32, tile_m: cutlass.Con
     if found >= 0:
         tree = found % _HIGH
         part = found // _HIGH
-        parts = schedule.parts_of(tiles_of(p.plan, p.num_trees, tree, window, p.dense), size)
+        tiles, _ = size_of(p, tree, window, tile_m)
+        parts = schedule.parts_of(tiles, size)
     return tree, part, parts
