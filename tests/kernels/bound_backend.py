@@ -49,8 +49,5 @@ def answer(made: DeviceTrees, layer: Any, backend: CudaTreeBackend) -> torch.Ten
 
 def error(made: DeviceTrees, layer: Any, backend: CudaTreeBackend) -> float:
     """How far it is from the oracle."""
-    output = answer(made, layer, backend)
-    return max(
-        (output[start : start + n].double() - expected).abs().max().item()
-        for start, n, expected in zip(made.starts, made.rows, made.expected(), strict=True)
-    )
+    rows = zip(made.tree_rows(answer(made, layer, backend)), made.expected(), strict=True)
+    return max((found.double() - expected).abs().max().item() for found, expected in rows)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -130,12 +131,14 @@ class DeviceTrees(TreeProblem):
         self,
         output: torch.Tensor,
         *,
+        kernel: Callable[..., None] = tree_attn_triton,
         splits: int | None = None,
         skipped: int = 0,
         features: AttnFeatures | None = None,
     ) -> Any:
-        """Runs the kernel; `features` are told to it only."""
-        tree_attn_triton(
+        """Runs a kernel of `cuda_contract`; `features` are told to it only."""
+        parts = {} if splits is None else {"splits": splits}
+        kernel(
             self.asked,
             self.key_cache,
             self.value_cache,
@@ -143,7 +146,7 @@ class DeviceTrees(TreeProblem):
             self.metadata(skipped),
             self.scale,
             features=features or self.features,
-            splits=splits,
+            **parts,
             **self.tail,
         )
 

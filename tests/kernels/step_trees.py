@@ -40,6 +40,16 @@ def same(one: Any, other: Any) -> None:
         assert torch.equal(a, b), (a, b)
 
 
+def compared(use: UseKernels, make: Callable[[], Any]) -> Any:
+    """What `make` returns with kernels: the tensors that it returns without."""
+    use(False)
+    expected = make()
+    use(True)
+    made = make()
+    same(made, expected)
+    return made
+
+
 @dataclass
 class Drafted:
     """Trees of R requests, of which some break rules, and a step that verifies them."""

@@ -52,13 +52,7 @@ def only_reference_fails(monkeypatch):
 @pytest.mark.parametrize("mask", ["tree", "causal", "full"])
 def test_reference_matches_branches_run_as_chains(dense, mask):
     problem = DeviceTrees([(0, 0), (40, 20), (3, 66)], dense=dense, mask=mask)
-    output = torch.zeros_like(problem.query)
-    tree_attn_cuda_reference(
-        problem.query, problem.key_cache, problem.value_cache, output, problem.metadata(skipped=1),
-        problem.scale, **problem.tail,
-    )  # fmt: skip
-    for start, rows, expected in zip(problem.starts, problem.rows, problem.expected(), strict=True):
-        assert (output[start : start + rows].double() - expected).abs().max() < 1e-5
+    problem.check(kernel=tree_attn_cuda_reference, skipped=1)
 
 
 def test_heads_of_several_sizes_are_each_served(interpreter):
@@ -74,15 +68,7 @@ def test_heads_of_several_sizes_are_each_served(interpreter):
     served = cuda_dispatch.by_layer_shape(chosen)
     assert served.names == ("triton",)
     for head_dim in (256, 512):
-        problem = DeviceTrees([(40, 9), (3, 2)], head_dim=head_dim)
-        output = torch.zeros_like(problem.query)
-        served.run(
-            problem.query, problem.key_cache, problem.value_cache, output, problem.metadata(),
-            problem.scale,
-        )  # fmt: skip
-        rows = zip(problem.starts, problem.rows, problem.expected(), strict=True)
-        for start, count, expected in rows:
-            assert (output[start : start + count].double() - expected).abs().max() < 1e-5
+        DeviceTrees([(40, 9), (3, 2)], head_dim=head_dim).check(kernel=served.run)
 
 
 QUANTISED = FeatureKind(quantised_cache=True, quantised_query=True)

@@ -170,10 +170,7 @@ def spoilt(layer: Layer, backend: CudaTreeBackend, number: float) -> list[tuple[
             spoil(made.keys[r][context:], made.values[r][context:], row, number)
     layer.store(None)
     now = answer(layer.made, layer, backend)
-    return [
-        (clean[start : start + n], now[start : start + n])
-        for start, n in zip(made.starts, made.rows, strict=True)
-    ]
+    return list(zip(made.tree_rows(clean), made.tree_rows(now), strict=True))
 
 
 @KINDS

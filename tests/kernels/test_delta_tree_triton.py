@@ -4,10 +4,12 @@ decoded alone in float64."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
 
 import pytest
 import torch
+
+pytest.importorskip("triton")
 
 from tests.kernels.delta_trees import (
     EPS,
@@ -23,6 +25,7 @@ from tests.kernels.delta_trees import (
     one_by_one,
 )
 from vllm_specplug.kernels import StateTrees
+from vllm_specplug.kernels import delta_tree_triton as delta
 from vllm_specplug.kernels.delta_tree import tree_conv_reference
 
 pytestmark = pytest.mark.usefixtures("interpreter")
@@ -36,9 +39,7 @@ def normalised(x: torch.Tensor) -> torch.Tensor:
 
 
 def run(layer: Layer, trees: StateTrees) -> tuple[torch.Tensor, torch.Tensor]:
-    from vllm_specplug.kernels.delta_tree_triton import tree_delta_rule_triton
-
-    return tree_delta_rule_triton(
+    return delta.tree_delta_rule_triton(
         normalised(layer.query), normalised(layer.key), layer.value, layer.decays,
         layer.strengths, layer.states, trees.starts, trees.parents, trees.slots,
         max_rows=int(trees.starts.diff().max()), scale=SCALE,
@@ -53,9 +54,7 @@ def commit(
     last_rows: torch.Tensor,
     targets: torch.Tensor | None = None,
 ) -> None:
-    from vllm_specplug.kernels.delta_tree_triton import commit_states_triton
-
-    commit_states_triton(
+    delta.commit_states_triton(
         states, normalised(layer.key), updates, layer.decays, trees.parents, trees.slots,
         last_rows, targets,
     )  # fmt: skip
@@ -66,11 +65,7 @@ class TestTriton(DeltaSuite):
     value_size = 16
     beside_bfloat16 = torch.float32
 
-    def run(self, layer: Layer, trees: StateTrees) -> tuple[torch.Tensor, torch.Tensor]:
-        return run(layer, trees)
-
-    def commit(self, states: torch.Tensor, layer: Layer, *rest: Any) -> None:
-        commit(states, layer, *rest)
+    run, commit = staticmethod(run), staticmethod(commit)
 
     def in_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """As vLLM lays them out on CUDA: values outside keys."""
@@ -123,8 +118,6 @@ CHANNELS = pytest.mark.parametrize(
 def test_convolution_follows_ancestors(
     dtype: torch.dtype, channels: int, width: int, bias: bool
 ) -> None:
-    from vllm_specplug.kernels.delta_tree_triton import tree_conv_triton
-
     torch.manual_seed(channels)
     trees = make_trees(bush, RAGGED)
     # Both of vLLM's layouts: the other one has channels outside steps.
@@ -139,7 +132,9 @@ def test_convolution_follows_ancestors(
         silu=True,
     )  # fmt: skip
     for states in (kept, kept.contiguous()):
-        actual = tree_conv_triton(rows, states, trees.slots, windows, weight, offset, silu=True)
+        actual = delta.tree_conv_triton(
+            rows, states, trees.slots, windows, weight, offset, silu=True
+        )
         assert actual.dtype == dtype
         assert error(actual, expected) < (2e-6 if dtype == torch.float32 else 4e-3)
 
@@ -149,8 +144,6 @@ def test_convolution_follows_ancestors(
 def test_committed_inputs_are_the_last_of_the_path(
     sizes: list[int], channels: int, width: int, bias: bool
 ) -> None:
-    from vllm_specplug.kernels.delta_tree_triton import commit_conv_triton
-
     torch.manual_seed(channels)
     trees = make_trees(bush, sizes)
     kept = torch.randn(2 * len(sizes) + 1, width - 1, channels)
@@ -159,19 +152,17 @@ def test_committed_inputs_are_the_last_of_the_path(
     for last in (trees.starts[:-1], trees.starts[1:] - 1):
         expected = inputs[trees.windows(width)[last, 1:]]
         after = kept.clone()
-        commit_conv_triton(after, rows, trees.parents, trees.slots, last)
+        delta.commit_conv_triton(after, rows, trees.parents, trees.slots, last)
         assert torch.equal(after[trees.slots], expected)
         targets = torch.full_like(trees.slots, -1)
         targets[0] = 0
         after = kept.clone()
-        commit_conv_triton(after, rows, trees.parents, trees.slots, last, targets)
+        delta.commit_conv_triton(after, rows, trees.parents, trees.slots, last, targets)
         assert torch.equal(after[0], expected[0]) and torch.equal(after[1:], kept[1:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_the_rule_takes_of_the_rows(dtype: torch.dtype) -> None:
-    from vllm_specplug.kernels.delta_tree_triton import tree_inputs_triton
-
     torch.manual_seed(0)
     rows, key_heads, heads, k, v = 5, 2, 6, 24, 40
     mixed = torch.randn(rows, 2 * key_heads * k + heads * v).to(dtype)
@@ -189,7 +180,7 @@ def test_what_the_rule_takes_of_the_rows(dtype: torch.dtype) -> None:
         (-a_log.double().exp() * rates).exp(),
         b[at].double().sigmoid(),
     ]
-    actual = tree_inputs_triton(
+    actual = delta.tree_inputs_triton(
         mixed, a, b, at, a_log, dt_bias, key_heads=key_heads, key_size=k, value_size=v, eps=EPS
     )
     for i, (found, wanted) in enumerate(zip(actual, expected, strict=True)):
@@ -206,54 +197,42 @@ NOT_FINITE = {
     "all": lambda x, number: [part[SPOILT].fill_(number) for part in x.values()],
 }
 SPOILT = 3
+# The first has two blocks of rows.
+SPOILT_TREES = make_trees(bush, [20, 5])
 
 
-def _check_spoilt(part: str, number: float) -> None:
-    """Output and committed states of some rows, without and with what spoils one."""
-    from vllm_specplug.kernels import delta_tree_triton as kernels
-
+def _results(part: str | None = None, number: float = 0.0) -> list[torch.Tensor]:
+    """Output of the first tree's rows, and the state that each would commit; with a `part` of row
+    `SPOILT` that holds `number`."""
     torch.manual_seed(0)
-    # Of two blocks of rows, and another tree.
-    trees = make_trees(bush, [20, 5])
-    rows, heads, size = len(trees.parents), 2, 16
+    trees, heads, size = SPOILT_TREES, 2, 16
+    rows = len(trees.parents)
     states = torch.randn(2 * len(trees.slots) + 1, heads, size, size)
     a_log, dt_bias = torch.randn(heads), torch.randn(heads)
     inputs = {
         "mixed": torch.randn(rows, 2 * size + heads * size),
         "a": torch.randn(rows, heads), "b": torch.randn(rows, heads),
     }  # fmt: skip
-    outputs, committed = [], []
-    for spoils in (False, True):
-        if spoils:
-            NOT_FINITE[part](inputs, number)
-        query, *rest = kernels.tree_inputs_triton(
-            inputs["mixed"], inputs["a"], inputs["b"], torch.arange(rows), a_log, dt_bias,
-            key_heads=1, key_size=size, value_size=size, eps=EPS,
-        )  # fmt: skip
-        output, updates = kernels.tree_delta_rule_triton(
-            query, *rest, states, trees.starts, trees.parents, trees.slots,
-            max_rows=int(trees.starts.diff().max()), scale=SCALE,
-        )  # fmt: skip
-        outputs.append(output)
-        kept = torch.zeros(20, *states.shape[1:])
-        for last in range(20):
-            after = states.clone()
-            lasts = torch.tensor([last, rows - 1])
-            kernels.commit_states_triton(
-                after, rest[0], updates, rest[2], trees.parents, trees.slots, lasts
-            )
-            kept[last] = after[trees.slots[0]]
-        committed.append(kept)
-    if part == "query":
-        # Only its own row changes.
-        rows_of_others = [row for row in range(20) if row != SPOILT]
-        assert torch.equal(outputs[0][rows_of_others], outputs[1][rows_of_others])
-        assert outputs[1][SPOILT].isnan().all() and torch.equal(*committed)
-        return
-    head = slice(None) if part in ("key", "all") else slice(1, 2)
-    for clean, spoilt in (outputs, committed):
-        below, _ = check_spoilt(trees, SPOILT, clean, spoilt)
-        assert spoilt[below][:, head].isnan().all()
+    if part is not None:
+        NOT_FINITE[part](inputs, number)
+    query, *rest = delta.tree_inputs_triton(
+        inputs["mixed"], inputs["a"], inputs["b"], torch.arange(rows), a_log, dt_bias,
+        key_heads=1, key_size=size, value_size=size, eps=EPS,
+    )  # fmt: skip
+    output, updates = delta.tree_delta_rule_triton(
+        query, *rest, states, trees.starts, trees.parents, trees.slots,
+        max_rows=int(trees.starts.diff().max()), scale=SCALE,
+    )  # fmt: skip
+    lasts = torch.arange(20)
+    after = torch.cat([states, torch.zeros(20, *states.shape[1:])])
+    delta.commit_states_triton(
+        after, rest[0], updates, rest[2], trees.parents, trees.slots[:1].expand(20).contiguous(),
+        lasts, len(states) + lasts,
+    )  # fmt: skip
+    return [output, after[len(states) :]]
+
+
+_clean_results = cache(_results)
 
 
 @pytest.mark.parametrize(
@@ -266,12 +245,21 @@ def _check_spoilt(part: str, number: float) -> None:
 )
 def test_what_is_not_finite_reaches_those_who_continue_it(part: str, number: float) -> None:
     """Also across blocks of rows."""
-    _check_spoilt(part, number)
+    clean, spoilt = _clean_results(), _results(part, number)
+    if part == "query":
+        # Only its own row changes.
+        others = [row for row in range(20) if row != SPOILT]
+        assert torch.equal(clean[0][others], spoilt[0][others])
+        assert spoilt[0][SPOILT].isnan().all() and torch.equal(clean[1], spoilt[1])
+        return
+    head = slice(None) if part in ("key", "all") else slice(1, 2)
+    for before, after in zip(clean, spoilt, strict=True):
+        below, _ = check_spoilt(SPOILT_TREES, SPOILT, before, after)
+        assert after[below][:, head].isnan().all()
 
 
 def test_multiplied_as_it_is_it_reaches_other_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: inputs as the readable rule takes them."""
-    from vllm_specplug.kernels import delta_tree_triton
 
     def as_they_are(
         mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor,
@@ -284,6 +272,7 @@ def test_multiplied_as_it_is_it_reaches_other_branches(monkeypatch: pytest.Monke
             value.unflatten(1, (-1, key_size)).contiguous(), (-rates).exp(), b.sigmoid(),
         )  # fmt: skip
 
-    monkeypatch.setattr(delta_tree_triton, "tree_inputs_triton", as_they_are)
+    monkeypatch.setattr(delta, "tree_inputs_triton", as_they_are)
+    clean, spoilt = _results(), _results("value", float("nan"))
     with pytest.raises(AssertionError, match="sees another branch"):
-        _check_spoilt("value", float("nan"))
+        check_spoilt(SPOILT_TREES, SPOILT, clean[0], spoilt[0])

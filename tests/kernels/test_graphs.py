@@ -6,9 +6,11 @@ the same operations without a graph; Triton runs in the interpreter."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -61,7 +63,7 @@ def full_graphs(pretended_pool: None, monkeypatch: pytest.MonkeyPatch) -> None:
 class Target:
     """Two layers of attention over pages, with the buffers of vLLM's runner."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: list[int] = SIZES) -> None:
         torch.manual_seed(0)
         limits = StepLimits(REQUESTS, SIZES[-1], NODES + 1, CONTEXT)
         self.backend = CudaTreeBackend("auto", HEADS, limits, CPU)
@@ -80,7 +82,7 @@ class Target:
         self.output = torch.zeros(SIZES[-1], HEADS * DIM)
         self.store = TreeStore(7, NODES, VOCAB, CPU)
         manager = wrap_graph_manager(CudaGraphManager)
-        self.manager = manager(config(SIZES), CPU, CUDAGraphMode.FULL_AND_PIECEWISE, NODES + 1)
+        self.manager = manager(config(sizes), CPU, CUDAGraphMode.FULL_AND_PIECEWISE, NODES + 1)
 
     def forward(self, rows: Any, count: int) -> torch.Tensor:
         x = self.embeddings[self.input_ids[:count].long()] + self.positions[:count, None] * 0.01
@@ -206,36 +208,32 @@ def test_every_ragged_step_of_every_size() -> None:
     assert used == set(SIZES) and were_padded > 1 and without_drafts > 1
 
 
-def _reallocated(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    target.backend.graph_trees = GraphTrees(target.backend.limits, CPU)
+def test_what_a_graph_does_not_see_is_noticed() -> None:
+    target, rng = Target([17]), np.random.default_rng(0)
+    target.capture()
+    fill, parents = GraphTrees.fill, graph_trees.row_parents
 
-
-def _stale_padding(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests past the batch's keep rows: those of the first again."""
-    fill = GraphTrees.fill
-
-    def stale(self: Any, trees: Any, starts: Any, lens: Any, *rest: Any) -> Any:
+    def stale_padding(self: Any, trees: Any, starts: Any, lens: Any, *rest: Any) -> Any:
+        """Requests past the batch's keep rows: those of the first again."""
         made = fill(self, trees, starts, lens, *rest)
         made.plan[1:, made.plan[2] == 0] = made.plan[1:, :1]
         return made
 
-    monkeypatch.setattr(GraphTrees, "fill", stale)
-
-
-def _chains(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    parents = graph_trees.row_parents
-    monkeypatch.setattr(graph_trees, "row_parents", lambda trees, *rest: parents(None, *rest))
-
-
-@pytest.mark.parametrize("control", [_reallocated, _stale_padding, _chains])
-def test_what_a_graph_does_not_see_is_noticed(
-    control: Callable[[Target, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target, rng = Target(), np.random.default_rng(0)
-    target.capture()
-    control(target, monkeypatch)
-    expected, _ = target.step([(0, 9, 6), (1, 30, 4), (2, 5, 1)], rng)
-    assert not torch.equal(target.output[: len(expected)], expected)
+    controls = {
+        "none": nullcontext(),
+        "another memory": patch.object(
+            target.backend, "graph_trees", GraphTrees(target.backend.limits, CPU)
+        ),
+        "stale padding": patch.object(GraphTrees, "fill", stale_padding),
+        "chains": patch.object(
+            graph_trees, "row_parents", lambda trees, *rest: parents(None, *rest)
+        ),
+    }
+    for name, control in controls.items():
+        with control:
+            expected, _ = target.step([(0, 9, 6), (1, 30, 4), (2, 5, 1)], rng)
+        is_seen = torch.equal(target.output[: len(expected)], expected)
+        assert is_seen == (name == "none"), name
 
 
 @pytest.mark.parametrize("bound", ["rows", "context"])
@@ -243,14 +241,14 @@ def test_bounds_of_the_captured_step_are_not_those_of_the_replayed(
     bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A launch grid for few rows serves no larger tree; a context is never cut."""
-    target, rng = Target(), np.random.default_rng(0)
-    with monkeypatch.context() as patch:
+    target, rng = Target([17]), np.random.default_rng(0)
+    with monkeypatch.context() as patched:
         if bound == "context":
             limits = replace(target.backend.limits, context=1)
-            patch.setattr(target.backend.graph_trees, "limits", limits)
+            patched.setattr(target.backend.graph_trees, "limits", limits)
         else:
             padded = target.padded
-            patch.setattr(target, "padded", lambda desc: padded(replace(desc, max_query_len=1)))
+            patched.setattr(target, "padded", lambda desc: padded(replace(desc, max_query_len=1)))
         target.capture()
     expected, _ = target.step([(0, 9, NODES), (1, 60, 4)], rng)
     assert torch.equal(target.output[: len(expected)], expected) == (bound == "context")

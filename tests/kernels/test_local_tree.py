@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -35,12 +36,18 @@ def same_trees(trees: list[DraftTree], oracles: list[DraftTree]) -> None:
         assert np.allclose(tree.scores, oracle.scores, atol=2e-4)
 
 
-def build_both(b: LocalTreeBuilder, count: int) -> Any:
-    ids, log_probs = candidates(6, count)
-    args = (ids, log_probs, ANCHORS, *LIMITS.values(), WIDTH)
+def build(b: LocalTreeBuilder, count: int, *, compiled: bool = True) -> list[DraftTree]:
+    """Trees of six requests over `count` candidates."""
     assert b.weights is not None
-    terms = slot_terms(b)
-    return b.build(*args, terms=terms), b.build(*args, terms=terms, compiled=False)
+    args = (*candidates(6, count), ANCHORS, *LIMITS.values(), WIDTH)
+    return b.build(*args, terms=slot_terms(b), compiled=compiled)
+
+
+@cache
+def readable(name: str, dtype: torch.dtype, anchor: bool, count: int) -> list[DraftTree]:
+    """Those of the readable builder, which knows no instruction sets."""
+    b = builder(name, dtype, anchor=anchor, has_prior=name in HEADS)
+    return build(b, count, compiled=False)
 
 
 def slot_terms(b: LocalTreeBuilder) -> torch.Tensor | None:
@@ -57,7 +64,7 @@ def test_float32_trees_equal_the_readable_ones(
     isa: str, name: str, anchor: bool, gate_table_bytes: int
 ) -> None:
     b = builder(name, torch.float32, anchor=anchor, gate_table_bytes=gate_table_bytes)
-    trees, oracles = build_both(b, 64)
+    trees, oracles = build(b, 64), readable(name, torch.float32, anchor, 64)
     assert max(tree.max_depth for tree in oracles) >= 4
     same_trees(trees, oracles)
     assert all(t.num_nodes <= most for t, most in zip(trees, LIMITS["budgets"], strict=True))
@@ -106,9 +113,8 @@ def test_scores_of_sixteen_bits_are_near_the_readable_ones(
     isa: str, name: str, dtype: torch.dtype
 ) -> None:
     """The kernel keeps states in float32: it is no further from float32 than torch's 16 bits."""
-    has_prior = name in HEADS
-    trees, rounded = build_both(builder(name, dtype, anchor=True, has_prior=has_prior), 61)
-    _, exact = build_both(builder(name, torch.float32, anchor=True, has_prior=has_prior), 61)
+    trees = build(builder(name, dtype, anchor=True, has_prior=name in HEADS), 61)
+    rounded, exact = (readable(name, kind, True, 61) for kind in (dtype, torch.float32))
 
     def error(candidates: Any) -> float:
         return max(
@@ -127,7 +133,7 @@ def test_a_state_that_was_never_corrected_is_still_carried(compiled: None) -> No
     b = builder("gru", torch.float32, anchor=False)
     object.__setattr__(b.options, "alpha", (0.0, 0.0, 2.0, 2.0, 2.0))
     b.alpha = torch.tensor(b.options.alpha)
-    for tree, oracle in zip(*build_both(b, 64), strict=True):
+    for tree, oracle in zip(build(b, 64), build(b, 64, compiled=False), strict=True):
         assert tree.token_ids.tolist() == oracle.token_ids.tolist()
 
 

@@ -45,6 +45,9 @@ def test_ancestor_words_are_root_to_node_paths(node_counts, seed):
         assert bits_of(words[start : start + rows], rows) == [
             path_of(tree, row) for row in range(rows)
         ]
+        parent_rows = torch.from_numpy(np.concatenate([[-1], tree + 1]))
+        attended = words_to_bool(words[start : start + rows], rows)
+        assert torch.equal(attended, ancestor_mask(parent_rows))
         start += rows
     filled = torch.zeros_like(words)
     counts = np.array([n + 1 for n in node_counts], dtype=np.int32)
@@ -68,13 +71,6 @@ def test_causal_and_full_words(counts):
         assert bits_of(full[start : start + n], n) == [list(range(n))] * n
         start += n
     assert causal.shape == full.shape == (start, -(-max(sizes) // 64))
-
-
-@pytest.mark.parametrize("nodes", [0, 7, 62, 63, 64, 129])
-def test_words_and_parents_name_the_same_rows(nodes):
-    parents = random_parents(nodes, np.random.default_rng(nodes))
-    rows = torch.from_numpy(np.concatenate([[-1], parents + 1]))
-    assert torch.equal(words_to_bool(ancestor_words([parents]), nodes + 1), ancestor_mask(rows))
 
 
 def test_metadata_of_trees_and_blocks():

@@ -36,7 +36,7 @@ def _skip_below(isa: str) -> None:
 
 @pytest.fixture(params=["avx2", "avx512", "avx512_bf16"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The instruction set of bfloat16 products."""
+    """The instruction set of the products."""
     _skip_below(request.param)
     use_isa(request.param)
     assert packed_isa() == request.param
@@ -56,33 +56,7 @@ def int8_products() -> None:
 
 
 # Blocks of rows change at 3, 6, 12, 14, 64 and 96, the cache's part of them ends at 126 or 512.
-ROWS = (
-    1,
-    2,
-    3,
-    4,
-    5,
-    6,
-    7,
-    12,
-    13,
-    14,
-    15,
-    16,
-    24,
-    28,
-    29,
-    64,
-    95,
-    96,
-    97,
-    125,
-    126,
-    127,
-    128,
-    511,
-    513,
-)
+ROWS = (*range(1, 8), *range(12, 17), 24, 28, 29, 64, 95, 96, 97, 125, 126, 127, 128, 511, 513)
 
 
 def _case(columns: int, depth: int, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,36 +65,36 @@ def _case(columns: int, depth: int, rows: int) -> tuple[torch.Tensor, torch.Tens
     return weight, torch.randn(rows, depth).bfloat16(), torch.randn(columns).bfloat16()
 
 
-def _assert_rounded_once(found: torch.Tensor, exact: torch.Tensor) -> None:
-    # Half a unit in the last place of bfloat16, and what float32 sums lose on the way.
+def _assert_rounded_once(found: torch.Tensor, exact: torch.Tensor, lost: float = 1e-5) -> None:
+    """Raises unless it differs by at most half a unit in the last place of bfloat16 and what
+    float32 sums have lost on the way."""
     error = (found.double() - exact).abs()
-    assert bool((error <= exact.abs() * 2.0**-8 * 1.01 + 1e-5).all()), float(error.max())
+    assert bool((error <= exact.abs() * 2.0**-8 * 1.01 + lost).all()), float(error.max())
 
 
 @pytest.mark.parametrize("columns", [32, 33, 48, 63, 64, 96, 130, 576])
-@pytest.mark.parametrize("has_bias", [False, True])
-def test_equals_exact_products_rounded_once(isa: str, columns: int, has_bias: bool) -> None:
+def test_equals_exact_products_rounded_once(isa: str, columns: int) -> None:
     for depth in (2, 4, 6, 10, 64, 150):
+        weight, x, bias = _case(columns, depth, ROWS[-1])
+        packed, exact = pack_linear(weight), x.double() @ weight.double().T
         for rows in ROWS:
-            weight, x, bias = _case(columns, depth, rows)
-            found = packed_linear(x, pack_linear(weight), columns, bias if has_bias else None)
-            exact = x.double() @ weight.double().T + (bias.double() if has_bias else 0.0)
-            _assert_rounded_once(found, exact)
+            _assert_rounded_once(packed_linear(x[:rows], packed, columns), exact[:rows])
+            found = packed_linear(x[:rows], packed, columns, bias)
+            _assert_rounded_once(found, exact[:rows] + bias.double())
 
 
 @pytest.mark.parametrize("depth", [768, 770, 1536, 2308])
 def test_rows_longer_than_a_piece(isa: str, depth: int) -> None:
+    weight, x, bias = _case(80, depth, 513)
+    packed, exact = pack_linear(weight), x.double() @ weight.double().T + bias.double()
+    whole = packed_linear(x, packed, 80, bias)
+    _assert_rounded_once(whole, exact)
+    # Rows a multiple of a page apart.
+    apart = torch.zeros(513, -(-depth // 2048) * 2048, dtype=torch.bfloat16)
+    apart[:, :depth] = x
     for rows in (1, 2, 3, 8, 14, 15, 28, 33, 64, 65, 96, 513):
-        weight, x, bias = _case(80, depth, rows)
-        packed = pack_linear(weight)
-        found = packed_linear(x, packed, 80, bias)
-        _assert_rounded_once(found, x.double() @ weight.double().T + bias.double())
-        last = max(1, rows // 3)
-        assert torch.equal(packed_linear(x[:last], packed, 80, bias), found[:last])
-        # Rows a multiple of a page apart.
-        apart = torch.zeros(rows, -(-depth // 2048) * 2048, dtype=torch.bfloat16)
-        apart[:, :depth] = x
-        assert torch.equal(packed_linear(apart[:, :depth], packed, 80, bias), found)
+        assert torch.equal(packed_linear(x[:rows], packed, 80, bias), whole[:rows])
+        assert torch.equal(packed_linear(apart[:rows, :depth], packed, 80, bias), whole[:rows])
 
 
 @pytest.mark.parametrize("name", ["avx2", "avx512", "avx512_bf16"])
@@ -171,8 +145,9 @@ def _int8_case(
     torch.manual_seed(columns * depth + rows)
     rounded = torch.randint(-127, 128, (columns, depth), dtype=torch.int8)
     scales = torch.rand(columns) + 0.01
-    x = (torch.randn(rows, depth) * torch.logspace(-3, 3, rows)[:, None]).bfloat16()
-    x[rows // 2] = 0
+    magnitudes = torch.logspace(-3, 3, rows)[torch.randperm(rows)]
+    x = (torch.randn(rows, depth) * magnitudes[:, None]).bfloat16()
+    x[3] = 0
     row_scales = x.float().abs().amax(dim=1, keepdim=True) / 127
     inverse = torch.where(row_scales > 0, 1 / row_scales, 0.0)
     of_rows = (x.float() * inverse).round().clamp(-127, 127)
@@ -185,21 +160,14 @@ def _int8_case(
 def test_int8_products_are_exact_but_for_one_rounding(
     int8_products: None, columns: int, depth: int
 ) -> None:
+    packed, x, exact = _int8_case(columns, depth, ROWS[-1])
+    bias = torch.randn(columns).bfloat16()
     for rows in ROWS:
-        packed, x, exact = _int8_case(columns, depth, rows)
-        found = packed_int8_linear(x, packed)
-        error = (found.double() - exact).abs()
-        assert bool((error <= exact.abs() * 2.0**-8 * 1.01 + 1e-6 * exact.abs().amax()).all())
-        assert not found[rows // 2].any()
-        bias = torch.randn(columns).bfloat16()
-        with_bias = packed_int8_linear(x, packed, bias)
-        error = (with_bias.double() - exact - bias.double()).abs()
-        assert bool(
-            (
-                error
-                <= (exact + bias.double()).abs() * 2.0**-8 * 1.01 + 1e-4 + 1e-6 * exact.abs().amax()
-            ).all()
-        )
+        found, lost = packed_int8_linear(x[:rows], packed), 1e-6 * float(exact[:rows].abs().max())
+        _assert_rounded_once(found, exact[:rows], lost)
+        assert not found[3:4].any()
+        found = packed_int8_linear(x[:rows], packed, bias)
+        _assert_rounded_once(found, exact[:rows] + bias.double(), 1e-4 + lost)
 
 
 def test_int8_extremes_do_not_saturate(int8_products: None) -> None:
@@ -219,6 +187,78 @@ def test_a_weight_that_does_not_lie_together(isa: str) -> None:
     weight, x, _ = _case(40, 16, 12)
     apart = pack_linear(weight.T.contiguous().T)
     assert torch.equal(packed_linear(x, apart, 40), packed_linear(x, pack_linear(weight), 40))
+
+
+# -- weights of 4 bits ---------------------------------------------------------------------
+
+INT4_ISAS = pytest.mark.parametrize("isa", ["avx512", "avx512_bf16"], indirect=True)
+# Blocks of rows change at 3, 7, 8, 13 and 15; more rows are split evenly, in parts of 512.
+INT4_ROWS = (0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 15, 29, 40, 130, 515)
+
+
+def _int4_case(
+    columns: int, depth: int, group_size: int, has_zeros: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """Codes, scales, zero points, and the weight in float64."""
+    torch.manual_seed(columns * depth)
+    shape = (columns, depth // group_size)
+    codes = torch.randint(0, 16, (columns, depth), dtype=torch.uint8)
+    scales = (torch.rand(shape) / depth**0.5).bfloat16()
+    zeros = torch.randint(-8, 8, shape).bfloat16() if has_zeros else None
+    shift = 8.0 if zeros is None else 8.0 + zeros.double().repeat_interleave(group_size, 1)
+    return codes, scales, zeros, (codes - shift) * scales.double().repeat_interleave(group_size, 1)
+
+
+@INT4_ISAS
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "depth", "group_size"),
+    [(32, 32, 32), (33, 64, 8), (100, 576, 32), (64, 1024, 128), (130, 96, 96), (16, 48, 24)],
+)
+def test_int4_products_are_exact_but_for_one_rounding(
+    isa: str, columns: int, depth: int, group_size: int, has_zeros: bool
+) -> None:
+    codes, scales, zeros, weight = _int4_case(columns, depth, group_size, has_zeros)
+    packed, bias = pack_int4(codes, scales, zeros), torch.randn(columns).bfloat16()
+    x = torch.randn(INT4_ROWS[-1], depth).bfloat16()
+    exact = x.double() @ weight.T
+    for rows in INT4_ROWS:
+        _assert_rounded_once(packed_int4_linear(x[:rows], packed), exact[:rows], 3e-5)
+        found = packed_int4_linear(x[:rows], packed, bias)
+        _assert_rounded_once(found, exact[:rows] + bias.double(), 3e-5)
+
+
+@INT4_ISAS
+@pytest.mark.parametrize("has_zeros", [False, True])
+def test_unit_vectors_read_an_int4_weight(isa: str, has_zeros: bool) -> None:
+    codes, scales, zeros, weight = _int4_case(100, 576, 32, has_zeros)
+    packed = pack_int4(codes, scales, zeros)
+    found = packed_int4_linear(torch.eye(576, dtype=torch.bfloat16), packed)
+    assert torch.equal(found, weight.T.float().bfloat16())
+
+
+@INT4_ISAS
+def test_what_does_not_fit_int4_products_is_refused(isa: str) -> None:
+    codes, scales, zeros, _ = _int4_case(64, 64, 32, True)
+    packed, x = pack_int4(codes, scales, zeros), torch.randn(2, 64).bfloat16()
+    for wrong, message in (
+        ((codes.int(), scales, zeros), "codes must be"),
+        ((codes, scales.float(), zeros), "scales contiguous bfloat16"),
+        ((codes, scales, zeros[:, :1].contiguous()), "zeros must be"),  # type: ignore[index]
+        ((codes[:, :24].contiguous(), scales, zeros), "multiple of 8"),
+        ((codes, scales.repeat(1, 2)[:, :3].contiguous(), None), "divide K"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            pack_int4(*wrong)
+    with pytest.raises(RuntimeError, match="x must be bfloat16"):
+        packed_int4_linear(x.float(), packed)
+    with pytest.raises(RuntimeError, match=r"made of a weight \[64, 32\]"):
+        packed_int4_linear(x[:, :32], packed)
+    with pytest.raises(RuntimeError, match="bias must be"):
+        packed_int4_linear(x, packed, torch.zeros(60).bfloat16())
+    use_isa("avx2")
+    with pytest.raises(RuntimeError, match="AVX-512"):
+        packed_int4_linear(x, packed)
 
 
 # -- rows of every kind of product ---------------------------------------------------------

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.step_trees import SLOTS, UseKernels, numbers, request_states, same, switch
+from tests.kernels.step_trees import SLOTS, UseKernels, compared, numbers, request_states, switch
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
@@ -41,12 +41,8 @@ def compare_step_tables(use: UseKernels, width: int, seed: int) -> int:
         paths = numbers(rng, num_reqs, width, dtype=torch.int64)
         walk = Walk(paths, paths, numbers(rng, num_reqs, dtype=wide))
     sampled = torch.from_numpy(rng.integers(0, 3, num_reqs)).to(wide)
-    made = []
-    for on in (False, True):
-        use(on)
-        made.append([step_table(states, batch, walk, sampled, width)])
-    same(*made)
-    assert made[1][0].shape == (num_reqs, 4 + width + (1 + width) * (walk is not None))
+    (table,) = compared(use, lambda: [step_table(states, batch, walk, sampled, width)])
+    assert table.shape == (num_reqs, 4 + width + (1 + width) * (walk is not None))
     return int((states.total_len.gpu[slots] < width).sum())
 
 
@@ -76,11 +72,7 @@ def compare_trees_tables(use: UseKernels, nodes: int, seed: int) -> None:
         found = numbers(rng, *shape[:2]), numbers(rng, *shape) - 1
     if seed % 4 == 3:
         alone = device_trees(rng, num_reqs, nodes, strided=False)
-    made = []
-    for on in (False, True):
-        use(on)
-        made.append([trees_table(trees, room, alone, found)])
-    same(*made)
+    compared(use, lambda: [trees_table(trees, room, alone, found)])
 
 
 def compare_draft_inputs(use: UseKernels, num_reqs: int, seed: int) -> tuple[int, int, int]:
@@ -93,12 +85,8 @@ def compare_draft_inputs(use: UseKernels, num_reqs: int, seed: int) -> tuple[int
     most, room, forward = rng.integers(0, 20, (3, num_reqs))
     longest = states.total_len.gpu[slots].numpy() + rng.integers(0, 30, num_reqs)
     limits = torch.from_numpy(np.stack([most, longest, room, forward])).int()
-    made = []
-    for on in (False, True):
-        use(on)
-        made.append(astuple(draft_inputs(states, slots, sampled, limits)))
-    same(*made)
-    _, _, budgets, depths, _, _, roots = made[1]
+    made = compared(use, lambda: astuple(draft_inputs(states, slots, sampled, limits)))
+    _, _, budgets, depths, _, _, roots = made
     return int((budgets > 0).sum()), int((roots < 0).sum()), int((depths < 1).sum())
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.step_trees import Drafted, UseKernels, same, switch
+from tests.kernels.step_trees import Drafted, UseKernels, compared, switch
 
 pytest.importorskip("triton")
 pytest.importorskip("vllm")
@@ -52,13 +52,13 @@ def compare_walks(use: UseKernels, nodes: int, seed: int) -> int:
     # Lines of larger tables.
     slots = torch.randint(0, 10**6, (2, total), generator=rng)[1]
     positions = torch.randint(0, 10**6, (total + 5,), generator=rng)[:total]
-    made = []
-    for on in (False, True):
-        use(on)
+
+    def walked() -> list[torch.Tensor]:
         walk = walk_trees(stops.mask_after_stop(trees, tokens), samples, tokens)
-        made.append([*astuple(walk), *astuple(committed_rows(trees, walk, slots, positions))])
-    same(*made)
-    return int(walk.lengths.max())
+        return [*astuple(walk), *astuple(committed_rows(trees, walk, slots, positions))]
+
+    _, _, lengths, *_ = compared(use, walked)
+    return int(lengths.max())
 
 
 def compare_puts(use: UseKernels, nodes: int, seed: int) -> tuple[int, int]:
@@ -71,14 +71,14 @@ def compare_puts(use: UseKernels, nodes: int, seed: int) -> tuple[int, int]:
         drafted.counts, drafted.slots = drafted.counts.long(), drafted.slots.int()
     if seed % 3 == 1:
         drafted.room = torch.randint(0, nodes + 2, drafted.counts.shape, dtype=torch.int32)
-    made = []
-    for on in (False, True):
-        use(on)
+
+    def kept() -> tuple[torch.Tensor, ...]:
         store, ids = drafted.put()
-        made.append((ids, store.parents, store.depths, store.scores, store.root_positions))
-    same(*made)
-    lost = store.parents[drafted.slots.long()] == NO_NODE
-    return int(store.depths.max()), int(lost.sum())
+        return ids, store.parents, store.depths, store.scores, store.root_positions
+
+    _, parents, depths, *_ = compared(use, kept)
+    lost = parents[drafted.slots.long()] == NO_NODE
+    return int(depths.max()), int(lost.sum())
 
 
 def compare_steps(use: UseKernels, nodes: int, seed: int) -> int:
@@ -95,9 +95,8 @@ def compare_steps(use: UseKernels, nodes: int, seed: int) -> int:
     # In a capture they may be shorter than the rows.
     seq_lens[: batch.num_reqs] = batch.seq_lens if seed % 5 else 1
     table = torch.zeros((1, 1), dtype=torch.int32)
-    made = []
-    for on in (False, True):
-        use(on)
+
+    def attached() -> list[torch.Tensor]:
         trees = attach_trees(store, step_rows(batch, nodes))
         positions = torch.arange(num_rows) * 7
         set_positions(trees, positions)
@@ -108,9 +107,10 @@ def compare_steps(use: UseKernels, nodes: int, seed: int) -> int:
             # Rows of padding hold anything.
             parents = filled.parent_rows[: batch.num_tokens].clone()
             fields += [filled.plan.clone(), filled.query_starts.clone(), parents]
-        made.append(fields)
-    same(*made)
-    return int((trees.parent_rows >= 0).sum())
+        return fields
+
+    parent_rows, *_ = compared(use, attached)
+    return int((parent_rows >= 0).sum())
 
 
 @pytest.fixture(params=SIZES)

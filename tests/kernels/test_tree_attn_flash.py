@@ -108,11 +108,7 @@ def test_a_lost_log_sum_exp_is_noticed(monkeypatch):
 def test_trees_apart_are_left_to_triton_alone(monkeypatch):
     problem = DeviceTrees([(40, 5), (3, 2)])
     monkeypatch.setattr(tree_attn_flash, "context_attention", None)
-    output = torch.zeros_like(problem.query, memory_format=torch.contiguous_format)
-    arguments = (problem.key_cache, problem.value_cache, output, problem.metadata(), problem.scale)
-    tree_attn_flash.tree_attn_flash(problem.query, *arguments)
-    for start, n, expected in zip(problem.starts, problem.rows, problem.expected(), strict=True):
-        assert (output[start : start + n].double() - expected).abs().max() < 1e-5
+    problem.check(kernel=tree_attn_flash.tree_attn_flash)
 
 
 @pytest.mark.parametrize(

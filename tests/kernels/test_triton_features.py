@@ -112,12 +112,7 @@ def test_the_check_notices_other_scales_of_tokens(
 @pytest.mark.parametrize("kind", [torch.int8, FP8])
 def test_the_reference_reads_scales_of_tokens(kind: torch.dtype) -> None:
     made = problem(SMALL_WINDOW, [(0, 0), (31, 2), (39, 9), (100, 33)], kind)
-    output = torch.full(made.query.shape, 7.0)
-    tree_attn_cuda_reference(
-        made.query, made.key_cache, made.value_cache, output, made.metadata(), made.scale,
-        features=made.features,
-    )  # fmt: skip
-    made.assert_expected(output)
+    made.check(kernel=tree_attn_cuda_reference)
 
 
 # -- what is stored of numbers that are not finite -------------------------------------------
