@@ -10,7 +10,7 @@ import numpy as np
 
 from vllm_specplug.budget.acceptance import AcceptanceModel, accepted_nodes
 from vllm_specplug.budget.allocation import allocate
-from vllm_specplug.budget.arrays import Bools, Floats, Ints
+from vllm_specplug.budget import Bools, Floats, Ints
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate, GateDecision
 from vllm_specplug.budget.fairness import FairnessWeights
 from vllm_specplug.budget.lookup_gate import LookupGate

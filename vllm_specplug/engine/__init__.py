@@ -15,7 +15,7 @@ def install() -> None:
     other, choosing one of them stops at config time with the reason. If a change fails, the earlier
     ones are undone and the methods are refused as well.
     """
-    from vllm_specplug.seams import PROCESS_SEAMS, REFUSAL
+    from vllm_specplug.seams.listing_process import PROCESS_SEAMS, REFUSAL
 
     if PROCESS_SEAMS.is_applied or REFUSAL.is_applied:
         return

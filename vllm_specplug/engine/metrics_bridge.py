@@ -28,7 +28,8 @@ from vllm.v1.metrics.stats import SchedulerStats
 from vllm_specplug.engine.draft_counts import exclude_unused_rows
 from vllm_specplug.engine.placeholders import keep_reserved_rows
 from vllm_specplug.engine.spec_config import tree_config
-from vllm_specplug.metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE, PrometheusExporter
+from vllm_specplug.metrics.exporter import PrometheusExporter
+from vllm_specplug.metrics.worker_metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE
 
 
 @dataclass

@@ -52,7 +52,7 @@ from vllm_specplug.registry import (
     misfit,
     owners_of,
 )
-from vllm_specplug.seams import CPU_ADMISSION
+from vllm_specplug.seams.listing_runner import CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
 
 logger = init_logger("vllm.specplug.config")

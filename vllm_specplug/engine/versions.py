@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_specplug.registry import legal_method_names
-from vllm_specplug.seams import PROCESS_SEAMS
+from vllm_specplug.seams.listing_process import PROCESS_SEAMS
 
 SUPPORTED_VLLM = ("0.32", "0.33")
 SUPPORTED_TEXT = "0.32.x and 0.33.x"

@@ -24,7 +24,7 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from vllm_specplug.budget import Batch
+from vllm_specplug.budget.adaptive_budget import Batch
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory

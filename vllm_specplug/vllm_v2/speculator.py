@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_specplug.budget import Batch
+from vllm_specplug.budget.adaptive_budget import Batch
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -38,7 +38,7 @@ from vllm_specplug.vllm_worker.ranks import (
 )
 
 if TYPE_CHECKING:
-    from vllm_specplug.metrics import StepStats
+    from vllm_specplug.metrics.step_stats import StepStats
 
 
 def make_tree_store(vllm_config: Any, device: torch.device) -> TreeStore:

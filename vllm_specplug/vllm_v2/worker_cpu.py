@@ -15,8 +15,8 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.seams import (
-    CPU_BACKENDS,
+from vllm_specplug.seams.listing_attention import CPU_BACKENDS
+from vllm_specplug.seams.listing_runner import (
     CPU_KERNELS,
     CPU_RUNNER,
     CPU_WORKER_ADMISSION,

@@ -11,7 +11,8 @@ from vllm.logger import init_logger
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import choose_reference
 from vllm_specplug.options import option_error
-from vllm_specplug.seams import LATENT_SEAMS, WORKER_SEAMS
+from vllm_specplug.seams import WORKER_SEAMS
+from vllm_specplug.seams.listing_attention import LATENT_SEAMS
 
 logger = init_logger("vllm.specplug.worker")
 

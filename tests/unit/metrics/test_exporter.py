@@ -4,7 +4,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from vllm_specplug.metrics import PHASES, PLAIN_REASONS, PrometheusExporter, StepStats
+from vllm_specplug.metrics.exporter import PrometheusExporter
+from vllm_specplug.metrics.step_stats import PHASES, PLAIN_REASONS, StepStats
 
 LABELS = {"model_name": "m", "engine": "0"}
 

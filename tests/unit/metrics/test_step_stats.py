@@ -4,7 +4,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.metrics import StepStats
+from vllm_specplug.metrics.step_stats import StepStats
 
 drafts = st.lists(
     st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=8

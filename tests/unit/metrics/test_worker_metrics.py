@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from vllm_specplug.metrics import SpecPlugMetrics
+from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics
 
 LOGGER = logging.getLogger("specplug.test.worker_metrics")
 

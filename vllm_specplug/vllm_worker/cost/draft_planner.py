@@ -16,9 +16,15 @@ from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan, RowBudget
-from vllm_specplug.budget.adaptive_budget import LevelThresholds
-from vllm_specplug.metrics import SpecPlugMetrics
+from vllm_specplug.budget.adaptive_budget import (
+    AdaptiveBudget,
+    Batch,
+    LevelThresholds,
+    NextStep,
+    Plan,
+)
+from vllm_specplug.budget.row_budget import RowBudget
+from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics
 from vllm_specplug.options import max_scheduled_rows, parse_request_budget
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
@@ -27,7 +33,7 @@ from vllm_specplug.vllm_worker.ranks import first_rank_values
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
     from vllm_specplug.drafting.requests import DraftRequests
-    from vllm_specplug.metrics import StepStats
+    from vllm_specplug.metrics.step_stats import StepStats
     from vllm_specplug.vllm_worker.step import StepRequest
 
 # Below "vllm", so that vLLM's handler, format and level apply.

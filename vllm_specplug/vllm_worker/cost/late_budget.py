@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, Batch, NextStep, Plan
 from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:

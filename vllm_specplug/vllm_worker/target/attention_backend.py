@@ -10,7 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from vllm_specplug.kernels.cuda_contract import TOKEN_SCALE_CACHES
-from vllm_specplug.seams import ATTENTION_BACKENDS
+from vllm_specplug.seams.listing_attention import ATTENTION_BACKENDS
 from vllm_specplug.vllm_worker.start_up import use_latent_seams
 
 # vLLM's attention backends that support tree rows.

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_specplug.seams import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
+from vllm_specplug.seams.listing_attention import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
 
 
 @dataclass(frozen=True)
