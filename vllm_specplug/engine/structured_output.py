@@ -5,8 +5,7 @@ Seam: structured_output.
 
 vLLM's scheduler keeps drafts as a flat list and walks a grammar along it, as if one sibling of a
 tree followed the other. Here the runner sends parents with the drafts of constrained requests. The
-walk goes down and up the tree (`tree/grammar.py`) with the matcher's `accept_tokens` and
-`rollback`:
+walk goes down and up the tree with the matcher's `accept_tokens` and `rollback`:
 
 1. `Scheduler.update_draft_token_ids`, or `update_draft_token_ids_in_output` where steps are
    scheduled ahead, hands the parents to the structured output manager;
@@ -30,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, visit_tree
+from vllm_specplug.tree import ROOT
+from vllm_specplug.tree.draft_tree import PARENTS_ATTRIBUTE
 
 # Attributes of the manager: the parents of drafts by request id, set while they are validated, and
 # whether any constrained request has drafted a tree. The latter is never reset, because the
@@ -70,6 +70,7 @@ class RequestCursor:
         self.fed: list[bool] = []
 
     def advance(self, token_id: int) -> bool:
+        """Appends a token if it is allowed, and returns whether it is."""
         self.path.append(token_id)
         start, _ = self.manager._get_constraint_bounds(self.request, self.path)
         feeds = len(self.path) > start
@@ -83,6 +84,7 @@ class RequestCursor:
         return True
 
     def retreat(self) -> None:
+        """Removes the last token."""
         self.path.pop()
         if self.fed.pop():
             self.grammar.rollback(1)
@@ -200,9 +202,11 @@ def mask_rows(num_rows: Sequence[int], mask_size: int) -> list[int]:
 def _fill_tree_rows(
     manager: Any, request: Any, tree: ConstrainedTree, num_nodes: int, first_row: int
 ) -> None:
-    """Fills the rows of the manager's mask for the root and the first `num_nodes` nodes.
+    """Fills the rows of the manager's mask for the root and those of the first `num_nodes` nodes
+    that the grammar can reach.
 
-    The array that the manager returned is a view of this mask.
+    The array that the manager returned is a view of this mask. Going back up an edge rolls the
+    grammar back by one token, so each node is fed once, as the nodes of a chain are.
     """
     cursor = RequestCursor(manager, request)
     mask = manager._grammar_bitmask
@@ -210,8 +214,7 @@ def _fill_tree_rows(
     # They are set if the root is reasoning; otherwise no node is.
     masked_ends = getattr(request.structured_output_request, "masked_reasoning_end_ids", None) or ()
 
-    def enter(node: int) -> None:
-        row = first_row + 1 + node
+    def fill(row: int) -> None:
         if cursor.is_constrained:
             cursor.grammar.fill_bitmask(mask, row)
         else:
@@ -220,4 +223,19 @@ def _fill_tree_rows(
             for token_id in masked_ends if cursor.is_reasoning else ():
                 words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
 
-    visit_tree(tree.token_ids[:num_nodes], tree.parents[:num_nodes], cursor, enter)
+    children: list[list[int]] = [[] for _ in range(num_nodes + 1)]
+    for child, parent in enumerate(tree.parents[:num_nodes]):
+        # No walk reaches nodes with any other negative parent.
+        if parent >= ROOT:
+            children[parent + 1].append(child)
+    fill(first_row)
+    # Nodes to enter, and None to leave one. An explicit stack, because chains may be long.
+    pending: list[int | None] = list(reversed(children[0]))
+    while pending:
+        node = pending.pop()
+        if node is None:
+            cursor.retreat()
+        elif cursor.advance(tree.token_ids[node]):
+            fill(first_row + 1 + node)
+            pending.append(None)
+            pending.extend(reversed(children[node + 1]))

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics.worker_metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE
-from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
+from vllm_specplug.tree.draft_tree import PARENTS_ATTRIBUTE
 from vllm_specplug.tree.step_trees import TreeStore
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
