@@ -26,7 +26,7 @@ from vllm_specplug.tree.step_trees import TreeStore
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.stage import StageRunnerMixin
-from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows
+from vllm_specplug.vllm_v2.state_trees import commit_paths
 from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
@@ -210,8 +210,7 @@ class TreeRunnerMixin(StageRunnerMixin):
         step, walk = self.step, self.step.walk
         if walk is not None and step.states is not None:
             assert step.trees is not None
-            lengths = accepted_lengths(input_batch, step.trees, walk)
-            step.states.commit(last_state_rows(input_batch, walk), *lengths)
+            commit_paths(step.states, step.trees, walk)
         if walk is not None and self.speculator.schedules_ahead:
             # Taken before the next trees are drafted.
             step.tree_nodes = self.speculator.tree_nodes(input_batch.req_ids)
