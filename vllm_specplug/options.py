@@ -6,12 +6,12 @@ field here is a key of `--speculative-config`. Nothing in this file imports vLLM
 vLLM reads the annotations as types: no `from __future__ import annotations` here.
 """
 
+import dataclasses
 import difflib
 import json
 import types
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Any, Literal, Self, TypeGuard, Union, get_args, get_origin
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -106,12 +106,12 @@ class TreeOptions:
 
 def tree_option_names() -> tuple[str, ...]:
     """Returns the names of the fields of `TreeOptions`."""
-    return tuple(field.name for field in fields(TreeOptions))
+    return tuple(field.name for field in dataclasses.fields(TreeOptions))
 
 
 def option_defaults(cls: Any) -> dict[str, Any]:
     """Returns the default of each field of a config class, whether it is plain or in a `Field`."""
-    return {f.name: getattr(f.default, "default", f.default) for f in fields(cls)}
+    return {f.name: getattr(f.default, "default", f.default) for f in dataclasses.fields(cls)}
 
 
 def changed_tree_options(options: Any) -> list[str]:
@@ -292,26 +292,57 @@ def request_budget_limit(options: Any) -> int:
     return min(max_nodes, REQUEST_BUDGET_FACTOR * int(default))
 
 
-def max_scheduled_rows(scheduler_config: Any) -> int:
-    """Returns the maximum number of rows that vLLM's scheduler puts into one step."""
-    rows: int = scheduler_config.max_num_batched_tokens
-    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+MIN_USEFUL_NODES = 2
+"""Minimum nodes per request under a fixed budget: with fewer a draft forward does not pay."""
 
 
-def rows_of_requests(
-    num_requests: int, max_step_rows: int, scheduler_rows: int, max_requests: int
-) -> int:
-    """Returns the maximum number of rows that `num_requests` requests and their trees may fill.
+@dataclasses.dataclass
+class RowBudget:
+    """Equal shares of the rows that a step may have."""
 
-    One share of the scheduler's rows stays free for a waiting request; otherwise it would wait
-    until a running request ends.
+    max_nodes: int
+    """Maximum number of nodes of a tree, without its root."""
+    max_step_rows: int
+    """Maximum number of rows of a step: roots and nodes of all requests."""
+    scheduler_rows: int
+    """Maximum number of rows that the scheduler puts into a step."""
+    max_requests: int
+    """Maximum number of requests that the scheduler runs at once."""
 
-    Args:
-        scheduler_rows: maximum rows that the scheduler puts into one step.
-        max_requests: maximum requests that the scheduler runs at once.
-    """
-    reserved = scheduler_rows // (num_requests + 1) if num_requests < max_requests else 0
-    return min(max_step_rows, scheduler_rows - reserved)
+    @classmethod
+    def of(cls, options: Any, scheduler_config: Any) -> Self:
+        """Returns the limits of an engine, from its speculative options and its scheduler's."""
+        rows: int = scheduler_config.max_num_batched_tokens
+        rows = min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+        nodes = options.num_speculative_tokens
+        return cls(
+            max_nodes=nodes if options.tree_budget == "auto" else int(options.tree_budget),
+            # Beyond the scheduler's own limit the last requests of a batch would starve.
+            max_step_rows=min(options.max_step_rows or rows, rows),
+            scheduler_rows=rows,
+            max_requests=scheduler_config.max_num_seqs,
+        )
+
+    def rows(self, num_requests: int) -> int:
+        """Returns the maximum number of rows of `num_requests` requests and their trees.
+
+        One share of the scheduler's rows stays free for a waiting request; otherwise it would wait
+        until a running request ends.
+        """
+        has_room = num_requests < self.max_requests
+        reserved = self.scheduler_rows // (num_requests + 1) if has_room else 0
+        return min(self.max_step_rows, self.scheduler_rows - reserved)
+
+    def share(self, num_requests: int) -> int:
+        """Returns the nodes per request that the row limits allow."""
+        return max(0, self.rows(num_requests) // num_requests - 1)
+
+    def nodes_per_request(self, num_requests: int) -> int:
+        """Returns the nodes that each of `num_requests` requests may draft; 0 for no drafts."""
+        if num_requests == 0:
+            return 0
+        nodes = min(self.max_nodes, self.share(num_requests))
+        return nodes if nodes >= min(MIN_USEFUL_NODES, self.max_nodes) else 0
 
 
 def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:

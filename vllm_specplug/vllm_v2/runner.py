@@ -21,6 +21,7 @@ from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics.worker_metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE
+from vllm_specplug.options import RowBudget
 from vllm_specplug.tree.draft_tree import PARENTS_ATTRIBUTE
 from vllm_specplug.tree.step_trees import TreeStore
 from vllm_specplug.vllm_v2.sampler import TreeSampler
@@ -82,8 +83,12 @@ class TreeRunnerMixin(StageRunnerMixin):
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, device, *args, **kwargs)
         self.tree_metrics = step_metrics(self.tree_spec)
-        self.planner = DraftPlanner.for_engine(
-            vllm_config, self.tree_metrics.stats, self.tree_backend.step_clock()
+        self.planner = DraftPlanner(
+            self.tree_spec,
+            RowBudget.of(self.tree_spec, vllm_config.scheduler_config),
+            self.tree_metrics.stats,
+            self.model_config.get_vocab_size(),
+            self.tree_backend.step_clock(),
         )
         self.speculator.start(
             self.planner, self.tree_metrics.stats, self.step, lambda: self.cudagraph_manager

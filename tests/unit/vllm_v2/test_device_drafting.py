@@ -30,7 +30,6 @@ from tests.unit.budget.calibrations import calibration
 from tests.unit.drafters import load_drafter
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, numbers, reads_the_device
 from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, Plan
-from vllm_specplug.budget.row_budget import RowBudget
 from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.drafting import head_drafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
@@ -42,6 +41,7 @@ from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
 from vllm_specplug.metrics.step_stats import StepStats
+from vllm_specplug.options import RowBudget
 from vllm_specplug.tree.step_trees import committed_rows
 from vllm_specplug.vllm_v2 import device_speculator
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs

@@ -23,9 +23,8 @@ from vllm_specplug.budget.adaptive_budget import (
     NextStep,
     Plan,
 )
-from vllm_specplug.budget.row_budget import RowBudget
 from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics
-from vllm_specplug.options import max_scheduled_rows, parse_request_budget
+from vllm_specplug.options import RowBudget, parse_request_budget
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.ranks import first_rank_values
@@ -110,28 +109,6 @@ class DraftPlanner:
         self._has_forward = False
         self._now: _Step | None = None
         self._before: _Step | None = None
-
-    @classmethod
-    def for_engine(
-        cls, vllm_config: Any, stats: StepStats, clock: StepClock | None = None
-    ) -> DraftPlanner:
-        """Returns the planner of an engine's runner."""
-        options = vllm_config.speculative_config
-        # Beyond the scheduler's own limit the last requests of a batch would starve.
-        max_rows = max_scheduled_rows(vllm_config.scheduler_config)
-        nodes = options.num_speculative_tokens
-        return cls(
-            options,
-            RowBudget(
-                max_nodes=nodes if options.tree_budget == "auto" else int(options.tree_budget),
-                max_step_rows=min(options.max_step_rows or max_rows, max_rows),
-                scheduler_rows=max_rows,
-                max_requests=vllm_config.scheduler_config.max_num_seqs,
-            ),
-            stats=stats,
-            vocab_size=vllm_config.model_config.get_vocab_size(),
-            clock=clock,
-        )
 
     # -- limits of one request -------------------------------------------------------------
 
