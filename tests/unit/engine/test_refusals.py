@@ -19,7 +19,12 @@ from tests.e2e.latent import BACKEND, latent_config
 from tests.e2e.tiny import make_head, make_tokenswift_heads
 from tests.unit.engine_config import engine_config
 from vllm_specplug.engine import spec_config
-from vllm_specplug.engine.engine_args import _check_cache_dtype, _check_states, check_engine_config
+from vllm_specplug.engine.engine_args import (
+    cache_problems,
+    check_engine_config,
+    refuse,
+    state_problems,
+)
 from vllm_specplug.options import RowBudget
 
 pytestmark = pytest.mark.usefixtures("installed")
@@ -130,10 +135,10 @@ def test_quantised_caches_by_device(
     fields = {"tree_kernel": "auto", "target_forward_option": None, "needs": frozenset, **options}
     spec: Any = SimpleNamespace(**fields)
     if message is None:
-        _check_cache_dtype("jetspec", spec, config)
+        refuse("jetspec", cache_problems(spec, config))
         return
     with pytest.raises(ValueError, match=message):
-        _check_cache_dtype("jetspec", spec, config)
+        refuse("jetspec", cache_problems(spec, config))
 
 
 RECOMPUTES = KVTransferConfig(
@@ -321,10 +326,10 @@ def test_what_recurrent_states_need_on_cuda(target: Path, tmp_path: Path) -> Non
     config.device_config = SimpleNamespace(device_type="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         config.model_config.dtype = dtype
-        _check_states("ngram_tree", config.speculative_config, config)
+        refuse("ngram_tree", state_problems(config.speculative_config, config))
     config.kv_transfer_config = RECOMPUTES
     with pytest.raises(ValueError, match="'ngram_tree' .* a KV connector .*recurrent states"):
-        _check_states("ngram_tree", config.speculative_config, config)
+        refuse("ngram_tree", state_problems(config.speculative_config, config))
 
 
 @pytest.mark.parametrize(
