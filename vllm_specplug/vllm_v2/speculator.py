@@ -271,7 +271,7 @@ class TreeSpeculator(BaseSpeculator):
                 step_nodes += r.tree.num_nodes
         self.planner.observe(step, input_batch.req_ids, record.walked, record.running)
         if step_nodes:
-            self.stats.observe_step_nodes(step_nodes)
+            self.stats.step_nodes.append(step_nodes)
             compacted = partial(self.stats.observe_ms, "compact")
             self.planner.clock.measure(record.walked, record.compacted, compacted)
 
