@@ -76,9 +76,8 @@ class DeviceSpeculator(TreeSpeculator):
 
     def _may_look_up(self) -> bool:
         """Whether branches may be looked up on the device, before the drafter is loaded."""
-        options = self.proposer.options
-        takes_branches = options.tree_width > 1 or options.head_path is None
-        return bool(options.ngram_topk) and takes_branches
+        takes_branches = self.spec.tree_width > 1 or self.spec.head_path is None
+        return bool(self.spec.ngram_topk) and takes_branches
 
     def warm_up(self) -> None:
         """Compiles the kernels of tables and lookups. Call once the drafter is loaded."""

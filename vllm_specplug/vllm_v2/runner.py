@@ -23,7 +23,6 @@ from vllm_specplug.drafting.reserved_rows import RESERVED_ROWS_ATTRIBUTE
 from vllm_specplug.metrics.worker_metrics import STATS_ATTRIBUTE, TREE_NODES_ATTRIBUTE
 from vllm_specplug.options import RowBudget
 from vllm_specplug.tree.draft_tree import PARENTS_ATTRIBUTE
-from vllm_specplug.tree.step_trees import TreeStore
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.stage import StageRunnerMixin
@@ -36,7 +35,6 @@ from vllm_specplug.vllm_worker.memory.cache_groups import draft_group
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves
-from vllm_specplug.vllm_worker.proposer import DrafterHost
 
 
 class TreeOutput(AsyncOutput):
@@ -90,24 +88,14 @@ class TreeRunnerMixin(StageRunnerMixin):
             self.model_config.get_vocab_size(),
             self.tree_backend.step_clock(),
         )
-        self.speculator.start(
-            self.planner, self.tree_metrics.stats, self.step, lambda: self.cudagraph_manager
-        )
         self.stop_tokens = StopTokens(self.max_num_reqs, device)
+        self.speculator.start(self)
         # Whether dummy LoRA adapters are loaded for a calibration.
         self.has_dummy_adapters = False
         # Running requests with a grammar, whose drafts go to the scheduler with their parents.
         self.tree_constrained: set[str] = set()
 
     # -- set-up ---------------------------------------------------------------------------
-
-    @property
-    def drafter(self) -> DrafterHost:
-        return self.speculator.proposer
-
-    @property
-    def tree_store(self) -> TreeStore:
-        return self.speculator.store
 
     def maybe_setup_dummy_loras(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_dummy_adapters:

@@ -25,7 +25,6 @@ from vllm_specplug.tree.step_trees import TreeStore, attach_trees, set_positions
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.model_state import with_trees
-from vllm_specplug.vllm_v2.speculator import make_tree_store
 from vllm_specplug.vllm_v2.stage_relay import StageRelay
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.step_input import step_rows
@@ -80,7 +79,13 @@ class StageRunnerMixin(_Runner):
     @cached_property
     def tree_store(self) -> TreeStore:
         """The trees of running requests."""
-        return make_tree_store(self.vllm_config, self.device)
+        config = self.vllm_config
+        return TreeStore(
+            config.scheduler_config.max_num_seqs,
+            config.speculative_config.num_speculative_tokens,
+            config.model_config.get_vocab_size(),
+            self.device,
+        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

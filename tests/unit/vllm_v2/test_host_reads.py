@@ -76,8 +76,9 @@ def _runner(step: Step) -> Any:
     runner.tree_backend = PretendedBackend()
     runner.tree_backend.block_tables = [numbers(SLOTS, 9, dtype=torch.int32)]
     runner.num_speculative_steps = N
+    runner.tree_store = step.store
     runner.speculator = SimpleNamespace(
-        store=step.store, trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
+        trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
     )
     runner.planner = SimpleNamespace(clock=StepClock(), running=(None, None))
     runner.tree_metrics = SimpleNamespace(stats=StepStats())
