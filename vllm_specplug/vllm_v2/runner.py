@@ -55,19 +55,13 @@ def make_speculator(stock: Any) -> Any:
 
 def _plain_reason(request: Any, stop_tokens: set[int]) -> str | None:
     """Returns why a request decodes without drafts; None if it may have drafts."""
-    params = request.sampling_params
-    if params is None or len(stop_tokens) > MAX_STOP_TOKENS:
+    if len(stop_tokens) > MAX_STOP_TOKENS:
         return "no_draft"
-    if params.repetition_detection is not None:
+    if request.sampling_params.repetition_detection is not None:
         # It may end a request at any token, and vLLM would count accepted tokens behind the end as
         # computed.
         return "no_draft"
     return None if request.prompt_embeds is None else "embeds"
-
-
-def _stop_tokens(request: Any) -> set[int]:
-    params = request.sampling_params
-    return set() if params is None else stop_tokens_of(params)
 
 
 class TreeRunnerMixin(StageRunnerMixin):
@@ -155,21 +149,18 @@ class TreeRunnerMixin(StageRunnerMixin):
         """
         self.tree_constrained -= set(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
-            params = request.sampling_params
-            if params is not None and params.structured_outputs is not None:
+            if request.sampling_params.structured_outputs is not None:
                 self.tree_constrained.add(request.req_id)
 
     def add_requests(self, scheduler_output: Any) -> None:
         new = scheduler_output.scheduled_new_reqs
         with self._sessions_keep_their_states([request.req_id for request in new]):
             super().add_requests(scheduler_output)
-        stops = [_stop_tokens(request) for request in new]
+        stops = [stop_tokens_of(request.sampling_params) for request in new]
         for request, ends in zip(new, stops, strict=True):
-            params = request.sampling_params
-            extra_args = None if params is None else params.extra_args
             self.speculator.add(
                 request.req_id,
-                extra_args,
+                request.sampling_params.extra_args,
                 _plain_reason(request, ends),
                 request.prefill_token_ids,
             )
