@@ -26,6 +26,7 @@ from vllm_specplug.budget.adaptive_budget import (
 from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics
 from vllm_specplug.options import RowBudget, parse_request_budget
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_attention.tree_rows import RequestRows
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
     from vllm_specplug.drafting.requests import DraftRequests
     from vllm_specplug.metrics.step_stats import StepStats
-    from vllm_specplug.vllm_worker.step import StepRequest
 
 # Below "vllm", so that vLLM's handler, format and level apply.
 _logger = logging.getLogger("vllm.specplug")
@@ -42,6 +42,14 @@ logger = init_logger("vllm.specplug.planner")
 
 # An engine's first steps touch memory for the first time, so their times do not count.
 _WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class StepRequest(RequestRows):
+    """One request of a verified step on the host, with its tree, which may be empty."""
+
+    tree: DraftTree
+    accepted_path: list[int] = field(default_factory=list)
 
 
 @dataclass

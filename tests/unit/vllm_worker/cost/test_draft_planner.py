@@ -20,8 +20,7 @@ from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.options import check_request_limit, parse_request_budget, request_budget_limit
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost import draft_planner
-from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, best_nodes
-from vllm_specplug.vllm_worker.step import StepRequest
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, StepRequest, best_nodes
 
 
 def test_each_request_gets_what_it_asks_for() -> None:
