@@ -22,8 +22,6 @@ from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup
 class LatentTreeBackend(CpuTreeBackend):
     """Trees over a latent cache on a CPU."""
 
-    reads_fp8 = False
-
     def bind(self, groups: list[CacheGroup]) -> None:
         self.groups = [(group.index, list(group.caches.values())) for group in groups]
         self.block_size = self.groups[0][1][0].shape[1]

@@ -140,8 +140,7 @@ class StageRunnerMixin(_Runner):
     def bind_caches(self) -> None:
         """Checks the caches that vLLM has allocated, and gives them to the tree backend."""
         state, method = self.state, str(self.tree_spec.plugin_method)
-        served = state.layers if self.tree_backend.reads_fp8 else None
-        check_cache_dtypes(state.target_caches(), state.dtype, method, served)
+        check_cache_dtypes(state.target_caches(), state.dtype, method, state.layers)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         self.tree_backend.bind(state.target_groups())
         self.tree_backend.block_tables = [table.gpu for table in self.block_tables.block_tables]
