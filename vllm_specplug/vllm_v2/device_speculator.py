@@ -31,7 +31,6 @@ from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, 
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.step_trees import CommitMap
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2 import draft_inputs, host_step
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
@@ -189,8 +188,14 @@ class DeviceSpeculator(TreeSpeculator):
         counts = np.diff(input_batch.cu_num_logits_np[: len(input_batch.req_ids) + 1])
         for req_id, count in zip(input_batch.req_ids, counts.tolist(), strict=True):
             self.len_upper_bound[req_id] += count
-        committed = replace(
-            _all_rows(final, aux_hidden_states),
+        # Every row of the forward. Rows that committed nothing have slot -1, which kernels that
+        # write caches skip. Only the device knows which rows these are.
+        committed = CommittedTokens(
+            aux_hidden_states=aux_hidden_states or [],
+            rows=final.computed_rows,
+            positions=final.positions,
+            slots=final.slots,
+            last_rows=final.last_rows,
             next_token_ids=self._next_tokens(input_batch, final),
             table_rows=self._table_rows(input_batch, len(final.slots)),
         )
@@ -498,21 +503,6 @@ def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, to
         token_ids.long(), parents, depths, scores.contiguous().view(torch.float32), first[:, 0]
     )
     return trees, first[:, -1]
-
-
-def _all_rows(final: CommitMap, aux_hidden_states: list[torch.Tensor] | None) -> CommittedTokens:
-    """Returns what a drafter observes: every row of the forward.
-
-    Rows that committed nothing have slot -1, which kernels that write caches skip. Only the device
-    knows which rows these are.
-    """
-    return CommittedTokens(
-        aux_hidden_states=aux_hidden_states or [],
-        rows=final.computed_rows,
-        positions=final.positions,
-        slots=final.slots,
-        last_rows=final.last_rows,
-    )
 
 
 def make_device_speculator(stock: Any) -> Any:
