@@ -48,16 +48,6 @@ class ConstrainedTree:
     token_ids: list[int]
     parents: list[int]
 
-    def matches(self, scheduled: Sequence[int]) -> bool:
-        """Whether `scheduled` are the first of these nodes, padding left out."""
-        nodes = _num_nodes(scheduled)
-        return nodes > 0 and self.token_ids[:nodes] == list(scheduled[:nodes])
-
-
-def _num_nodes(scheduled: Sequence[int]) -> int:
-    """Returns the number of scheduled drafts before vLLM's padding of -1."""
-    return next((i for i, token in enumerate(scheduled) if token == -1), len(scheduled))
-
 
 class RequestCursor:
     """A request's grammar at its last committed token, moved along the edges of a tree."""
@@ -102,10 +92,14 @@ class RequestCursor:
 
 
 def _tree_of(request: Any, scheduled: Sequence[int]) -> ConstrainedTree | None:
-    """Returns the tree of a constrained request's scheduled drafts; None if there is none."""
+    """Returns the scheduled nodes of a constrained request's tree; None if its drafts are none."""
     state = request.structured_output_request
     tree = None if state is None else getattr(state, _TREE, None)
-    return tree if tree is not None and tree.matches(scheduled) else None
+    # vLLM pads drafts with -1.
+    count = next((i for i, token in enumerate(scheduled) if token == -1), len(scheduled))
+    if tree is None or not count or tree.token_ids[:count] != list(scheduled[:count]):
+        return None
+    return ConstrainedTree(tree.token_ids[:count], tree.parents[:count])
 
 
 def wrap_update_draft_token_ids(original: Any) -> Any:
@@ -156,13 +150,12 @@ def wrap_grammar_bitmask(original: Any) -> Any:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> Any:
-        trees, num_nodes = {}, {}
+        trees = {}
         if getattr(self, _HAS_TREES, False):
             for req_id in structured_output_request_ids:
                 scheduled = scheduled_spec_decode_tokens.get(req_id, ())
-                tree = _tree_of(requests[req_id], scheduled)
-                if tree is not None:
-                    trees[req_id], num_nodes[req_id] = tree, _num_nodes(scheduled)
+                if (tree := _tree_of(requests[req_id], scheduled)) is not None:
+                    trees[req_id] = tree
         if trees:
             # vLLM fills the rows of these drafts as padding, which touches no grammar.
             scheduled_spec_decode_tokens = {
@@ -180,9 +173,7 @@ def wrap_grammar_bitmask(original: Any) -> Any:
             first_rows = mask_rows(num_rows, len(bitmask))
             for req_id, first_row in zip(structured_output_request_ids, first_rows, strict=True):
                 if req_id in trees:
-                    _fill_tree_rows(
-                        self, requests[req_id], trees[req_id], num_nodes[req_id], first_row
-                    )
+                    _fill_tree_rows(self, requests[req_id], trees[req_id], first_row)
         return bitmask
 
     return wrapped
@@ -199,11 +190,8 @@ def mask_rows(num_rows: Sequence[int], mask_size: int) -> list[int]:
     return list(range(0, mask_size, mask_size // len(num_rows)))
 
 
-def _fill_tree_rows(
-    manager: Any, request: Any, tree: ConstrainedTree, num_nodes: int, first_row: int
-) -> None:
-    """Fills the rows of the manager's mask for the root and those of the first `num_nodes` nodes
-    that the grammar can reach.
+def _fill_tree_rows(manager: Any, request: Any, tree: ConstrainedTree, first_row: int) -> None:
+    """Fills the rows of the manager's mask for the root and the nodes that the grammar can reach.
 
     The array that the manager returned is a view of this mask. Going back up an edge rolls the
     grammar back by one token, so each node is fed once, as the nodes of a chain are.
@@ -223,8 +211,8 @@ def _fill_tree_rows(
             for token_id in masked_ends if cursor.is_reasoning else ():
                 words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
 
-    children: list[list[int]] = [[] for _ in range(num_nodes + 1)]
-    for child, parent in enumerate(tree.parents[:num_nodes]):
+    children: list[list[int]] = [[] for _ in range(len(tree.parents) + 1)]
+    for child, parent in enumerate(tree.parents):
         # No walk reaches nodes with any other negative parent.
         if parent >= ROOT:
             children[parent + 1].append(child)
