@@ -345,17 +345,6 @@ class RowBudget:
         return nodes if nodes >= min(MIN_USEFUL_NODES, self.max_nodes) else 0
 
 
-def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:
-    """Raises ValueError unless `max_request_budget` fits into num_speculative_tokens."""
-    if max_request_budget is not None and max_request_budget > num_speculative_tokens:
-        raise option_error(
-            "max_request_budget",
-            max_request_budget,
-            f"a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}",
-            "Lower it, or raise num_speculative_tokens",
-        )
-
-
 def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> int | None:
     """Returns the nodes per tree that a request asks for, 0 for no drafts; None for the engine's
     `tree_budget`.
@@ -383,20 +372,6 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> int
     return nodes
 
 
-def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> None:
-    """Raises ValueError unless `tree_budget` is "auto" or fits into num_speculative_tokens."""
-    if tree_budget == "auto" or (
-        is_integer(tree_budget) and 0 <= tree_budget <= num_speculative_tokens
-    ):
-        return
-    raise option_error(
-        "tree_budget",
-        tree_budget,
-        f'"auto" or a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}',
-        "Leave tree_budget out to let it follow the load, or raise num_speculative_tokens",
-    )
-
-
 def check_num_nodes(num_speculative_tokens: Any) -> None:
     """Raises ValueError unless the node budget is within 1..MAX_TREE_NODES."""
     if not is_integer(num_speculative_tokens) or not 1 <= num_speculative_tokens <= MAX_TREE_NODES:
@@ -408,16 +383,33 @@ def check_num_nodes(num_speculative_tokens: Any) -> None:
         )
 
 
-def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None) -> None:
-    """Raises ValueError if the node budget is illegal or too small for the depth."""
-    check_num_nodes(num_speculative_tokens)
-    if tree_depth is not None and num_speculative_tokens < tree_depth:
+def check_node_budgets(options: Any) -> None:
+    """Raises ValueError for an illegal num_speculative_tokens, and for a depth or a budget that it
+    does not allow."""
+    nodes: int = options.num_speculative_tokens
+    budget, most = options.tree_budget, options.max_request_budget
+    check_num_nodes(nodes)
+    if options.tree_depth is not None and nodes < options.tree_depth:
         raise option_error(
             "num_speculative_tokens",
-            num_speculative_tokens,
-            f"the node budget must be at least tree_depth={tree_depth}, or the deepest level "
-            "can never be reached",
-            f"Raise num_speculative_tokens to {tree_depth} or more, or lower tree_depth",
+            nodes,
+            f"the node budget must be at least tree_depth={options.tree_depth}, or the deepest "
+            "level can never be reached",
+            f"Raise num_speculative_tokens to {options.tree_depth} or more, or lower tree_depth",
+        )
+    if budget != "auto" and not (is_integer(budget) and 0 <= budget <= nodes):
+        raise option_error(
+            "tree_budget",
+            budget,
+            f'"auto" or a number of nodes from 0 to num_speculative_tokens={nodes}',
+            "Leave tree_budget out to let it follow the load, or raise num_speculative_tokens",
+        )
+    if most is not None and most > nodes:
+        raise option_error(
+            "max_request_budget",
+            most,
+            f"a number of nodes from 0 to num_speculative_tokens={nodes}",
+            "Lower it, or raise num_speculative_tokens",
         )
 
 

@@ -33,10 +33,8 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_device_options,
+    check_node_budgets,
     check_num_nodes,
-    check_request_limit,
-    check_tree_budget,
-    check_tree_shape,
     check_vllm_options,
     is_number,
     option_defaults,
@@ -140,9 +138,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             on_gpu = current_device() == "cuda"
             nodes = DEFAULT_CUDA_TREE_NODES if on_gpu else DEFAULT_TREE_NODES
             self.num_speculative_tokens = max(nodes, self.tree_depth or 0)
-        check_tree_shape(self.num_speculative_tokens, self.tree_depth)
-        check_tree_budget(self.tree_budget, self.num_speculative_tokens)
-        check_request_limit(self.max_request_budget, self.num_speculative_tokens)
+        check_node_budgets(self)
         check_vllm_options(self, option_defaults(SpeculativeConfig), method.name)
         options: MethodOptions = self.method_options
         target = self.target_model_config
