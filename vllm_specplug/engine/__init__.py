@@ -21,14 +21,14 @@ def install() -> None:
         return
     from vllm_specplug.engine import versions
 
-    report = versions.check_vllm()
-    if report.supported:
+    problem = versions.vllm_problem()
+    if problem is None:
         try:
             PROCESS_SEAMS.apply()
         except Exception as error:
             _logger.exception("vllm-specplug could not be installed into this vLLM")
-            report = versions.SeamReport(report.vllm_version, str(error).rstrip("."))
-    if not report.supported:
-        _logger.warning("%s; its speculative methods are switched off.", report.problem)
-        versions.reason = report
+            problem = str(error).rstrip(".")
+    if problem is not None:
+        _logger.warning("%s; its speculative methods are switched off.", problem)
+        versions.reason = problem
         REFUSAL.apply()

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.cpu_environment import REMEDY, find_problems, version_of
-from vllm_specplug.engine.versions import SUPPORTED_TEXT, check_vllm
+from vllm_specplug.engine.versions import SUPPORTED_TEXT, vllm_problem
 from vllm_specplug.options import check_target
 from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
 
@@ -69,7 +69,9 @@ def _device() -> dict[str, Any]:
 
 def _vllm() -> dict[str, Any]:
     try:
-        report = check_vllm()
+        import vllm
+
+        problem = vllm_problem()
     except ImportError as error:
         return {
             "version": None,
@@ -80,9 +82,9 @@ def _vllm() -> dict[str, Any]:
         }
     device = str(_device()["type"])
     missing = WORKER_SEAMS[device].verify()
-    problem = report.problem or (f"vLLM lacks {missing[0]}" if missing else None)
+    problem = problem or (f"vLLM lacks {missing[0]}" if missing else None)
     return {
-        "version": report.vllm_version,
+        "version": str(vllm.__version__),
         "supported": problem is None,
         "problem": problem,
         "expected": SUPPORTED_TEXT,
