@@ -298,7 +298,7 @@ def _wrong_value(name: str, value: object, reason: str) -> ValueError:
 
 def _unknown_method(name: object) -> ValueError:
     ours = legal_method_names()
-    near = difflib.get_close_matches(str(name), [*ours, *_literal_values(SpeculativeMethod)], n=1)
+    near = difflib.get_close_matches(str(name), [*ours, *get_args(SpeculativeMethod)], n=1)
     meant = f"Did you mean {near[0]!r}? " if near else ""
     return option_error(
         "method",
@@ -306,15 +306,6 @@ def _unknown_method(name: object) -> ValueError:
         f"legal: {', '.join(ours)}, and vLLM's own methods, which its documentation lists",
         f"{meant}`specplug options` describes the methods of vllm-specplug",
     )
-
-
-def _literal_values(literal: Any) -> list[str]:
-    """Returns the values of a `Literal`, which may contain other `Literal`s."""
-    return [
-        name
-        for part in get_args(literal)
-        for name in ([part] if isinstance(part, str) else _literal_values(part))
-    ]
 
 
 def _with_owner(error: ValueError, method: Method, model: str | None) -> ValueError:
