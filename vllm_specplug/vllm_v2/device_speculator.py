@@ -61,9 +61,8 @@ class DeviceSpeculator(TreeSpeculator):
         self.context_graphs: ContextGraphs | None = None
         # Steps and drafts that the host has not looked at yet, in their order.
         self._late: deque[PendingStep | PendingDraft] = deque()
-        # Made with the first trees, when the drafter is loaded and the budget calibrated.
+        # Made with the first trees, when the drafter is loaded.
         self._ngrams: DeviceNgrams | None = None
-        self._late_budget: LateBudget | None = None
         # The last plan, and the number of further steps for which it holds.
         self._held: PendingDraft | None = None
         self._held_steps = 0
@@ -72,6 +71,10 @@ class DeviceSpeculator(TreeSpeculator):
         self._asked: ReservedRows | None = None
         if self._may_look_up():
             keep_history_on_device(req_states)
+
+    def start(self, runner: Any) -> None:
+        super().start(runner)
+        self._late_budget = LateBudget(self.planner)
 
     def _may_look_up(self) -> bool:
         """Whether branches may be looked up on the device, before the drafter is loaded."""
@@ -101,8 +104,7 @@ class DeviceSpeculator(TreeSpeculator):
         # When the engine goes idle, no later step counts the last ones.
         self._drain_completed()
         super().forget(gone, ended)
-        if self._late_budget is not None:
-            self._late_budget.forget(gone)
+        self._late_budget.forget(gone)
         for req_id in gone:
             self.len_upper_bound.pop(req_id, None)
             self.len_lower_bound.pop(req_id, None)
@@ -251,7 +253,6 @@ class DeviceSpeculator(TreeSpeculator):
     def _wanted(self, late: PendingDraft, room: list[int] | None) -> dict[str, int]:
         """Waits for the trees and returns the nodes that are worth their cost, by running request;
         `room` as for `LateBudget.wanted`."""
-        assert self._late_budget is not None
         trees, found = (
             [some[row] for row in late.rows] for some in (late.copy.merged, late.copy.lookup_only)
         )
@@ -438,9 +439,6 @@ class DeviceSpeculator(TreeSpeculator):
             self.stats.observe_plain("budget", int(np.count_nonzero(room[held.rows] == 0)))
             return replace(held, room=room.tolist(), is_held=True)
         self._held = None
-        deepest = self.proposer.drafter.forward_depth
-        if self._late_budget is None:
-            self._late_budget = LateBudget(planner, deepest)
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         prompts = self.req_states.prefill_len.np[input_batch.idx_mapping_np]
         is_decoding = ends >= prompts

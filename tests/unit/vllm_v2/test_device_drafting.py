@@ -182,7 +182,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         len_lower_bound=dict.fromkeys("abc", 9), penalties={}, _paced=(0.0, []),
         reserved=None, _asked=None,
         schedules_ahead=True, each_rank_schedules=False,
-        max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
+        max_num_tokens=64, _ngrams=None, _late_budget=LateBudget(planner), extra_args={}, plain={},
         _late=device_speculator.deque(), _held=None, _held_steps=0,
         draft_graphs=None, context_graphs=None,
         step=SimpleNamespace(

@@ -21,7 +21,7 @@ def late_budget(*extras: dict | None, deepest: int = DEEPEST) -> LateBudget:
     planner = planner_of(deepest=deepest, max_request_budget=NODES)
     for i, extra in enumerate(extras):
         planner.nodes_for(str(i), extra, len(extras))
-    return LateBudget(planner, deepest)
+    return LateBudget(planner)
 
 
 def plan(late: LateBudget, count: int) -> Plan:
