@@ -375,22 +375,24 @@ def demo(
         )
 
 
-def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[typer.Context], None]:
+def _forward(name: str, package: str) -> Callable[[typer.Context], None]:
     """Returns a command that forwards its arguments to an app and imports it only when it runs.
 
     Args:
-        extra: extra of the package with the app's requirements.
+        package: with the app `<name>_app` in its module `cli`; the extra with the app's
+            requirements has the same name.
     """
 
     def command(ctx: typer.Context) -> None:
         try:
-            sub_app = getattr(importlib.import_module(module), attribute)
+            module = importlib.import_module(f"vllm_specplug.{package}.cli")
+            sub_app = getattr(module, f"{name}_app")
             sub_app(args=list(ctx.args), prog_name=f"specplug {name}")
         except ModuleNotFoundError as error:
             _fail(
                 f"`specplug {name}` needs the package {error.name!r}, which is not installed. "
                 f"Run `make setup`, or install the extra in a clone of the repository: "
-                f"pip install --no-build-isolation -e '.[{extra}]'."
+                f"pip install --no-build-isolation -e '.[{package}]'."
             )
 
     return command
@@ -398,21 +400,16 @@ def _forward(module: str, attribute: str, name: str, extra: str) -> Callable[[ty
 
 # All arguments are passed on, including `--help`.
 _PASS_THROUGH = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-app.command(
-    "data",
-    help="Make training data (see: specplug data --help).",
-    context_settings=_PASS_THROUGH,
-)(_forward("vllm_specplug.train.cli", "data_app", "data", "train"))
-app.command(
-    "train",
-    help="Train a draft head (see: specplug train --help).",
-    context_settings=_PASS_THROUGH,
-)(_forward("vllm_specplug.train.cli", "train_app", "train", "train"))
-app.command(
-    "evaluate",
-    help="Measure a head's acceptance (see: specplug evaluate --help).",
-    context_settings=_PASS_THROUGH,
-)(_forward("vllm_specplug.bench.cli", "evaluate_app", "evaluate", "bench"))
+for _name, _package, _help in (
+    ("data", "train", "Make training data"),
+    ("train", "train", "Train a draft head"),
+    ("evaluate", "bench", "Measure a head's acceptance"),
+):
+    app.command(
+        _name,
+        help=f"{_help} (see: specplug {_name} --help).",
+        context_settings=_PASS_THROUGH,
+    )(_forward(_name, _package))
 
 
 def main() -> None:

@@ -6,12 +6,12 @@ field here is a key of `--speculative-config`. Nothing in this file imports vLLM
 vLLM reads the annotations as types: no `from __future__ import annotations` here.
 """
 
+import dataclasses
 import difflib
 import json
 import types
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, Union, get_args, get_origin
+from typing import Any, Literal, Self, TypeGuard, Union, get_args, get_origin
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -106,12 +106,12 @@ class TreeOptions:
 
 def tree_option_names() -> tuple[str, ...]:
     """Returns the names of the fields of `TreeOptions`."""
-    return tuple(field.name for field in fields(TreeOptions))
+    return tuple(field.name for field in dataclasses.fields(TreeOptions))
 
 
 def option_defaults(cls: Any) -> dict[str, Any]:
     """Returns the default of each field of a config class, whether it is plain or in a `Field`."""
-    return {f.name: getattr(f.default, "default", f.default) for f in fields(cls)}
+    return {f.name: getattr(f.default, "default", f.default) for f in dataclasses.fields(cls)}
 
 
 def changed_tree_options(options: Any) -> list[str]:
@@ -292,37 +292,57 @@ def request_budget_limit(options: Any) -> int:
     return min(max_nodes, REQUEST_BUDGET_FACTOR * int(default))
 
 
-def max_scheduled_rows(scheduler_config: Any) -> int:
-    """Returns the maximum number of rows that vLLM's scheduler puts into one step."""
-    rows: int = scheduler_config.max_num_batched_tokens
-    return min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+MIN_USEFUL_NODES = 2
+"""Minimum nodes per request under a fixed budget: with fewer a draft forward does not pay."""
 
 
-def rows_of_requests(
-    num_requests: int, max_step_rows: int, scheduler_rows: int, max_requests: int
-) -> int:
-    """Returns the maximum number of rows that `num_requests` requests and their trees may fill.
+@dataclasses.dataclass
+class RowBudget:
+    """Equal shares of the rows that a step may have."""
 
-    One share of the scheduler's rows stays free for a waiting request; otherwise it would wait
-    until a running request ends.
+    max_nodes: int
+    """Maximum number of nodes of a tree, without its root."""
+    max_step_rows: int
+    """Maximum number of rows of a step: roots and nodes of all requests."""
+    scheduler_rows: int
+    """Maximum number of rows that the scheduler puts into a step."""
+    max_requests: int
+    """Maximum number of requests that the scheduler runs at once."""
 
-    Args:
-        scheduler_rows: maximum rows that the scheduler puts into one step.
-        max_requests: maximum requests that the scheduler runs at once.
-    """
-    reserved = scheduler_rows // (num_requests + 1) if num_requests < max_requests else 0
-    return min(max_step_rows, scheduler_rows - reserved)
-
-
-def check_request_limit(max_request_budget: int | None, num_speculative_tokens: int) -> None:
-    """Raises ValueError unless `max_request_budget` fits into num_speculative_tokens."""
-    if max_request_budget is not None and max_request_budget > num_speculative_tokens:
-        raise option_error(
-            "max_request_budget",
-            max_request_budget,
-            f"a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}",
-            "Lower it, or raise num_speculative_tokens",
+    @classmethod
+    def of(cls, options: Any, scheduler_config: Any) -> Self:
+        """Returns the limits of an engine, from its speculative options and its scheduler's."""
+        rows: int = scheduler_config.max_num_batched_tokens
+        rows = min(rows, scheduler_config.max_num_scheduled_tokens or rows)
+        nodes = options.num_speculative_tokens
+        return cls(
+            max_nodes=nodes if options.tree_budget == "auto" else int(options.tree_budget),
+            # Beyond the scheduler's own limit the last requests of a batch would starve.
+            max_step_rows=min(options.max_step_rows or rows, rows),
+            scheduler_rows=rows,
+            max_requests=scheduler_config.max_num_seqs,
         )
+
+    def rows(self, num_requests: int) -> int:
+        """Returns the maximum number of rows of `num_requests` requests and their trees.
+
+        One share of the scheduler's rows stays free for a waiting request; otherwise it would wait
+        until a running request ends.
+        """
+        has_room = num_requests < self.max_requests
+        reserved = self.scheduler_rows // (num_requests + 1) if has_room else 0
+        return min(self.max_step_rows, self.scheduler_rows - reserved)
+
+    def share(self, num_requests: int) -> int:
+        """Returns the nodes per request that the row limits allow."""
+        return max(0, self.rows(num_requests) // num_requests - 1)
+
+    def nodes_per_request(self, num_requests: int) -> int:
+        """Returns the nodes that each of `num_requests` requests may draft; 0 for no drafts."""
+        if num_requests == 0:
+            return 0
+        nodes = min(self.max_nodes, self.share(num_requests))
+        return nodes if nodes >= min(MIN_USEFUL_NODES, self.max_nodes) else 0
 
 
 def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> int | None:
@@ -352,20 +372,6 @@ def parse_request_budget(extra_args: dict[str, Any] | None, options: Any) -> int
     return nodes
 
 
-def check_tree_budget(tree_budget: int | str, num_speculative_tokens: int) -> None:
-    """Raises ValueError unless `tree_budget` is "auto" or fits into num_speculative_tokens."""
-    if tree_budget == "auto" or (
-        is_integer(tree_budget) and 0 <= tree_budget <= num_speculative_tokens
-    ):
-        return
-    raise option_error(
-        "tree_budget",
-        tree_budget,
-        f'"auto" or a number of nodes from 0 to num_speculative_tokens={num_speculative_tokens}',
-        "Leave tree_budget out to let it follow the load, or raise num_speculative_tokens",
-    )
-
-
 def check_num_nodes(num_speculative_tokens: Any) -> None:
     """Raises ValueError unless the node budget is within 1..MAX_TREE_NODES."""
     if not is_integer(num_speculative_tokens) or not 1 <= num_speculative_tokens <= MAX_TREE_NODES:
@@ -377,16 +383,33 @@ def check_num_nodes(num_speculative_tokens: Any) -> None:
         )
 
 
-def check_tree_shape(num_speculative_tokens: int, tree_depth: int | None) -> None:
-    """Raises ValueError if the node budget is illegal or too small for the depth."""
-    check_num_nodes(num_speculative_tokens)
-    if tree_depth is not None and num_speculative_tokens < tree_depth:
+def check_node_budgets(options: Any) -> None:
+    """Raises ValueError for an illegal num_speculative_tokens, and for a depth or a budget that it
+    does not allow."""
+    nodes: int = options.num_speculative_tokens
+    budget, most = options.tree_budget, options.max_request_budget
+    check_num_nodes(nodes)
+    if options.tree_depth is not None and nodes < options.tree_depth:
         raise option_error(
             "num_speculative_tokens",
-            num_speculative_tokens,
-            f"the node budget must be at least tree_depth={tree_depth}, or the deepest level "
-            "can never be reached",
-            f"Raise num_speculative_tokens to {tree_depth} or more, or lower tree_depth",
+            nodes,
+            f"the node budget must be at least tree_depth={options.tree_depth}, or the deepest "
+            "level can never be reached",
+            f"Raise num_speculative_tokens to {options.tree_depth} or more, or lower tree_depth",
+        )
+    if budget != "auto" and not (is_integer(budget) and 0 <= budget <= nodes):
+        raise option_error(
+            "tree_budget",
+            budget,
+            f'"auto" or a number of nodes from 0 to num_speculative_tokens={nodes}',
+            "Leave tree_budget out to let it follow the load, or raise num_speculative_tokens",
+        )
+    if most is not None and most > nodes:
+        raise option_error(
+            "max_request_budget",
+            most,
+            f"a number of nodes from 0 to num_speculative_tokens={nodes}",
+            "Lower it, or raise num_speculative_tokens",
         )
 
 

@@ -146,9 +146,7 @@ def _write_manifest(folder: Path, source: str) -> None:
         if path.is_file()
     }
     text = json.dumps({"source": source, "files": files}, indent=2)
-    temporary = folder / (MANIFEST + ".part")
-    temporary.write_text(text + "\n")
-    os.replace(temporary, folder / MANIFEST)
+    (folder / MANIFEST).write_text(text + "\n")
 
 
 def fetch_gguf(target: Target, folder: Path, progress: Progress) -> Path:

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from tests.e2e.pair import Pair
-from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget
+from vllm_specplug.budget.step_cost import Calibration, StepCostModel
 
 
 class _FrozenCosts(StepCostModel):

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_specplug.seams import CPU_KERNELS
+from vllm_specplug.seams.listing_runner import CPU_KERNELS
 from vllm_specplug.seams.seam import resolve
 
 PREFIX = "vllm.v1.worker.gpu"

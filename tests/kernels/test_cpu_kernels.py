@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.interpreted_vllm import check, run_both, same
-from vllm_specplug.seams import CPU_KERNELS
+from vllm_specplug.seams.listing_runner import CPU_KERNELS
 from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
 from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
 

@@ -47,7 +47,7 @@ from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
-from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft, GraphSelfDraft
+from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
 
 pytestmark = pytest.mark.usefixtures("interpreter", "pretended_pool")
 
@@ -221,7 +221,7 @@ def test_what_a_graph_does_not_see_is_noticed(
     drafts, others = (Drafts(tmp_path / "heads", monkeypatch) for _ in range(2))
     nothing: Any = lambda *args: None  # noqa: E731
     if left_out == "regions":
-        monkeypatch.setattr(GraphSelfDraft, "_send", nothing)
+        monkeypatch.setattr(DeviceSelfDraft, "_send", nothing)
     else:
         monkeypatch.setattr(drafts.forward.pool, "_take_in", nothing)
     assert not all(drafted_alike(drafts, others))
@@ -233,14 +233,14 @@ def test_a_choice_in_a_capture_is_an_error(tmp_path: Path, monkeypatch: pytest.M
     given = drafts.requests(Step({"c": 60}, [N]))
     assert given.history is not None
     history, lens = given.history, given.context_lens.long()
-    stock, pool = GraphSelfDraft.attention_of, drafts.forward.pool
+    stock, pool = DeviceSelfDraft.graph_attention, drafts.forward.pool
 
-    def choosing(self: GraphSelfDraft, requests: DeviceRequests) -> Any:
+    def choosing(self: DeviceSelfDraft, requests: DeviceRequests) -> Any:
         pool.forget(["c"])
         pool.advance(history, lens, [0], drafts.target.table)
         return stock(self, requests)
 
-    monkeypatch.setattr(GraphSelfDraft, "attention_of", choosing)
+    monkeypatch.setattr(DeviceSelfDraft, "graph_attention", choosing)
     with pytest.raises(CaptureError, match="host"):
         drafts.graphs.capture_drafts()
 

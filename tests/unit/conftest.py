@@ -45,7 +45,7 @@ def cpu_kernels() -> Iterator[None]:
     """Our stand-ins for vLLM's Triton kernels where there is no Triton."""
     from vllm.triton_utils import HAS_TRITON
 
-    from vllm_specplug.seams import CPU_KERNELS
+    from vllm_specplug.seams.listing_runner import CPU_KERNELS
 
     if HAS_TRITON or CPU_KERNELS.is_applied:
         yield

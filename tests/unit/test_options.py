@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,8 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_device_options,
+    check_node_budgets,
     check_target,
-    check_tree_budget,
 )
 
 
@@ -24,12 +25,20 @@ def test_defaults_are_legal_and_unchanged() -> None:
     ]
 
 
-@pytest.mark.parametrize("budget", [-1, 9, True])
-def test_tree_budget_range(budget: int) -> None:
-    with pytest.raises(ValueError, match=rf"tree_budget={budget} .*num_speculative_tokens=8"):
-        check_tree_budget(budget, 8)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("tree_budget", -1), ("tree_budget", 9), ("tree_budget", True), ("max_request_budget", 9)],
+)
+def test_budgets_fit_the_nodes_of_a_tree(name: str, value: int) -> None:
+    def check(**changes: object) -> None:
+        none = {"tree_depth": None, "tree_budget": "auto", "max_request_budget": None}
+        check_node_budgets(SimpleNamespace(num_speculative_tokens=8, **{**none, **changes}))
+
+    with pytest.raises(ValueError, match=rf"{name}={value} .*num_speculative_tokens=8"):
+        check(**{name: value})
     for legal in ("auto", 0, 8):
-        check_tree_budget(legal, 8)
+        check(tree_budget=legal)
+    check(max_request_budget=8)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,41 +59,14 @@ class DemoOptions:
     log_folder: Path = Path("logs")
 
 
-@dataclass(frozen=True)
-class Row:
-    """Results of a server under a load."""
-
-    load: str
-    server: str
-    tokens_per_s: float
-    speed_up: float | None
-    """Ratio to plain vLLM under the same load; None for plain vLLM."""
-    mean_acceptance_length: float | None
-    """1 + accepted / drafts; None without speculation."""
-    ttft_ms: float
-    tpot_ms: float | None
-
-    def cells(self) -> tuple[str, ...]:
-        """Returns the row as text, in the order of `COLUMNS`."""
-        return (
-            self.load,
-            self.server,
-            f"{self.tokens_per_s:.1f}",
-            format_number(self.speed_up or 1.0, 2, " x"),
-            format_number(self.mean_acceptance_length, 2),
-            f"{self.ttft_ms:.0f}",
-            format_number(self.tpot_ms, 1),
-        )
-
-
 @dataclass
 class _Measured:
     load: LoadResult
     counters: SpecCounters
 
 
-def run_demo(options: DemoOptions, console: Console) -> list[Row]:
-    """Starts the servers, sends the chats and prints a table; returns its rows.
+def run_demo(options: DemoOptions, console: Console) -> None:
+    """Starts the servers, sends the chats and prints a table.
 
     Raises:
         ServerError: if a server does not start.
@@ -117,11 +90,10 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
             plain, other = (single[s.spec.name].load.answers for s in servers)
             found = partings(servers[0].base_url, options.model, zip(plain, other, strict=True))
     loads = {"1 at a time": single, f"{options.concurrency} at a time": several}
-    rows = [row for load, measured in loads.items() for row in _rows(load, measured)]
     console.print()
     execution = "eager" if options.enforce_eager else "compiled"
     title = f"{Path(options.model).name}, {options.dtype}, greedy, all servers {execution}"
-    console.print(console_table(rows, title))
+    console.print(_table(loads, title))
     if options.enforce_eager:
         console.print(
             "Eager servers start fast. vLLM compiles by default, which makes both faster: add "
@@ -140,7 +112,6 @@ def run_demo(options: DemoOptions, console: Console) -> list[Row]:
     for server in servers:
         console.print(f"\n{server.spec.name}:", style="bold")
         console.print(server.spec.display(server.port), soft_wrap=True, highlight=False)
-    return rows
 
 
 def _spec(options: DemoOptions, name: str, config: dict[str, Any] | None) -> ServerSpec:
@@ -205,38 +176,27 @@ def _counters(server: VllmServer) -> SpecCounters:
     return SpecCounters.parse(server.metrics_text())
 
 
-def _rows(load: str, measured: dict[str, _Measured]) -> list[Row]:
-    plain = measured["plain"].load.tokens_per_s
-    return [
-        Row(
-            load=load,
-            server=name,
-            tokens_per_s=result.load.tokens_per_s,
-            speed_up=None if name == "plain" else result.load.tokens_per_s / plain,
-            mean_acceptance_length=result.counters.mean_acceptance_length,
-            ttft_ms=result.load.median_ttft_ms,
-            tpot_ms=result.load.median_tpot_ms,
-        )
-        for name, result in measured.items()
-    ]
-
-
-def console_table(rows: Sequence[Row], title: str) -> Table:
-    """Returns a table of `rows` with a rule between loads."""
+def _table(loads: Mapping[str, dict[str, _Measured]], title: str) -> Table:
+    """Returns a table of all servers by load, with a rule between loads."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(COLUMNS):
         table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
-    for index, row in enumerate(rows):
-        last = index + 1 == len(rows) or rows[index + 1].load != row.load
-        style = "bold" if (row.speed_up or 0.0) > 1.0 else None
-        table.add_row(*row.cells(), end_section=last, style=style)
+    for load, measured in loads.items():
+        plain = measured["plain"].load.tokens_per_s
+        for number, (name, result) in enumerate(measured.items(), 1):
+            speed_up = result.load.tokens_per_s / plain
+            table.add_row(
+                load,
+                name,
+                f"{result.load.tokens_per_s:.1f}",
+                f"{speed_up:.2f} x",
+                format_number(result.counters.mean_acceptance_length, 2),
+                f"{result.load.median_ttft_ms:.0f}",
+                format_number(result.load.median_tpot_ms, 1),
+                end_section=number == len(measured),
+                style="bold" if speed_up > 1.0 else None,
+            )
     return table
-
-
-def same_answers(plain: Sequence[str], other: Sequence[str]) -> tuple[int, int | None]:
-    """Returns the number of equal answers, and the index of the first different one or None."""
-    differing = [i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a != b]
-    return len(plain) - len(differing), differing[0] if differing else None
 
 
 def _print_comparison(
@@ -246,17 +206,16 @@ def _print_comparison(
     console: Console,
 ) -> None:
     """Prints how many answers equal plain vLLM's, and whether rounding explains the others."""
-
-    def texts(load: LoadResult) -> list[str]:
-        return [answer.text for answer in load.answers]
-
-    equal, first = same_answers(texts(single["plain"].load), texts(single[options.method].load))
-    console.print(f"identical answers, one at a time: {equal} of {len(options.prompts)}")
-    if first is None:
+    plain, other = (single[name].load.answers for name in ("plain", options.method))
+    differing = [i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a.text != b.text]
+    equal = len(plain) - len(differing)
+    console.print(f"identical answers, one at a time: {equal} of {len(plain)}")
+    if not differing:
         return
     if options.dtype == "float32":
         console.print(
-            f"NOT LOSSLESS: the answers to {options.prompts[first]!r} differ in float32. {_REPORT}",
+            f"NOT LOSSLESS: the answers to {options.prompts[differing[0]]!r} differ in "
+            f"float32. {_REPORT}",
             style="bold red",
         )
         return

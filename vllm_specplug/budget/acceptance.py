@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.arrays import Bools, Floats, Ints
+from vllm_specplug.budget import Bools, Floats, Ints
 
 # Log-odds of the scores of the table's columns. They are dense in the range of most decisions.
 _LOG_ODDS = np.array([-6.0, -4.5, -3.5, -2.5, -1.75, -1.0, -0.35, 0.35, 1.0, 1.75, 2.75, 4.0, 6.0])

@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vllm_specplug.budget import Bools, Floats, Ints
 from vllm_specplug.budget.acceptance import AcceptanceModel, accepted_nodes
 from vllm_specplug.budget.allocation import allocate
-from vllm_specplug.budget.arrays import Bools, Floats, Ints
 from vllm_specplug.budget.draft_gate import IMPOSSIBLE_MS, DraftGate, GateDecision
 from vllm_specplug.budget.fairness import FairnessWeights
 from vllm_specplug.budget.lookup_gate import LookupGate
 from vllm_specplug.budget.nodes import Nodes
-from vllm_specplug.budget.row_budget import RowBudget
 from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.budget.trials import CostTrials
+from vllm_specplug.options import RowBudget
 from vllm_specplug.tree import DraftTree
 
 _REST_STEPS = 8

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from vllm_specplug.budget.arrays import Bools, Floats, Ints
+from vllm_specplug.budget import Bools, Floats, Ints
 
 _MAX_ROUNDS = 8
 

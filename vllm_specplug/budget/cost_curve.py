@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.arrays import Floats
+from vllm_specplug.budget import Floats
 
 # Corrections are a Gaussian process over the knots, in log time. The unit of all variances is the
 # variance of a single step's time.

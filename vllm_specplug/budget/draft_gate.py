@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.arrays import Bools, Floats, Ints
+from vllm_specplug.budget import Bools, Floats, Ints
 
 DraftCost = Callable[[npt.ArrayLike, npt.ArrayLike], Floats]
 """Milliseconds of drafting by number of requests and depth."""

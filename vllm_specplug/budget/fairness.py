@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vllm_specplug.budget.arrays import Floats, Ints
+from vllm_specplug.budget import Floats, Ints
 
 GAIN = 20.0
 """Increase of the weight per lag, a share of the request's tokens: a lag of 5 % doubles it."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.arrays import Bools, Floats, Ints
+from vllm_specplug.budget import Bools, Floats, Ints
 from vllm_specplug.tree import ROOT, DraftTree
 
 _EMPTY = DraftTree.empty()

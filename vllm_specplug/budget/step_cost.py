@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from vllm_specplug.budget.arrays import Floats
+from vllm_specplug.budget import Floats
 from vllm_specplug.budget.cost_curve import TREE_FADING, CostCurve
 
 _REST_LEARNING_RATE = 0.05

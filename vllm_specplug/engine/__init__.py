@@ -15,20 +15,20 @@ def install() -> None:
     other, choosing one of them stops at config time with the reason. If a change fails, the earlier
     ones are undone and the methods are refused as well.
     """
-    from vllm_specplug.seams import PROCESS_SEAMS, REFUSAL
+    from vllm_specplug.seams.listing_process import PROCESS_SEAMS, REFUSAL
 
     if PROCESS_SEAMS.is_applied or REFUSAL.is_applied:
         return
     from vllm_specplug.engine import versions
 
-    report = versions.check_vllm()
-    if report.supported:
+    problem = versions.vllm_problem()
+    if problem is None:
         try:
             PROCESS_SEAMS.apply()
         except Exception as error:
             _logger.exception("vllm-specplug could not be installed into this vLLM")
-            report = versions.SeamReport(report.vllm_version, str(error).rstrip("."))
-    if not report.supported:
-        _logger.warning("%s; its speculative methods are switched off.", report.problem)
-        versions.reason = report
+            problem = str(error).rstrip(".")
+    if problem is not None:
+        _logger.warning("%s; its speculative methods are switched off.", problem)
+        versions.reason = problem
         REFUSAL.apply()

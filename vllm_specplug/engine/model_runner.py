@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.executor.abstract import Executor
 
 from vllm_specplug.engine.spec_config import tree_config
-from vllm_specplug.seams import CPU_ADMISSION
+from vllm_specplug.seams.listing_runner import CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
 
 

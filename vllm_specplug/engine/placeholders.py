@@ -19,26 +19,20 @@ from typing import Any
 
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.engine.spec_config import tree_config
-from vllm_specplug.options import max_scheduled_rows, request_budget_limit, rows_of_requests
+from vllm_specplug.options import RowBudget, request_budget_limit
 
 
-def drafts_by_batch_size(spec: Any, scheduler_config: Any, nodes: int) -> list[int]:
-    """Returns the maximum drafts of a request, up to `nodes`, in a step of 0, 1, ... requests."""
-    max_requests = scheduler_config.max_num_seqs
+def drafts_by_batch_size(spec: Any, scheduler_config: Any) -> list[int]:
+    """Returns the maximum drafts of a request in a step of 0, 1, ... requests."""
+    budget, nodes = RowBudget.of(spec, scheduler_config), int(spec.num_speculative_tokens)
     # The entry of 0 requests is that of one.
-    sizes = [max(1, size) for size in range(max_requests + 1)]
+    sizes = [max(1, size) for size in range(budget.max_requests + 1)]
     if spec.tree_budget == "auto" and not scheduler_config.async_scheduling:
         # The scheduler gets the trees themselves, in the sizes that the worker chose.
         return [nodes for _ in sizes]
     if spec.tree_budget != "auto":
-        nodes = min(nodes, max(int(spec.tree_budget), request_budget_limit(spec)))
-    limit = max_scheduled_rows(scheduler_config)
-    max_rows = spec.max_step_rows or limit
-    rows = [rows_of_requests(size, max_rows, limit, max_requests) for size in sizes]
-    return [
-        min(nodes, max(0, step_rows // size - 1))
-        for size, step_rows in zip(sizes, rows, strict=True)
-    ]
+        nodes = min(nodes, max(budget.max_nodes, request_budget_limit(spec)))
+    return [min(nodes, budget.share(size)) for size in sizes]
 
 
 def keep_reserved_rows(scheduler: Any, reserved: ReservedRows) -> None:
@@ -60,8 +54,6 @@ def wrap_scheduler(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         spec = tree_config(self.vllm_config)
         if spec is not None and self.dynamic_sd_lookup is None:
-            self.dynamic_sd_lookup = drafts_by_batch_size(
-                spec, self.scheduler_config, self.num_spec_tokens
-            )
+            self.dynamic_sd_lookup = drafts_by_batch_size(spec, self.scheduler_config)
 
     return init

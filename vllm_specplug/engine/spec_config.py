@@ -33,10 +33,8 @@ from vllm_specplug.options import (
     TreeOptions,
     changed_tree_options,
     check_device_options,
+    check_node_budgets,
     check_num_nodes,
-    check_request_limit,
-    check_tree_budget,
-    check_tree_shape,
     check_vllm_options,
     is_number,
     option_defaults,
@@ -52,7 +50,7 @@ from vllm_specplug.registry import (
     misfit,
     owners_of,
 )
-from vllm_specplug.seams import CPU_ADMISSION
+from vllm_specplug.seams.listing_runner import CPU_ADMISSION
 from vllm_specplug.seams.seam import resolve
 
 logger = init_logger("vllm.specplug.config")
@@ -140,9 +138,7 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
             on_gpu = current_device() == "cuda"
             nodes = DEFAULT_CUDA_TREE_NODES if on_gpu else DEFAULT_TREE_NODES
             self.num_speculative_tokens = max(nodes, self.tree_depth or 0)
-        check_tree_shape(self.num_speculative_tokens, self.tree_depth)
-        check_tree_budget(self.tree_budget, self.num_speculative_tokens)
-        check_request_limit(self.max_request_budget, self.num_speculative_tokens)
+        check_node_budgets(self)
         check_vllm_options(self, option_defaults(SpeculativeConfig), method.name)
         options: MethodOptions = self.method_options
         target = self.target_model_config
@@ -302,7 +298,7 @@ def _wrong_value(name: str, value: object, reason: str) -> ValueError:
 
 def _unknown_method(name: object) -> ValueError:
     ours = legal_method_names()
-    near = difflib.get_close_matches(str(name), [*ours, *_literal_values(SpeculativeMethod)], n=1)
+    near = difflib.get_close_matches(str(name), [*ours, *get_args(SpeculativeMethod)], n=1)
     meant = f"Did you mean {near[0]!r}? " if near else ""
     return option_error(
         "method",
@@ -310,15 +306,6 @@ def _unknown_method(name: object) -> ValueError:
         f"legal: {', '.join(ours)}, and vLLM's own methods, which its documentation lists",
         f"{meant}`specplug options` describes the methods of vllm-specplug",
     )
-
-
-def _literal_values(literal: Any) -> list[str]:
-    """Returns the values of a `Literal`, which may contain other `Literal`s."""
-    return [
-        name
-        for part in get_args(literal)
-        for name in ([part] if isinstance(part, str) else _literal_values(part))
-    ]
 
 
 def _with_owner(error: ValueError, method: Method, model: str | None) -> ValueError:

@@ -5,8 +5,7 @@ Seam: structured_output.
 
 vLLM's scheduler keeps drafts as a flat list and walks a grammar along it, as if one sibling of a
 tree followed the other. Here the runner sends parents with the drafts of constrained requests. The
-walk goes down and up the tree (`tree/grammar.py`) with the matcher's `accept_tokens` and
-`rollback`:
+walk goes down and up the tree with the matcher's `accept_tokens` and `rollback`:
 
 1. `Scheduler.update_draft_token_ids`, or `update_draft_token_ids_in_output` where steps are
    scheduled ahead, hands the parents to the structured output manager;
@@ -30,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE, visit_tree
+from vllm_specplug.tree import ROOT
+from vllm_specplug.tree.draft_tree import PARENTS_ATTRIBUTE
 
 # Attributes of the manager: the parents of drafts by request id, set while they are validated, and
 # whether any constrained request has drafted a tree. The latter is never reset, because the
@@ -48,16 +48,6 @@ class ConstrainedTree:
     token_ids: list[int]
     parents: list[int]
 
-    def matches(self, scheduled: Sequence[int]) -> bool:
-        """Whether `scheduled` are the first of these nodes, padding left out."""
-        nodes = _num_nodes(scheduled)
-        return nodes > 0 and self.token_ids[:nodes] == list(scheduled[:nodes])
-
-
-def _num_nodes(scheduled: Sequence[int]) -> int:
-    """Returns the number of scheduled drafts before vLLM's padding of -1."""
-    return next((i for i, token in enumerate(scheduled) if token == -1), len(scheduled))
-
 
 class RequestCursor:
     """A request's grammar at its last committed token, moved along the edges of a tree."""
@@ -70,6 +60,7 @@ class RequestCursor:
         self.fed: list[bool] = []
 
     def advance(self, token_id: int) -> bool:
+        """Appends a token if it is allowed, and returns whether it is."""
         self.path.append(token_id)
         start, _ = self.manager._get_constraint_bounds(self.request, self.path)
         feeds = len(self.path) > start
@@ -83,6 +74,7 @@ class RequestCursor:
         return True
 
     def retreat(self) -> None:
+        """Removes the last token."""
         self.path.pop()
         if self.fed.pop():
             self.grammar.rollback(1)
@@ -100,10 +92,14 @@ class RequestCursor:
 
 
 def _tree_of(request: Any, scheduled: Sequence[int]) -> ConstrainedTree | None:
-    """Returns the tree of a constrained request's scheduled drafts; None if there is none."""
+    """Returns the scheduled nodes of a constrained request's tree; None if its drafts are none."""
     state = request.structured_output_request
     tree = None if state is None else getattr(state, _TREE, None)
-    return tree if tree is not None and tree.matches(scheduled) else None
+    # vLLM pads drafts with -1.
+    count = next((i for i, token in enumerate(scheduled) if token == -1), len(scheduled))
+    if tree is None or not count or tree.token_ids[:count] != list(scheduled[:count]):
+        return None
+    return ConstrainedTree(tree.token_ids[:count], tree.parents[:count])
 
 
 def wrap_update_draft_token_ids(original: Any) -> Any:
@@ -154,13 +150,12 @@ def wrap_grammar_bitmask(original: Any) -> Any:
         structured_output_request_ids: list[str],
         scheduled_spec_decode_tokens: dict[str, list[int]],
     ) -> Any:
-        trees, num_nodes = {}, {}
+        trees = {}
         if getattr(self, _HAS_TREES, False):
             for req_id in structured_output_request_ids:
                 scheduled = scheduled_spec_decode_tokens.get(req_id, ())
-                tree = _tree_of(requests[req_id], scheduled)
-                if tree is not None:
-                    trees[req_id], num_nodes[req_id] = tree, _num_nodes(scheduled)
+                if (tree := _tree_of(requests[req_id], scheduled)) is not None:
+                    trees[req_id] = tree
         if trees:
             # vLLM fills the rows of these drafts as padding, which touches no grammar.
             scheduled_spec_decode_tokens = {
@@ -178,9 +173,7 @@ def wrap_grammar_bitmask(original: Any) -> Any:
             first_rows = mask_rows(num_rows, len(bitmask))
             for req_id, first_row in zip(structured_output_request_ids, first_rows, strict=True):
                 if req_id in trees:
-                    _fill_tree_rows(
-                        self, requests[req_id], trees[req_id], num_nodes[req_id], first_row
-                    )
+                    _fill_tree_rows(self, requests[req_id], trees[req_id], first_row)
         return bitmask
 
     return wrapped
@@ -197,12 +190,11 @@ def mask_rows(num_rows: Sequence[int], mask_size: int) -> list[int]:
     return list(range(0, mask_size, mask_size // len(num_rows)))
 
 
-def _fill_tree_rows(
-    manager: Any, request: Any, tree: ConstrainedTree, num_nodes: int, first_row: int
-) -> None:
-    """Fills the rows of the manager's mask for the root and the first `num_nodes` nodes.
+def _fill_tree_rows(manager: Any, request: Any, tree: ConstrainedTree, first_row: int) -> None:
+    """Fills the rows of the manager's mask for the root and the nodes that the grammar can reach.
 
-    The array that the manager returned is a view of this mask.
+    The array that the manager returned is a view of this mask. Going back up an edge rolls the
+    grammar back by one token, so each node is fed once, as the nodes of a chain are.
     """
     cursor = RequestCursor(manager, request)
     mask = manager._grammar_bitmask
@@ -210,8 +202,7 @@ def _fill_tree_rows(
     # They are set if the root is reasoning; otherwise no node is.
     masked_ends = getattr(request.structured_output_request, "masked_reasoning_end_ids", None) or ()
 
-    def enter(node: int) -> None:
-        row = first_row + 1 + node
+    def fill(row: int) -> None:
         if cursor.is_constrained:
             cursor.grammar.fill_bitmask(mask, row)
         else:
@@ -220,4 +211,19 @@ def _fill_tree_rows(
             for token_id in masked_ends if cursor.is_reasoning else ():
                 words[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
 
-    visit_tree(tree.token_ids[:num_nodes], tree.parents[:num_nodes], cursor, enter)
+    children: list[list[int]] = [[] for _ in range(len(tree.parents) + 1)]
+    for child, parent in enumerate(tree.parents):
+        # No walk reaches nodes with any other negative parent.
+        if parent >= ROOT:
+            children[parent + 1].append(child)
+    fill(first_row)
+    # Nodes to enter, and None to leave one. An explicit stack, because chains may be long.
+    pending: list[int | None] = list(reversed(children[0]))
+    while pending:
+        node = pending.pop()
+        if node is None:
+            cursor.retreat()
+        elif cursor.advance(tree.token_ids[node]):
+            fill(first_row + 1 + node)
+            pending.append(None)
+            pending.extend(reversed(children[node + 1]))

@@ -22,18 +22,3 @@ the registry of a server with several API processes); a separate port (one more 
 secure); a plugin of the group `vllm.stat_logger_plugins` (installing this package would enable
 statistics for all engines).
 """
-
-from vllm_specplug.metrics.exporter import PrometheusExporter
-from vllm_specplug.metrics.step_stats import PHASES, PLAIN_REASONS, StepStats
-from vllm_specplug.metrics.watchdog import AcceptanceWatchdog
-from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics, format_interval
-
-__all__ = [
-    "PHASES",
-    "PLAIN_REASONS",
-    "AcceptanceWatchdog",
-    "PrometheusExporter",
-    "SpecPlugMetrics",
-    "StepStats",
-    "format_interval",
-]

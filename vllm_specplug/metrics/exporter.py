@@ -99,22 +99,21 @@ class PrometheusExporter:
         """Adds one payload. Unknown keys and labels are ignored."""
         if not payload:
             return
-        if drafts := payload.get("drafts"):
+        if drafts := payload.get("num_drafts"):
             self._metric("drafts").inc(drafts)
-            self._metric("draft_nodes").inc(payload["nodes"])
-            for depth, count in enumerate(payload["by_depth"], 1):
+            self._metric("draft_nodes").inc(payload["num_nodes"])
+            for depth, count in enumerate(payload.get("accepted_by_depth", ()), 1):
                 self._metric("accepted_tokens", str(depth)).inc(count)
-        for reason, count in payload.get("plain", {}).items():
+        for reason, count in payload.get("plain_steps", {}).items():
             if reason in PLAIN_REASONS:
                 self._metric("plain_steps", reason).inc(count)
         for num_nodes in payload.get("step_nodes", ()):
             self._metric("step_nodes").observe(num_nodes)
-        for phase, values in payload.get("ms", {}).items():
+        for phase, values in payload.get("milliseconds", {}).items():
             if phase in PHASES:
                 for milliseconds in values:
                     self._metric(f"{phase}_seconds").observe(milliseconds / 1e3)
-        if (budget := payload.get("budget")) is not None:
+        if (budget := payload.get("tree_budget")) is not None:
             self._metric("tree_budget").set(budget)
-        if (predicted := payload.get("predicted")) is not None:
-            self._metric("predicted_accepted_tokens").inc(predicted[0])
-            self._metric("predicted_actual_tokens").inc(predicted[1])
+        for name in ("accepted", "actual"):
+            self._metric(f"predicted_{name}_tokens").inc(payload.get(f"predicted_{name}", 0))

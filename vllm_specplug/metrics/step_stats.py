@@ -67,10 +67,6 @@ class StepStats:
         self.num_nodes += num_nodes
         self.accepted_by_depth = _added(self.accepted_by_depth, [1] * num_accepted)
 
-    def observe_step_nodes(self, num_nodes: int) -> None:
-        """Records the nodes of all trees of one step."""
-        self.step_nodes.append(num_nodes)
-
     def observe_plain(self, reason: str, count: int = 1) -> None:
         """Counts `count` requests that decoded one step without a tree."""
         assert reason in PLAIN_REASONS, reason
@@ -88,38 +84,27 @@ class StepStats:
         self.milliseconds.setdefault(phase, []).append(milliseconds)
 
     def drain(self) -> Payload | None:
-        """Returns the sums as plain data, None if there are none, and sets them to zero."""
-        payload: Payload = {}
-        if self.num_drafts:
-            payload["drafts"] = self.num_drafts
-            payload["nodes"] = self.num_nodes
-            payload["by_depth"] = self.accepted_by_depth
-        if self.plain_steps:
-            payload["plain"] = self.plain_steps
-        if self.step_nodes:
-            payload["step_nodes"] = self.step_nodes
-        if self.milliseconds:
-            payload["ms"] = self.milliseconds
-        if self.tree_budget is not None:
-            payload["budget"] = self.tree_budget
-        if self.predicted_accepted:
-            payload["predicted"] = [self.predicted_accepted, self.predicted_actual]
+        """Returns the sums by field, None if there are none, and sets them to zero."""
+        unused = vars(StepStats())
+        payload = {name: value for name, value in vars(self).items() if value != unused[name]}
         # Others hold this object, so its fields are replaced.
-        vars(self).update(vars(StepStats()))
+        vars(self).update(unused)
         return payload or None
 
     def merge(self, payload: Payload) -> None:
         """Adds the sums of a payload."""
-        self.num_drafts += payload.get("drafts", 0)
-        self.num_nodes += payload.get("nodes", 0)
-        self.accepted_by_depth = _added(self.accepted_by_depth, payload.get("by_depth", ()))
-        for reason, count in payload.get("plain", {}).items():
+        self.num_drafts += payload.get("num_drafts", 0)
+        self.num_nodes += payload.get("num_nodes", 0)
+        by_depth = payload.get("accepted_by_depth", ())
+        self.accepted_by_depth = _added(self.accepted_by_depth, by_depth)
+        for reason, count in payload.get("plain_steps", {}).items():
             self.observe_plain(reason, count)
         self.step_nodes.extend(payload.get("step_nodes", ()))
-        for phase, values in payload.get("ms", {}).items():
+        for phase, values in payload.get("milliseconds", {}).items():
             self.milliseconds.setdefault(phase, []).extend(values)
-        self.tree_budget = payload.get("budget", self.tree_budget)
-        self.observe_prediction(*payload.get("predicted", (0.0, 0)))
+        self.tree_budget = payload.get("tree_budget", self.tree_budget)
+        self.predicted_accepted += payload.get("predicted_accepted", 0.0)
+        self.predicted_actual += payload.get("predicted_actual", 0)
 
 
 def _added(a: Sequence[int], b: Sequence[int]) -> list[int]:

@@ -51,7 +51,8 @@ class SpecPlugMetrics:
         if not self._is_reporting or payload is None:
             return payload
         self._interval.merge(payload)
-        self._watchdog.observe(payload.get("drafts", 0), sum(payload.get("by_depth", ())))
+        accepted = sum(payload.get("accepted_by_depth", ()))
+        self._watchdog.observe(payload.get("num_drafts", 0), accepted)
         now = self._clock()
         if self._interval_start is None:
             # The first step begins the first interval: idle time before it does not count.

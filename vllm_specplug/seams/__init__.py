@@ -7,77 +7,32 @@ listed: `scripts/vllm_names.py` derives it from the code, and checking a replace
 imports it.
 """
 
-from vllm_specplug.seams.listing_attention import (
-    ATTENTION_BACKENDS,
-    CPU_BACKENDS,
-    CPU_MEMBERS,
-    CPU_STATE_SEAMS,
-    DEVICE_STATE_SEAMS,
-    GPU_MEMBERS,
-    LATENT_SEAMS,
-    STATE_SEAMS,
-)
+from vllm_specplug.seams import listing_attention as attention
+from vllm_specplug.seams import listing_runner as runner
 from vllm_specplug.seams.listing_process import PROCESS_SEAMS, REFUSAL
-from vllm_specplug.seams.listing_runner import (
-    CPU_ADMISSION,
-    CPU_KERNELS,
-    CPU_PRODUCTS,
-    CPU_RUNNER,
-    CPU_WORKER_ADMISSION,
-    CPU_WORKER_MEMBERS,
-    DEVICE_SPECULATOR,
-    GPU_WORKER_MEMBERS,
-    RUNNER_MEMBERS,
-    SPECULATOR,
-    TREE_GRAPHS,
-)
-from vllm_specplug.seams.seam import Seam, SeamError, SeamSet
-
-__all__ = [
-    "ALL_SEAMS",
-    "ATTENTION_BACKENDS",
-    "CPU_ADMISSION",
-    "CPU_BACKENDS",
-    "CPU_KERNELS",
-    "CPU_PRODUCTS",
-    "CPU_RUNNER",
-    "CPU_STATE_SEAMS",
-    "CPU_WORKER_ADMISSION",
-    "DEVICE_SPECULATOR",
-    "DEVICE_STATE_SEAMS",
-    "LATENT_SEAMS",
-    "PROCESS_SEAMS",
-    "REFUSAL",
-    "SPECULATOR",
-    "STATE_SEAMS",
-    "TREE_GRAPHS",
-    "WORKER_SEAMS",
-    "Seam",
-    "SeamError",
-    "SeamSet",
-]
+from vllm_specplug.seams.seam import Seam, SeamSet
 
 WORKER_SEAMS = {
     "cpu": SeamSet(
         (
-            CPU_RUNNER,
-            SPECULATOR,
-            *CPU_KERNELS.seams,
-            *CPU_PRODUCTS.seams,
-            *CPU_BACKENDS.seams,
-            *CPU_MEMBERS,
-            *CPU_WORKER_MEMBERS,
-            *RUNNER_MEMBERS,
+            runner.CPU_RUNNER,
+            runner.SPECULATOR,
+            *runner.CPU_KERNELS.seams,
+            *runner.CPU_PRODUCTS.seams,
+            *attention.CPU_BACKENDS.seams,
+            *attention.CPU_MEMBERS,
+            *runner.CPU_WORKER_MEMBERS,
+            *runner.RUNNER_MEMBERS,
         )
     ),
     "cuda": SeamSet(
         (
-            DEVICE_SPECULATOR,
-            TREE_GRAPHS,
-            *ATTENTION_BACKENDS.seams,
-            *GPU_MEMBERS,
-            *GPU_WORKER_MEMBERS,
-            *RUNNER_MEMBERS,
+            runner.DEVICE_SPECULATOR,
+            runner.TREE_GRAPHS,
+            *attention.ATTENTION_BACKENDS.seams,
+            *attention.GPU_MEMBERS,
+            *runner.GPU_WORKER_MEMBERS,
+            *runner.RUNNER_MEMBERS,
         )
     ),
 }
@@ -90,12 +45,12 @@ ALL_SEAMS: tuple[Seam, ...] = tuple(
             *REFUSAL.seams,
             *WORKER_SEAMS["cpu"].seams,
             *WORKER_SEAMS["cuda"].seams,
-            *STATE_SEAMS.seams,
-            *CPU_STATE_SEAMS.seams,
-            *DEVICE_STATE_SEAMS.seams,
-            *LATENT_SEAMS["cpu"].seams,
-            *LATENT_SEAMS["cuda"].seams,
-            CPU_ADMISSION,
+            *attention.STATE_SEAMS.seams,
+            *attention.CPU_STATE_SEAMS.seams,
+            *attention.DEVICE_STATE_SEAMS.seams,
+            *attention.LATENT_SEAMS["cpu"].seams,
+            *attention.LATENT_SEAMS["cuda"].seams,
+            runner.CPU_ADMISSION,
         )
     )
 )

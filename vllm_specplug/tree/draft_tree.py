@@ -13,6 +13,8 @@ import numpy.typing as npt
 ROOT = -1
 """Parent index of the nodes directly below the root."""
 
+# Attribute of the runner's drafts: {request id: parent indices} of constrained requests.
+PARENTS_ATTRIBUTE = "specplug_parents"
 
 _ARRAYS = (
     ("token_ids", np.int64),

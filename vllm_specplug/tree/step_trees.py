@@ -191,11 +191,6 @@ class StepTrees:
     # [S, n] int64 tokens that end each slot's request; None if the walk need not stop there
     ends: torch.Tensor | None = None
 
-    @property
-    def max_request_rows(self) -> int:
-        """Maximum rows of a request in this step."""
-        return self.rows.max_request_rows
-
     def without(self, dropped: torch.Tensor) -> StepTrees:
         """Returns the trees with the rows marked in bool [M] unreachable."""
         is_dropped = dropped & (self.parent_rows != ROOT)

@@ -11,7 +11,7 @@ Seam: latent_backend.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from vllm_specplug.kernels import LatentSpan, isolate_nonfinite, latent_attn
 from vllm_specplug.vllm_attention.latent_gpu import latent_metadata
-from vllm_specplug.vllm_attention.tree_rows import RequestRows, attach_tree_rows, tree_rows_of
+from vllm_specplug.vllm_attention.tree_rows import attach_tree_rows, tree_rows_of
 
 
 class TreeCPUMLABackend(CPUMLABackend):
@@ -74,14 +74,6 @@ class TreeCPUMLAImpl(CPUMLAImpl):
 
 
 @dataclass(frozen=True)
-class LatentRequest(RequestRows):
-    """One request's rows with the mask of its tree. No rows precede a tree."""
-
-    # bool [n, n] of the rows; None for a line
-    mask: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
 class LatentRows:
     """The rows of a step for which vLLM would expand a context."""
 
@@ -92,41 +84,23 @@ class LatentRows:
     """Number of leading rows of the batch that vLLM decodes."""
 
 
-def _line(count: int) -> torch.Tensor:
+def line_mask(count: int) -> torch.Tensor:
+    """Returns the mask bool [count, count] of rows that each attend the rows before them."""
     return torch.ones(count, count, dtype=torch.bool).tril()
 
 
-def spans_of(requests: Iterable[tuple[int, LatentRequest]]) -> list[LatentSpan]:
-    """Returns the spans of requests, each given with its batch index."""
-    requests = list(requests)
-    assert all(r.mask is None or len(r.mask) == r.end_row - r.first_row for _, r in requests)
-    return [
-        LatentSpan(
-            index,
-            r.first_row,
-            r.num_computed,
-            _line(r.end_row - r.first_row) if r.mask is None else r.mask,
-        )
-        for index, r in requests
-    ]
-
-
-def attach_latent_rows(attn_metadata: dict[str, Any], requests: Sequence[LatentRequest]) -> None:
-    """Makes vLLM decode requests with computed tokens over the latent cache, in all MLA layers.
+def attach_latent_rows(attn_metadata: dict[str, Any], spans: Sequence[LatentSpan]) -> None:
+    """Makes vLLM decode requests with several rows over the latent cache, in all MLA layers.
 
     Args:
         attn_metadata: vLLM's metadata by layer.
-        requests: all requests of the batch, in order.
+        spans: the first requests of the batch, up to the last one with computed tokens.
     """
-    # vLLM's order is single rows, other requests with computed tokens, prompts. A prompt out of
-    # this order is decoded.
-    end = max((i + 1 for i, r in enumerate(requests) if r.num_computed), default=0)
     for metadata in latent_metadata(attn_metadata):
         first = metadata.num_decodes
-        if end > first:
-            spans = spans_of(enumerate(requests[first:end], first))
-            rows = LatentRows(spans, _block_table(metadata), metadata.num_decode_tokens)
-            _decode(metadata, end, requests[end - 1].end_row)
+        if len(spans) > first:
+            rows = LatentRows(spans[first:], _block_table(metadata), metadata.num_decode_tokens)
+            _decode(metadata, len(spans), spans[-1].first_row + spans[-1].num_rows)
             attach_tree_rows(metadata, rows)
 
 
@@ -140,7 +114,7 @@ def attach_warmup_rows(
         for i, first in enumerate(range(0, num_rows, tree_rows)):
             count = min(tree_rows, num_rows - first)
             before = max(0, min(context, table.shape[1] * block_size - count))
-            spans.append(LatentSpan(i % len(table), first, before, _line(count)))
+            spans.append(LatentSpan(i % len(table), first, before, line_mask(count)))
         _decode(metadata, metadata.num_decodes + metadata.num_prefills, num_rows)
         attach_tree_rows(metadata, LatentRows(spans, table, num_single=0))
 

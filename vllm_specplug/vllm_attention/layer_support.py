@@ -139,14 +139,15 @@ def check_cache_dtypes(
     """Refuses caches [num_blocks, Hkv, block_size, 2 * Dh] of another dtype than the model's.
 
     Args:
-        layers: the target's layers by name, if the backend reads 8-bit caches.
+        layers: the target's layers by name; without them no 8-bit cache is served.
 
     Raises:
         ValueError: naming the first such layer.
     """
     for name, cache in caches.items():
         if layers and cache.dtype in (torch.uint8, torch.int8):
-            if layers[name].kv_cache_dtype in layers[name].impl.cache_dtypes:
+            # Implementations of latent attention read no such cache.
+            if layers[name].kv_cache_dtype in getattr(layers[name].impl, "cache_dtypes", ()):
                 continue
         if cache.dtype != dtype:
             wanted = str(dtype).removeprefix("torch.")

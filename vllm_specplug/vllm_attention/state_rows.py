@@ -26,6 +26,7 @@ from vllm_specplug.kernels import (
     DeltaUpdates,
     StateTrees,
     commit_states,
+    to_device,
     tree_conv,
     tree_delta_rule,
 )
@@ -342,7 +343,11 @@ class StateStep:
 
 
 def warmup_step(
-    num_rows: int, max_requests: int, tree_rows: int, make: Callable[..., StateStep] = StateStep
+    num_rows: int,
+    max_requests: int,
+    tree_rows: int,
+    make: type[StateStep],
+    device: torch.device,
 ) -> StateStep:
     """Returns trees for a dummy forward, in which every node has two children.
 
@@ -358,7 +363,7 @@ def warmup_step(
     for request in requests:
         rows = torch.arange(request.end_row - request.root_row)
         parents.append(torch.where(rows > 0, request.root_row + (rows - 1) // 2, -1))
-    return make(requests, torch.cat(parents))
+    return make(requests, to_device(torch.cat(parents), device))
 
 
 def layer_states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -50,8 +50,6 @@ class TreeBackend(ABC):
     """Whether the device shares the host's memory, so that the host waits for nothing."""
     state_step: type[StateStep] = StateStep
     """The class that computes a step's trees in layers with a recurrent state."""
-    reads_fp8 = True
-    """Whether the backend's kernels read 8-bit KV caches."""
     warmup_rows = 0
     """Rows per tree in a dummy forward; 0 where vLLM attends the rows of dummies."""
     block_tables: Sequence[torch.Tensor]

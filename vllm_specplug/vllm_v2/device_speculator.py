@@ -24,14 +24,13 @@ import torch
 from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed import get_tensor_model_parallel_world_size
 
-from vllm_specplug.budget import Batch
+from vllm_specplug.budget.adaptive_budget import Batch
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.device_levels import packed_trees
 from vllm_specplug.drafting.device_requests import DeviceRequests, DeviceTrees, TokenHistory
 from vllm_specplug.drafting.reserved_rows import ReservedRows
 from vllm_specplug.kernels import to_device
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.tree.step_trees import CommitMap
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2 import draft_inputs, host_step
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
@@ -62,9 +61,8 @@ class DeviceSpeculator(TreeSpeculator):
         self.context_graphs: ContextGraphs | None = None
         # Steps and drafts that the host has not looked at yet, in their order.
         self._late: deque[PendingStep | PendingDraft] = deque()
-        # Made with the first trees, when the drafter is loaded and the budget calibrated.
+        # Made with the first trees, when the drafter is loaded.
         self._ngrams: DeviceNgrams | None = None
-        self._late_budget: LateBudget | None = None
         # The last plan, and the number of further steps for which it holds.
         self._held: PendingDraft | None = None
         self._held_steps = 0
@@ -74,11 +72,14 @@ class DeviceSpeculator(TreeSpeculator):
         if self._may_look_up():
             keep_history_on_device(req_states)
 
+    def start(self, runner: Any) -> None:
+        super().start(runner)
+        self._late_budget = LateBudget(self.planner)
+
     def _may_look_up(self) -> bool:
         """Whether branches may be looked up on the device, before the drafter is loaded."""
-        options = self.proposer.options
-        takes_branches = options.tree_width > 1 or options.head_path is None
-        return bool(options.ngram_topk) and takes_branches
+        takes_branches = self.spec.tree_width > 1 or self.spec.head_path is None
+        return bool(self.spec.ngram_topk) and takes_branches
 
     def warm_up(self) -> None:
         """Compiles the kernels of tables and lookups. Call once the drafter is loaded."""
@@ -103,8 +104,7 @@ class DeviceSpeculator(TreeSpeculator):
         # When the engine goes idle, no later step counts the last ones.
         self._drain_completed()
         super().forget(gone, ended)
-        if self._late_budget is not None:
-            self._late_budget.forget(gone)
+        self._late_budget.forget(gone)
         for req_id in gone:
             self.len_upper_bound.pop(req_id, None)
             self.len_lower_bound.pop(req_id, None)
@@ -190,8 +190,14 @@ class DeviceSpeculator(TreeSpeculator):
         counts = np.diff(input_batch.cu_num_logits_np[: len(input_batch.req_ids) + 1])
         for req_id, count in zip(input_batch.req_ids, counts.tolist(), strict=True):
             self.len_upper_bound[req_id] += count
-        committed = replace(
-            _all_rows(final, aux_hidden_states),
+        # Every row of the forward. Rows that committed nothing have slot -1, which kernels that
+        # write caches skip. Only the device knows which rows these are.
+        committed = CommittedTokens(
+            aux_hidden_states=aux_hidden_states or [],
+            rows=final.computed_rows,
+            positions=final.positions,
+            slots=final.slots,
+            last_rows=final.last_rows,
             next_token_ids=self._next_tokens(input_batch, final),
             table_rows=self._table_rows(input_batch, len(final.slots)),
         )
@@ -247,7 +253,6 @@ class DeviceSpeculator(TreeSpeculator):
     def _wanted(self, late: PendingDraft, room: list[int] | None) -> dict[str, int]:
         """Waits for the trees and returns the nodes that are worth their cost, by running request;
         `room` as for `LateBudget.wanted`."""
-        assert self._late_budget is not None
         trees, found = (
             [some[row] for row in late.rows] for some in (late.copy.merged, late.copy.lookup_only)
         )
@@ -434,9 +439,6 @@ class DeviceSpeculator(TreeSpeculator):
             self.stats.observe_plain("budget", int(np.count_nonzero(room[held.rows] == 0)))
             return replace(held, room=room.tolist(), is_held=True)
         self._held = None
-        deepest = self.proposer.drafter.forward_depth
-        if self._late_budget is None:
-            self._late_budget = LateBudget(planner, deepest)
         ends = input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens
         prompts = self.req_states.prefill_len.np[input_batch.idx_mapping_np]
         is_decoding = ends >= prompts
@@ -499,21 +501,6 @@ def _first_rank(trees: DeviceTrees, room: torch.Tensor) -> tuple[DeviceTrees, to
         token_ids.long(), parents, depths, scores.contiguous().view(torch.float32), first[:, 0]
     )
     return trees, first[:, -1]
-
-
-def _all_rows(final: CommitMap, aux_hidden_states: list[torch.Tensor] | None) -> CommittedTokens:
-    """Returns what a drafter observes: every row of the forward.
-
-    Rows that committed nothing have slot -1, which kernels that write caches skip. Only the device
-    knows which rows these are.
-    """
-    return CommittedTokens(
-        aux_hidden_states=aux_hidden_states or [],
-        rows=final.computed_rows,
-        positions=final.positions,
-        slots=final.slots,
-        last_rows=final.last_rows,
-    )
 
 
 def make_device_speculator(stock: Any) -> Any:

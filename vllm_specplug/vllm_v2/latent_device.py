@@ -40,7 +40,6 @@ class LatentDeviceBackend(CudaTreeBackend):
     row, and a short piece of a prompt is a chain.
     """
 
-    reads_fp8 = False
     views = staticmethod(_halves)
 
     def __init__(self, *args: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_specplug.budget import Plan
+from vllm_specplug.budget.adaptive_budget import Plan
 from vllm_specplug.vllm_v2.host_step import StepCopy, TreesCopy
 from vllm_specplug.vllm_v2.step_context import StepRecord
 

@@ -18,7 +18,7 @@ def use_v2() -> None:
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     from vllm.triton_utils import HAS_TRITON
 
-    from vllm_specplug.seams import CPU_ADMISSION, CPU_KERNELS, CPU_WORKER_ADMISSION
+    from vllm_specplug.seams.listing_runner import CPU_ADMISSION, CPU_KERNELS, CPU_WORKER_ADMISSION
 
     if not HAS_TRITON:
         CPU_ADMISSION.apply()

@@ -20,12 +20,12 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 
 from vllm_specplug.drafting.step_report import REPORT_ATTRIBUTE, StepReport
-from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
-from vllm_specplug.tree.step_trees import TreeStore
+from vllm_specplug.options import RowBudget
+from vllm_specplug.tree.draft_tree import PARENTS_ATTRIBUTE
 from vllm_specplug.vllm_v2.sampler import TreeSampler
 from vllm_specplug.vllm_v2.speculator import TreeSpeculator
 from vllm_specplug.vllm_v2.stage import StageRunnerMixin
-from vllm_specplug.vllm_v2.state_trees import accepted_lengths, last_state_rows
+from vllm_specplug.vllm_v2.state_trees import commit_paths
 from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
@@ -34,7 +34,6 @@ from vllm_specplug.vllm_worker.memory.cache_groups import draft_group
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
 from vllm_specplug.vllm_worker.memory.kv_transfer import CommittedSaves
-from vllm_specplug.vllm_worker.proposer import DrafterHost
 
 
 class TreeOutput(AsyncOutput):
@@ -55,19 +54,13 @@ def make_speculator(stock: Any) -> Any:
 
 def _plain_reason(request: Any, stop_tokens: set[int]) -> str | None:
     """Returns why a request decodes without drafts; None if it may have drafts."""
-    params = request.sampling_params
-    if params is None or len(stop_tokens) > MAX_STOP_TOKENS:
+    if len(stop_tokens) > MAX_STOP_TOKENS:
         return "no_draft"
-    if params.repetition_detection is not None:
+    if request.sampling_params.repetition_detection is not None:
         # It may end a request at any token, and vLLM would count accepted tokens behind the end as
         # computed.
         return "no_draft"
     return None if request.prompt_embeds is None else "embeds"
-
-
-def _stop_tokens(request: Any) -> set[int]:
-    params = request.sampling_params
-    return set() if params is None else stop_tokens_of(params)
 
 
 class TreeRunnerMixin(StageRunnerMixin):
@@ -81,27 +74,21 @@ class TreeRunnerMixin(StageRunnerMixin):
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, device, *args, **kwargs)
         self.tree_metrics = step_metrics(self.tree_spec)
-        self.planner = DraftPlanner.for_engine(
-            vllm_config, self.tree_metrics.stats, self.tree_backend.step_clock()
-        )
-        self.speculator.start(
-            self.planner, self.tree_metrics.stats, self.step, lambda: self.cudagraph_manager
+        self.planner = DraftPlanner(
+            self.tree_spec,
+            RowBudget.of(self.tree_spec, vllm_config.scheduler_config),
+            self.tree_metrics.stats,
+            self.model_config.get_vocab_size(),
+            self.tree_backend.step_clock(),
         )
         self.stop_tokens = StopTokens(self.max_num_reqs, device)
+        self.speculator.start(self)
         # Whether dummy LoRA adapters are loaded for a calibration.
         self.has_dummy_adapters = False
         # Running requests with a grammar, whose drafts go to the scheduler with their parents.
         self.tree_constrained: set[str] = set()
 
     # -- set-up ---------------------------------------------------------------------------
-
-    @property
-    def drafter(self) -> DrafterHost:
-        return self.speculator.proposer
-
-    @property
-    def tree_store(self) -> TreeStore:
-        return self.speculator.store
 
     def maybe_setup_dummy_loras(self, *args: Any, **kwargs: Any) -> Any:
         if self.has_dummy_adapters:
@@ -161,21 +148,18 @@ class TreeRunnerMixin(StageRunnerMixin):
         """
         self.tree_constrained -= set(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
-            params = request.sampling_params
-            if params is not None and params.structured_outputs is not None:
+            if request.sampling_params.structured_outputs is not None:
                 self.tree_constrained.add(request.req_id)
 
     def add_requests(self, scheduler_output: Any) -> None:
         new = scheduler_output.scheduled_new_reqs
         with self._sessions_keep_their_states([request.req_id for request in new]):
             super().add_requests(scheduler_output)
-        stops = [_stop_tokens(request) for request in new]
+        stops = [stop_tokens_of(request.sampling_params) for request in new]
         for request, ends in zip(new, stops, strict=True):
-            params = request.sampling_params
-            extra_args = None if params is None else params.extra_args
             self.speculator.add(
                 request.req_id,
-                extra_args,
+                request.sampling_params.extra_args,
                 _plain_reason(request, ends),
                 request.prefill_token_ids,
             )
@@ -209,8 +193,7 @@ class TreeRunnerMixin(StageRunnerMixin):
         step, walk = self.step, self.step.walk
         if walk is not None and step.states is not None:
             assert step.trees is not None
-            lengths = accepted_lengths(input_batch, step.trees, walk)
-            step.states.commit(last_state_rows(input_batch, walk), *lengths)
+            commit_paths(step.states, step.trees, walk)
         if walk is not None and self.speculator.schedules_ahead:
             # Taken before the next trees are drafted.
             step.tree_nodes = self.speculator.tree_nodes(input_batch.req_ids)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from vllm_specplug.budget import Batch
+from vllm_specplug.budget.adaptive_budget import Batch
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftRequests
 from vllm_specplug.drafting.reserved_rows import ReservedRows
@@ -38,17 +38,7 @@ from vllm_specplug.vllm_worker.ranks import (
 )
 
 if TYPE_CHECKING:
-    from vllm_specplug.metrics import StepStats
-
-
-def make_tree_store(vllm_config: Any, device: torch.device) -> TreeStore:
-    """Returns the store of an engine's trees."""
-    return TreeStore(
-        vllm_config.scheduler_config.max_num_seqs,
-        vllm_config.speculative_config.num_speculative_tokens,
-        vllm_config.model_config.get_vocab_size(),
-        device,
-    )
+    from vllm_specplug.metrics.step_stats import StepStats
 
 
 class TreeSpeculator(BaseSpeculator):
@@ -60,14 +50,18 @@ class TreeSpeculator(BaseSpeculator):
     # vLLM sets it.
     pcp_manager: Any = None
 
+    proposer: DrafterHost
+    store: TreeStore
+    planner: DraftPlanner
+    stats: StepStats
+    step: StepContext
+
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         spec = vllm_config.speculative_config
         self.spec = spec
         self.device = device
         self.req_states = req_states
-        self.proposer = DrafterHost(vllm_config)
         self.max_model_len: int = vllm_config.model_config.max_model_len
-        self.store = make_tree_store(vllm_config, device)
         # The same trees on the host, by running request.
         self.trees: dict[str, DraftTree] = {}
         # Rows that a scheduler that works ahead is asked to reserve for the step after the next
@@ -82,22 +76,13 @@ class TreeSpeculator(BaseSpeculator):
         self.penalties: dict[str, tuple[int, float]] = {}
         # Requests for which the drafter's `begin` was called.
         self.begun: set[str] = set()
-        self.planner: DraftPlanner
-        self.stats: StepStats
-        self.step: StepContext
         self.max_num_tokens: int = vllm_config.scheduler_config.max_num_batched_tokens
 
-    def start(
-        self,
-        planner: DraftPlanner,
-        stats: StepStats,
-        step: StepContext,
-        target_graphs: Callable[[], Any],
-    ) -> None:
-        """Sets what exists only once the runner is complete: the planner, the statistics, the
-        running step and the manager of the target's graphs."""
-        self.planner, self.stats, self.step = planner, stats, step
-        self.target_graphs = target_graphs
+    def start(self, runner: Any) -> None:
+        """Takes what exists only once the runner is complete."""
+        self.proposer, self.store = runner.drafter, runner.tree_store
+        self.planner, self.stats, self.step = runner.planner, runner.tree_metrics.stats, runner.step
+        self.target_graphs: Callable[[], Any] = lambda: runner.cudagraph_manager
 
     # -- requests that come and go -----------------------------------------------------------
 
@@ -271,7 +256,7 @@ class TreeSpeculator(BaseSpeculator):
                 step_nodes += r.tree.num_nodes
         self.planner.observe(step, input_batch.req_ids, record.walked, record.running)
         if step_nodes:
-            self.stats.observe_step_nodes(step_nodes)
+            self.stats.step_nodes.append(step_nodes)
             compacted = partial(self.stats.observe_ms, "compact")
             self.planner.clock.measure(record.walked, record.compacted, compacted)
 

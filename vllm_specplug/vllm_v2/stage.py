@@ -25,7 +25,6 @@ from vllm_specplug.tree.step_trees import TreeStore, attach_trees, set_positions
 from vllm_specplug.vllm_attention.layer_support import check_cache_dtypes
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
 from vllm_specplug.vllm_v2.model_state import with_trees
-from vllm_specplug.vllm_v2.speculator import make_tree_store
 from vllm_specplug.vllm_v2.stage_relay import StageRelay
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.step_input import step_rows
@@ -80,7 +79,13 @@ class StageRunnerMixin(_Runner):
     @cached_property
     def tree_store(self) -> TreeStore:
         """The trees of running requests."""
-        return make_tree_store(self.vllm_config, self.device)
+        config = self.vllm_config
+        return TreeStore(
+            config.scheduler_config.max_num_seqs,
+            config.speculative_config.num_speculative_tokens,
+            config.model_config.get_vocab_size(),
+            self.device,
+        )
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -135,8 +140,7 @@ class StageRunnerMixin(_Runner):
     def bind_caches(self) -> None:
         """Checks the caches that vLLM has allocated, and gives them to the tree backend."""
         state, method = self.state, str(self.tree_spec.plugin_method)
-        served = state.layers if self.tree_backend.reads_fp8 else None
-        check_cache_dtypes(state.target_caches(), state.dtype, method, served)
+        check_cache_dtypes(state.target_caches(), state.dtype, method, state.layers)
         check_state_blocks(state.kv_cache_config, self.tree_spec.num_speculative_tokens, method)
         self.tree_backend.bind(state.target_groups())
         self.tree_backend.block_tables = [table.gpu for table in self.block_tables.block_tables]

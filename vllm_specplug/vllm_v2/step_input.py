@@ -16,7 +16,7 @@ import torch
 
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.tree.step_trees import StepRows, Walk
-from vllm_specplug.vllm_worker.step import StepRequest
+from vllm_specplug.vllm_worker.cost.draft_planner import StepRequest
 
 
 def step_rows(input_batch: Any, max_nodes: int) -> StepRows:

@@ -216,7 +216,7 @@ class TreeProcessor(TreeAwareParam):
         lasts = torch.zeros_like(slots).scatter_reduce_(0, request, index, "amax")
         columns = torch.arange(paths.tokens.shape[1], device=logits.device)
         try:
-            for offset in range(parents.max_request_rows):
+            for offset in range(parents.rows.max_request_rows):
                 # A request with fewer rows shows its last one again; the result is unused.
                 rows = torch.minimum(roots + offset, lasts)
                 lengths = paths.lengths[rows]

@@ -15,8 +15,8 @@ from vllm.triton_utils import HAS_TRITON
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from vllm_specplug.seams import (
-    CPU_BACKENDS,
+from vllm_specplug.seams.listing_attention import CPU_BACKENDS, LATENT_SEAMS
+from vllm_specplug.seams.listing_runner import (
     CPU_KERNELS,
     CPU_RUNNER,
     CPU_WORKER_ADMISSION,
@@ -30,7 +30,7 @@ from vllm_specplug.vllm_worker.start_up import (
     OwnKernels,
     choose_kernel,
     require_seams,
-    use_latent_seams,
+    use_seams,
 )
 from vllm_specplug.vllm_worker.target.linear import takes_plain_rows
 from vllm_specplug.vllm_worker.target.weight_updates import PacksTarget
@@ -106,7 +106,8 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
         require_seams("cpu", self.use_v2_model_runner)
         CPU_BACKENDS.apply()
         if self.model_config.use_mla:
-            use_latent_seams("cpu")
+            # Before the model's layers choose their backend.
+            use_seams("latent attention", LATENT_SEAMS["cpu"])
         if not HAS_TRITON:
             CPU_KERNELS.apply()
         with CPU_RUNNER.applied(), SPECULATOR.applied():

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.seams import DEVICE_SPECULATOR, TREE_GRAPHS
+from vllm_specplug.seams.listing_runner import DEVICE_SPECULATOR, TREE_GRAPHS
 from vllm_specplug.vllm_attention.device_states import warmup
 from vllm_specplug.vllm_attention.full_graphs import wants_full_graphs
 from vllm_specplug.vllm_v2.backend import TreeBackend

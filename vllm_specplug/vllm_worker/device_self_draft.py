@@ -124,6 +124,12 @@ class DevicePartialAttention(PartialReads):
 class DeviceSelfDraft(SelfDraft):
     """`SelfDraft` on a device.
 
+    CUDA graphs hold draft forwards of requests whose partial caches, if they have one, are already
+    chosen. Before a replay the host stores new tokens and writes each request's region to the
+    graph's memory. A forward that chooses positions runs without a graph: in a graph, every replay
+    would compute scores and their top-k in every layer, for the maximum number of requests and the
+    longest context.
+
     Args:
         state: the model runner, whose caches must be bound to the backend.
     """
@@ -134,7 +140,9 @@ class DeviceSelfDraft(SelfDraft):
         self.rows = CudaDraftRows(backend, kv_caches, state.block_table, 1.0)
         views = backend.views_of(self.pool.caches[0])
         self.pool_views = [views(cache) for cache in self.pool.caches]
-        self.graphs = GraphSelfDraft(self)
+        # [B] region of each request of the batch, on the device and on the host; graphs read it
+        self.regions = torch.full((state.max_requests,), -1, dtype=torch.int32, device=state.device)
+        self._regions = np.full(state.max_requests, -1, np.int32)
 
     def make_pool(self, kv_caches: list[torch.Tensor], max_requests: int) -> DevicePartialCache:
         return DevicePartialCache(kv_caches, self.spec.budget, self.spec.sink, max_requests)
@@ -148,68 +156,24 @@ class DeviceSelfDraft(SelfDraft):
 
     @property
     def captures(self) -> bool:
-        """See the protocol."""
-        return self.graphs.is_possible
-
-    def prepare(self, requests: DeviceRequests) -> bool:
-        """See the protocol."""
-        return self.graphs.prepare(requests)
-
-    def __call__(
-        self, requests: DraftRequests | DeviceRequests
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Runs each request's anchor; see the protocol."""
-        assert isinstance(requests, DeviceRequests)
-        if requests.history is None:
-            attention: DraftAttention = self.graphs.attention_of(requests)
-        else:
-            attention = DevicePartialAttention(self, requests)
-        # Anchors and lengths of requests without a draft may be anything.
-        ids = requests.anchors.clamp(0, self.state.vocab_size - 1).to(torch.int32)
-        positions = requests.context_lens.long().clamp(0, self.state.max_model_len - 1)
-        layers = dict.fromkeys(self.layer_index, attention)
-        hidden, aux = self.state.forward(ids, positions, layers, range(len(ids)))
-        return hidden[: len(ids)], aux[0][: len(ids)]
-
-
-class GraphSelfDraft:
-    """Draft forwards in CUDA graphs: those of requests whose partial caches, if they have one, are
-    already chosen.
-
-    Before a replay the host stores new tokens and writes each request's region to the graph's
-    memory. A forward that chooses positions runs without a graph: in a graph, every replay would
-    compute scores and their top-k in every layer, for the maximum number of requests and the
-    longest context.
-    """
-
-    def __init__(self, draft: DeviceSelfDraft) -> None:
-        self.draft = draft
-        state = draft.state
-        # [B] region of each request of the batch, on the device and on the host
-        self.regions = torch.full((state.max_requests,), -1, dtype=torch.int32, device=state.device)
-        self._regions = np.full(state.max_requests, -1, np.int32)
-
-    @property
-    def is_possible(self) -> bool:
         """Whether graphs may hold the forward: on one rank, without LoRA adapters.
 
         The host sets adapters. Ranks read steps at different times, so that one would replay a
         forward while another launches it, and their all-reduces would not match.
         """
-        state = self.draft.state
-        parallel = state.vllm_config.parallel_config
+        parallel = self.state.vllm_config.parallel_config
         is_only_rank = parallel.world_size == 1 and parallel.data_parallel_size == 1
-        return is_only_rank and state.runner.lora_config is None
+        return is_only_rank and self.state.runner.lora_config is None
 
     def prepare(self, requests: DeviceRequests) -> bool:
-        """See `drafting.drafter.TargetForward.prepare`."""
-        draft, history = self.draft, requests.history
+        """See the protocol."""
+        history = requests.history
         assert history is not None and requests.rows is None
-        partial = partial_of(history, draft.pool.budget)
-        if any(draft.pool.is_due(history, r) for r in partial):
+        partial = partial_of(history, self.pool.budget)
+        if any(self.pool.is_due(history, r) for r in partial):
             return False
-        lens, table = requests.context_lens.long(), draft.rows.block_table()
-        moves = draft.pool.advance(history, lens, partial, table)
+        lens, table = requests.context_lens.long(), self.rows.block_table()
+        moves = self.pool.advance(history, lens, partial, table)
         self._send(len(requests), partial, [region.index for region in moves.regions])
         return True
 
@@ -221,16 +185,31 @@ class GraphSelfDraft:
             self._regions[:count] = sent
             copy_to_device(sent, self.regions[:count])
 
-    def attention_of(self, requests: DeviceRequests) -> PartialReads:
+    def graph_attention(self, requests: DeviceRequests) -> PartialReads:
         """Returns the attention of a forward in a graph."""
-        draft = self.draft
         assert requests.rows is not None
         return PartialReads(
-            draft,
+            self,
             requests.rows.to(torch.int32),
             requests.context_lens,
             requests.budgets > 0,
             self.regions[requests.rows.long()],
-            max_context=draft.state.max_model_len,
-            has_partial=draft.pool.max_requests > 0,
+            max_context=self.state.max_model_len,
+            has_partial=self.pool.max_requests > 0,
         )
+
+    def __call__(
+        self, requests: DraftRequests | DeviceRequests
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs each request's anchor; see the protocol."""
+        assert isinstance(requests, DeviceRequests)
+        if requests.history is None:
+            attention: DraftAttention = self.graph_attention(requests)
+        else:
+            attention = DevicePartialAttention(self, requests)
+        # Anchors and lengths of requests without a draft may be anything.
+        ids = requests.anchors.clamp(0, self.state.vocab_size - 1).to(torch.int32)
+        positions = requests.context_lens.long().clamp(0, self.state.max_model_len - 1)
+        layers = dict.fromkeys(self.layer_index, attention)
+        hidden, aux = self.state.forward(ids, positions, layers, range(len(ids)))
+        return hidden[: len(ids)], aux[0][: len(ids)]

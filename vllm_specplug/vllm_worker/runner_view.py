@@ -20,8 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import DrafterOptions
-from vllm_specplug.kernels import to_device
-from vllm_specplug.vllm_attention.state_rows import StateStep, warmup_step
+from vllm_specplug.vllm_attention.state_rows import warmup_step
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.memory.cache_groups import CacheGroup, target_groups
 from vllm_specplug.vllm_worker.target.state_layers import StateLayers
@@ -94,11 +93,6 @@ class RunnerView:
         layers: StateLayers = self.runner.drafter.state_layers
         return layers
 
-    def state_step(self, requests: Any, parents: torch.Tensor) -> StateStep:
-        """Returns a step's trees in layers with a recurrent state; `parents` is on the host."""
-        make: type[StateStep] = self.runner.tree_backend.state_step
-        return make(requests, to_device(parents.numpy(), self.device))
-
     @property
     def drafter_options(self) -> DrafterOptions:
         return self.runner.drafter.options
@@ -120,12 +114,18 @@ class RunnerView:
         """
         if rows == 1:
             return self.dummy_forward(rows, context)
-        backend = self.runner.tree_backend
-        backend.warmup_rows = self.drafter_options.num_nodes + 1
+        backend, running = self.runner.tree_backend, self.runner.step
+        most, step = self.drafter_options.num_nodes + 1, None
+        if self.state_layers.names:
+            step = warmup_step(rows, self.max_requests, most, backend.state_step, self.device)
+        backend.warmup_rows, running.warmup_states = most, step
         try:
-            return self._state_forward(rows, context)
+            hidden = self.dummy_forward(rows, context)
         finally:
-            backend.warmup_rows = 0
+            backend.warmup_rows, running.warmup_states = 0, None
+        if step is not None:
+            step.commit(step.starts[1:] - 1)
+        return hidden
 
     @property
     def is_host(self) -> bool:
@@ -150,19 +150,6 @@ class RunnerView:
             return self.runner._dummy_run(rows, randomize_inputs=True, **options)[0]
         finally:
             self.runner.step.has_dummy_rows = False
-
-    def _state_forward(self, rows: int, context: int) -> torch.Tensor:
-        if not self.state_layers.names:
-            return self.dummy_forward(rows, context)
-        most = self.drafter_options.num_nodes + 1
-        step = warmup_step(rows, self.max_requests, most, self.state_step)
-        self.runner.step.warmup_states = step
-        try:
-            hidden = self.dummy_forward(rows, context)
-        finally:
-            self.runner.step.warmup_states = None
-        step.commit(step.starts[1:] - 1)
-        return hidden
 
     @property
     def drafts_on_device(self) -> bool:

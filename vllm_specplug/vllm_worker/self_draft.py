@@ -119,7 +119,7 @@ class SelfDraft:
             "Partial caches: %d requests with %d tokens each, %.1f MiB",
             self.pool.max_requests,
             spec.budget,
-            self.pool.num_bytes / 2**20,
+            sum(cache.nbytes for cache in self.pool.caches) / 2**20,
         )
 
     def make_pool(self, kv_caches: list[torch.Tensor], max_requests: int) -> Any:

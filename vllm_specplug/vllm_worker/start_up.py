@@ -11,7 +11,8 @@ from vllm.logger import init_logger
 from vllm_specplug.kernels import describe
 from vllm_specplug.kernels.extension import choose_reference
 from vllm_specplug.options import option_error
-from vllm_specplug.seams import LATENT_SEAMS, WORKER_SEAMS
+from vllm_specplug.seams import WORKER_SEAMS
+from vllm_specplug.seams.seam import SeamSet
 
 logger = init_logger("vllm.specplug.worker")
 
@@ -68,19 +69,16 @@ def require_seams(device: str, uses_v2: bool) -> None:
     )  # fmt: skip
 
 
-def use_latent_seams(device: str) -> None:
-    """Applies the seams for layers with multi-head latent attention (MLA).
-
-    Call it before the model's layers choose their backend.
+def use_seams(layers: str, *seams: SeamSet) -> None:
+    """Applies the seams for layers that only some targets have.
 
     Raises:
         RuntimeError: naming what is missing.
     """
-    seams = LATENT_SEAMS[device]
-    _require(
-        seams.verify(), "what trees need in layers with latent attention", "use another target"
-    )
-    seams.apply()
+    missing = [problem for each in seams for problem in each.verify()]
+    _require(missing, f"what trees need in layers with {layers}", "use another target")
+    for each in seams:
+        each.apply()
 
 
 def _require(missing: list[str], what: str, remedy: str) -> None:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from tests.e2e.families import WINDOW_PROMPTS
 from tests.e2e.latent import BACKEND, VOCAB, latent_target, make_latent_target
@@ -47,10 +47,10 @@ def compared(made: Pair, **options: Any) -> Counts:
 
 
 def lines_for_trees() -> Any:
-    def spans(stock: Any, requests: Any) -> Any:
-        return stock([(i, replace(r, mask=None)) for i, r in requests])
+    def mask(stock: Any, words: torch.Tensor, columns: int) -> Any:
+        return latent.line_mask(columns)
 
-    return changed(latent, "spans_of", spans)
+    return changed(latent_backend, "words_to_bool", mask)
 
 
 def nothing_moves() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vllm_specplug.budget import Calibration
+from vllm_specplug.budget.step_cost import Calibration
 
 ROWS = (1.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 

@@ -9,7 +9,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from vllm_specplug.budget import AdaptiveBudget, Batch, Calibration, NextStep
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, Batch, NextStep
+from vllm_specplug.budget.step_cost import Calibration
 from vllm_specplug.tree import DraftTree, build_tree
 
 DEPTH, WIDTH, NODES = 7, 6, 32

@@ -11,14 +11,9 @@ import numpy as np
 import pytest
 
 from tests.unit.budget.calibrations import ROWS, calibration
-from vllm_specplug.budget import (
-    AdaptiveBudget,
-    Batch,
-    Calibration,
-    NextStep,
-    RowBudget,
-    StepCostModel,
-)
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, Batch, NextStep
+from vllm_specplug.budget.step_cost import Calibration, StepCostModel
+from vllm_specplug.options import RowBudget
 from vllm_specplug.tree import DraftTree, merge_trees
 
 DEEPEST = 5

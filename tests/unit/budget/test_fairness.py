@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 from tests.unit.budget.simulation import DEPTH, Machine, Server
-from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget
 from vllm_specplug.budget.fairness import GAIN, FairnessWeights
+from vllm_specplug.budget.step_cost import StepCostModel
+from vllm_specplug.options import RowBudget
 
 # Rows are dear from the fifth on: a small model on one core without matrix units.
 DEAR_ROWS = (26.0, 31.0, 40.0, 60.0, 98.0, 175.0, 330.0, 640.0)

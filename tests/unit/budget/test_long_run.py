@@ -8,7 +8,9 @@ from functools import lru_cache
 import pytest
 
 from tests.unit.budget.simulation import DEPTH, H100, ROWS, Machine, Server
-from vllm_specplug.budget import AdaptiveBudget, RowBudget, StepCostModel
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget
+from vllm_specplug.budget.step_cost import StepCostModel
+from vllm_specplug.options import RowBudget
 
 MINUTE = 60e3
 EXACT = (1.0,) * len(ROWS)

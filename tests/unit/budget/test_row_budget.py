@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.budget import RowBudget
+from vllm_specplug.options import RowBudget
 
 
 @given(st.integers(1, 256), st.integers(1, 4096), st.integers(1, 512))

@@ -19,9 +19,14 @@ from tests.e2e.latent import BACKEND, latent_config
 from tests.e2e.tiny import make_head, make_tokenswift_heads
 from tests.unit.engine_config import engine_config
 from vllm_specplug.engine import spec_config
-from vllm_specplug.engine.engine_args import _check_cache_dtype, _check_states, check_engine_config
+from vllm_specplug.engine.engine_args import (
+    cache_problems,
+    check_engine_config,
+    refuse,
+    state_problems,
+)
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.options import max_scheduled_rows
+from vllm_specplug.options import RowBudget
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -131,10 +136,10 @@ def test_quantised_caches_by_device(
     fields = {"tree_kernel": "auto", "target_forward_option": None, "needs": frozenset, **options}
     spec: Any = SimpleNamespace(**fields)
     if message is None:
-        _check_cache_dtype("jetspec", spec, config)
+        refuse("jetspec", cache_problems(spec, config))
         return
     with pytest.raises(ValueError, match=message):
-        _check_cache_dtype("jetspec", spec, config)
+        refuse("jetspec", cache_problems(spec, config))
 
 
 RECOMPUTES = KVTransferConfig(
@@ -174,8 +179,7 @@ def test_rows_that_are_reserved_ahead_follow_the_budget(target: Path) -> None:
     def table(ahead: bool = True, **options: Any) -> list[int]:
         method = {"method": "ngram_tree", **options}
         config = engine_config(target, method, max_num_seqs=4, async_scheduling=ahead)
-        spec = config.speculative_config
-        return drafts_by_batch_size(spec, config.scheduler_config, spec.num_speculative_tokens)
+        return drafts_by_batch_size(config.speculative_config, config.scheduler_config)
 
     options = {"num_speculative_tokens": 16, "max_step_rows": 24}
     assert table(**options) == [16, 16, 11, 7, 5]
@@ -314,7 +318,8 @@ def test_engine_combinations(
     config = _made(kind, target, tmp_path, spec, **engine)
     assert config.speculative_config.plugin_method
     if kind == "latent":
-        assert 256 <= max_scheduled_rows(config.scheduler_config) <= 2048
+        budget = RowBudget.of(config.speculative_config, config.scheduler_config)
+        assert 256 <= budget.scheduler_rows <= 2048
 
 
 def test_what_recurrent_states_need_on_cuda(target: Path, tmp_path: Path) -> None:
@@ -322,10 +327,10 @@ def test_what_recurrent_states_need_on_cuda(target: Path, tmp_path: Path) -> Non
     config.device_config = SimpleNamespace(device_type="cuda")
     for dtype in (torch.bfloat16, torch.float32):
         config.model_config.dtype = dtype
-        _check_states("ngram_tree", config.speculative_config, config)
+        refuse("ngram_tree", state_problems(config.speculative_config, config))
     config.kv_transfer_config = RECOMPUTES
     with pytest.raises(ValueError, match="'ngram_tree' .* a KV connector .*recurrent states"):
-        _check_states("ngram_tree", config.speculative_config, config)
+        refuse("ngram_tree", state_problems(config.speculative_config, config))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.unit.tree.candidates import paths_of, trees
 from vllm_specplug.engine import install
-from vllm_specplug.tree.grammar import PARENTS_ATTRIBUTE
+from vllm_specplug.tree.draft_tree import PARENTS_ATTRIBUTE
 
 VOCABULARY = 12
 MAX_SUM = 14

@@ -4,7 +4,8 @@ from __future__ import annotations
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
-from vllm_specplug.metrics import PHASES, PLAIN_REASONS, PrometheusExporter, StepStats
+from vllm_specplug.metrics.exporter import PrometheusExporter
+from vllm_specplug.metrics.step_stats import PHASES, PLAIN_REASONS, StepStats
 
 LABELS = {"model_name": "m", "engine": "0"}
 
@@ -22,7 +23,7 @@ def make_payload(num_drafts=2):
     stats = StepStats()
     for i in range(num_drafts):
         stats.observe_draft(10, 3 - i)
-    stats.observe_step_nodes(10 * num_drafts)
+    stats.step_nodes.append(10 * num_drafts)
     stats.observe_plain("near_max_len", 4)
     stats.observe_ms("draft", 2.0)
     stats.observe_ms("verify", 30.0)
@@ -83,7 +84,8 @@ def test_a_second_exporter_shares_the_registry_under_its_own_labels(registry):
 
 def test_unknown_keys_and_labels_are_ignored(registry):
     exporter = PrometheusExporter(LABELS, registry)
-    exporter.observe({"plain": {"new_reason": 3}, "ms": {"new_phase": [1.0]}, "new_key": 1})
+    exporter.observe({"plain_steps": {"new_reason": 3}, "milliseconds": {"new_phase": [1.0]}})
+    exporter.observe({"new_key": 1})
     exporter.observe(None)
     exporter.observe({})
     assert "new_" not in generate_latest(registry).decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_specplug.metrics import StepStats
+from vllm_specplug.metrics.step_stats import StepStats
 
 drafts = st.lists(
     st.integers(1, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=8
@@ -21,7 +21,7 @@ def test_merging_payloads_equals_counting_in_one_place(first, second):
                 stats.observe_draft(num_nodes, num_accepted)
             stats.observe_plain("batch", 2)
             stats.observe_ms("verify", 3.5)
-            stats.observe_step_nodes(7)
+            stats.step_nodes.append(7)
             stats.tree_budget = len(part)
             stats.observe_prediction(1.5, 2)
         merged.merge(here.drain() or {})

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from vllm_specplug.metrics import AcceptanceWatchdog
+from vllm_specplug.metrics.watchdog import AcceptanceWatchdog
 
 LOGGER = logging.getLogger("specplug.test.watchdog")
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from vllm_specplug.metrics import SpecPlugMetrics
+from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics
 
 LOGGER = logging.getLogger("specplug.test.worker_metrics")
 
@@ -34,9 +34,13 @@ def step(metrics: SpecPlugMetrics, num_nodes=16, num_accepted=2):
 
 def test_each_step_gives_its_own_payload(clock):
     metrics = make_metrics(clock)
-    assert step(metrics, 16, 2) == {"drafts": 1, "nodes": 16, "by_depth": [1, 1]}
+    assert step(metrics, 16, 2) == {
+        "num_drafts": 1,
+        "num_nodes": 16,
+        "accepted_by_depth": [1, 1],
+    }
     assert metrics.end_step() is None
-    assert step(metrics, 8, 0) == {"drafts": 1, "nodes": 8, "by_depth": []}
+    assert step(metrics, 8, 0) == {"num_drafts": 1, "num_nodes": 8}
 
 
 def test_one_line_an_interval_about_that_interval_only(clock, caplog):

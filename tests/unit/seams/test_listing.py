@@ -10,8 +10,8 @@ import pytest
 from scripts import seam_table
 from scripts import vllm_names as names
 from vllm_specplug import seams
-from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS, SeamError
-from vllm_specplug.seams.seam import Members, Topic, resolve
+from vllm_specplug.seams import ALL_SEAMS, WORKER_SEAMS
+from vllm_specplug.seams.seam import Members, SeamError, Topic, resolve
 
 MEMBERS = {target for seam in ALL_SEAMS for target in seam.targets}
 TOPIC = Topic("key", "why")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.seams import ATTENTION_BACKENDS
+from vllm_specplug.seams.listing_attention import ATTENTION_BACKENDS
 from vllm_specplug.vllm_attention.gpu import TreeFlashAttentionBackend, TreeTritonAttentionBackend
 from vllm_specplug.vllm_attention.tree_rows import TreeAttentionMixin
 from vllm_specplug.vllm_worker.target.attention_backend import claim_attention_backend

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.mla.triton_mla import TritonMLABackend, TritonMLAImpl
 
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
-from vllm_specplug.seams import ATTENTION_BACKENDS, LATENT_SEAMS
+from vllm_specplug.seams.listing_attention import ATTENTION_BACKENDS, LATENT_SEAMS
 from vllm_specplug.seams.seam import Register
 from vllm_specplug.vllm_attention import latent_gpu
 from vllm_specplug.vllm_attention.latent_gpu import (

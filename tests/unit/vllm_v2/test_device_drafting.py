@@ -29,7 +29,8 @@ from tests.pretended_graph import pretended_graphs
 from tests.unit.budget.calibrations import calibration
 from tests.unit.drafters import load_drafter
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, numbers, reads_the_device
-from vllm_specplug.budget import AdaptiveBudget, Plan, RowBudget, StepCostModel
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, Plan
+from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.drafting import head_drafter
 from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.ngram import NgramBranches
@@ -39,7 +40,8 @@ from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
 from vllm_specplug.methods.block.drafter import BlockHeadDrafter
 from vllm_specplug.methods.eagle3_tree.drafter import Eagle3Drafter
 from vllm_specplug.methods.longspec.drafter import LongSpecDrafter
-from vllm_specplug.metrics import StepStats
+from vllm_specplug.metrics.step_stats import StepStats
+from vllm_specplug.options import RowBudget
 from vllm_specplug.tree.step_trees import committed_rows
 from vllm_specplug.vllm_v2 import device_speculator
 from vllm_specplug.vllm_v2.context_graphs import ContextGraphs
@@ -180,7 +182,7 @@ def speculator(step: Step, drafter: Any, monkeypatch: pytest.MonkeyPatch) -> Dev
         len_lower_bound=dict.fromkeys("abc", 9), penalties={}, _paced=(0.0, []),
         reserved=None, _asked=None,
         schedules_ahead=True, each_rank_schedules=False,
-        max_num_tokens=64, _ngrams=None, _late_budget=None, extra_args={}, plain={},
+        max_num_tokens=64, _ngrams=None, _late_budget=LateBudget(planner), extra_args={}, plain={},
         _late=device_speculator.deque(), _held=None, _held_steps=0,
         draft_graphs=None, context_graphs=None,
         step=SimpleNamespace(

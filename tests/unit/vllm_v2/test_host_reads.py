@@ -18,7 +18,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from tests.unit.vllm_v2.pretended import N, Recorder, Step, numbers, reads_the_device
 from tests.unit.vllm_v2.steps import SLOTS, VOCAB
 from vllm_specplug.kernels.cuda_dispatch import ChosenKernel
-from vllm_specplug.metrics import StepStats
+from vllm_specplug.metrics.step_stats import StepStats
 from vllm_specplug.tree.step_trees import set_axes
 from vllm_specplug.vllm_v2 import sampler as sampler_module
 from vllm_specplug.vllm_v2.cuda_trees import CudaTreeBackend
@@ -76,8 +76,9 @@ def _runner(step: Step) -> Any:
     runner.tree_backend = PretendedBackend()
     runner.tree_backend.block_tables = [numbers(SLOTS, 9, dtype=torch.int32)]
     runner.num_speculative_steps = N
+    runner.tree_store = step.store
     runner.speculator = SimpleNamespace(
-        store=step.store, trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
+        trees={}, schedules_ahead=True, tree_nodes=lambda req_ids: dict
     )
     runner.planner = SimpleNamespace(clock=StepClock(), running=(None, None))
     runner.tree_metrics = SimpleNamespace(stats=StepStats())

@@ -12,7 +12,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401  stand-ins for what CPUs lack
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
 
-from vllm_specplug.vllm_v2.runner import TreeRunnerMixin, _plain_reason, _stop_tokens
+from vllm_specplug.vllm_v2.runner import TreeRunnerMixin, _plain_reason
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_tokens_of
 
@@ -67,7 +67,6 @@ LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
         (SamplingParams(), None, None),
         # No row of vLLM's tokens holds such a prompt.
         (SamplingParams(), object(), "embeds"),
-        (None, None, "no_draft"),
         (SamplingParams(repetition_detection=LOOPS), None, "no_draft"),
         (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS))), None, None),
         (SamplingParams(stop_token_ids=list(range(MAX_STOP_TOKENS + 1))), None, "no_draft"),
@@ -75,7 +74,7 @@ LOOPS = RepetitionDetectionParams(max_pattern_size=4, min_count=3)
 )
 def test_why_a_request_has_no_drafts(params: Any, embeds: Any, reason: str | None) -> None:
     request = SimpleNamespace(sampling_params=params, prompt_embeds=embeds)
-    assert _plain_reason(request, _stop_tokens(request)) == reason
+    assert _plain_reason(request, stop_tokens_of(params)) == reason
 
 
 def test_as_many_stop_tokens_as_a_client_sends_are_taken() -> None:

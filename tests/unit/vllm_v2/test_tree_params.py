@@ -139,7 +139,7 @@ def step_parents(requests: list[Request]) -> Any:
     return SimpleNamespace(
         parent_rows=torch.tensor(parent_rows, dtype=torch.int32),
         depths=torch.tensor(depths, dtype=torch.int32),
-        max_request_rows=max(request.rows for request in requests),
+        rows=SimpleNamespace(max_request_rows=max(request.rows for request in requests)),
     )
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import torch
 
-from vllm_specplug.budget import Calibration
+from vllm_specplug.budget.step_cost import Calibration
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.calibration import Calibrator
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock

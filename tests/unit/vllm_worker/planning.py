@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from tests.unit.budget.calibrations import calibration
-from vllm_specplug.budget import AdaptiveBudget, Batch, RowBudget, StepCostModel
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, Batch
+from vllm_specplug.budget.step_cost import StepCostModel
 from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.drafting.requests import DraftRequests
-from vllm_specplug.metrics import StepStats
+from vllm_specplug.metrics.step_stats import StepStats
+from vllm_specplug.options import RowBudget
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock

@@ -98,10 +98,8 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
             )
         ),
         tree_backend=SimpleNamespace(make_workspace=lambda: None, is_host=False),
-        speculator=SimpleNamespace(
-            proposer=SimpleNamespace(
-                drafter=drafter, options=drafter.options, state_layers=StateLayers()
-            )
+        drafter=SimpleNamespace(
+            drafter=drafter, options=drafter.options, state_layers=StateLayers()
         ),
         planner=SimpleNamespace(row_budget=SimpleNamespace(max_step_rows=TOKENS)),
         model=SimpleNamespace(compute_logits=lambda hidden: hidden @ weights.T),

@@ -20,7 +20,8 @@ from functools import partial
 import torch
 from vllm.logger import init_logger
 
-from vllm_specplug.budget import AdaptiveBudget, Calibration, StepCostModel, draft_rows
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget
+from vllm_specplug.budget.step_cost import Calibration, StepCostModel, draft_rows
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
 from vllm_specplug.vllm_worker.ranks import any_failed, drafting_workers, first_worker_values
 from vllm_specplug.vllm_worker.runner_view import RunnerView

@@ -16,19 +16,24 @@ from vllm import envs
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
 
-from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan, RowBudget
-from vllm_specplug.budget.adaptive_budget import LevelThresholds
-from vllm_specplug.metrics import SpecPlugMetrics
-from vllm_specplug.options import max_scheduled_rows, parse_request_budget
+from vllm_specplug.budget.adaptive_budget import (
+    AdaptiveBudget,
+    Batch,
+    LevelThresholds,
+    NextStep,
+    Plan,
+)
+from vllm_specplug.metrics.worker_metrics import SpecPlugMetrics
+from vllm_specplug.options import RowBudget, parse_request_budget
 from vllm_specplug.tree import DraftTree
+from vllm_specplug.vllm_attention.tree_rows import RequestRows
 from vllm_specplug.vllm_worker.cost.step_clock import StepClock
 from vllm_specplug.vllm_worker.ranks import first_rank_values
 
 if TYPE_CHECKING:
     from vllm_specplug.drafting.drafter import Drafter
     from vllm_specplug.drafting.requests import DraftRequests
-    from vllm_specplug.metrics import StepStats
-    from vllm_specplug.vllm_worker.step import StepRequest
+    from vllm_specplug.metrics.step_stats import StepStats
 
 # Below "vllm", so that vLLM's handler, format and level apply.
 _logger = logging.getLogger("vllm.specplug")
@@ -37,6 +42,14 @@ logger = init_logger("vllm.specplug.planner")
 
 # An engine's first steps touch memory for the first time, so their times do not count.
 _WARM_UP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class StepRequest(RequestRows):
+    """One request of a verified step on the host, with its tree, which may be empty."""
+
+    tree: DraftTree
+    accepted_path: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -104,28 +117,6 @@ class DraftPlanner:
         self._has_forward = False
         self._now: _Step | None = None
         self._before: _Step | None = None
-
-    @classmethod
-    def for_engine(
-        cls, vllm_config: Any, stats: StepStats, clock: StepClock | None = None
-    ) -> DraftPlanner:
-        """Returns the planner of an engine's runner."""
-        options = vllm_config.speculative_config
-        # Beyond the scheduler's own limit the last requests of a batch would starve.
-        max_rows = max_scheduled_rows(vllm_config.scheduler_config)
-        nodes = options.num_speculative_tokens
-        return cls(
-            options,
-            RowBudget(
-                max_nodes=nodes if options.tree_budget == "auto" else int(options.tree_budget),
-                max_step_rows=min(options.max_step_rows or max_rows, max_rows),
-                scheduler_rows=max_rows,
-                max_requests=vllm_config.scheduler_config.max_num_seqs,
-            ),
-            stats=stats,
-            vocab_size=vllm_config.model_config.get_vocab_size(),
-            clock=clock,
-        )
 
     # -- limits of one request -------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from vllm_specplug.budget import AdaptiveBudget, Batch, NextStep, Plan
+from vllm_specplug.budget.adaptive_budget import AdaptiveBudget, Batch, NextStep, Plan
 from vllm_specplug.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -22,15 +22,10 @@ _EMPTY = DraftTree.empty()
 
 
 class LateBudget:
-    """Applies a planner's adaptive budget to trees that the host reads later.
+    """Applies a planner's adaptive budget to trees that the host reads later."""
 
-    Args:
-        deepest: maximum depth of a draft forward; 0 if the method has none.
-    """
-
-    def __init__(self, planner: DraftPlanner, deepest: int) -> None:
+    def __init__(self, planner: DraftPlanner) -> None:
         self.planner = planner
-        self.deepest = deepest
         # The latest lookup trees that the host has read, by running request.
         self._lookups: dict[str, DraftTree] = {}
 
@@ -38,6 +33,11 @@ class LateBudget:
     def budget(self) -> AdaptiveBudget:
         assert self.planner.adaptive is not None
         return self.planner.adaptive
+
+    @property
+    def deepest(self) -> int:
+        """Maximum depth of a draft forward; 0 if the method has none."""
+        return 0 if self.budget.gate is None else self.budget.gate.max_depth
 
     def plan(
         self,

@@ -87,11 +87,6 @@ class DevicePartialCache(RegionPool[PartialRegion]):
         self.covered = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self.tails = torch.zeros_like(self.covered)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pool, which never grows."""
-        return sum(pages.numel() * pages.element_size() for pages in self.pages)
-
     def warm_up(self, num_heads: int, dtype: torch.dtype) -> None:
         """Compiles the kernels of drafts. Call it before there are requests, because it writes the
         first region.

@@ -70,11 +70,6 @@ class PartialCache(RegionPool[PartialContext]):
         pages = torch.arange(max_requests * self.blocks_per_request, dtype=torch.int32)
         self.block_table = pages.view(max_requests, self.blocks_per_request)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the pool, which never grows."""
-        return sum(cache.numel() * cache.element_size() for cache in self.caches)
-
     def advance(
         self,
         req_id: str,

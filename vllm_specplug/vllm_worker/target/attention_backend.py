@@ -10,8 +10,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheSpecKind
 
 from vllm_specplug.kernels.cuda_contract import TOKEN_SCALE_CACHES
-from vllm_specplug.seams import ATTENTION_BACKENDS
-from vllm_specplug.vllm_worker.start_up import use_latent_seams
+from vllm_specplug.seams.listing_attention import ATTENTION_BACKENDS, LATENT_SEAMS
+from vllm_specplug.vllm_worker.start_up import use_seams
 
 # vLLM's attention backends that support tree rows.
 TREE_BACKENDS = (AttentionBackendEnum.FLASH_ATTN, AttentionBackendEnum.TRITON_ATTN)
@@ -66,4 +66,4 @@ def _claim_latent_backends(vllm_config: Any) -> None:
     chosen = vllm_config.attention_config.backend_per_kind
     chosen.setdefault(kind, _default_of(TREE_BACKENDS, vllm_config))
     ATTENTION_BACKENDS.apply()
-    use_latent_seams("cuda")
+    use_seams("latent attention", LATENT_SEAMS["cuda"])

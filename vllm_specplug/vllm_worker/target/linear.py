@@ -34,7 +34,7 @@ from vllm_specplug.kernels.packed_linear import (
 )
 from vllm_specplug.kernels.packed_linear import packed_linear as multiply_packed
 from vllm_specplug.options import DraftWeightsName, TargetProductsName, option_error
-from vllm_specplug.seams import CPU_PRODUCTS
+from vllm_specplug.seams.listing_runner import CPU_PRODUCTS
 
 logger = init_logger("vllm.specplug.worker")
 

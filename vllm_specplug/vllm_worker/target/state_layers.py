@@ -17,7 +17,8 @@ from vllm.model_executor.layers.mamba.abstract import MambaBase
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_specplug.seams import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
+from vllm_specplug.seams.listing_attention import CPU_STATE_SEAMS, DEVICE_STATE_SEAMS, STATE_SEAMS
+from vllm_specplug.vllm_worker.start_up import use_seams
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,8 @@ def prepare_state_layers(layers: Mapping[str, Any], method: str) -> StateLayers:
                 "of Qwen3-Next. Use a target with such layers or only attention, or a chain method "
                 "of vLLM's own."
             )
-    seams = (STATE_SEAMS, CPU_STATE_SEAMS if current_platform.is_cpu() else DEVICE_STATE_SEAMS)
-    missing = [problem for each in seams for problem in each.verify()]
-    if missing:
-        raise RuntimeError(
-            f"This vLLM lacks what trees need in layers with a state: {'; '.join(missing)}. "
-            "Install a supported release (`specplug doctor` names it) or use another target."
-        )
-    for each in seams:
-        each.apply()
+    on_device = CPU_STATE_SEAMS if current_platform.is_cpu() else DEVICE_STATE_SEAMS
+    use_seams("a state", STATE_SEAMS, on_device)
     from vllm_specplug.vllm_attention.state_rows import row_bytes
 
     for layer in found.values():

@@ -179,7 +179,7 @@ def test_layers_with_a_state_get_no_rows_of_trees_without_their_states(
 ) -> None:
     runner, calls = device_runner(monkeypatch)
     monkeypatch.setattr(RunnerView, "state_layers", SimpleNamespace(names=("layer",)))
-    monkeypatch.setattr(RunnerView, "_state_forward", RunnerView.dummy_forward)
+    monkeypatch.setattr(RunnerView, "tree_forward", RunnerView.dummy_forward)
     measured = runner.measure()
     assert not any(are_trees for _, are_trees in calls)
     assert measured.attention_ms == measured.context_ms > 0

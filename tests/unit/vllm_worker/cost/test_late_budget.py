@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from tests.unit.vllm_worker.planning import MAX_NODES, planner_of
-from vllm_specplug.budget import Batch, Plan
+from vllm_specplug.budget.adaptive_budget import Batch, Plan
 from vllm_specplug.tree import DraftTree
 from vllm_specplug.vllm_worker.cost.late_budget import LateBudget
 
@@ -21,7 +21,7 @@ def late_budget(*extras: dict | None, deepest: int = DEEPEST) -> LateBudget:
     planner = planner_of(deepest=deepest, max_request_budget=NODES)
     for i, extra in enumerate(extras):
         planner.nodes_for(str(i), extra, len(extras))
-    return LateBudget(planner, deepest)
+    return LateBudget(planner)
 
 
 def plan(late: LateBudget, count: int) -> Plan:

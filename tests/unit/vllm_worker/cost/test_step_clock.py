@@ -9,9 +9,8 @@ import pytest
 
 from tests.unit.vllm_worker.planning import planner_of
 from vllm_specplug.tree import DraftTree
-from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner
+from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, StepRequest
 from vllm_specplug.vllm_worker.cost.step_clock import DeviceClock, StepClock
-from vllm_specplug.vllm_worker.step import StepRequest
 
 
 class Device:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_specplug.vllm_attention.state_rows import warmup_step
+from vllm_specplug.vllm_attention.state_rows import StateStep, warmup_step
 from vllm_specplug.vllm_worker.target.state_layers import (
     StateLayers,
     check_state_blocks,
@@ -48,7 +48,7 @@ def test_no_path_may_fill_two_blocks() -> None:
     ("rows", "requests", "sizes"), [(2, 8, [2]), (9, 8, [9]), (24, 8, [8, 8, 8]), (40, 2, [20, 20])]
 )
 def test_warmup_rows_are_trees(rows: int, requests: int, sizes: list[int]) -> None:
-    step = warmup_step(rows, requests, tree_rows=9)
+    step = warmup_step(rows, requests, 9, StateStep, torch.device("cpu"))
     assert step.starts.diff().tolist() == sizes and step.linear is None
     assert step.rows.tolist() == list(range(rows))
     for start, size in zip(step.starts.tolist(), sizes, strict=False):
