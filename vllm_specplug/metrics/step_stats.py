@@ -85,8 +85,8 @@ class StepStats:
 
     def drain(self) -> Payload | None:
         """Returns the sums by field, None if there are none, and sets them to zero."""
-        unused = vars(StepStats())
-        payload = {name: value for name, value in vars(self).items() if value != unused[name]}
+        unused, values = vars(StepStats()), vars(self)
+        payload = {name: values[name] for name in unused if values[name] != unused[name]}
         # Others hold this object, so its fields are replaced.
         vars(self).update(unused)
         return payload or None
