@@ -214,7 +214,7 @@ def test_what_a_graph_does_not_see_is_noticed() -> None:
     fill, parents = GraphTrees.fill, graph_trees.row_parents
 
     def stale_padding(self: Any, trees: Any, starts: Any, lens: Any, *rest: Any) -> Any:
-        """Requests past the batch's keep rows: those of the first again."""
+        """Padding requests get the first request's rows instead of none."""
         made = fill(self, trees, starts, lens, *rest)
         made.plan[1:, made.plan[2] == 0] = made.plan[1:, :1]
         return made

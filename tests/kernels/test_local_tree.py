@@ -37,7 +37,7 @@ def same_trees(trees: list[DraftTree], oracles: list[DraftTree]) -> None:
 
 
 def build(b: LocalTreeBuilder, count: int, *, compiled: bool = True) -> list[DraftTree]:
-    """Trees of six requests over `count` candidates."""
+    """Returns trees of six requests over `count` candidates."""
     assert b.weights is not None
     args = (*candidates(6, count), ANCHORS, *LIMITS.values(), WIDTH)
     return b.build(*args, terms=slot_terms(b), compiled=compiled)
@@ -45,7 +45,7 @@ def build(b: LocalTreeBuilder, count: int, *, compiled: bool = True) -> list[Dra
 
 @cache
 def readable(name: str, dtype: torch.dtype, anchor: bool, count: int) -> list[DraftTree]:
-    """Those of the readable builder, which knows no instruction sets."""
+    """Returns the trees of the readable builder, which uses no instruction sets."""
     b = builder(name, dtype, anchor=anchor, has_prior=name in HEADS)
     return build(b, count, compiled=False)
 

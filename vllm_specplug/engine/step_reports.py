@@ -3,8 +3,8 @@
 
 Seam: step_reports.
 
-vLLM asks the worker for its drafts in a call after each step, unless it schedules ahead. In a
-server, the worker idles during this call, which gives the core of the engine to the API server.
+Unless it schedules ahead, vLLM asks the worker for its drafts in a call after each step. While the
+engine core waits for the answer, the API server may take its CPU, and the worker idles longer.
 Drafts that come with the output make the call unnecessary.
 """
 

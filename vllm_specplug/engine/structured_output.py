@@ -92,7 +92,7 @@ class RequestCursor:
 
 
 def _tree_of(request: Any, scheduled: Sequence[int]) -> ConstrainedTree | None:
-    """Returns the scheduled nodes of a constrained request's tree; None if its drafts are none."""
+    """Returns the scheduled nodes of a constrained request's tree, or None without a tree."""
     state = request.structured_output_request
     tree = None if state is None else getattr(state, _TREE, None)
     # vLLM pads drafts with -1.
