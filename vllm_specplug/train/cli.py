@@ -166,16 +166,13 @@ def generate(
 
 
 def _answer(out: Path, generate: Generate, shard_size: int) -> None:
-    """Makes the shards of a plan that are missing, under a progress bar."""
+    """Makes the shards of a plan that are missing; vLLM shows the progress of each."""
     from vllm_specplug.train import answers
 
-    tokens, left = 0, len(answers.missing_shards(out, shard_size)) * shard_size
-    with common.progress() as bar:
-        task = bar.add_task("answers", total=min(left, len(answers.read_plan(out))))
-        for shard in answers.generate_missing(out, generate, shard_size):
-            tokens += sum(len(answer.answer_ids) for answer in shard)
-            described = f"answers, {tokens:,} new tokens"
-            bar.update(task, advance=len(shard), description=described)
+    tokens, left = 0, len(answers.missing_shards(out, shard_size))
+    for number, shard in enumerate(answers.generate_missing(out, generate, shard_size), 1):
+        tokens += sum(len(answer.answer_ids) for answer in shard)
+        typer.echo(f"{number:,} of {left:,} files of answers, {tokens:,} new tokens", err=True)
     typer.echo(f"{tokens:,} new answer tokens in {out}")
 
 
