@@ -42,12 +42,15 @@ class TokenSwiftDrafter(Drafter):
     """Drafter of method `tokenswift`."""
 
     reads_history: ClassVar[bool] = True
+    drafts_on_device = True
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         options = self.options
         assert options.head_path is not None
         self.spec: PartialCacheSpec | None = options.settings
+        # Only the self-draft: heads read the step's own rows and need few launches.
+        self.drafts_from_graphs = self.spec is not None
         heads, target_ids = load_heads(options.head_path, target.text_config)
         self.heads = heads.to(device=target.device, dtype=target.dtype)
         # int64 [V'] target id of each draft id, and [V] draft id of each target id or -1
@@ -90,10 +93,6 @@ class TokenSwiftDrafter(Drafter):
         return trees if self.ngrams is None else self.ngrams.add_to(trees, requests)
 
     @property
-    def drafts_on_device(self) -> bool:
-        return True
-
-    @property
     def device_branches(self) -> NgramBranches | None:
         # A chain has no branches.
         return self.ngrams if self.options.tree_width > 1 else None
@@ -123,11 +122,6 @@ class TokenSwiftDrafter(Drafter):
             depth = min(depth, requests.max_depth)
         states = self._states(source, requests)[:depth]
         return best_first_on_device(*self._likeliest(states, requests), requests)
-
-    @property
-    def drafts_from_graphs(self) -> bool:
-        # Only the self-draft: heads read the step's own rows and need few launches.
-        return self.spec is not None
 
     @property
     def can_be_captured(self) -> bool:
