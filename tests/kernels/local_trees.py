@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from vllm_specplug.kernels import top_candidates
-from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig
+from vllm_specplug.methods.local.head import ConfidenceHead, LocalHead, LocalHeadConfig
 from vllm_specplug.methods.local.settings import LocalTreeSettings
-from vllm_specplug.methods.local.tree import BranchConfidence, LocalTreeBuilder
+from vllm_specplug.methods.local.tree import LocalTreeBuilder
 
 V, H, DEPTH = 300, 48, 5
 
@@ -52,8 +52,11 @@ def builder(
     torch.manual_seed(seed)
     confidence = None
     if confidence_weight:
-        confidence = BranchConfidence(2 * torch.randn(V), confidence_weight)
+        # Tests give the logits of slots.
+        unread = torch.empty(0)
+        confidence = ConfidenceHead(unread, unread, 2 * torch.randn(V), confidence_weight)
     values = HEADS[name] if name in HEADS else {**SLOT_HEADS[name], "slot_size": H}
+    values = {**values, "anchor_input": anchor}
     head = LocalHead(LocalHeadConfig(vocab_size=V, target_hidden_size=H, **values))
     with torch.no_grad():
         for parameter in head.parameters():
@@ -65,7 +68,7 @@ def builder(
     return LocalTreeBuilder(
         head.requires_grad_(False), None, draft_ids, prior if has_prior else None,
         LocalTreeSettings(
-            alpha=weights, beta=weights if has_prior else (0.0,) * DEPTH, anchor_input=anchor,
+            alpha=weights, beta=weights if has_prior else (0.0,) * DEPTH,
             num_candidates=64, gate_table_bytes=gate_table_bytes,
         ),
         embed_tokens=torch.randn(V, H).to(dtype), lm_head=torch.randn(V, H).to(dtype), dtype=dtype,

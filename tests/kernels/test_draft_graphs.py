@@ -97,8 +97,7 @@ def local_head(folder: Path) -> Made:
     local, weights = make_local_head(folder / "local", VOCAB), (0.0, 0.5, 0.5, 0.5)
     settings = DelsSettings(
         path=str(local / "model.safetensors"), alpha=weights, beta=weights,
-        unigram_path=str(local / "unigram.safetensors"), anchor_input=False,
-        num_candidates=16,
+        unigram_path=str(local / "unigram.safetensors"), num_candidates=16,
     )  # fmt: skip
     return DelsDrafter, make_head(folder / "head", VOCAB, causal=False), settings
 

@@ -44,7 +44,6 @@ from vllm_specplug.drafting.device_requests import (
 )
 from vllm_specplug.drafting.requests import DraftPenalties
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
-from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 from vllm_specplug.vllm_v2.draft_graphs import DraftGraphs
 from vllm_specplug.vllm_worker.cuda_kernels import StepLimits
 from vllm_specplug.vllm_worker.device_self_draft import DeviceSelfDraft
@@ -121,9 +120,9 @@ class Drafts:
         self.target = Target()
         if not folder.exists():
             make_tokenswift_heads(folder, VOCAB)
-        settings = TokenSwiftSettings("self", BUDGET, SINK, 3, DEPTH)
+        spec = PartialCacheSpec(BUDGET, SINK, 3, ("self_draft_requests", "kv_budget"))
         self.drafter = load_drafter(
-            TokenSwiftDrafter, folder, settings, self.target.embeddings, num_nodes=NODES,
+            TokenSwiftDrafter, folder, spec, self.target.embeddings, num_nodes=NODES,
             tree_depth=DEPTH, max_depth=NODES, tree_width=3, max_model_len=CONTEXT,
         )  # fmt: skip
         self.graphs = DraftGraphs(config(SIZES), CPU, self.drafter, 3, NODES, [DEPTH])
@@ -133,7 +132,6 @@ class Drafts:
         limits = StepLimits(REQUESTS, 64, NODES + 1, CONTEXT)
         backend = triton_backend(HEADS, limits, monkeypatch)
         backend.block_size = PAGE
-        spec = PartialCacheSpec(BUDGET, SINK, 3, ("self_draft_requests", "kv_budget"))
         self.forward = DeviceSelfDraft(self.target, spec, backend)  # type: ignore[arg-type]
         self.drafter.bind_target_forward(self.forward)
         # By name: the row of the pages, which does not change.

@@ -142,14 +142,11 @@ class SelfDraft:
 class OnDeviceDrafting:
     """Trees that are built on the device, without a read on the host."""
 
-    @property
-    def drafts_on_device(self) -> bool:
-        """Whether `propose_on_device` and `device_branches` replace `propose`.
+    drafts_on_device: bool = False
+    """Whether `propose_on_device` and `device_branches` replace `propose` on a device.
 
-        Without branches their trees are the same. On a device, branches are looked up only after
-        the anchor.
-        """
-        return False
+    Without branches their trees are the same. On a device, branches are looked up only after the
+    anchor."""
 
     @property
     def device_branches(self) -> NgramBranches | None:
@@ -171,24 +168,18 @@ class OnDeviceDrafting:
 class GraphCapture:
     """`propose_on_device` and `observe` in CUDA graphs."""
 
-    @property
-    def drafts_from_graphs(self) -> bool:
-        """Whether `propose_on_device` may be captured.
+    drafts_from_graphs: bool = False
+    """Whether `propose_on_device` may be captured.
 
-        It must return new trees, its launches may depend only on the number of requests and
-        `max_depth`, and the memory that it reads besides its arguments and `request_states` must
-        not move.
-        """
-        return False
+    It must return new trees, its launches may depend only on the number of requests and
+    `max_depth`, and the memory that it reads besides its arguments and `request_states` must not
+    move."""
 
-    @property
-    def observes_from_graphs(self) -> bool:
-        """Whether `observe` may be captured on a device.
+    observes_from_graphs: bool = False
+    """Whether `observe` may be captured on a device.
 
-        It may read only states, rows, positions and slots, must store nothing at slot -1, and its
-        launches may depend only on the number of tokens.
-        """
-        return False
+    It may read only states, rows, positions and slots, must store nothing at slot -1, and its
+    launches may depend only on the number of tokens."""
 
     @property
     def can_be_captured(self) -> bool:

@@ -39,9 +39,6 @@ class DraftCacheSpec:
 class DraftCache(Protocol):
     """Context keys and values of the draft layers in vLLM's paged cache."""
 
-    on_device: bool
-    """Whether drafts over it do not involve the host (`Drafter.drafts_on_device`)."""
-
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
     ) -> None:
@@ -116,9 +113,6 @@ class WindowSpec:
 class DraftWindow(Protocol):
     """Keys and values of every request's last tokens, in memory that does not grow with context."""
 
-    on_device: bool
-    """See `DraftCache`."""
-
     def missing(self, requests: Any) -> WindowTokens:
         """Returns the tokens of the requests' windows that are not stored yet, and marks them as
         stored.
@@ -174,9 +168,6 @@ class TargetCacheSpec:
 
 class TargetCache(Protocol):
     """Keys and values of a layer of the target, in vLLM's paged cache."""
-
-    on_device: bool
-    """See `DraftCache`."""
 
     def level_attention(
         self, requests: Any, context_lens: torch.Tensor, owners: torch.Tensor

@@ -438,11 +438,6 @@ def target_ids_or_all(target_ids: torch.Tensor | None, vocab_size: int) -> torch
     return torch.arange(vocab_size) if target_ids is None else target_ids
 
 
-def draft_map(target_ids: torch.Tensor) -> torch.Tensor:
-    """Returns `d2t` int64 [V'] of the target tokens [V'] of all draft ids."""
-    return target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
-
-
 def save_head(
     directory: str | Path,
     tensors: Mapping[str, torch.Tensor],
@@ -467,7 +462,7 @@ def save_head(
         for name, tensor in tensors.items()
     }
     if target_ids is not None:
-        stored["d2t"] = draft_map(target_ids)
+        stored["d2t"] = target_ids.to("cpu", torch.int64) - torch.arange(len(target_ids))
         draft_token_ids(stored["d2t"], config.get("transformer_layer_config", config)["vocab_size"])
     weights = write_safetensors(directory / WEIGHTS_NAME, stored)
     config_file = directory / "config.json"

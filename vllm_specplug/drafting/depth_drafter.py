@@ -19,6 +19,9 @@ class DepthDrafter(HeadDrafter):
     """A drafter with candidates for each depth that do not depend on the branch. Trees are the
     best-first expansion of these marginals."""
 
+    drafts_on_device = True
+    drafts_from_graphs = True
+
     @abstractmethod
     def candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
@@ -38,14 +41,6 @@ class DepthDrafter(HeadDrafter):
     def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         depth = self.max_depth_of(requests)
         return best_first_on_device(*self.candidates(requests, depth, requests.width), requests)
-
-    @property
-    def drafts_on_device(self) -> bool:
-        return True
-
-    @property
-    def drafts_from_graphs(self) -> bool:
-        return True
 
 
 def best_first_trees(

@@ -15,6 +15,7 @@ from vllm_specplug.drafting.context_backlog import (
     ContextBacklog,
     WriteContext,
 )
+from vllm_specplug.drafting.device_requests import DeviceRequests
 from vllm_specplug.drafting.drafter import Drafter
 from vllm_specplug.drafting.requests import DraftRequests
 
@@ -23,7 +24,7 @@ class LateContextDrafter(Drafter):
     """A drafter whose context cache may lag behind the target's.
 
     Subclasses call `begin_backlog` in `load`, add committed tokens to `backlog`, and call
-    `backlog.write` before they draft.
+    `prepare_context` before they draft.
     """
 
     def begin_backlog(self, device: torch.device, write: WriteContext) -> None:
@@ -45,6 +46,12 @@ class LateContextDrafter(Drafter):
         if self.backlog.knows_slots:
             slots = cast(HostCache, self.cache).slots(req_index, num_cached)
             self.backlog.begin(req_id, slots)
+
+    def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
+        """Writes the context that a draft for these requests reads."""
+        # On a device nothing is deferred.
+        if not isinstance(requests, DeviceRequests):
+            self.backlog.write(requests.req_ids)
 
     def set_deferred(self, is_deferring: bool) -> None:
         self.backlog.set_deferred(is_deferring)

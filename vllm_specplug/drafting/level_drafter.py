@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from vllm_specplug.drafting.caches import DraftCache, DraftWindow, TargetCache
 from vllm_specplug.drafting.device_levels import (
     DeviceExpand,
     DeviceFrontier,
@@ -30,22 +29,9 @@ class LevelDrafter(HeadDrafter):
 
     drafts_by_level: ClassVar[bool] = True
     follows_first_rank: ClassVar[bool] = True
-    drafts_on_device = False
-    """Whether the bound cache is on a device, so that drafting does not involve the host."""
+    drafts_on_device = True
     levels_run: int | None = 0
     """Number of levels of the last draft, which may end before the requested depth."""
-
-    def bind_cache(self, cache: DraftCache) -> None:
-        super().bind_cache(cache)
-        self.drafts_on_device = cache.on_device
-
-    def bind_window(self, window: DraftWindow) -> None:
-        super().bind_window(window)
-        self.drafts_on_device = window.on_device
-
-    def bind_target_caches(self, caches: Sequence[TargetCache]) -> None:
-        super().bind_target_caches(caches)
-        self.drafts_on_device = caches[0].on_device
 
     @property
     def can_be_captured(self) -> bool:

@@ -13,12 +13,9 @@ from vllm_specplug.drafting.requests import DraftRequests, device_tensor
 class RootStates(Drafter):
     """A drafter that keeps a state of each request's last committed position for its roots."""
 
+    drafts_from_graphs = True
     # [B, H] in batch order; no rows before the first step
     _roots: torch.Tensor
-
-    @property
-    def drafts_from_graphs(self) -> bool:
-        return True
 
     @property
     def request_states(self) -> torch.Tensor:

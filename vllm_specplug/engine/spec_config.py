@@ -8,6 +8,7 @@ vLLM reads the annotations of config classes as types: no `from __future__ impor
 """
 
 import difflib
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -315,7 +316,8 @@ def _with_owner(error: ValueError, method: Method, model: str | None) -> ValueEr
     except ValueError:
         return error
     owner = misfit(method, head)
-    if owner is None or owner.name in str(error):
+    # Not any mention of the name: paths may hold it, too.
+    if owner is None or re.search(rf"\bmethod '?{owner.name}\b", str(error)):
         return error
     return option_error(
         "method",

@@ -283,6 +283,8 @@ class Register(Seam):
 
     path: str = ""
     kind: ClassVar[str] = "registers over"
+    _earlier: str | None = field(default=None, init=False, repr=False)
+    """The class that another package registered before; None for vLLM's own."""
 
     def verify(self) -> str | None:
         # Only the module: each backend of `latent_gpu` imports libraries that the others do not
@@ -290,17 +292,22 @@ class Register(Seam):
         return super().verify() or _find_problem(self.path.rpartition(".")[0])
 
     def _apply(self) -> None:
-        # vLLM keeps overrides of Mamba backends in a table of their own.
-        is_mamba = "MambaAttentionBackendEnum" in self.target
-        register = resolve("vllm.v1.attention.backends.registry:register_backend")
-        register(resolve(self.target), self.path, is_mamba=is_mamba)
-        self._clear_cached_choices()
+        backend = resolve(self.target)
+        self._earlier = backend.get_path() if backend.is_overridden() else None
+        self._override(self.path)
 
     def _undo(self) -> None:
-        resolve(self.target).clear_override()
-        self._clear_cached_choices()
+        self._override(self._earlier)
 
-    def _clear_cached_choices(self) -> None:
+    def _override(self, path: str | None) -> None:
+        """Registers the class at `path`; None for vLLM's own."""
+        if path is None:
+            resolve(self.target).clear_override()
+        else:
+            # vLLM keeps overrides of Mamba backends in a table of their own.
+            is_mamba = "MambaAttentionBackendEnum" in self.target
+            register = resolve("vllm.v1.attention.backends.registry:register_backend")
+            register(resolve(self.target), path, is_mamba=is_mamba)
         resolve("vllm.v1.attention.selector:_cached_get_attn_backend").cache_clear()
         resolve("vllm.v1.attention.selector:_cached_get_mamba_attn_backend").cache_clear()
 

@@ -84,7 +84,7 @@ def warm_up_draft(state: RunnerView) -> None:
 
 
 def _draft_every_depth(state: RunnerView) -> None:
-    if state.drafter.attends_context and state.drafter.cache.on_device:
+    if state.drafter.attends_context and state.drafts_on_device:
         for tokens in (1, state.max_rows):
             _observe(state, *_dummy_states(state, tokens), has_slots=False)
     deepest = state.drafter.warmup_depth
@@ -119,8 +119,6 @@ def _observe(
 class _NoCache:
     """A `DraftCache` before there are pages. It allocates a real cache's temporary memory."""
 
-    on_device = True
-
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor, first_layer: int = 0
     ) -> None:
@@ -140,8 +138,6 @@ class _NoCache:
 
 class _NoTargetCache:
     """A `TargetCache` before there are pages. It allocates a real one's temporary memory."""
-
-    on_device = True
 
     def __init__(self, spec: TargetCacheSpec) -> None:
         self.spec = spec

@@ -147,17 +147,18 @@ def test_a_head_of_another_kind_names_its_method(target: Path, tmp_path: Path) -
         message = _refusal(target, {"method": method, "model": str(tmp_path / "eagle")})
         start = f"speculative_config.method='{method}' is not usable: this head is one of method 'e"
         assert message.startswith(start) and 'Use "method": "eagle3_tree"' in message
-    make_head(tmp_path / "block", VOCAB)
+    # The folder's name does not name the method.
+    make_head(tmp_path / "jetspec", VOCAB)
     for method in ("dflash2_tree", "mtp_tree"):
-        message = _refusal(target, {"method": method, "model": str(tmp_path / "block")})
+        message = _refusal(target, {"method": method, "model": str(tmp_path / "jetspec")})
         start = f"speculative_config.method='{method}' is not usable: this head is one of method 'j"
         assert message.startswith(start) and 'Use "method": "jetspec"' in message
     # A refusal for another reason stays as it is, also of a method that drafts with such heads.
     for method in ("jetspec", "ddtree"):
-        spec = {"method": method, "model": str(tmp_path / "block"), "tree_depth": 60}
+        spec = {"method": method, "model": str(tmp_path / "jetspec"), "tree_depth": 60}
         message = _refusal(target, {**spec, "num_speculative_tokens": 64})
         assert message.startswith("speculative_config.tree_depth=60 is not usable")
-    message = _refusal(target, {"method": "dels", "model": str(tmp_path / "block")})
+    message = _refusal(target, {"method": "dels", "model": str(tmp_path / "jetspec")})
     assert message.startswith("speculative_config.local_head=None is not usable")
 
 

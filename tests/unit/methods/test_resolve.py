@@ -13,8 +13,9 @@ import torch
 
 from tests.e2e.tiny import make_head, make_local_head, make_longspec_head
 from tests.unit.engine_config import engine_config
+from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.methods.dels.unigram import save_unigram
-from vllm_specplug.methods.tokenswift.options import TokenSwiftOptions, TokenSwiftSettings
+from vllm_specplug.methods.tokenswift.options import TokenSwiftOptions
 
 pytestmark = pytest.mark.usefixtures("installed")
 
@@ -81,7 +82,7 @@ def test_the_local_head_says_how_it_is_fused(target: Path, specs: dict[str, Spec
     spec = specs["dels"]
     _state(spec["local_head"], anchor_input=True, alpha=[0.1, 0.2, 0.3, 0.4], beta=0)
     options = _resolve(target, spec).plan.settings
-    assert options.anchor_input and options.alpha == (0.1, 0.2, 0.3, 0.4)
+    assert options.alpha == (0.1, 0.2, 0.3, 0.4)
     # Nothing is asked for where it is not read.
     assert options.unigram_path is None and options.beta == (0.0,) * 4
 
@@ -118,10 +119,12 @@ def test_counts_are_the_targets_and_needed_unless_beta_is_zero(
 
 
 def test_tokenswift_has_room_for_its_drafts() -> None:
-    def settings(**own: Any) -> TokenSwiftSettings:
+    def partial_cache(**own: Any) -> PartialCacheSpec | None:
         shared: Any = SimpleNamespace(num_speculative_tokens=16)
-        return TokenSwiftOptions(**own).settings(shared, num_heads=3)
+        return TokenSwiftOptions(**own).partial_cache(shared)
 
-    assert settings() == TokenSwiftSettings("heads", 4096, 16, 4, 4)
+    options = ("self_draft_requests", "kv_budget")
+    assert partial_cache() is None
+    assert partial_cache(draft_source="self") == PartialCacheSpec(4096, 16, 4, options)
     with pytest.raises(ValueError, match=r"kv_budget=18 .*more than 2 \+ num_spec.*=16"):
-        settings(kv_budget=18)
+        partial_cache(kv_budget=18)

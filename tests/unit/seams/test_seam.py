@@ -121,3 +121,16 @@ def test_missing_targets_are_found_without_applying() -> None:
     assert missing[2] == "seam_host.Host.run (seam_host has no nothing)"
     assert missing[3].startswith("seam_host.Host (no.such.module cannot be imported")
     assert len(missing) == 4
+
+
+def test_another_packages_backend_is_registered_again() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    backend = AttentionBackendEnum.CUSTOM
+    target = "vllm.v1.attention.backends.registry:AttentionBackendEnum.CUSTOM"
+    theirs, ours = Register(TOPIC, target, path="their.Backend"), Register(TOPIC, target, path="B")
+    with theirs.applied():
+        with ours.applied():
+            assert backend.get_path() == "B"
+        assert backend.get_path() == "their.Backend"
+    assert not backend.is_overridden()

@@ -33,6 +33,8 @@ _MAX_LOGITS_IN_PLACE = 1 << 28
 class BlockHeadDrafter(LateContextDrafter, DepthDrafter):
     """Block head of the JetSpec and DFlash family; causal or bidirectional by its config."""
 
+    observes_from_graphs = True
+
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         head, extras = self.load_head(target)
@@ -80,10 +82,6 @@ class BlockHeadDrafter(LateContextDrafter, DepthDrafter):
     def forward_depth(self) -> int:
         return min(self.config.num_draft_tokens, self.options.tree_depth)
 
-    @property
-    def observes_from_graphs(self) -> bool:
-        return True
-
     def candidates(
         self, requests: DraftRequests | DeviceRequests, depth: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,8 +93,7 @@ class BlockHeadDrafter(LateContextDrafter, DepthDrafter):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns `candidates` with ids of the draft vocabulary, and the final normed states of the
         slots that drafted them [R, depth, H]."""
-        if not isinstance(requests, DeviceRequests):
-            self.backlog.write(requests.req_ids)
+        self.prepare_context(requests)
         num_reqs = len(requests)
         # A bidirectional block needs all slots that it was trained with, and convolutions see where
         # blocks begin by their size; another causal one may stop at the last depth that is read.

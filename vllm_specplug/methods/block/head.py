@@ -74,36 +74,29 @@ class AttentionProjections(nn.Module):
 
     def __init__(self, config: Any, input_size: int, output_bias: bool, qk_norm: bool):
         super().__init__()
-        dim, bias = config.head_dim, config.attention_bias
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.q_proj = nn.Linear(input_size, self.num_heads * dim, bias=bias)
-        self.k_proj = nn.Linear(input_size, self.num_kv_heads * dim, bias=bias)
-        self.v_proj = nn.Linear(input_size, self.num_kv_heads * dim, bias=bias)
-        self.o_proj = nn.Linear(self.num_heads * dim, config.hidden_size, bias=output_bias)
+        self.head_dim = dim = config.head_dim
+        inner, kv_inner = config.num_attention_heads * dim, config.num_key_value_heads * dim
+        bias = config.attention_bias
+        self.q_proj = nn.Linear(input_size, inner, bias=bias)
+        self.k_proj = nn.Linear(input_size, kv_inner, bias=bias)
+        self.v_proj = nn.Linear(input_size, kv_inner, bias=bias)
+        self.o_proj = nn.Linear(inner, config.hidden_size, bias=output_bias)
+        self.qk_norm = qk_norm
         if qk_norm:
             self.q_norm = RMSNorm(dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(dim, config.rms_norm_eps)
 
-
-class BlockAttention(AttentionProjections):
-    """Projections and norms of one layer of a block head."""
-
-    def __init__(self, config: BlockHeadConfig):
-        super().__init__(config, config.hidden_size, config.attention_bias, qk_norm=True)
-        self.head_dim = config.head_dim
-
     def query(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> normed, rotated queries [T, Hq, Dh]."""
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        return apply_rotary(self.q_norm(q), cos, sin)
+        """[T, input size] -> rotated queries [T, Hq, Dh]."""
+        q = self.q_proj(x).unflatten(-1, (-1, self.head_dim))
+        return apply_rotary(self.q_norm(q) if self.qk_norm else q, cos, sin)
 
     def key_value(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, H] -> normed, rotated keys and plain values, each [T, Hkv, Dh]."""
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return apply_rotary(self.k_norm(k), cos, sin), v
+        """[T, input size] -> rotated keys and plain values, each [T, Hkv, Dh]."""
+        k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.k_proj, self.v_proj))
+        return apply_rotary(self.k_norm(k) if self.qk_norm else k, cos, sin), v
 
 
 class GatedMLP(nn.Module):
@@ -178,7 +171,9 @@ class BlockLayer(nn.Module):
         has_conv = config.conv_kernel_size > 0
         self.attention_conv = BlockConv(config) if has_conv else None
         self.mlp_conv = BlockConv(config) if has_conv else None
-        self.self_attn = BlockAttention(config)
+        self.self_attn = AttentionProjections(
+            config, config.hidden_size, config.attention_bias, qk_norm=True
+        )
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -235,10 +230,6 @@ class BlockHead(nn.Module):
         else:
             self.register_buffer("mask_embedding", mask)
 
-    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `rotary_cos_sin` of positions [T]."""
-        return rotary_cos_sin(positions, self.config.rotary)
-
     def context_features(self, aux: torch.Tensor) -> torch.Tensor:
         """Outputs of `target_layer_ids`, concatenated in that order [T, L*Ht] -> [T, H]."""
         return self.hidden_norm(self.fc(aux))
@@ -251,7 +242,7 @@ class BlockHead(nn.Module):
         [T, H], [T] -> two tensors [num_layers, T, Hkv, Dh]. Rows do not depend on each other, so
         callers only compute new positions.
         """
-        cos, sin = self.rotary(positions)
+        cos, sin = rotary_cos_sin(positions, self.config.rotary)
         pairs = [layer.self_attn.key_value(features, cos, sin) for layer in self.layers]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
@@ -278,7 +269,7 @@ class BlockHead(nn.Module):
             [T, H]; the LM head on slot j gives the distribution of the token at slot j, or of the
             next token.
         """
-        cos, sin = self.rotary(positions)
+        cos, sin = rotary_cos_sin(positions, self.config.rotary)
         x = scaled_inputs(input_embeds, self.config)
         for index, layer in enumerate(self.layers):
             q, k, v = layer.project(x, cos, sin)

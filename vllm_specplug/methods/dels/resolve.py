@@ -58,7 +58,6 @@ def resolve_settings(
         unigram_path=_unigram_path(file, text_config) if any(beta) else None,
         alpha=alpha,
         beta=beta,
-        anchor_input=config.anchor_input,
         num_candidates=max(LOCAL_CANDIDATES, tree_width),
         gate_table_bytes=_GATE_TABLE_BYTES,
     )

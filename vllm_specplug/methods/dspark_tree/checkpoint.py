@@ -5,7 +5,6 @@ DSpark heads."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -31,30 +30,18 @@ from vllm_specplug.methods.dspark_tree.config import (
     MARKOV_OUTPUT,
     DSparkConfig,
 )
-from vllm_specplug.methods.local.head import LocalHead, LocalHeadConfig, LocalHeadKind
+from vllm_specplug.methods.local.head import (
+    ConfidenceHead,
+    LocalHead,
+    LocalHeadConfig,
+    LocalHeadKind,
+)
+
+# Measured with the shipped head and trees of 8 to 32 nodes: 0.5 gives the highest acceptance length
+# for greedy requests, and at other temperatures a length within 1 % of the best power's.
+CONFIDENCE_POWER = 0.5
 
 _LOCAL_KINDS: dict[str, LocalHeadKind] = {"vanilla": "markov", "gated": "gated", "rnn": "rnn"}
-
-
-@dataclass(frozen=True)
-class ConfidenceHead:
-    """Estimates how likely a slot's draft is accepted, given that the previous token was:
-    sigmoid(of_slots(state) + of_token[previous token])."""
-
-    # [H] and [] float32
-    weight: torch.Tensor
-    bias: torch.Tensor
-    # [V] float32 logits by target token; zeros for a head that only reads states
-    of_token: torch.Tensor
-
-    def of_slots(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns the logits float32 [...] of final normed states [..., H]."""
-        return hidden.float() @ self.weight + self.bias
-
-    def to(self, device: torch.device) -> ConfidenceHead:
-        """Returns the head on another device."""
-        parts = (self.weight, self.bias, self.of_token)
-        return ConfidenceHead(*(part.to(device) for part in parts))
 
 
 def load_dspark_head(
@@ -107,7 +94,7 @@ def confidence_head(
     if len(of_rank):
         assert w1 is not None
         of_token = w1.float() @ of_rank
-    return ConfidenceHead(of_state.contiguous(), bias[0].float(), of_token)
+    return ConfidenceHead(of_state.contiguous(), bias[0].float(), of_token, CONFIDENCE_POWER)
 
 
 def _slot_layers(

@@ -130,11 +130,6 @@ class StateContext(RootStates, LateContextDrafter, HeadDrafter):
         if self._root_rows is not None:
             self._roots, self._root_rows = states[self._root_rows], None
 
-    def prepare_context(self, requests: DraftRequests | DeviceRequests) -> None:
-        """Writes the context that a draft for these requests reads."""
-        if not isinstance(requests, DeviceRequests):
-            self.backlog.write(requests.req_ids)
-
     @property
     def request_states(self) -> torch.Tensor:
         if self._root_outputs is not None:

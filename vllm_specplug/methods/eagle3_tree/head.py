@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from vllm_specplug.drafting.caches import RowAttention
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
 from vllm_specplug.kernels import multiply_experts, rms_norm
 from vllm_specplug.methods.block.fused_layer import FusedLayer
@@ -31,7 +30,6 @@ from vllm_specplug.methods.block.head import (
     AttentionProjections,
     GatedMLP,
     RMSNorm,
-    apply_rotary,
     rotary_cos_sin,
 )
 from vllm_specplug.methods.block.latent import FusedLatentProjections
@@ -78,10 +76,6 @@ class Eagle3Head(nn.Module):
             # Takes the place of the target's outputs for tokens that are drafted in parallel.
             self.mask_hidden = nn.Parameter(torch.zeros(config.feature_size))
 
-    def rotary(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `rotary_cos_sin` of positions [T]."""
-        return rotary_cos_sin(positions, self.config.rotary)
-
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """Joined target states of committed positions [T, L*Ht] -> states [T, H]."""
         if self.config.norm_before_fc:
@@ -100,31 +94,6 @@ class Eagle3Head(nn.Module):
         joined = torch.cat((layer.input_layernorm(embeds), normed), dim=-1)
         return joined, normed if self.config.norm_before_residual else states
 
-    def _key_value(
-        self, layer: Eagle3Layer, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        attn = layer.self_attn
-        shape = (self.config.num_key_value_heads, self.config.head_dim)
-        key, value = (p(x).unflatten(-1, shape) for p in (attn.k_proj, attn.v_proj))
-        return apply_rotary(attn.k_norm(key) if self.config.qk_norm else key, *rotary), value
-
-    def _run_layer(
-        self,
-        layer: Eagle3Layer,
-        x: torch.Tensor,
-        residual: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        attend: RowAttention,
-    ) -> torch.Tensor:
-        """Returns a layer's output [T, H] from its projections' input and the residual [T, H]."""
-        attn = layer.self_attn
-        query = attn.q_proj(x).unflatten(-1, (-1, self.config.head_dim))
-        if self.config.qk_norm:
-            query = attn.q_norm(query)
-        mixed = attend(apply_rotary(query, *rotary), *self._key_value(layer, x, rotary))
-        residual = residual + attn.o_proj(mixed.flatten(-2))
-        return residual + layer.mlp(layer.post_attention_layernorm(residual))
-
     def _run(
         self,
         count: int,
@@ -139,7 +108,10 @@ class Eagle3Head(nn.Module):
         norms = [*(layer.input_layernorm for layer in self.layers[1:]), self.norm]
         for i, (layer, norm) in enumerate(zip(self.layers[:count], norms, strict=False)):
             assert attend is not None
-            residual = self._run_layer(layer, x, residual, rotary, partial(attend, i))
+            attn = layer.self_attn
+            mixed = attend(i, attn.query(x, *rotary), *attn.key_value(x, *rotary))
+            residual = residual + attn.o_proj(mixed.flatten(-2))
+            residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
             x = norm(residual)
         return x, residual
 
@@ -162,9 +134,10 @@ class Eagle3Head(nn.Module):
         Returns:
             Two tensors [T, Hkv, Dh].
         """
-        rotary = self.rotary(positions)
+        rotary = rotary_cos_sin(positions, self.config.rotary)
         x, _ = self._run(len(self.layers) - 1, embeds, states, rotary, attend)
-        return self._key_value(self.layers[-1], x, rotary)
+        key, value = self.layers[-1].self_attn.key_value(x, *rotary)
+        return key, value
 
     def forward(
         self, embeds: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -175,7 +148,7 @@ class Eagle3Head(nn.Module):
         Returns:
             Inputs of the LM head [T, H], and the tokens' states [T, H] for their children.
         """
-        rotary = self.rotary(positions)
+        rotary = rotary_cos_sin(positions, self.config.rotary)
         x, residual = self._run(len(self.layers), embeds, states, rotary, attend)
         return x, x if self.config.norm_output else residual
 
@@ -252,9 +225,6 @@ class FusedDraftLayers(ABC):
 
     __call__ = forward
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, weight, self.eps)
-
 
 class FusedEagle3Head(FusedDraftLayers):
     """Serving form of an `Eagle3Head` on its device and in its dtype."""
@@ -278,7 +248,7 @@ class FusedEagle3Head(FusedDraftLayers):
     def features(self, aux: torch.Tensor) -> torch.Tensor:
         """[T, L*Ht] -> [T, H]."""
         if self.joined_norm is not None:
-            aux = self.rms_norm(aux, self.joined_norm)
+            aux = rms_norm(aux, self.joined_norm, self.eps)
         if self.fc_norm is not None:
             size = self.config.target_hidden_size
             aux = rms_norm(aux, self.fc_norm, self.eps, size)
@@ -287,6 +257,6 @@ class FusedEagle3Head(FusedDraftLayers):
     def _inputs(
         self, embeds: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = self.rms_norm(states, self.hidden_norm)
-        joined = torch.cat((self.rms_norm(embeds, self.embed_norm), normed), dim=-1)
+        normed = rms_norm(states, self.hidden_norm, self.eps)
+        joined = torch.cat((rms_norm(embeds, self.embed_norm, self.eps), normed), dim=-1)
         return joined, normed if self.config.norm_before_residual else states

@@ -62,17 +62,13 @@ class LocalHeadDrafter(BlockHeadDrafter):
             terms=terms,
         )
 
-    def slot_confidence(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Returns the confidence logits float32 [R, D] of slots from their states [R, D, H],
-        without the previous token's part, which the builder adds; None without a confidence head.
-        """
-        return None
-
     def _scored(
         self, requests: DraftRequests | DeviceRequests, local: LocalTreeBuilder, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Returns the candidates that the local head scores, as draft ids and log-probabilities
-        [R, depth, M], `slot_confidence`, and the local head's `slot_terms`."""
+        [R, depth, M], the confidence logits of the slots [R, depth], and the local head's
+        `slot_terms`; None for a confidence head or terms that it lacks."""
         count = min(local.options.num_candidates, self.draft_vocab_size)
         ids, log_probs, hidden = self.draft_candidates(requests, depth, count)
-        return ids, log_probs, self.slot_confidence(hidden), local.head.slot_terms(hidden)
+        slots = None if local.confidence is None else local.confidence.of_slots(hidden)
+        return ids, log_probs, slots, local.head.slot_terms(hidden)

@@ -294,6 +294,35 @@ class LocalHead(nn.Module):
         return rows
 
 
+@dataclass(frozen=True)
+class ConfidenceHead:
+    """Estimates c, how likely a slot's draft is accepted, given that the previous token was:
+    c = sigmoid(of_slots(state) + of_token[previous token]).
+
+    It multiplies the probabilities of a node's children by c to the power `power`.
+    """
+
+    # [U] and [] float32
+    weight: torch.Tensor
+    bias: torch.Tensor
+    # [V] float32 logits by target token; zeros for a head that only reads states
+    of_token: torch.Tensor
+    power: float
+
+    def to(self, device: torch.device) -> ConfidenceHead:
+        """Returns the head on another device."""
+        weight, bias, of_token = (x.to(device) for x in (self.weight, self.bias, self.of_token))
+        return ConfidenceHead(weight, bias, of_token, self.power)
+
+    def of_slots(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the logits float32 [...] of final normed states [..., U]."""
+        return hidden.float() @ self.weight + self.bias
+
+    def log_factors(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns what the log-probabilities of children are increased by, from logits of c."""
+        return self.power * F.logsigmoid(logits)
+
+
 def _with_slots(
     function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     # [F, Q]

@@ -21,9 +21,6 @@ class LocalTreeSettings:
     """Weight of the subtracted unigram log-probability at depths 1, 2, ..."""
     num_candidates: int
     """Number of tokens that the local head scores at each depth."""
-    anchor_input: bool = True
-    """Whether the local head reads the anchor before the drafted tokens, and so corrects depth 1
-    too."""
     gate_table_bytes: int = 0
     """Maximum bytes of the precomputed input gates of a GRU."""
 

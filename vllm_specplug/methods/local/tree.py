@@ -22,7 +22,6 @@ A confidence head lowers the scores of all children of a node by the same amount
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -43,23 +42,9 @@ from vllm_specplug.kernels import (
     markov_weights,
     recurrent_weights,
 )
-from vllm_specplug.methods.local.head import LocalHead
+from vllm_specplug.methods.local.head import ConfidenceHead, LocalHead
 from vllm_specplug.methods.local.settings import LocalTreeSettings
 from vllm_specplug.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class BranchConfidence:
-    """A head's confidence c = sigmoid(slot + of_token[y]) in the children of a slot after token y.
-    Their log-probabilities are increased by weight * log c."""
-
-    # [V] float32 logits by target token
-    of_token: torch.Tensor
-    weight: float
-
-    def of_children(self, slots: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Returns weight * log c float32 [...] for slot logits and target tokens [...]."""
-        return self.weight * F.logsigmoid(slots + self.of_token[tokens])
 
 
 class LocalTreeBuilder:
@@ -91,7 +76,7 @@ class LocalTreeBuilder:
         embed_tokens: torch.Tensor,
         lm_head: torch.Tensor,
         dtype: torch.dtype,
-        confidence: BranchConfidence | None = None,
+        confidence: ConfidenceHead | None = None,
     ) -> None:
         device = embed_tokens.device
         self.options, self.confidence = options, confidence
@@ -177,15 +162,15 @@ class LocalTreeBuilder:
             )
             return read_trees(trees)
         roots = None
-        if self.options.anchor_input:
+        if self.head.config.anchor_input:
             # [R, 3 S] or [R, r]
             roots = self._root_inputs(torch.tensor(anchors))
         if terms is not None:
             parts = terms.float().unflatten(-1, (-1, self.head.config.rank))
             terms = F.pad(parts, (0, self.weights.rank - parts.shape[-1])).flatten(2)
-        of_token, weight = None, 0.0
+        of_token, power = None, 0.0
         if self.confidence is not None and slots is not None:
-            of_token, weight = self.token_confidence, self.confidence.weight
+            of_token, power = self.token_confidence, self.confidence.power
             # The kernel reads tokens by draft id, which an anchor may lack.
             slots = slots.clone()
             slots[:, 0] += self.confidence.of_token[list(anchors)]
@@ -202,7 +187,7 @@ class LocalTreeBuilder:
             terms,
             slots,
             of_token,
-            weight,
+            power,
         )
         token_ids = self.draft_ids[tokens.clamp_(0, len(self.draft_ids) - 1)].numpy()
         arrays = (parents, node_depths, scores, counts)
@@ -264,7 +249,7 @@ class LocalTreeBuilder:
             of_slot = None if terms is None else terms[:, depth]
             if depth:
                 ranks, states = self._step(read, frontier.parent_rows, states, of_slot)
-            elif options.anchor_input:
+            elif head.config.anchor_input:
                 ranks, states = head.step(read, states, self.embed_tokens, of_slot)
             # [R, M], [R, 1, M]
             candidates, own = ids[:, depth], log_probs[:, depth, None].float()
@@ -281,8 +266,8 @@ class LocalTreeBuilder:
                 mass = own.logsumexp(-1, keepdim=True).clamp(max=0)
                 fused = fused.log_softmax(-1) + mass
             if confidence is not None and slots is not None:
-                log_confidence = confidence.of_children(slots[:, depth, None], frontier.token_ids)
-                fused = fused + log_confidence[..., None]
+                logits = slots[:, depth, None] + confidence.of_token[frontier.token_ids]
+                fused = fused + confidence.log_factors(logits)[..., None]
             # Stable: candidates with equal scores keep the block head's order.
             scores, order = fused.sort(dim=-1, descending=True, stable=True)
             order = order[..., :width]

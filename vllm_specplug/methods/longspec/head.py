@@ -73,16 +73,12 @@ class LongSpecHead(nn.Module):
             self_attend: attention over the token itself, its drafted ancestors and the window.
             cross_attend: attention over the target's last layer; zeros for an empty context.
         """
-        heads = (-1, self.config.head_dim)
         rotary = rotary_cos_sin(positions, self.config.rotary)
         normed, own = self.input_layernorm(embeds), self.self_attn
-        query, key, value = (
-            projection(normed).unflatten(-1, heads)
-            for projection in (own.q_proj, own.k_proj, own.v_proj)
-        )
-        mixed = self_attend(apply_rotary(query, *rotary), apply_rotary(key, *rotary), value)
+        mixed = self_attend(own.query(normed, *rotary), *own.key_value(normed, *rotary))
         x = embeds + own.o_proj(mixed.flatten(-2))
         normed = self.post_self_attention_layernorm(x)
-        query = apply_rotary(self.cross_attn.q_proj(normed).unflatten(-1, heads), *rotary)
+        query = self.cross_attn.q_proj(normed).unflatten(-1, (-1, self.config.head_dim))
+        query = apply_rotary(query, *rotary)
         x = x + self.cross_attn.o_proj(cross_attend(query).flatten(-2))
         return self.norm(x + self.mlp(self.post_cross_attention_layernorm(x)))

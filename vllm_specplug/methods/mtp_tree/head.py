@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from vllm_specplug.drafting.drafter import ExpertProducts, LinearFactory
-from vllm_specplug.kernels import multiply_experts
+from vllm_specplug.kernels import multiply_experts, rms_norm
 from vllm_specplug.methods.block.fused_parts import plain_linear
 from vllm_specplug.methods.block.head import AttentionProjections, GatedMLP, RMSNorm
 from vllm_specplug.methods.block.latent import LatentProjections
@@ -74,6 +74,7 @@ class FusedMtpModule(FusedDraftLayers):
     def _inputs(
         self, embeds: torch.Tensor, states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        parts = (self.rms_norm(states, self.state_norm), self.rms_norm(embeds, self.token_norm))
-        x = self.input(torch.cat(parts, dim=-1))
-        return self.rms_norm(x, self.input_norm), x
+        state = rms_norm(states, self.state_norm, self.eps)
+        token = rms_norm(embeds, self.token_norm, self.eps)
+        x = self.input(torch.cat((state, token), dim=-1))
+        return rms_norm(x, self.input_norm, self.eps), x

@@ -17,6 +17,7 @@ class NgramTreeDrafter(Drafter):
     """Drafter of method `ngram_tree`."""
 
     reads_target_weights = False
+    drafts_on_device = True
 
     def load(self, target: TargetWeights) -> None:
         options = self.options
@@ -32,10 +33,6 @@ class NgramTreeDrafter(Drafter):
 
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         return self.ngrams.lookup(requests, chains=True)
-
-    @property
-    def drafts_on_device(self) -> bool:
-        return True
 
     @property
     def device_branches(self) -> NgramBranches | None:

@@ -42,12 +42,15 @@ class TokenSwiftDrafter(Drafter):
     """Drafter of method `tokenswift`."""
 
     reads_history: ClassVar[bool] = True
+    drafts_on_device = True
 
     @torch.inference_mode()
     def load(self, target: TargetWeights) -> None:
         options = self.options
         assert options.head_path is not None
-        self.settings = options.settings
+        self.spec: PartialCacheSpec | None = options.settings
+        # Only the self-draft: heads read the step's own rows and need few launches.
+        self.drafts_from_graphs = self.spec is not None
         heads, target_ids = load_heads(options.head_path, target.text_config)
         self.heads = heads.to(device=target.device, dtype=target.dtype)
         # int64 [V'] target id of each draft id, and [V] draft id of each target id or -1
@@ -66,15 +69,7 @@ class TokenSwiftDrafter(Drafter):
         self._last_rows: torch.Tensor | None = None
 
     def partial_cache_spec(self) -> PartialCacheSpec | None:
-        if self.settings.source != SELF:
-            return None
-        settings = self.settings
-        return PartialCacheSpec(
-            budget=settings.kv_budget,
-            sink=settings.sink_size,
-            max_requests=settings.max_requests,
-            options=("self_draft_requests", "kv_budget"),
-        )
+        return self.spec
 
     def observe(self, committed: CommittedTokens) -> None:
         (self._hidden,) = committed.aux_hidden_states
@@ -90,12 +85,12 @@ class TokenSwiftDrafter(Drafter):
     def propose(self, requests: DraftRequests) -> list[DraftTree]:
         source = self._source(requests)
         self.steps_from[source] += 1
-        trees = self._head_trees(source, requests)
+        deepest = min(self.options.tree_depth, max(requests.depths))
+        states = self._states(source, requests)[:deepest]
+        depths = [min(len(states), depth) for depth in requests.depths]
+        candidates = self._likeliest(states, requests)
+        trees = best_first_trees(*candidates, requests.budgets, depths, requests.width)
         return trees if self.ngrams is None else self.ngrams.add_to(trees, requests)
-
-    @property
-    def drafts_on_device(self) -> bool:
-        return True
 
     @property
     def device_branches(self) -> NgramBranches | None:
@@ -109,10 +104,10 @@ class TokenSwiftDrafter(Drafter):
     def warmup(self, requests: DraftRequests | DeviceRequests) -> None:
         assert isinstance(requests, DeviceRequests)
         # While vLLM measures memory there are no caches; vLLM's forward needs more memory.
-        if self.settings.source == HEADS or self.target_forward is not None:
-            self._device_trees(self.settings.source, requests)
+        if self.spec is None or self.target_forward is not None:
+            self._device_trees(HEADS if self.spec is None else SELF, requests)
 
-    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees | None:
+    def propose_on_device(self, requests: DeviceRequests) -> DeviceTrees:
         source = SELF
         # Without a history a graph is captured: `enter_graph` counts its replays.
         if requests.history is not None:
@@ -120,21 +115,13 @@ class TokenSwiftDrafter(Drafter):
             self.steps_from[source] += 1
         return self._device_trees(source, requests)
 
-    def _device_trees(self, source: str, requests: DeviceRequests) -> DeviceTrees | None:
-        """Returns the trees of the heads, as `_head_trees` does; None for a depth of 0."""
-        first = 0 if source == SELF else 1
-        depth = min(self.settings.gamma - first, self.options.tree_depth)
+    def _device_trees(self, source: str, requests: DeviceRequests) -> DeviceTrees:
+        """Returns the trees of `propose` without branches."""
+        depth = self.options.tree_depth
         if requests.max_depth is not None:
             depth = min(depth, requests.max_depth)
-        if depth < 1:
-            return None
-        states = self._states(source, requests)
-        return best_first_on_device(*self._likeliest(states[:depth], requests), requests)
-
-    @property
-    def drafts_from_graphs(self) -> bool:
-        # Only the self-draft: heads read the step's own rows and need few launches.
-        return self.settings.source == SELF
+        states = self._states(source, requests)[:depth]
+        return best_first_on_device(*self._likeliest(states, requests), requests)
 
     @property
     def can_be_captured(self) -> bool:
@@ -157,22 +144,13 @@ class TokenSwiftDrafter(Drafter):
     def _source(self, requests: DraftRequests | DeviceRequests) -> str:
         """Returns the source of a draft: the option's, or the heads if the target cannot run."""
         forward = self.target_forward
-        if self.settings.source == SELF and forward is not None and forward.can_run(requests):
+        if self.spec is not None and forward is not None and forward.can_run(requests):
             return SELF
         return HEADS
 
-    def _head_trees(self, source: str, requests: DraftRequests) -> list[DraftTree]:
-        """One tree per request from the heads; source "self" runs the target before them."""
-        states = self._states(source, requests)
-        first = 0 if source == SELF else 1
-        depth = min(self.settings.gamma - first, self.options.tree_depth, max(requests.depths))
-        candidates = self._likeliest(states[:depth], requests)
-        depths = [min(depth, deepest) for deepest in requests.depths]
-        return best_first_trees(*candidates, requests.budgets, depths, requests.width)
-
     @torch.inference_mode()
     def _states(self, source: str, requests: DraftRequests | DeviceRequests) -> torch.Tensor:
-        """Inputs of the LM head for each depth [D, R, H]."""
+        """Returns inputs of the LM head for each depth [D, R, H]; source "self" runs the target."""
         if source == SELF:
             assert self.target_forward is not None
             normed, hidden = self.target_forward(requests)

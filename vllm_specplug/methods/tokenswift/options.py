@@ -3,38 +3,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import Field
 
+from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import DraftPlan, MethodOptions, SharedOptions, TargetInfo
 from vllm_specplug.options import option_error
-
-DraftSource = Literal["heads", "self"]
 
 # Number of first tokens that a partial cache always keeps as attention sinks. Later tokens are
 # selected by their scores.
 SINK_SIZE = 16
 
 
-@dataclass(frozen=True)
-class TokenSwiftSettings:
-    """Resolved options of TokenSwift."""
-
-    source: DraftSource
-    kv_budget: int
-    sink_size: int
-    max_requests: int
-    gamma: int
-    """Number of consecutive tokens that the base prediction and the heads draft."""
-
-
 class TokenSwiftOptions(MethodOptions):
     """Options of TokenSwift."""
 
-    draft_source: DraftSource = "heads"
+    draft_source: Literal["heads", "self"] = "heads"
     """What the method drafts from: "heads" runs the heads on the last verified position, "self"
     runs the target over a partial cache and its heads on top, which is meant for long contexts."""
     kv_budget: int = Field(default=4096, ge=1)
@@ -50,20 +36,19 @@ class TokenSwiftOptions(MethodOptions):
 
         path = resolve_head_path(shared.model, method)
         heads = inspect_heads(path, target.text_config)
-        settings = self.settings(shared, heads.medusa_heads)
-        depth = min(shared.tree_depth or settings.gamma, settings.gamma)
+        spec = self.partial_cache(shared)
+        # The base prediction and the heads.
+        deepest = 1 + heads.medusa_heads
         return DraftPlan(
-            depth=min(depth, shared.num_speculative_tokens),
+            depth=min(shared.tree_depth or deepest, deepest, shared.num_speculative_tokens),
             head_path=str(path),
             hidden_layers=(target.text_config.num_hidden_layers - 1,),
-            target_forward_option=(
-                f"draft_source={settings.source!r}" if settings.source == "self" else None
-            ),
-            settings=settings,
+            target_forward_option=None if spec is None else f"draft_source={self.draft_source!r}",
+            settings=spec,
         )
 
-    def settings(self, shared: SharedOptions, num_heads: int) -> TokenSwiftSettings:
-        """The resolved options for a checkpoint with `num_heads` heads.
+    def partial_cache(self, shared: SharedOptions) -> PartialCacheSpec | None:
+        """Returns the partial caches of the target's forward; None for drafts from the heads.
 
         Raises:
             ValueError: for a combination that cannot work, naming the option.
@@ -78,10 +63,7 @@ class TokenSwiftOptions(MethodOptions):
                 f"{sink} + num_speculative_tokens={shared.num_speculative_tokens}",
                 "Raise kv_budget; 1024 to 4096 is usual",
             )
-        return TokenSwiftSettings(
-            source=self.draft_source,
-            kv_budget=self.kv_budget,
-            sink_size=sink,
-            max_requests=self.self_draft_requests,
-            gamma=num_heads + 1,
-        )
+        if self.draft_source == "heads":
+            return None
+        options = ("self_draft_requests", "kv_budget")
+        return PartialCacheSpec(self.kv_budget, sink, self.self_draft_requests, options)

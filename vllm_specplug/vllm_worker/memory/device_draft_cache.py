@@ -36,8 +36,6 @@ class CudaDraftRows:
         kv_caches: [num_blocks, Hkv, block_size, 2 * Dh] of each layer.
     """
 
-    on_device = True
-
     def __init__(
         self,
         backend: CudaKernels,

@@ -90,8 +90,6 @@ class DraftKVLayer(AttentionLayerBase):
 class PagedDraftCache:
     """`drafting.caches.HostCache` over the pages of `DraftKVLayer`s, on CPU."""
 
-    on_device = False
-
     def __init__(self, layers: list[DraftKVLayer], block_table: BlockTable, scale: float) -> None:
         self.block_table = block_table
         self.scale = scale

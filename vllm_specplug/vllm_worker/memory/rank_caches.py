@@ -35,7 +35,7 @@ class RankTargetCache:
     """
 
     def __init__(self, own: TargetCache) -> None:
-        self.own, self.on_device = own, own.on_device
+        self.own = own
         self.rank = get_tensor_model_parallel_rank()
         self.num_ranks = get_tensor_model_parallel_world_size()
 

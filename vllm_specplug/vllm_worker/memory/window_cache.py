@@ -67,8 +67,6 @@ class WindowCache(Rings):
         num_requests: number of windows.
     """
 
-    on_device = False
-
     def __init__(self, spec: WindowSpec, num_requests: int, dtype: torch.dtype) -> None:
         super().__init__(spec, num_requests)
         shape = (num_requests * self.blocks_per_request, spec.num_kv_heads, WINDOW_PAGE)
@@ -126,8 +124,6 @@ class PagedTargetCache:
         kv_cache: that layer's cache.
         block_table: returns [B, max_blocks] of the current batch.
     """
-
-    on_device = False
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class World:
     """An assistant, its drafter, and requests with random target states and caches."""
 
     def __init__(self, folder: Path, grouped: bool, on_device: bool = False) -> None:
+        self.on_device = on_device
         self.module = make_assistant(folder, VOCAB, grouped)
         torch.manual_seed(1)
         self.embed = torch.randn(VOCAB, HIDDEN)
@@ -78,7 +79,7 @@ class World:
 
     def draft(self) -> list[DraftTree]:
         requests = requests_of(self.tokens, [16, 9, 16, 12, 16], 2)
-        if not self.drafter.drafts_on_device:
+        if not self.on_device:
             return self.drafter.propose(requests)
         given = DeviceRequests.of(requests, 16, torch.device("cpu"))
         return read_trees(self.drafter.propose_on_device(given))

@@ -45,7 +45,7 @@ def dels(folder: Path, weights: tuple[float, ...] = WEIGHTS) -> Any:
     local = folder / "local"
     settings = DelsSettings(
         path=str(local / "model.safetensors"), unigram_path=str(local / "unigram.safetensors"),
-        alpha=weights, beta=weights, anchor_input=False, num_candidates=VOCAB,
+        alpha=weights, beta=weights, num_candidates=VOCAB,
         gate_table_bytes=1 << 20,
     )  # fmt: skip
     return block(folder, settings, DelsDrafter)

@@ -44,9 +44,15 @@ def build(
 class Case:
     """A random local head, prior and block head marginals."""
 
-    def __init__(self, name: str = "gru_factorized", seed: int = 0, **changes: Any) -> None:
+    def __init__(
+        self,
+        name: str = "gru_factorized",
+        seed: int = 0,
+        anchor_input: bool = True,
+        **changes: Any,
+    ) -> None:
         self.options = options(**changes)
-        self.head: LocalHead = make(name, seed)
+        self.head: LocalHead = make(name, seed, anchor_input=anchor_input)
         torch.manual_seed(seed + 1)
         self.embed, self.lm_head = torch.randn(V, H), torch.randn(V, H)
         self.prior = torch.randn(V).log_softmax(-1)
@@ -61,7 +67,7 @@ class Case:
     def fused(self, anchor: int, path: list[int]) -> torch.Tensor:
         """[V] log-probabilities after a branch, by the formula, over the whole vocabulary."""
         i = len(path)
-        read = [anchor, *path] if self.options.anchor_input else path
+        read = [anchor, *path] if self.head.config.anchor_input else path
         scores = torch.zeros(V)
         if read:
             ranks = self.head.ranks(torch.tensor([read]), self.embed)[0, -1]
@@ -145,7 +151,7 @@ def test_reduced_vocabularies_meet_by_target_id() -> None:
     """Draft ids, rows of the local head and prior are matched through target ids."""
     draft_ids = torch.tensor([3, 4, 8, 15, 20])
     local_ids = torch.tensor([1, 3, 4, 8, 15, 19, 20])
-    head = make("gru_factorized", draft_vocab_size=len(local_ids))
+    head = make("gru_factorized", draft_vocab_size=len(local_ids), anchor_input=True)
     prior = torch.randn(V).log_softmax(-1)
     embed = torch.randn(V, H)
     marginals = torch.randn(DEPTH, 5).log_softmax(-1)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.unit.drafters import load_drafter, requests_of
+from vllm_specplug.drafting.caches import PartialCacheSpec
 from vllm_specplug.drafting.committed_tokens import CommittedTokens
 from vllm_specplug.drafting.requests import DraftPenalties, DraftRequests
 from vllm_specplug.methods.tokenswift.drafter import TokenSwiftDrafter
 from vllm_specplug.methods.tokenswift.head import TokenSwiftConfig, TokenSwiftHeads, save_heads
-from vllm_specplug.methods.tokenswift.options import TokenSwiftSettings
 
 HIDDEN, VOCAB = 16, 40
 DRAFT_IDS = torch.arange(0, VOCAB, 2)
@@ -42,9 +42,9 @@ def _drafter(folder, source: str, *, ngram_topk: int = 0, reduced: bool = False)
     )
     save_heads(folder, heads, dtype=torch.float32, target_ids=DRAFT_IDS if reduced else None)
     lm_head = torch.randn(VOCAB, HIDDEN)
-    settings = TokenSwiftSettings(source, 64, 4, 2, 4)
+    spec = PartialCacheSpec(64, 4, 2, ("requests", "budget")) if source == "self" else None
     drafter = load_drafter(
-        TokenSwiftDrafter, folder, settings, lm_head, tree_width=3, ngram_topk=ngram_topk,
+        TokenSwiftDrafter, folder, spec, lm_head, tree_width=3, ngram_topk=ngram_topk,
         max_model_len=100,
     )  # fmt: skip
     drafter.bind_target_forward(FakeForward(torch.randn(VOCAB, HIDDEN)))

@@ -116,12 +116,11 @@ def test_layers_of_one_kind_keep_one_cache(num_ranks: int, monkeypatch: pytest.M
         target_cache_specs=lambda: [specs[0], specs[0], specs[1]],
         bind_target_caches=bound.extend, first_rank=None, follows_first_rank=True,
     )  # fmt: skip
-    caches: dict[TargetCacheSpec, Any] = {
-        spec: SimpleNamespace(on_device=spec is specs[1]) for spec in specs
-    }
+    caches: dict[TargetCacheSpec, Any] = {spec: SimpleNamespace(spec=spec) for spec in specs}
     bind_target_caches(drafter, caches)
     assert bound[0] is bound[1] and bound[0] is not bound[2]
-    assert [cache.on_device for cache in bound] == [False, False, True]
+    own = [getattr(cache, "own", cache).spec for cache in bound]
+    assert own == drafter.target_cache_specs()
     assert (drafter.first_rank is not None) == (num_ranks > 1)
     assert (bound[0] is caches[specs[0]]) == (num_ranks == 1)
 
