@@ -257,7 +257,6 @@ def features(
     """Runs the target once over its answers and stores the features for training."""
     import torch
 
-    from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import (
         TokenSequence,
         chosen_layers,
@@ -268,15 +267,14 @@ def features(
     from vllm_specplug.train.target import TargetWeights
 
     with common.friendly_errors():
-        files = finished_answers(data)
         weights = TargetWeights(target)
         ids = chosen_layers(layers, int(weights.config["num_hidden_layers"]))
         accelerator = new_accelerator()
-        split = common.checked_split(files, heldout_answers, repetitive_share)
+        parts = common.read_split(data, heldout_answers, repetitive_share)
         model = weights.load(torch.bfloat16).to(accelerator.device)
 
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
         meta = shard_meta(model, ids)
-        common.write_split(split, out, heldout, write, accelerator, meta)
+        common.write_split(parts, out, heldout, write, accelerator, meta)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -30,7 +31,13 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from vllm_specplug.train.answers import Answer
+from vllm_specplug.train.answers import (
+    MIN_ANSWER_TOKENS,
+    Answer,
+    finished_answers,
+    keep_answer,
+    read_answers,
+)
 from vllm_specplug.train.target import decoder_of, target_crc
 
 # Padded tokens of one forward of the target beside a trainer.
@@ -104,6 +111,8 @@ class Features(ABC):
     folder: Path
     # Zero-based layers whose outputs are in `aux`.
     target_layer_ids: tuple[int, ...]
+    # Checksum of the target; None for older shards and a target beside the trainer.
+    target_crc: str | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -147,8 +156,7 @@ class FeatureStore(Features):
         self.items = [(s, i) for s, shard in enumerate(self.shards) for i in range(len(shard))]
         self.target_layer_ids = tuple(self.shards[0].meta["target_layer_ids"])
         self.hidden_size = int(self.shards[0].meta["hidden_size"])
-        # None for older shards.
-        self.target_crc: str | None = self.shards[0].meta.get("target_crc")
+        self.target_crc = self.shards[0].meta.get("target_crc")
 
     def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
         for shard in self.shards:
@@ -165,6 +173,41 @@ class FeatureStore(Features):
     def __getitem__(self, index: int) -> FeatureSequence:
         shard, i = self.items[index]
         return self.shards[shard][i]
+
+
+def read_split(
+    folder: Path, heldout: int, repetitive_share: float
+) -> tuple[list[tuple[str, list[TokenSequence], list[TokenSequence]]], list[str]]:
+    """Returns the answers of a data folder, and what a user should know about them.
+
+    Of each finished shard, these are its name, the held-out answers and those to train on. The
+    first `heldout` greedy ones are held out. More shards do not change them.
+
+    Raises:
+        ValueError: if none are left to train on, or the folder has no finished shard.
+    """
+    parts, left, total = [], heldout, 0
+    for number, path in enumerate(finished_answers(folder)):
+        rng, answers = random.Random(number), list(read_answers(path))
+        kept = [a for a in answers if keep_answer(a, rng, repetitive_share)]
+        greedy = [at for at, answer in enumerate(kept) if answer.temperature == 0][:left]
+        # By index: an answer may be there twice.
+        held, sequences = set(greedy), [TokenSequence.of(answer) for answer in kept]
+        aside = [sequences[at] for at in greedy]
+        rest = [sequence for at, sequence in enumerate(sequences) if at not in held]
+        parts.append((path.stem.replace("answers", "shard"), aside, rest))
+        left, total = left - len(aside), total + len(answers)
+    withheld, trained = (sum(len(part[which]) for part in parts) for which in (1, 2))
+    told = f"--heldout-answers {heldout} holds {withheld} of {withheld + trained} answers out"
+    if not trained:
+        raise ValueError(f"{told} and leaves none to train on; lower it, or generate more answers")
+    remarks = [f"{told} and leaves {trained} to train on"] if withheld > trained else []
+    if left_out := total - withheld - trained:
+        remarks.append(
+            f"{left_out} answers left out: shorter than {MIN_ANSWER_TOKENS} tokens, or ending in a "
+            f"loop (a share of {repetitive_share} of those stays)"
+        )
+    return parts, remarks
 
 
 def count_sources(names: Iterable[str]) -> dict[str, int]:
