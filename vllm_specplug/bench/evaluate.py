@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,6 @@ from vllm_specplug.rows import Conversation, LeftOut, RowFile
 
 # Seconds without a change after which a server's counters hold all finished requests.
 _SETTLED_S = 0.5
-
-
-@dataclass(frozen=True)
-class Question:
-    """A conversation to be answered, and its place."""
-
-    place: str
-    conversation: Conversation
 
 
 @dataclass(frozen=True)
@@ -97,17 +90,9 @@ def data_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Question]:
+def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Conversation]:
     """Returns the first `limit` prompts of a file (see `rows`), 0 for all; counts other rows."""
-    rows = RowFile(path)
-    questions: list[Question] = []
-    for index in range(len(rows)):
-        if limit and len(questions) == limit:
-            break
-        conversation = rows.conversation(index, left_out)
-        if conversation is not None:
-            questions.append(Question(rows.place(index), conversation))
-    return questions
+    return list(islice(RowFile(path).conversations(left_out), limit or None))
 
 
 def earlier_results(
@@ -141,7 +126,7 @@ def earlier_results(
 
 def measure(
     server: VllmServer,
-    sets: Mapping[str, Sequence[Question]],
+    sets: Mapping[str, Sequence[Conversation]],
     sizes: Sequence[int],
     *,
     concurrency: int,
@@ -195,7 +180,7 @@ def settled_counters(server: VllmServer) -> SpecCounters:
 
 async def _ask_all(
     server: VllmServer,
-    questions: Sequence[Question],
+    questions: Sequence[Conversation],
     concurrency: int,
     fields: Mapping[str, Any],
     refused: LeftOut,
@@ -210,11 +195,11 @@ async def _ask_all(
         base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=3600.0
     ) as client:
 
-        async def one(question: Question) -> int:
+        async def one(question: Conversation) -> int:
             answers = 0
             async with gate:
                 try:
-                    asked = _ask(client, server.spec.model, question.conversation, fields)
+                    asked = _ask(client, server.spec.model, question, fields)
                     async for _ in asked:
                         answers += 1
                 except BadRequestError as error:

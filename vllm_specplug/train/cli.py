@@ -83,11 +83,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
 ) -> None:
     """Writes prompts, then has the target answer them with offline vLLM."""
-    from vllm_specplug.rows import LeftOut
+    from vllm_specplug.rows import LeftOut, RowFile
     from vllm_specplug.train import answers
     from vllm_specplug.train import generate as generation
     from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
-    from vllm_specplug.train.prompts import read_prompt_file
 
     with common.friendly_errors():
         template, heat = (
@@ -126,7 +125,7 @@ def generate(
             answers.refuse_other_settings(out, settings)
             given = [(r.source, r.prompt_ids) for r in answers.read_plan(out)]
         else:
-            rows = (row for path in prompts or [] for row in read_prompt_file(path, left_out))
+            rows = (row for path in prompts or [] for row in RowFile(path).conversations(left_out))
             given = list(generation.render_all(rows, chat, limit, left_out))
         longest = max((len(ids) for _, ids in given), default=0)
         if make:

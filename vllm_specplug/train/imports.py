@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_specplug.rows import LeftOut, RowFile
+from vllm_specplug.rows import Conversation, LeftOut, RowFile
 from vllm_specplug.train.answers import MIN_ANSWER_TOKENS, Answer, write_answers
 from vllm_specplug.train.chat import ChatTokenizer
 
@@ -52,7 +52,10 @@ def import_answers(
     def kept() -> Iterator[Answer]:
         for done, (source, index) in enumerate(order, 1):
             on_row(done, len(order))
-            for prompt, answer in _pairs(source, index, chat, max_length, found.left_out):
+            row = source.conversation(index, found.left_out)
+            if row is None:
+                continue
+            for prompt, answer in _pairs(row, chat, max_length, found.left_out):
                 given, said = tuple(prompt), tuple(answer)
                 if len(said) < MIN_ANSWER_TOKENS:
                     reason = f"answer of fewer than {MIN_ANSWER_TOKENS} tokens"
@@ -63,9 +66,9 @@ def import_answers(
                     found.answers += 1
                     found.answer_tokens += len(said)
                     found.prompt_tokens += len(given)
-                    yield Answer(source.path.stem, given, said, 0.0, chat.is_finished(said))
+                    yield Answer(row.source, given, said, 0.0, chat.is_finished(said))
                     continue
-                found.left_out.add(reason, source.place(index))
+                found.left_out.add(reason, row.place)
         if not found.answers:
             told = "; ".join(found.left_out.lines())
             raise ValueError(f"the files hold no answer to train on: {told}")
@@ -75,20 +78,17 @@ def import_answers(
 
 
 def _pairs(
-    source: RowFile, index: int, chat: ChatTokenizer, max_length: int, left_out: LeftOut
+    row: Conversation, chat: ChatTokenizer, max_length: int, left_out: LeftOut
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Yields prompts of a row with their answers, of at most `max_length` tokens together. A text
     becomes parts of that length, each with its first token as the prompt."""
-    row, place = source.conversation(index, left_out), source.place(index)
-    if row is None:
-        return
     if not row.has_answer and not row.text:
-        left_out.add("no answer in the row", place)
+        left_out.add("no answer in the row", row.place)
         return
     try:
         answers = list(chat.answers(row))
     except ValueError as error:
-        left_out.add(str(error), place)
+        left_out.add(str(error), row.place)
         return
     for prompt, answer in answers:
         room = max_length - len(prompt)
@@ -97,8 +97,8 @@ def _pairs(
             for start in range(0, len(tokens), max_length):
                 yield tokens[start : start + 1], tokens[start + 1 : start + max_length]
         elif room <= 0:
-            left_out.add(f"prompt of {max_length} tokens or more", place)
+            left_out.add(f"prompt of {max_length} tokens or more", row.place)
         else:
             if len(answer) > room >= MIN_ANSWER_TOKENS:
-                left_out.add(f"answer cut after {max_length} tokens", place)
+                left_out.add(f"answer cut after {max_length} tokens", row.place)
             yield prompt, answer[:room]

@@ -249,7 +249,7 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"wrong": 1}, *({"question": f"q{i}"} for i in range(5))]))
     left_out = LeftOut()
     questions = read_questions(path, 2, left_out)
-    assert [q.conversation.messages[0]["content"] for q in questions] == ["q0", "q1"]
+    assert [q.messages[0]["content"] for q in questions] == ["q0", "q1"]
     assert [q.place for q in questions] == [f"{path}:2", f"{path}:3"]
     assert list(left_out.places.values()) == [[f"{path}:1"]]
 
