@@ -169,7 +169,6 @@ def add_training(
     app: typer.Typer,
     name: str,
     summary: str,
-    start: str,
     run: type[RunOptions],
     recipe: type[Recipe],
     recipes: Mapping[str, Mapping[str, Any]],
@@ -179,14 +178,15 @@ def add_training(
     """Adds a command that trains a head with `train.run.train_head` under a progress bar.
 
     Args:
-        start: the method's function, "module:function", imported when the command runs.
         run, recipe: their fields with an `Option` are the command's options: required ones first,
-            then the method's own, then the shared ones.
+            then the method's own, then the shared ones. The run.py
+            beside their module has the function `start`; the command imports it when it runs.
         recipes: options that `--recipe` sets unless they are on the command line.
         removed: options that the command had, and what to do without them.
         decided: values of the other fields.
     """
     kinds: tuple[type[Any], ...] = (run, recipe)
+    package = run.__module__.rpartition(".")[0]
 
     def command(context: typer.Context, recipe: str, **given: Any) -> None:
         with friendly_errors(), progress() as bar:
@@ -201,7 +201,6 @@ def add_training(
             # This imports torch, so options are checked first.
             from vllm_specplug.train.run import train_head
 
-            module, _, function = start.partition(":")
             shown = not chosen["dry_run"]
             task = bar.add_task("training", total=chosen["total_steps"], visible=shown)
 
@@ -215,8 +214,8 @@ def add_training(
                     f"recipe {recipe} trains for {epochs} epochs; --dry-run prints the steps of an "
                     f"epoch, and this run has --total-steps {chosen['total_steps']}"
                 )
-            begin = getattr(importlib.import_module(module), function)
-            train_head(begin, chosen_run, chosen_recipe, bar.console.print, on_step)
+            method = importlib.import_module(f"{package}.run")
+            train_head(method.start, chosen_run, chosen_recipe, bar.console.print, on_step)
 
     shared = {f.name for kind in (RunOptions, Recipe) for f in fields(kind)}
     options = [option for kind in kinds for option in _options(kind)]

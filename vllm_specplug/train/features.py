@@ -133,8 +133,12 @@ class Features(ABC):
         """Yields the tokens after each prompt."""
 
     @abstractmethod
+    def source_names(self) -> Iterable[str]:
+        """Yields the source of each sequence."""
+
     def sources(self) -> dict[str, int]:
-        """Counts sequences by the first part of their source."""
+        """Counts sequences by the part of their source before a slash, sorted."""
+        return dict(sorted(Counter(name.split("/")[0] for name in self.source_names()).items()))
 
     @property
     def num_answer_tokens(self) -> int:
@@ -164,8 +168,8 @@ class FeatureStore(Features):
                 start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
                 yield shard.tokens[start : int(shard.offsets[i + 1])]
 
-    def sources(self) -> dict[str, int]:
-        return count_sources(name for shard in self.shards for name in shard.meta["sources"])
+    def source_names(self) -> Iterable[str]:
+        return (name for shard in self.shards for name in shard.meta["sources"])
 
     def __len__(self) -> int:
         return len(self.items)
@@ -208,11 +212,6 @@ def read_split(
             f"loop (a share of {repetitive_share} of those stays)"
         )
     return parts, remarks
-
-
-def count_sources(names: Iterable[str]) -> dict[str, int]:
-    """Returns the number of names by their part before a slash, sorted."""
-    return dict(sorted(Counter(name.split("/")[0] for name in names).items()))
 
 
 def spread_layers(num_target_layers: int, count: int = 4) -> tuple[int, ...]:

@@ -282,13 +282,6 @@ def _data_facts(training: Training, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
-def _origin(run: RunOptions) -> dict[str, Any]:
-    """Returns the head that a run started from, for provenance.json."""
-    if not isinstance(run, NewHeadOptions):
-        return {}
-    return {"init_from": head_identity(run.init_from) if run.init_from else None}
-
-
 def _silent(_line: str) -> None:
     pass
 
@@ -335,7 +328,9 @@ def train_head(
         f"{count / 1e6:.2f}M parameters, draft vocabulary {len(made.tables.target_ids)} covers "
         f"{data['draft_vocabulary_coverage']:.2%}, from step {trainer.step}"
     )
-    origin = {**_origin(run), **made.origin}
+    origin = dict(made.origin)
+    if isinstance(run, NewHeadOptions):
+        origin["init_from"] = head_identity(run.init_from) if run.init_from else None
     facts: dict[str, Any] = {}
 
     def export() -> dict[str, Any] | None:

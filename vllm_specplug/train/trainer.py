@@ -360,23 +360,21 @@ def make_optimizers(recipe: Recipe, module: nn.Module) -> list[torch.optim.Optim
     matrices = [p for p in module.parameters() if p.ndim == 2 and id(p) not in tables]
     others = [p for p in module.parameters() if p.ndim != 2 or id(p) in tables]
     made: list[torch.optim.Optimizer] = []
-    if recipe.optimizer == "muon":
-        if matrices:
-            made.append(
-                torch.optim.Muon(
-                    matrices,
-                    lr=recipe.learning_rate,
-                    momentum=0.95,
-                    weight_decay=recipe.weight_decay,
-                    adjust_lr_fn="match_rms_adamw",
-                )
+    is_muon = recipe.optimizer == "muon"
+    if is_muon and matrices:
+        made.append(
+            torch.optim.Muon(
+                matrices,
+                lr=recipe.learning_rate,
+                momentum=0.95,
+                weight_decay=recipe.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
             )
-        groups = [{"params": others, "weight_decay": 0.0}]
-    else:
-        groups = [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        )
+    groups = [
+        {"params": [] if is_muon else matrices, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if groups:
         betas = (0.9, recipe.adam_beta2)

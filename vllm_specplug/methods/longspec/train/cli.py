@@ -65,7 +65,6 @@ def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds both commands."""
     data_app.command("longspec-features")(features)
     summary = "Trains a LongSpec layer over the target's last-layer keys and values."
-    start = "vllm_specplug.methods.longspec.train.run:start"
     common.add_training(
-        train_app, "longspec", summary, start, LongSpecRun, LongSpecRecipe, recipes_of("longspec")
+        train_app, "longspec", summary, LongSpecRun, LongSpecRecipe, recipes_of("longspec")
     )
