@@ -242,9 +242,9 @@ class RowFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        # Number and offset of each line, or number and row.
-        self._lines: list[tuple[int, int]] = []
-        self._rows: list[tuple[int, Any]] | None = None
+        # Number of each row with the row, or with the offset of its line.
+        self._rows: list[tuple[int, Any]] = []
+        self._has_offsets = False
         if self.path.suffix not in (".json", ".jsonl", *TEXT_SUFFIXES):
             raise ValueError(
                 f"data file {path} is not usable: it ends in {self.path.suffix!r}, legal: "
@@ -259,26 +259,22 @@ class RowFile:
                     self._rows = list(enumerate(json.load(stream), 1))
                 else:
                     stream.seek(0)
-                    self._index(stream)
+                    self._has_offsets, offset = True, 0
+                    for number, line in enumerate(stream, 1):
+                        if line.strip():
+                            self._rows.append((number, offset))
+                        offset += len(line)
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"data file {path} cannot be read: {error}.") from error
         if not len(self):
             raise ValueError(f"data file {path} holds no rows; leave it out")
 
-    def _index(self, stream: Any) -> None:
-        offset = 0
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                self._lines.append((number, offset))
-            offset += len(line)
-
     def __len__(self) -> int:
-        return len(self._lines if self._rows is None else self._rows)
+        return len(self._rows)
 
     def place(self, index: int) -> str:
         """Returns "file:line"; of a JSON list, the number of the row."""
-        number = (self._lines if self._rows is None else self._rows)[index][0]
-        return f"{self.path}:{number}"
+        return f"{self.path}:{self._rows[index][0]}"
 
     def __getitem__(self, index: int) -> Any:
         """Returns a row.
@@ -286,10 +282,11 @@ class RowFile:
         Raises:
             ValueError: for a line that is not JSON.
         """
-        if self._rows is not None:
-            return self._rows[index][1]
+        found = self._rows[index][1]
+        if not self._has_offsets:
+            return found
         with self.path.open("rb") as stream:
-            stream.seek(self._lines[index][1])
+            stream.seek(found)
             line = stream.readline()
         try:
             return json.loads(line)

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pad_sequence, unpad_sequence
 
 from vllm_specplug.train.answers import (
     MIN_ANSWER_TOKENS,
@@ -367,11 +367,9 @@ def forward_features(
     final = final.to(to, torch.bfloat16)
     outputs = [captured[i].to(to, torch.bfloat16) for i in target_layer_ids]
     states = torch.cat(outputs, dim=-1) if outputs else final[..., :0]
-    lengths = [len(t) for t in tokens]
-    return (
-        [states[i, :n] for i, n in enumerate(lengths)],
-        [final[i, :n] for i, n in enumerate(lengths)],
-    )
+    lengths = torch.tensor([len(t) for t in tokens])
+    aux, hidden = (unpad_sequence(part, lengths, batch_first=True) for part in (states, final))
+    return aux, hidden
 
 
 def _finished(folder: Path) -> list[Path]:

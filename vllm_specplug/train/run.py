@@ -347,7 +347,13 @@ def train_head(
                 "shape": made.shape,
                 **origin,
                 "data": data,
-                **progress_facts(trainer),
+                "recipes": trainer.recipes,
+                "progress": {
+                    "step": trainer.step,
+                    "epochs": trainer.order.epoch,
+                    "slots_trained": trainer.slots_trained,
+                    "training_minutes": round(trainer.seconds / 60, 1),
+                },
                 "heldout": {"sequences": len(training.held), **measured.facts()},
             }
         )
@@ -415,19 +421,6 @@ def estimate(trainer: Trainer, saved_tables: Sequence[torch.Tensor]) -> str:
     peak = getrusage(RUSAGE_SELF).ru_maxrss
     lines.append(f"peak of each process's host memory: {peak / 2**20:.1f} GiB")
     return "\n".join(lines)
-
-
-def progress_facts(trainer: Trainer) -> dict[str, Any]:
-    """Returns recipes and progress, for provenance.json."""
-    return {
-        "recipes": trainer.recipes,
-        "progress": {
-            "step": trainer.step,
-            "epochs": trainer.order.epoch,
-            "slots_trained": trainer.slots_trained,
-            "training_minutes": round(trainer.seconds / 60, 1),
-        },
-    }
 
 
 def run_loop(
