@@ -77,9 +77,8 @@ def chat_token_ids(target: str, data: Path, count: int, longest: int) -> list[li
 
     sets, left_out = [], LeftOut()
     for path in data_files([data]):
-        rows = RowFile(path)
-        found = [rows.conversation(index, left_out) for index in range(len(rows))]
-        sets.append([row.asked() for row in found if row is not None and row.messages])
+        rows = RowFile(path).conversations(left_out)
+        sets.append([row.asked() for row in rows if row.messages])
         random.Random(0).shuffle(sets[-1])
     for line in left_out.lines():
         print(f"left out: {line}")

@@ -324,9 +324,9 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="Four prompts, short answers.")] = False,
 ) -> None:
     """Serve SmolLM2 with and without draft trees, and compare both."""
-    from vllm_specplug.bench.demo import NGRAM_CONFIG, PROMPTS, DemoOptions, run_demo
+    from vllm_specplug.bench.demo import NGRAM_CONFIG, PROMPTS, run_demo
     from vllm_specplug.bench.process_group import raise_on_termination
-    from vllm_specplug.bench.server import ServerError
+    from vllm_specplug.bench.server import ServerError, ServerSpec
     from vllm_specplug.options import check_target
     from vllm_specplug.registry import default_method, legal_method_names
     from vllm_specplug.targets import cache_dir
@@ -349,18 +349,18 @@ def demo(
         check_target(model)
     except ValueError as error:
         _fail(str(error), 2)
-    options = DemoOptions(
-        model=model or str(_prepared_target("smollm2")),
-        method=method,
-        speculative_config=speculative,
-        prompts=PROMPTS[:4] if quick else PROMPTS,
-        max_tokens=min(max_tokens, 48) if quick else max_tokens,
-        dtype=str(dtype),
-        enforce_eager=not compile_model,
-        log_folder=cache_dir() / "logs",
-    )
+    configs: dict[str, Any] = {"plain": None}
+    if speculative is not None:
+        configs[method] = speculative
+    served = model or str(_prepared_target("smollm2"))
+    specs = [
+        ServerSpec(name, served, config, dtype=str(dtype), enforce_eager=not compile_model)
+        for name, config in configs.items()
+    ]
+    prompts, max_tokens = (PROMPTS[:4], min(max_tokens, 48)) if quick else (PROMPTS, max_tokens)
+    logs = cache_dir() / "logs"
     try:
-        run_demo(options, Console())
+        run_demo(specs, prompts, max_tokens, logs, Console())
     except ServerError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -370,8 +370,7 @@ def demo(
             raise
         _fail(
             f"a request failed: {type(error).__name__}: {error}\n"
-            f"The servers' logs are in {options.log_folder}. `specplug doctor` checks the "
-            "installation."
+            f"The servers' logs are in {logs}. `specplug doctor` checks the installation."
         )
 
 

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-from dataclasses import fields
-from typing import Any, get_type_hints
+from collections.abc import Mapping
+
+from pydantic.fields import FieldInfo
 
 from vllm_specplug.drafting.method import Method
 from vllm_specplug.options import (
@@ -16,7 +15,6 @@ from vllm_specplug.options import (
     TreeOptions,
     bounds,
     describe_type,
-    option_defaults,
 )
 from vllm_specplug.registry import legal_method_names
 
@@ -25,7 +23,7 @@ HEADER = ("option", "type", "default", "legal", "meaning")
 
 def shared_options() -> list[tuple[str, ...]]:
     """Returns one row per option that all methods have."""
-    rows: list[tuple[str, ...]] = [
+    return [
         (
             "`method`",
             "string",
@@ -49,38 +47,22 @@ def shared_options() -> list[tuple[str, ...]]:
             "Node budget of one tree, the root (last committed token) excluded. On CUDA 2^k - 1 "
             "nodes fill the kernels' row tiles.",
         ),
+        *_rows(TreeOptions.__pydantic_fields__),  # type: ignore[attr-defined]
     ]
-    docs, defaults = field_docs(TreeOptions), option_defaults(TreeOptions)
-    hints = get_type_hints(TreeOptions)
-    for field in fields(TreeOptions):
-        metadata = getattr(field.default, "metadata", ())
-        name = field.name
-        rows.append(_row(name, hints[name], defaults[name], metadata, docs[name]))
-    return rows
 
 
 def method_options(method: Method) -> list[tuple[str, ...]]:
     """Returns one row per option that this method declares."""
-    return [
-        _row(name, info.annotation, info.default, info.metadata, info.description or "")
-        for name, info in method.load_options().model_fields.items()
-    ]
+    return _rows(method.load_options().model_fields)
 
 
-def _row(name: str, hint: Any, default: Any, metadata: Any, meaning: str) -> tuple[str, ...]:
-    type_name, span, words = describe_type(hint)
-    legal = ", ".join(part for part in (span, *(f"`{word}`" for word in words)) if part)
-    legal = legal or bounds(metadata) or "any"
-    default_text = "unset" if default is None else f"`{str(default).lower()}`"
-    return f"`{name}`", type_name, default_text, legal, " ".join(meaning.split())
-
-
-def field_docs(cls: type) -> dict[str, str]:
-    """Returns the docstring of each field of a class, on one line."""
-    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]
-    docs = {}
-    for statement, following in zip(body, body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
-            text = following.value.value  # type: ignore[attr-defined]
-            docs[statement.target.id] = " ".join(text.split())  # type: ignore[union-attr]
-    return docs
+def _rows(options: Mapping[str, FieldInfo]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for name, info in options.items():
+        type_name, span, words = describe_type(info.annotation)
+        legal = ", ".join(part for part in (span, *(f"`{word}`" for word in words)) if part)
+        legal = legal or bounds(info.metadata) or "any"
+        default = "unset" if info.default is None else f"`{str(info.default).lower()}`"
+        meaning = " ".join((info.description or "").split())
+        rows.append((f"`{name}`", type_name, default, legal, meaning))
+    return rows

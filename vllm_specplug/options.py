@@ -55,7 +55,7 @@ REMOVED_OPTIONS = {
 """Options of earlier versions by name, and what replaces each of them."""
 
 
-@dataclass(config={"extra": "forbid"})
+@dataclass(config={"extra": "forbid", "use_attribute_docstrings": True})
 class TreeOptions:
     """Options that the tree methods add to vLLM's speculative options."""
 
@@ -236,6 +236,21 @@ def value_error(
     usual = "" if default is None else f" for its default, {json.dumps(default)}"
     remedy = f"{meant}Correct it, or leave it out{usual}"
     return option_error(field, value, f"legal: {legal}", remedy)
+
+
+def parse_object(option: str, text: str, example: str) -> dict[str, Any]:
+    """Returns the JSON object that a command's option holds.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{option} {text!r}, legal: a JSON object such as '{example}'; correct it")
+    return found
 
 
 def check_target(model: str | None) -> None:

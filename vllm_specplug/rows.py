@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,20 +46,28 @@ _SHOWN_KINDS, _SHOWN_CHARS = 10, 200
 class Conversation:
     """What a row holds: `messages` of a conversation, whose last one may be an answer, or a raw
     `text`. `follow_ups` are later user turns, to be asked after the answer. `is_cut` tells that the
-    row began with an answer, which is left out."""
+    row began with an answer, which is left out. `place` is the row's, "file:line"."""
 
     messages: tuple[dict[str, str], ...] = ()
     follow_ups: tuple[str, ...] = ()
     text: str = ""
     is_cut: bool = False
+    place: str = field(default="", compare=False)
 
     @property
     def has_answer(self) -> bool:
         """Whether a message is an assistant's."""
         return any(message["role"] == "assistant" for message in self.messages)
 
+    @property
+    def source(self) -> str:
+        """The name of the row's file."""
+        return Path(self.place).stem
+
     def asked(self) -> tuple[dict[str, str], ...]:
-        """Returns the messages up to the last one that is not an answer."""
+        """Returns the messages up to the last one that is not an answer; a text as a user's."""
+        if self.text:
+            return _asked(self.text)
         last = len(self.messages)
         while last and self.messages[last - 1]["role"] == "assistant":
             last -= 1
@@ -77,12 +85,12 @@ def conversation_of(row: Any) -> Conversation:
     if isinstance(row.get("body"), Mapping):
         row = row["body"]
     _refuse_unread(row, _UNREAD_OF_ROW, "the row")
-    for field, read in _READERS.items():
-        if field in row:
-            found = _with_system(row, read(row, field))
+    for name, read in _READERS.items():
+        if name in row:
+            found = _with_system(row, read(row, name))
             texts = (found.text, *found.follow_ups, *(m["content"] for m in found.messages))
             if any(map(_SURROGATE.search, texts)):
-                raise ValueError(f"field {field!r} holds half of a surrogate pair")
+                raise ValueError(f"field {name!r} holds half of a surrogate pair")
             return found
     have = ", ".join(row) or "none"
     raise ValueError(f"none of the fields {', '.join(_READERS)} (fields there: {have})")
@@ -90,9 +98,9 @@ def conversation_of(row: Any) -> Conversation:
 
 def _refuse_unread(held: Mapping[str, Any], fields: tuple[str, ...], holder: str) -> None:
     """Raises ValueError for a field with content that no conversation holds."""
-    for field in fields:
-        if held.get(field):
-            raise ValueError(f"{holder} has {field!r}, which is not read")
+    for name in fields:
+        if held.get(name):
+            raise ValueError(f"{holder} has {name!r}, which is not read")
 
 
 def _with_system(row: Mapping[str, Any], found: Conversation) -> Conversation:
@@ -234,9 +242,9 @@ class RowFile:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        # Number and offset of each line, or number and row.
-        self._lines: list[tuple[int, int]] = []
-        self._rows: list[tuple[int, Any]] | None = None
+        # Number of each row with the row, or with the offset of its line.
+        self._rows: list[tuple[int, Any]] = []
+        self._has_offsets = False
         if self.path.suffix not in (".json", ".jsonl", *TEXT_SUFFIXES):
             raise ValueError(
                 f"data file {path} is not usable: it ends in {self.path.suffix!r}, legal: "
@@ -251,54 +259,57 @@ class RowFile:
                     self._rows = list(enumerate(json.load(stream), 1))
                 else:
                     stream.seek(0)
-                    self._index(stream)
+                    self._has_offsets, offset = True, 0
+                    for number, line in enumerate(stream, 1):
+                        if line.strip():
+                            self._rows.append((number, offset))
+                        offset += len(line)
         except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"data file {path} cannot be read: {error}.") from error
         if not len(self):
             raise ValueError(f"data file {path} holds no rows; leave it out")
 
-    def _index(self, stream: Any) -> None:
-        offset = 0
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                self._lines.append((number, offset))
-            offset += len(line)
-
     def __len__(self) -> int:
-        return len(self._lines if self._rows is None else self._rows)
+        return len(self._rows)
 
     def place(self, index: int) -> str:
         """Returns "file:line"; of a JSON list, the number of the row."""
-        number = (self._lines if self._rows is None else self._rows)[index][0]
-        return f"{self.path}:{number}"
+        return f"{self.path}:{self._rows[index][0]}"
 
-    def __getitem__(self, index: int) -> tuple[str, Any]:
-        """Returns the place and the row.
+    def __getitem__(self, index: int) -> Any:
+        """Returns a row.
 
         Raises:
             ValueError: for a line that is not JSON.
         """
-        if self._rows is not None:
-            return self.place(index), self._rows[index][1]
+        found = self._rows[index][1]
+        if not self._has_offsets:
+            return found
         with self.path.open("rb") as stream:
-            stream.seek(self._lines[index][1])
+            stream.seek(found)
             line = stream.readline()
         try:
-            return self.place(index), json.loads(line)
+            return json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON ({error})") from None
 
     def conversation(self, index: int, left_out: LeftOut) -> Conversation | None:
         """Returns the conversation of a row; counts what is left out of it, and returns None for a
         row that cannot be read."""
+        place = self.place(index)
         try:
-            found = conversation_of(self[index][1])
+            found = replace(conversation_of(self[index]), place=place)
         except ValueError as error:
-            left_out.add(str(error), self.place(index))
+            left_out.add(str(error), place)
             return None
         if found.is_cut:
-            left_out.add("first message an answer, left out", self.place(index))
+            left_out.add("first message an answer, left out", place)
         return found
+
+    def conversations(self, left_out: LeftOut) -> Iterator[Conversation]:
+        """Yields the conversations of all rows that can be read; counts what is left out."""
+        found = (self.conversation(index, left_out) for index in range(len(self)))
+        return (conversation for conversation in found if conversation is not None)
 
 
 class LeftOut:

@@ -152,7 +152,7 @@ class Engines:
         }  # fmt: skip
         if case.method is not None:
             engine["speculative_config"] = case.method
-        job = {"engine": engine, "calls": calls(self.prompts, self.args.tokens)}
+        job = {"engines": [engine], "calls": calls(self.prompts, self.args.tokens)}
         # By default vLLM's own Triton attention multiplies in TF32.
         env = {"TRITON_F32_DEFAULT": "ieee"} if case.dtype == "float32" else {}
         log = self.logs / (case.name.replace(" ", "_").replace(",", "") + ".log")
@@ -170,7 +170,7 @@ class Engines:
                     problem = f"the engine ended with {code}"
             except subprocess.TimeoutExpired:
                 problem = "the engine ran out of time"
-            found = json.loads(paths[1].read_text()) if paths[1].is_file() else []
+            found = [] if problem else json.loads(paths[1].read_text())[0]
         text = log.read_text(errors="replace")
         kernels = [line[-200:] for line in text.splitlines() if "Tree attention: " in line]
         if problem:

@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.flash_attention import Attention
-from tests.unit.scripts import load_script
 from vllm_specplug.kernels import tree_attn_flash
 from vllm_specplug.kernels.cuda_dispatch import CUDA_KERNELS, load_kernel
 
@@ -66,12 +66,12 @@ def dry_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attention: Attentio
 
 
 def test_one_list_names_the_kernels_that_scripts_run() -> None:
-    problems = load_script("gpu/problems")
+    problems = import_module("scripts.gpu.problems")
     assert {*problems.TREE_KERNELS, "reference"} == set(CUDA_KERNELS)
 
 
 def test_sweeps_give_arguments_that_kernels_take() -> None:
-    kernels = load_script("../bench/gpu/kernels")
+    kernels = import_module("bench.gpu.kernels")
     for name in kernels.TREE_KERNELS:
         for option in kernels.sweep_options(name):
             inspect.signature(load_kernel(name)).bind_partial(**option)
@@ -80,7 +80,7 @@ def test_sweeps_give_arguments_that_kernels_take() -> None:
 
 
 def test_kernels_are_checked(dry_run: Run) -> None:
-    report = dry_run(load_script("gpu/check"), "gpu_check")
+    report = dry_run(import_module("scripts.gpu.check"), "gpu_check")
     status = {name: part["status"] for name, part in report["parts"].items()}
     for kernel in ("triton", "flash"):
         for part in ("self-test", "correctness", "races"):
@@ -92,7 +92,7 @@ def test_kernels_are_checked(dry_run: Run) -> None:
 
 
 def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = load_script("gpu/check")
+    check = import_module("scripts.gpu.check")
 
     # It leaves every tree's last row as it finds it.
     def short(query: Any, key: Any, value: Any, output: Any, meta: Any, *rest: Any) -> None:
@@ -112,7 +112,7 @@ def test_a_kernel_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_kernels_are_timed(dry_run: Run, attention: Attention, tmp_path: Path) -> None:
-    report = dry_run(load_script("../bench/gpu/kernels"), "gpu_kernels_page16")
+    report = dry_run(import_module("bench.gpu.kernels"), "gpu_kernels_page16")
     assert {part["status"] for part in report["parts"].values()} == {"ok"}, report["parts"]
     rows = report["rows"]
     assert not [row for row in rows if "failed" in row]

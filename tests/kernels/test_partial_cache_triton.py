@@ -19,7 +19,7 @@ pytest.importorskip("vllm")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from tests.unit.scripts import load_script
+from scripts.gpu import partial_cache_reference as partial_cache
 from vllm_specplug.drafting.device_requests import TokenHistory
 from vllm_specplug.kernels import partial_cache_triton
 from vllm_specplug.kernels.kv_compact_triton import LayerCaches
@@ -28,7 +28,6 @@ from vllm_specplug.vllm_worker.memory.device_partial_cache import DevicePartialC
 
 pytestmark = pytest.mark.usefixtures("interpreter")
 
-partial_cache = load_script("gpu/partial_cache_reference")
 
 PAGE = 16
 KERNELS = ("score_keys", "gather_chosen", "append_to_tail", "count_tokens")

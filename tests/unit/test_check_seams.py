@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.scripts import load_script
-
-seams = load_script("check_seams")
+from scripts import check_seams as seams
 
 
 def write(root: Path, **files: str) -> Path:

@@ -178,7 +178,7 @@ def test_doctor_mends_before_it_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_failures(
     prepared: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, status: int, text: str
 ) -> None:
-    def fail(options: Any, console: Any) -> None:
+    def fail(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(demo_module, "run_demo", fail)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.scripts import ROOT, load_script
+from scripts import checkpoint_table, options_table
 from vllm_specplug.cli import app
 from vllm_specplug.registry import method_names
 
+ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -45,7 +46,7 @@ def test_readme_is_short() -> None:
 
 
 def test_table_of_checkpoints_is_the_one_the_checks_make() -> None:
-    script = load_script("checkpoint_table")
+    script = checkpoint_table
     listed = {*script.BLOCK_HEADS, *script.EAGLE3_HEADS}
     published = {
         name
@@ -72,8 +73,9 @@ def test_a_model_card_has_the_numbers_of_its_head(folder: Path) -> None:
 
 
 def test_options_table_is_the_one_the_code_makes() -> None:
-    script = load_script("options_table")
-    assert script.tables() in script.PAGE.read_text(), "run scripts/options_table.py --write"
+    assert options_table.tables() in options_table.PAGE.read_text(), (
+        "run scripts/options_table.py --write"
+    )
 
 
 def test_methods_of_the_readme_are_those_that_exist() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from scripts import checkpoint_table as SCRIPT
 from tests.e2e.serve.doc_commands import commands_of
-from tests.unit.scripts import ROOT, load_script
 from vllm_specplug.drafting.method import TargetInfo
 from vllm_specplug.engine.spec_config import option_names
 from vllm_specplug.options import TreeOptions
 from vllm_specplug.registry import find_method
 
-SCRIPT = load_script("checkpoint_table")
+ROOT = Path(__file__).resolve().parents[2]
 HEADS = {head.hub_id: head for heads in SCRIPT.RECIPES.values() for head in heads}
 TARGETS = {head.target for head in HEADS.values()}
 PAGES = sorted((ROOT / "docs" / "recipes").glob("*.md"))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import vllm_specplug.registry as registry
-from tests.unit.scripts import ROOT
 from vllm_specplug.drafting.head_files import HeadFiles
 from vllm_specplug.drafting.method import Method
 from vllm_specplug.registry import (
@@ -23,6 +22,7 @@ from vllm_specplug.registry import (
     register,
 )
 
+ROOT = Path(__file__).resolve().parents[2]
 STRANGER = Method(
     name="stranger",
     summary="somebody else's",

@@ -140,10 +140,8 @@ def test_a_place_is_the_line_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "ä"}\n\n{"prompt": "b"}\nnot json\n', encoding="utf-8")
     rows = RowFile(path)
-    assert [rows[i] for i in range(2)] == [
-        (f"{path}:1", {"prompt": "ä"}), (f"{path}:3", {"prompt": "b"})
-    ]  # fmt: skip
-    assert rows.place(2) == f"{path}:4"
+    assert [rows[i]["prompt"] for i in range(2)] == ["ä", "b"]
+    assert [rows.place(i) for i in range(3)] == [f"{path}:1", f"{path}:3", f"{path}:4"]
     with pytest.raises(ValueError, match="not JSON"):
         rows[2]
 
@@ -168,6 +166,7 @@ def test_an_answer_to_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
     path, left_out = tmp_path / "a.jsonl", LeftOut()
     path.write_text(json.dumps({"conversations": said}))
     found = RowFile(path).conversation(0, left_out)
+    assert found is not None and (found.place, found.source) == (f"{path}:1", "a")
     assert found == Conversation(chat("system: s", "q", "a"), is_cut=True)
     assert left_out.places == {"first message an answer, left out": [f"{path}:1"]}
 
@@ -175,10 +174,10 @@ def test_an_answer_to_nothing_is_left_out_and_counted(tmp_path: Path) -> None:
 def test_lists_and_text_files_are_files_of_rows(tmp_path: Path) -> None:
     listed, text, table = (tmp_path / name for name in ("a.json", "b.txt", "c.parquet"))
     listed.write_text(json.dumps([{"prompt": "a"}, {"prompt": "b"}]))
-    assert [row["prompt"] for _, row in RowFile(listed)] == ["a", "b"]
+    assert [row["prompt"] for row in RowFile(listed)] == ["a", "b"]
     assert RowFile(listed).place(1) == f"{listed}:2"
     text.write_text("once\nupon")
-    assert [row for _, row in RowFile(text)] == [{"text": "once\nupon"}]
+    assert [*RowFile(text)] == [{"text": "once\nupon"}]
     table.write_bytes(b"PAR1")
     with pytest.raises(ValueError, match=r"ends in '.parquet', legal: .jsonl, .json"):
         RowFile(table)

@@ -22,7 +22,7 @@ from vllm_specplug.bench.evaluate import (
 )
 from vllm_specplug.bench.process_group import raise_on_termination
 from vllm_specplug.bench.server import ServerError, ServerSpec, VllmServer
-from vllm_specplug.options import check_target
+from vllm_specplug.options import check_target, parse_object
 from vllm_specplug.presets import default_head
 from vllm_specplug.progress import progress
 from vllm_specplug.provenance import provenance
@@ -74,15 +74,7 @@ def _more_config(text: str, method: str) -> dict[str, Any]:
     Raises:
         ValueError: unless it is a JSON object without the fields that other options set.
     """
-    try:
-        more = json.loads(text)
-    except ValueError:
-        more = None
-    if not isinstance(more, dict):
-        raise ValueError(
-            f"--speculative-config {text!r}, legal: a JSON object such as "
-            """'{"ngram_topk": 0}'; correct it"""
-        )
+    more = parse_object("--speculative-config", text, '{"ngram_topk": 0}')
     for name, option in _OWN_OPTIONS.items():
         if name in more and (name != "method" or method != BY_HEAD):
             raise ValueError(
@@ -196,7 +188,7 @@ def evaluate(
                         sampling={"max_tokens": output_len, "temperature": temperature},
                         done=done, on_answer=lambda: bar.advance(task),
                     ):  # fmt: skip
-                        results.append(cell.to_json())
+                        results.append(cell)
                         save()
         finally:
             save()

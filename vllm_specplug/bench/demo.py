@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from vllm_specplug.bench.chat import LoadResult, run_chats
+from vllm_specplug.bench.chat import ChatAnswer, LoadResult, run_chats
 from vllm_specplug.bench.counters import SpecCounters
 from vllm_specplug.bench.near_ties import Parting, partings
 from vllm_specplug.bench.server import ServerSpec, VllmServer
@@ -40,23 +40,7 @@ NGRAM_CONFIG: dict[str, Any] = {
     "prompt_lookup_max": 4,
 }
 COLUMNS = ("chats", "server", "tokens/s", "speed-up", "length", "TTFT ms", "TPOT ms")
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Settings of the demo."""
-
-    model: str
-    method: str
-    """Name of the speculating server."""
-    speculative_config: dict[str, Any] | None
-    """None runs only plain vLLM."""
-    prompts: tuple[str, ...] = PROMPTS
-    max_tokens: int = 128
-    concurrency: int = 4
-    dtype: str = "bfloat16"
-    enforce_eager: bool = True
-    log_folder: Path = Path("logs")
+CONCURRENCY = 4
 
 
 @dataclass
@@ -65,17 +49,23 @@ class _Measured:
     counters: SpecCounters
 
 
-def run_demo(options: DemoOptions, console: Console) -> None:
+def run_demo(
+    specs: Sequence[ServerSpec],
+    prompts: Sequence[str],
+    max_tokens: int,
+    log_folder: Path,
+    console: Console,
+) -> None:
     """Starts the servers, sends the chats and prints a table.
+
+    Args:
+        specs: plain vLLM, and possibly a server with drafts; equal except for them.
 
     Raises:
         ServerError: if a server does not start.
         openai.OpenAIError: if a request fails.
     """
-    specs = [_spec(options, "plain", None)]
-    if options.speculative_config is not None:
-        specs.append(_spec(options, options.method, options.speculative_config))
-    servers = [VllmServer(spec, options.log_folder / f"demo-{spec.name}.log") for spec in specs]
+    servers = [VllmServer(spec, log_folder / f"demo-{spec.name}.log") for spec in specs]
     with contextlib.ExitStack() as stack:
         for server in servers:
             console.print(
@@ -83,18 +73,21 @@ def run_demo(options: DemoOptions, console: Console) -> None:
             )
             stack.enter_context(server)
         _wait_all(servers, console)
-        single = _measure(servers, options, console, concurrency=1)
-        several = _measure(servers, options, console, concurrency=options.concurrency)
-        found = None
-        if options.speculative_config is not None:
-            plain, other = (single[s.spec.name].load.answers for s in servers)
-            found = partings(servers[0].base_url, options.model, zip(plain, other, strict=True))
-    loads = {"1 at a time": single, f"{options.concurrency} at a time": several}
+        single, several = (
+            _measure(servers, prompts, max_tokens, console, concurrency)
+            for concurrency in (1, CONCURRENCY)
+        )
+        plain, *others = (measured.load.answers for measured in single.values())
+        found = [
+            partings(servers[0].base_url, specs[0].model, zip(plain, other, strict=True))
+            for other in others
+        ]
+    loads = {"1 at a time": single, f"{CONCURRENCY} at a time": several}
     console.print()
-    execution = "eager" if options.enforce_eager else "compiled"
-    title = f"{Path(options.model).name}, {options.dtype}, greedy, all servers {execution}"
+    execution = "eager" if specs[0].enforce_eager else "compiled"
+    title = f"{Path(specs[0].model).name}, {specs[0].dtype}, greedy, all servers {execution}"
     console.print(_table(loads, title))
-    if options.enforce_eager:
+    if specs[0].enforce_eager:
         console.print(
             "Eager servers start fast. vLLM compiles by default, which makes both faster: add "
             "--compile.",
@@ -107,21 +100,11 @@ def run_demo(options: DemoOptions, console: Console) -> None:
         style="dim",
         soft_wrap=True,
     )
-    if found is not None:
-        _print_comparison(options, single, found, console)
+    for other, differences in zip(others, found, strict=True):
+        _print_comparison(plain, other, differences, prompts, specs[0].dtype, console)
     for server in servers:
         console.print(f"\n{server.spec.name}:", style="bold")
         console.print(server.spec.display(server.port), soft_wrap=True, highlight=False)
-
-
-def _spec(options: DemoOptions, name: str, config: dict[str, Any] | None) -> ServerSpec:
-    return ServerSpec(
-        name=name,
-        model=options.model,
-        speculative_config=config,
-        dtype=options.dtype,
-        enforce_eager=options.enforce_eager,
-    )
 
 
 def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
@@ -138,14 +121,17 @@ def _wait_all(servers: Sequence[VllmServer], console: Console) -> None:
 
 
 def _measure(
-    servers: Sequence[VllmServer], options: DemoOptions, console: Console, concurrency: int
+    servers: Sequence[VllmServer],
+    prompts: Sequence[str],
+    max_tokens: int,
+    console: Console,
+    concurrency: int,
 ) -> dict[str, _Measured]:
     """Sends every prompt to every server. Servers take turns, so that noise affects all equally."""
-    prompts = options.prompts
     batches = [prompts[i : i + concurrency] for i in range(0, len(prompts), concurrency)]
     parts: dict[str, list[LoadResult]] = {server.spec.name: [] for server in servers}
     for server in servers:
-        run_chats(server.base_url, options.model, [WARM_UP], concurrency=1, max_tokens=8)
+        run_chats(server.base_url, server.spec.model, [WARM_UP], concurrency=1, max_tokens=8)
     before = {server.spec.name: _counters(server) for server in servers}
     total = len(batches) * len(servers)
     with console.status("") as status:
@@ -157,10 +143,10 @@ def _measure(
                 status.update(f"{concurrency} at a time, {name}: run {number} of {total}")
                 result = run_chats(
                     server.base_url,
-                    options.model,
+                    server.spec.model,
                     batch,
                     concurrency=concurrency,
-                    max_tokens=options.max_tokens,
+                    max_tokens=max_tokens,
                 )
                 parts[name].append(result)
     console.print(f"{concurrency} at a time: {len(prompts)} chats to each server done")
@@ -200,22 +186,22 @@ def _table(loads: Mapping[str, dict[str, _Measured]], title: str) -> Table:
 
 
 def _print_comparison(
-    options: DemoOptions,
-    single: dict[str, _Measured],
+    plain: Sequence[ChatAnswer],
+    other: Sequence[ChatAnswer],
     found: Sequence[Parting],
+    prompts: Sequence[str],
+    dtype: str,
     console: Console,
 ) -> None:
     """Prints how many answers equal plain vLLM's, and whether rounding explains the others."""
-    plain, other = (single[name].load.answers for name in ("plain", options.method))
     differing = [i for i, (a, b) in enumerate(zip(plain, other, strict=True)) if a.text != b.text]
     equal = len(plain) - len(differing)
     console.print(f"identical answers, one at a time: {equal} of {len(plain)}")
     if not differing:
         return
-    if options.dtype == "float32":
+    if dtype == "float32":
         console.print(
-            f"NOT LOSSLESS: the answers to {options.prompts[differing[0]]!r} differ in "
-            f"float32. {_REPORT}",
+            f"NOT LOSSLESS: the answers to {prompts[differing[0]]!r} differ in float32. {_REPORT}",
             style="bold red",
         )
         return
@@ -223,7 +209,7 @@ def _print_comparison(
     if all(parting.is_near_tie for parting in found):
         console.print(
             f"Where answers differ, plain vLLM scores the two tokens within {widest:.2f} nats: in "
-            f"{options.dtype} such near ties round differently when rows are computed together, "
+            f"{dtype} such near ties round differently when rows are computed together, "
             "with drafts as with other requests. --dtype float32 compares exactly.",
             style="dim",
             soft_wrap=True,

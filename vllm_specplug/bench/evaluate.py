@@ -11,7 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,41 +25,22 @@ from vllm_specplug.rows import Conversation, LeftOut, RowFile
 _SETTLED_S = 0.5
 
 
-@dataclass(frozen=True)
-class Question:
-    """A conversation to be answered, and its place."""
+def cell_of(data: str, size: int, answers: int, counters: SpecCounters) -> dict[str, Any]:
+    """Returns the results of one data set with one tree size, by name.
 
-    place: str
-    conversation: Conversation
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Counters of one data set with one tree size."""
-
-    data: str
-    size: int
-    answers: int
-    counters: SpecCounters
-
-    @property
-    def by_depth(self) -> list[float]:
-        """Share of the drafts that were accepted to depth 1, 2, .. or deeper."""
-        reached = self.counters.accepted_by_depth
-        deepest = max((depth for depth, count in reached.items() if count), default=0)
-        drafts = max(self.counters.drafts, 1.0)
-        return [reached.get(depth, 0.0) / drafts for depth in range(1, deepest + 1)]
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the results by name."""
-        return {
-            "data": self.data,
-            "tree_size": self.size,
-            "answers": self.answers,
-            "drafts": self.counters.drafts,
-            "mean_acceptance_length": self.counters.mean_acceptance_length,
-            "accepted_to_depth": self.by_depth,
-        }
+    `accepted_to_depth` is the share of the drafts that were accepted to depth 1, 2, .. or deeper.
+    """
+    reached = counters.accepted_by_depth
+    deepest = max((depth for depth, count in reached.items() if count), default=0)
+    drafts = max(counters.drafts, 1.0)
+    return {
+        "data": data,
+        "tree_size": size,
+        "answers": answers,
+        "drafts": counters.drafts,
+        "mean_acceptance_length": counters.mean_acceptance_length,
+        "accepted_to_depth": [reached.get(d, 0.0) / drafts for d in range(1, deepest + 1)],
+    }
 
 
 def set_name(path: Path) -> str:
@@ -97,17 +78,9 @@ def data_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Question]:
+def read_questions(path: Path, limit: int, left_out: LeftOut) -> list[Conversation]:
     """Returns the first `limit` prompts of a file (see `rows`), 0 for all; counts other rows."""
-    rows = RowFile(path)
-    questions: list[Question] = []
-    for index in range(len(rows)):
-        if limit and len(questions) == limit:
-            break
-        conversation = rows.conversation(index, left_out)
-        if conversation is not None:
-            questions.append(Question(rows.place(index), conversation))
-    return questions
+    return list(islice(RowFile(path).conversations(left_out), limit or None))
 
 
 def earlier_results(
@@ -141,7 +114,7 @@ def earlier_results(
 
 def measure(
     server: VllmServer,
-    sets: Mapping[str, Sequence[Question]],
+    sets: Mapping[str, Sequence[Conversation]],
     sizes: Sequence[int],
     *,
     concurrency: int,
@@ -149,8 +122,8 @@ def measure(
     left_out: LeftOut,
     done: Container[tuple[str, int]] = (),
     on_answer: Callable[[], None] = lambda: None,
-) -> Iterator[Cell]:
-    """Yields a cell for each data set and tree size, as soon as it is measured.
+) -> Iterator[dict[str, Any]]:
+    """Yields the results of each data set and tree size, as soon as it is measured.
 
     Args:
         sampling: fields of every request, such as `max_tokens` and `temperature`.
@@ -179,7 +152,7 @@ def measure(
                     f"{server.spec.name} did not answer {name} with {size} nodes: {error}. The end "
                     f"of its log:\n{server.log_tail()}"
                 ) from error
-            yield Cell(name, size, answers, counters)
+            yield cell_of(name, size, answers, counters)
 
 
 def settled_counters(server: VllmServer) -> SpecCounters:
@@ -195,7 +168,7 @@ def settled_counters(server: VllmServer) -> SpecCounters:
 
 async def _ask_all(
     server: VllmServer,
-    questions: Sequence[Question],
+    questions: Sequence[Conversation],
     concurrency: int,
     fields: Mapping[str, Any],
     refused: LeftOut,
@@ -210,11 +183,11 @@ async def _ask_all(
         base_url=f"{server.base_url}/v1", api_key="none", max_retries=0, timeout=3600.0
     ) as client:
 
-        async def one(question: Question) -> int:
+        async def one(question: Conversation) -> int:
             answers = 0
             async with gate:
                 try:
-                    asked = _ask(client, server.spec.model, question.conversation, fields)
+                    asked = _ask(client, server.spec.model, question, fields)
                     async for _ in asked:
                         answers += 1
                 except BadRequestError as error:

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 
 
-def format_number(value: float | None, digits: int, unit: str = "") -> str:
+def format_number(value: float | None, digits: int) -> str:
     """Returns a number for a table; "-" for None."""
-    return "-" if value is None else f"{value:.{digits}f}{unit}"
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -9,6 +9,7 @@ files; their plan is written last.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -130,47 +131,30 @@ def generate_missing(
         yield answers
 
 
-class AnswerWriter:
+def write_answers(folder: Path, answers: Iterable[Answer], shard_size: int = 512) -> None:
     """Writes answers to the shards of a new data folder, and their plan at the end.
 
     Raises:
         ValueError: if the folder holds a plan.
     """
+    if (folder / PLAN_NAME).is_file():
+        raise ValueError(f"{folder} holds answers already; name another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    # An interrupted import may have had other shards.
+    for path in answer_shards(folder):
+        path.unlink()
+    written = _written(folder, iter(answers), shard_size)
+    plan = (Request(a.source, a.prompt_ids, a.temperature, 0) for a in written)
+    _write_lines(folder / PLAN_NAME, plan, _REQUEST)
 
-    def __init__(self, folder: Path, shard_size: int = 512):
-        if (folder / PLAN_NAME).is_file():
-            raise ValueError(f"{folder} holds answers already; name another folder")
-        self.folder, self.shard_size, self.count = folder, shard_size, 0
-        self._waiting: list[Answer] = []
 
-    def __enter__(self) -> AnswerWriter:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        # An interrupted import may have had other shards.
-        for path in answer_shards(self.folder):
-            path.unlink()
-        self._plan = (self.folder / PLAN_NAME).with_suffix(".tmp").open("wb")
-        return self
-
-    def add(self, answer: Answer) -> None:
-        """Adds one answer."""
-        request = Request(answer.source, answer.prompt_ids, answer.temperature, 0)
-        self._plan.write(_REQUEST.dump_json(request) + b"\n")
-        self._waiting.append(answer)
-        self.count += 1
-        if len(self._waiting) == self.shard_size:
-            self._write()
-
-    def _write(self) -> None:
-        shard = (self.count - 1) // self.shard_size
-        _write_lines(answer_path(self.folder, shard), self._waiting, _ANSWER)
-        self._waiting = []
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None and self._waiting:
-            self._write()
-        self._plan.close()
-        if kind is None:
-            os.replace(self._plan.name, self.folder / PLAN_NAME)
+def _written(folder: Path, answers: Iterator[Answer], shard_size: int) -> Iterator[Answer]:
+    """Writes answers to shards; yields those of each shard when it is complete."""
+    shard = 0
+    while part := list(itertools.islice(answers, shard_size)):
+        _write_lines(answer_path(folder, shard), part, _ANSWER)
+        yield from part
+        shard += 1
 
 
 def answer_path(folder: Path, shard: int) -> Path:
@@ -216,58 +200,6 @@ def keep_answer(answer: Answer, rng: random.Random, repetitive_share: float) -> 
     if len(answer.answer_ids) < MIN_ANSWER_TOKENS:
         return False
     return not is_repetitive(answer.answer_ids) or rng.random() < repetitive_share
-
-
-@dataclass(frozen=True)
-class Split:
-    """How the answers of some shards are split: the first `heldout` greedy ones are held out. More
-    shards do not change them."""
-
-    files: Sequence[Path]
-    heldout: int
-    repetitive_share: float
-
-    def parts(self) -> Iterator[tuple[str, list[Answer], list[Answer]]]:
-        """Yields the name of each shard, its held-out answers and those to train on."""
-        left = self.heldout
-        for number, path in enumerate(self.files):
-            rng = random.Random(number)
-            kept = [a for a in read_answers(path) if keep_answer(a, rng, self.repetitive_share)]
-            greedy = [at for at, answer in enumerate(kept) if answer.temperature == 0][:left]
-            left -= len(greedy)
-            # By index: an answer may be there twice.
-            held = set(greedy)
-            rest = [answer for at, answer in enumerate(kept) if at not in held]
-            yield path.stem.replace("answers", "shard"), [kept[at] for at in greedy], rest
-
-    def check(self) -> list[str]:
-        """Returns the `remarks` on the split, for which it reads all answers."""
-        aside = rest = 0
-        for _, held, others in self.parts():
-            aside += len(held)
-            rest += len(others)
-        return self.remarks(aside, rest)
-
-    def remarks(self, aside: int, rest: int) -> list[str]:
-        """Returns what a user should know: how many answers are left out, and whether more are held
-        out than left to train on.
-
-        Raises:
-            ValueError: if none are left to train on.
-        """
-        told = f"--heldout-answers {self.heldout} holds {aside} of {aside + rest} answers out"
-        if not rest:
-            raise ValueError(
-                f"{told} and leaves none to train on; lower it, or generate more answers"
-            )
-        lines = [f"{told} and leaves {rest} to train on"] if aside > rest else []
-        left_out = sum(1 for path in self.files for _ in path.open("rb")) - aside - rest
-        if left_out:
-            lines.append(
-                f"{left_out} answers left out: shorter than {MIN_ANSWER_TOKENS} tokens, or ending "
-                f"in a loop (a share of {self.repetitive_share} of those stays)"
-            )
-        return lines
 
 
 def _write_lines(path: Path, rows: Iterable[Any], kind: TypeAdapter[Any]) -> None:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from vllm_specplug.options import parse_object
 from vllm_specplug.rows import Conversation
 
 Messages = Sequence[dict[str, str]]
@@ -20,16 +20,7 @@ def parse_template_kwargs(text: str) -> dict[str, Any]:
     Raises:
         ValueError: unless it is a JSON object.
     """
-    try:
-        found = json.loads(text) if text else {}
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(
-            f"--chat-template-kwargs {text!r}, legal: a JSON object such as "
-            """'{"enable_thinking": false}'; correct it"""
-        )
-    return found
+    return parse_object("--chat-template-kwargs", text or "{}", '{"enable_thinking": false}')
 
 
 class ChatTokenizer:

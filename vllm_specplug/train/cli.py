@@ -83,11 +83,10 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of prompts and sampling.")] = 0,
 ) -> None:
     """Writes prompts, then has the target answer them with offline vLLM."""
-    from vllm_specplug.rows import LeftOut
+    from vllm_specplug.rows import LeftOut, RowFile
     from vllm_specplug.train import answers
     from vllm_specplug.train import generate as generation
     from vllm_specplug.train.chat import ChatTokenizer, parse_template_kwargs
-    from vllm_specplug.train.prompts import read_prompt_file
 
     with common.friendly_errors():
         template, heat = (
@@ -126,7 +125,7 @@ def generate(
             answers.refuse_other_settings(out, settings)
             given = [(r.source, r.prompt_ids) for r in answers.read_plan(out)]
         else:
-            rows = (row for path in prompts or [] for row in read_prompt_file(path, left_out))
+            rows = (row for path in prompts or [] for row in RowFile(path).conversations(left_out))
             given = list(generation.render_all(rows, chat, limit, left_out))
         longest = max((len(ids) for _, ids in given), default=0)
         if make:
@@ -254,7 +253,6 @@ def features(
     """Runs the target once over its answers and stores the features for training."""
     import torch
 
-    from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import (
         TokenSequence,
         chosen_layers,
@@ -265,15 +263,14 @@ def features(
     from vllm_specplug.train.target import TargetWeights
 
     with common.friendly_errors():
-        files = finished_answers(data)
         weights = TargetWeights(target)
         ids = chosen_layers(layers, int(weights.config["num_hidden_layers"]))
         accelerator = new_accelerator()
-        split = common.checked_split(files, heldout_answers, repetitive_share)
+        parts = common.read_split(data, heldout_answers, repetitive_share)
         model = weights.load(torch.bfloat16).to(accelerator.device)
 
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
 
         meta = shard_meta(model, ids)
-        common.write_split(split, out, heldout, write, accelerator, meta)
+        common.write_split(parts, out, heldout, write, accelerator, meta)

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from vllm_specplug.rows import LeftOut
-    from vllm_specplug.train.answers import Split
     from vllm_specplug.train.features import TokenSequence
 
+Parts = list[tuple[str, "list[TokenSequence]", "list[TokenSequence]"]]
 LEFT_OUT_NAME = "left_out.json"
 Target = Annotated[Path, typer.Option(help="Folder of the target model.")]
 TokensPerBatch = Annotated[
@@ -89,23 +89,19 @@ def length_limit(target: Path, option: str, wanted: int, max_tokens: int = 0) ->
     return wanted or most
 
 
-def checked_split(files: list[Path], heldout_answers: int, repetitive_share: float) -> Split:
-    """Returns a split of answers; the main process prints what a user should know about it.
+def read_split(data: Path, heldout_answers: int, repetitive_share: float) -> Parts:
+    """Returns a split of answers; the main process prints what a user should know about it."""
+    from vllm_specplug.train import features
 
-    Raises:
-        ValueError: if it would leave none to train on.
-    """
-    from vllm_specplug.train.answers import Split
-
-    split = Split(files, heldout_answers, repetitive_share)
-    for line in split.check():
+    parts, remarks = features.read_split(data, heldout_answers, repetitive_share)
+    for line in remarks:
         if is_main_process():
             typer.echo(line, err=True)
-    return split
+    return parts
 
 
 def write_split(
-    split: Split,
+    parts: Parts,
     out: Path,
     heldout: Path | None,
     write: Callable[[Path, list[TokenSequence], int], None],
@@ -123,15 +119,14 @@ def write_split(
         ValueError: if the features do not fit on the disk, or a finished shard is of other answers,
             layers or another target.
     """
-    from vllm_specplug.train.features import TokenSequence, check_shard
+    from vllm_specplug.train.features import check_shard
 
     missing: list[tuple[Path, list[TokenSequence], int]] = []
     finished = 0
-    for number, (name, aside, rest) in enumerate(split.parts()):
-        for folder, part in ((heldout, aside), (out, rest)):
-            if folder is None or not part:
+    for number, (name, aside, rest) in enumerate(parts):
+        for folder, sequences in ((heldout, aside), (out, rest)):
+            if folder is None or not sequences:
                 continue
-            sequences = [TokenSequence.of(answer) for answer in part]
             if (folder / name / "meta.json").is_file():
                 check_shard(folder / name, sequences, meta)
                 finished += 1
@@ -174,7 +169,6 @@ def add_training(
     app: typer.Typer,
     name: str,
     summary: str,
-    start: str,
     run: type[RunOptions],
     recipe: type[Recipe],
     recipes: Mapping[str, Mapping[str, Any]],
@@ -184,14 +178,15 @@ def add_training(
     """Adds a command that trains a head with `train.run.train_head` under a progress bar.
 
     Args:
-        start: the method's function, "module:function", imported when the command runs.
         run, recipe: their fields with an `Option` are the command's options: required ones first,
-            then the method's own, then the shared ones.
+            then the method's own, then the shared ones. The run.py
+            beside their module has the function `start`; the command imports it when it runs.
         recipes: options that `--recipe` sets unless they are on the command line.
         removed: options that the command had, and what to do without them.
         decided: values of the other fields.
     """
     kinds: tuple[type[Any], ...] = (run, recipe)
+    package = run.__module__.rpartition(".")[0]
 
     def command(context: typer.Context, recipe: str, **given: Any) -> None:
         with friendly_errors(), progress() as bar:
@@ -206,7 +201,6 @@ def add_training(
             # This imports torch, so options are checked first.
             from vllm_specplug.train.run import train_head
 
-            module, _, function = start.partition(":")
             shown = not chosen["dry_run"]
             task = bar.add_task("training", total=chosen["total_steps"], visible=shown)
 
@@ -220,8 +214,8 @@ def add_training(
                     f"recipe {recipe} trains for {epochs} epochs; --dry-run prints the steps of an "
                     f"epoch, and this run has --total-steps {chosen['total_steps']}"
                 )
-            begin = getattr(importlib.import_module(module), function)
-            train_head(begin, chosen_run, chosen_recipe, bar.console.print, on_step)
+            method = importlib.import_module(f"{package}.run")
+            train_head(method.start, chosen_run, chosen_recipe, bar.console.print, on_step)
 
     shared = {f.name for kind in (RunOptions, Recipe) for f in fields(kind)}
     options = [option for kind in kinds for option in _options(kind)]

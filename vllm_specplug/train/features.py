@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -28,9 +29,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pad_sequence, unpad_sequence
 
-from vllm_specplug.train.answers import Answer
+from vllm_specplug.train.answers import (
+    MIN_ANSWER_TOKENS,
+    Answer,
+    finished_answers,
+    keep_answer,
+    read_answers,
+)
 from vllm_specplug.train.target import decoder_of, target_crc
 
 # Padded tokens of one forward of the target beside a trainer.
@@ -104,6 +111,8 @@ class Features(ABC):
     folder: Path
     # Zero-based layers whose outputs are in `aux`.
     target_layer_ids: tuple[int, ...]
+    # Checksum of the target; None for older shards and a target beside the trainer.
+    target_crc: str | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -124,8 +133,12 @@ class Features(ABC):
         """Yields the tokens after each prompt."""
 
     @abstractmethod
+    def source_names(self) -> Iterable[str]:
+        """Yields the source of each sequence."""
+
     def sources(self) -> dict[str, int]:
-        """Counts sequences by the first part of their source."""
+        """Counts sequences by the part of their source before a slash, sorted."""
+        return dict(sorted(Counter(name.split("/")[0] for name in self.source_names()).items()))
 
     @property
     def num_answer_tokens(self) -> int:
@@ -147,8 +160,7 @@ class FeatureStore(Features):
         self.items = [(s, i) for s, shard in enumerate(self.shards) for i in range(len(shard))]
         self.target_layer_ids = tuple(self.shards[0].meta["target_layer_ids"])
         self.hidden_size = int(self.shards[0].meta["hidden_size"])
-        # None for older shards.
-        self.target_crc: str | None = self.shards[0].meta.get("target_crc")
+        self.target_crc = self.shards[0].meta.get("target_crc")
 
     def answers(self) -> Iterator[np.ndarray | torch.Tensor]:
         for shard in self.shards:
@@ -156,8 +168,8 @@ class FeatureStore(Features):
                 start = int(shard.offsets[i]) + int(shard.prompt_lens[i])
                 yield shard.tokens[start : int(shard.offsets[i + 1])]
 
-    def sources(self) -> dict[str, int]:
-        return count_sources(name for shard in self.shards for name in shard.meta["sources"])
+    def source_names(self) -> Iterable[str]:
+        return (name for shard in self.shards for name in shard.meta["sources"])
 
     def __len__(self) -> int:
         return len(self.items)
@@ -167,9 +179,39 @@ class FeatureStore(Features):
         return self.shards[shard][i]
 
 
-def count_sources(names: Iterable[str]) -> dict[str, int]:
-    """Returns the number of names by their part before a slash, sorted."""
-    return dict(sorted(Counter(name.split("/")[0] for name in names).items()))
+def read_split(
+    folder: Path, heldout: int, repetitive_share: float
+) -> tuple[list[tuple[str, list[TokenSequence], list[TokenSequence]]], list[str]]:
+    """Returns the answers of a data folder, and what a user should know about them.
+
+    Of each finished shard, these are its name, the held-out answers and those to train on. The
+    first `heldout` greedy ones are held out. More shards do not change them.
+
+    Raises:
+        ValueError: if none are left to train on, or the folder has no finished shard.
+    """
+    parts, left, total = [], heldout, 0
+    for number, path in enumerate(finished_answers(folder)):
+        rng, answers = random.Random(number), list(read_answers(path))
+        kept = [a for a in answers if keep_answer(a, rng, repetitive_share)]
+        greedy = [at for at, answer in enumerate(kept) if answer.temperature == 0][:left]
+        # By index: an answer may be there twice.
+        held, sequences = set(greedy), [TokenSequence.of(answer) for answer in kept]
+        aside = [sequences[at] for at in greedy]
+        rest = [sequence for at, sequence in enumerate(sequences) if at not in held]
+        parts.append((path.stem.replace("answers", "shard"), aside, rest))
+        left, total = left - len(aside), total + len(answers)
+    withheld, trained = (sum(len(part[which]) for part in parts) for which in (1, 2))
+    told = f"--heldout-answers {heldout} holds {withheld} of {withheld + trained} answers out"
+    if not trained:
+        raise ValueError(f"{told} and leaves none to train on; lower it, or generate more answers")
+    remarks = [f"{told} and leaves {trained} to train on"] if withheld > trained else []
+    if left_out := total - withheld - trained:
+        remarks.append(
+            f"{left_out} answers left out: shorter than {MIN_ANSWER_TOKENS} tokens, or ending in a "
+            f"loop (a share of {repetitive_share} of those stays)"
+        )
+    return parts, remarks
 
 
 def spread_layers(num_target_layers: int, count: int = 4) -> tuple[int, ...]:
@@ -325,11 +367,9 @@ def forward_features(
     final = final.to(to, torch.bfloat16)
     outputs = [captured[i].to(to, torch.bfloat16) for i in target_layer_ids]
     states = torch.cat(outputs, dim=-1) if outputs else final[..., :0]
-    lengths = [len(t) for t in tokens]
-    return (
-        [states[i, :n] for i, n in enumerate(lengths)],
-        [final[i, :n] for i, n in enumerate(lengths)],
-    )
+    lengths = torch.tensor([len(t) for t in tokens])
+    aux, hidden = (unpad_sequence(part, lengths, batch_first=True) for part in (states, final))
+    return aux, hidden
 
 
 def _finished(folder: Path) -> list[Path]:

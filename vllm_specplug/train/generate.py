@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_specplug.registry import headless_methods
-from vllm_specplug.rows import LeftOut
+from vllm_specplug.rows import Conversation, LeftOut
 from vllm_specplug.train.answers import Request
 from vllm_specplug.train.chat import ChatTokenizer
-from vllm_specplug.train.prompts import Prompt
 
 # Upper bound of a written prompt's tokens, chat template included.
 MADE_PROMPT_TOKENS = 1024
@@ -88,7 +87,7 @@ class VllmGenerator:
             (list(o.outputs[0].token_ids), o.outputs[0].finish_reason == "stop") for o in outputs
         ]
 
-    def user_turns(self, count: int, seed: int) -> list[Prompt]:
+    def user_turns(self, count: int, seed: int) -> list[Conversation]:
         """Returns prompts that the target writes where its chat template lets a user speak.
 
         Unfinished turns are cut at their last sentence. Turns that are too short or too long are
@@ -110,21 +109,24 @@ class VllmGenerator:
             if output.outputs[0].finish_reason != "stop":
                 text = text[: text.rfind(".") + 1]
             if _TURN_CHARACTERS[0] <= len(text) <= _TURN_CHARACTERS[1]:
-                prompts.append(Prompt("self", ({"role": "user", "content": text},)))
+                prompts.append(Conversation(({"role": "user", "content": text},), place="self"))
         return prompts
 
 
 def render_all(
-    prompts: Iterable[Prompt], chat: ChatTokenizer, limit: int, left_out: LeftOut
+    prompts: Iterable[Conversation], chat: ChatTokenizer, limit: int, left_out: LeftOut
 ) -> Iterator[tuple[str, list[int]]]:
-    """Yields (source, token ids) of the prompts of up to `limit` tokens; counts the others."""
+    """Yields (source, token ids) of the prompts of up to `limit` tokens; counts the others, and
+    later turns, which depend on an answer. Answers in a prompt are left out."""
     for prompt in prompts:
+        if prompt.follow_ups:
+            left_out.add("later turns of a prompt", prompt.place)
         try:
-            ids = chat.prompt_ids(prompt.messages)
+            ids = chat.prompt_ids(prompt.asked())
         except ValueError as error:
-            left_out.add(str(error), prompt.place or prompt.source)
+            left_out.add(str(error), prompt.place)
             continue
         if len(ids) > limit:
-            left_out.add(f"prompt of more than {limit} tokens", prompt.place or prompt.source)
+            left_out.add(f"prompt of more than {limit} tokens", prompt.place)
         else:
             yield prompt.source, ids

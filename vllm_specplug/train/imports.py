@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_specplug.rows import LeftOut, RowFile
-from vllm_specplug.train.answers import MIN_ANSWER_TOKENS, Answer, AnswerWriter
+from vllm_specplug.rows import Conversation, LeftOut, RowFile
+from vllm_specplug.train.answers import MIN_ANSWER_TOKENS, Answer, write_answers
 from vllm_specplug.train.chat import ChatTokenizer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Imported:
     """Counts of an import."""
 
     rows: int
-    answers: int
-    answer_tokens: int
-    prompt_tokens: int
-    left_out: LeftOut
+    answers: int = 0
+    answer_tokens: int = 0
+    prompt_tokens: int = 0
+    left_out: LeftOut = field(default_factory=LeftOut)
 
 
 def import_answers(
@@ -44,63 +44,61 @@ def import_answers(
         ValueError: if the files hold no answer.
     """
     sources = [RowFile(path) for path in files]
-    order = [(s, i) for s, source in enumerate(sources) for i in range(len(source))]
+    order = [(source, index) for source in sources for index in range(len(source))]
     random.Random(seed).shuffle(order)
-    left_out, seen = LeftOut(), set()
-    answer_tokens = prompt_tokens = 0
-    with AnswerWriter(out, shard_size) as writer:
-        for done, (s, index) in enumerate(order, 1):
-            place = sources[s].place(index)
+    found = Imported(len(order))
+    seen: set[int] = set()
+
+    def kept() -> Iterator[Answer]:
+        for done, (source, index) in enumerate(order, 1):
             on_row(done, len(order))
-            conversation = sources[s].conversation(index, left_out)
-            if conversation is None:
+            row = source.conversation(index, found.left_out)
+            if row is None:
                 continue
-            if not conversation.has_answer and not conversation.text:
-                left_out.add("no answer in the row", place)
-                continue
-            try:
-                answers = list(chat.answers(conversation))
-            except ValueError as error:
-                left_out.add(str(error), place)
-                continue
-            for prompt, answer in answers:
-                for part in _parts(prompt, answer, max_length, bool(conversation.text)):
-                    if part is None:
-                        left_out.add(f"prompt of {max_length} tokens or more", place)
-                        continue
-                    given, kept = part
-                    if len(kept) < MIN_ANSWER_TOKENS:
-                        left_out.add(f"answer of fewer than {MIN_ANSWER_TOKENS} tokens", place)
-                        continue
-                    if len(given) + len(kept) < len(prompt) + len(answer) and not conversation.text:
-                        left_out.add(f"answer cut after {max_length} tokens", place)
-                    key = hash((tuple(given), tuple(kept)))
-                    if key in seen:
-                        left_out.add("repeated answer", place)
-                        continue
-                    seen.add(key)
-                    writer.add(
-                        Answer(sources[s].path.stem, tuple(given), tuple(kept), 0.0,
-                               chat.is_finished(kept))
-                    )  # fmt: skip
-                    answer_tokens += len(kept)
-                    prompt_tokens += len(given)
-        if not writer.count:
-            raise ValueError("the files hold no answer to train on: " + "; ".join(left_out.lines()))
-    return Imported(len(order), writer.count, answer_tokens, prompt_tokens, left_out)
+            for prompt, answer in _pairs(row, chat, max_length, found.left_out):
+                given, said = tuple(prompt), tuple(answer)
+                if len(said) < MIN_ANSWER_TOKENS:
+                    reason = f"answer of fewer than {MIN_ANSWER_TOKENS} tokens"
+                elif hash((given, said)) in seen:
+                    reason = "repeated answer"
+                else:
+                    seen.add(hash((given, said)))
+                    found.answers += 1
+                    found.answer_tokens += len(said)
+                    found.prompt_tokens += len(given)
+                    yield Answer(row.source, given, said, 0.0, chat.is_finished(said))
+                    continue
+                found.left_out.add(reason, row.place)
+        if not found.answers:
+            told = "; ".join(found.left_out.lines())
+            raise ValueError(f"the files hold no answer to train on: {told}")
+
+    write_answers(out, kept(), shard_size)
+    return found
 
 
-def _parts(
-    prompt: list[int], answer: list[int], max_length: int, is_text: bool
-) -> Iterator[tuple[list[int], list[int]] | None]:
-    """Yields a prompt and its answer of at most `max_length` tokens together; None without room for
-    an answer. A text becomes parts of that length, each with its first token as the prompt."""
-    if is_text:
-        tokens = prompt + answer
-        for start in range(0, len(tokens), max_length):
-            part = tokens[start : start + max_length]
-            yield part[:1], part[1:]
-    elif len(prompt) >= max_length:
-        yield None
-    else:
-        yield prompt, answer[: max_length - len(prompt)]
+def _pairs(
+    row: Conversation, chat: ChatTokenizer, max_length: int, left_out: LeftOut
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Yields prompts of a row with their answers, of at most `max_length` tokens together. A text
+    becomes parts of that length, each with its first token as the prompt."""
+    if not row.has_answer and not row.text:
+        left_out.add("no answer in the row", row.place)
+        return
+    try:
+        answers = list(chat.answers(row))
+    except ValueError as error:
+        left_out.add(str(error), row.place)
+        return
+    for prompt, answer in answers:
+        room = max_length - len(prompt)
+        if row.text:
+            tokens = prompt + answer
+            for start in range(0, len(tokens), max_length):
+                yield tokens[start : start + 1], tokens[start + 1 : start + max_length]
+        elif room <= 0:
+            left_out.add(f"prompt of {max_length} tokens or more", row.place)
+        else:
+            if len(answer) > room >= MIN_ANSWER_TOKENS:
+                left_out.add(f"answer cut after {max_length} tokens", row.place)
+            yield prompt, answer[:room]

@@ -7,30 +7,39 @@ loss, so that the logits of only one chunk are alive at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
 
-class _Known(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value, grads, *tensors):
-        ctx.save_for_backward(*grads)
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        scaled = (grad * grad_output.to(grad.dtype) for grad in ctx.saved_tensors)
-        return (None, None, *scaled)
-
-
-def with_gradients(
-    value: torch.Tensor, tensors: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
+def sum_by_chunks(
+    loss: Callable[..., torch.Tensor],
+    tensors: Sequence[torch.Tensor],
+    shared: Sequence[torch.Tensor] = (),
+    *,
+    chunk: int,
 ) -> torch.Tensor:
-    """Returns a value that has the given gradients in `tensors`."""
-    known: torch.Tensor = _Known.apply(value, grads, *tensors)
-    return known
+    """Returns the sum over chunks of rows of `loss(rows, *tensors[rows], *shared)`.
+
+    It has gradients in `tensors` [N, ..] and `shared`.
+    """
+    total, by_chunk = torch.zeros((), device=tensors[0].device), []
+    of_shared = [torch.zeros_like(tensor) for tensor in shared]
+    for start in range(0, len(tensors[0]), chunk):
+        rows = slice(start, start + chunk)
+        own = [x.detach().requires_grad_() for x in (*(t[rows] for t in tensors), *shared)]
+        value = loss(rows, *own)
+        found = torch.autograd.grad(value, own)
+        by_chunk.append(found[: len(tensors)])
+        for known, grad in zip(of_shared, found[len(tensors) :], strict=True):
+            known += grad
+        total += value.detach()
+    grads = [*map(torch.cat, zip(*by_chunk, strict=True)), *of_shared]
+    pairs = zip((*tensors, *shared), grads, strict=True)
+    # A linear function has these gradients.
+    linear: torch.Tensor = sum((x * grad).sum() for x, grad in pairs)  # type: ignore[assignment]
+    return total + (linear - linear.detach())
 
 
 def _distillation(
@@ -93,16 +102,12 @@ def head_loss(
     weights = torch.where(labels >= 0, weights, 0.0)
     distil = _compiled_distillation if compiled else _distillation
     table = lm_head.to(hidden.dtype)
-    total = weights.new_zeros(())
-    grads: list[torch.Tensor] = []
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, start + chunk)
-        own = hidden[rows].detach().requires_grad_()
+
+    def of_rows(rows: slice, own: torch.Tensor) -> torch.Tensor:
         target = None if teacher is None or kind == "sft" else teacher[rows] @ lm_head.t()
-        loss = distil(kind, own @ table.t(), target, labels[rows], weights[rows], temperature)
-        grads += torch.autograd.grad(loss, own)
-        total += loss.detach()
-    return with_gradients(total, [hidden], [torch.cat(grads)])
+        return distil(kind, own @ table.t(), target, labels[rows], weights[rows], temperature)
+
+    return sum_by_chunks(of_rows, [hidden], chunk=chunk)
 
 
 def slot_weights(valid: torch.Tensor, gamma: float) -> torch.Tensor:

@@ -17,7 +17,6 @@ from vllm_specplug.train.features import (
     Features,
     FeatureSequence,
     TokenSequence,
-    count_sources,
     forward_features,
     length_batches,
 )
@@ -78,8 +77,8 @@ class OnlineFeatures(Features):
         tokens = sum(len(sequence.tokens) for sequence in self._sequences)
         return tokens * states // len(one.tokens)
 
-    def sources(self) -> dict[str, int]:
-        return count_sources(stored.source for stored in self._sequences)
+    def source_names(self) -> Iterable[str]:
+        return (stored.source for stored in self._sequences)
 
     def _run(
         self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool

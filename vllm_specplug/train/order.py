@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 
 class DataOrder:
@@ -59,16 +60,7 @@ def random_subset(values: torch.Tensor, limit: int, generator: torch.Generator) 
     return values[kept.sort().values]
 
 
-class EvenlySpread(Sequence[Any]):
-    """`count` sequences of a store at equal distances, or all of a smaller one, read when they are
-    asked for."""
-
-    def __init__(self, store: Any, count: int):
-        self.store = store
-        self.indices = range(0, len(store), max(1, len(store) // count))[:count]
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.store[self.indices[index]]
+def evenly_spread(store: Any, count: int) -> Any:
+    """Returns `count` sequences of a store at equal distances, or all of a smaller one, as a lazy
+    sequence."""
+    return Subset(store, range(0, len(store), max(1, len(store) // count))[:count])

@@ -18,8 +18,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list
 
-from vllm_specplug.train.answers import Split, finished_answers
-from vllm_specplug.train.features import Features, FeatureStore, TokenSequence, chosen_layers
+from vllm_specplug.train.features import Features, FeatureStore, chosen_layers, read_split
 from vllm_specplug.train.history import HISTORY_NAME, add_to_history
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.options import (
@@ -28,7 +27,7 @@ from vllm_specplug.train.options import (
     Recipe,
     RunOptions,
 )
-from vllm_specplug.train.order import EvenlySpread
+from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import head_identity, write_provenance
 from vllm_specplug.train.saved import read_saved, write_saved
 from vllm_specplug.train.target import TargetTables, TargetWeights, local_bytes
@@ -56,7 +55,7 @@ class Training:
     run: RunOptions
     accelerator: Accelerator
     store: Features
-    held: EvenlySpread
+    held: Any
     weights: TargetWeights
     tables: TargetTables
 
@@ -123,15 +122,6 @@ def new_accelerator() -> Accelerator:
     return Accelerator(mixed_precision="bf16", kwargs_handlers=[patience])
 
 
-def _open_training(run: RunOptions, recipe: Recipe, store: Features, heldout: Features) -> Training:
-    """Reads the target of a run and seeds torch."""
-    accelerator = new_accelerator()
-    weights = TargetWeights(run.target)
-    torch.manual_seed(recipe.seed)
-    held = EvenlySpread(heldout, run.eval_sequences)
-    return Training(run, accelerator, store, held, weights, weights.tables())
-
-
 def open_features(
     run: RunOptions,
     recipe: Recipe,
@@ -144,10 +134,15 @@ def open_features(
         stored, online: the stores of a method.
 
     Raises:
-        ValueError: if training and held-out features do not hold the same layers, or there are no
-            answers.
+        ValueError: if training and held-out features do not hold the same layers of this target, or
+            there are no answers.
     """
-    if run.answers is None:
+    accelerator, weights = new_accelerator(), TargetWeights(run.target)
+    store: Features
+    held: Features
+    if run.answers is not None:
+        store, held = _open_answers(run, run.answers, online, accelerator, weights)
+    else:
         assert run.features is not None and run.heldout is not None
         store, held = stored(run.features), stored(run.heldout)
         if store.target_layer_ids != held.target_layer_ids:
@@ -155,52 +150,59 @@ def open_features(
                 f"features hold layers {store.target_layer_ids}, held-out features "
                 f"{held.target_layer_ids}; make both with the same layers"
             )
-        own, theirs = store.hidden_size, int(TargetWeights(run.target).config["hidden_size"])
+        own, theirs = store.hidden_size, int(weights.config["hidden_size"])
         if own != theirs:
             raise ValueError(
                 f"features hold states of width {own}, those of the target have {theirs}; make "
                 "features with this target"
             )
-        training = _open_training(run, recipe, store, held)
-        crc = training.tables.crc
-        for given in (store, held):
-            if given.target_crc not in (None, crc):
-                raise ValueError(
-                    f"{given.folder} holds states of another target (target_crc "
-                    f"{given.target_crc}, not {crc}); make features with this target"
-                )
-        return training
+    torch.manual_seed(recipe.seed)
+    tables = weights.tables()
+    for given in (store, held):
+        if given.target_crc not in (None, tables.crc):
+            raise ValueError(
+                f"{given.folder} holds states of another target (target_crc {given.target_crc}, "
+                f"not {tables.crc}); make features with this target"
+            )
+    held = evenly_spread(held, run.eval_sequences)
+    return Training(run, accelerator, store, held, weights, tables)
+
+
+def _open_answers(
+    run: RunOptions,
+    folder: Path,
+    online: type[OnlineFeatures],
+    accelerator: Accelerator,
+    weights: TargetWeights,
+) -> tuple[OnlineFeatures, OnlineFeatures]:
+    """Returns the answers to train on and the held-out ones, beside the target."""
     if not online.reads_layers:
         run.refuse_given(("layers",), "only for a head that reads several layers of the target")
-    split = Split(finished_answers(run.answers), run.heldout_answers, REPETITIVE_SHARE)
-    accelerator = new_accelerator()
-    parts: list[list[TokenSequence]] = [[], []]
-    for _, *both in split.parts():
-        for part, answers in zip(parts, both, strict=True):
-            part += map(TokenSequence.of, answers)
-    for line in split.remarks(*map(len, parts)):
-        if accelerator.is_main_process:
-            logger.warning(line)
-    if not parts[0]:
-        raise ValueError(
-            f"{run.answers} holds no greedy answer to hold out; generate some, since sampled ones "
-            "tell less about acceptance"
-        )
-    device = accelerator.device
     processes = accelerator.num_processes if run.shard_target else 1
     if run.shard_target and processes == 1:
         raise ValueError(
             "--shard-target with 1 process, legal: several, of `accelerate launch`; leave it out"
         )
-    weights = TargetWeights(run.target)
-    model = weights.load_frozen(device, processes) if online.runs_target else None
+    parts, remarks = read_split(folder, run.heldout_answers, REPETITIVE_SHARE)
+    for line in remarks:
+        if accelerator.is_main_process:
+            logger.warning(line)
+    aside = [sequence for _, held, _ in parts for sequence in held]
+    rest = [sequence for *_, trained in parts for sequence in trained]
+    if not aside:
+        raise ValueError(
+            f"{folder} holds no greedy answer to hold out; generate some, since sampled ones tell "
+            "less about acceptance"
+        )
+    model = weights.load_frozen(accelerator.device, processes) if online.runs_target else None
     layers: tuple[int, ...] = ()
     if online.reads_layers:
         layers = chosen_layers(run.layers, int(weights.config["num_hidden_layers"]))
-    aside, rest = (
-        online(run.answers, part, model, layers, device, run.shard_target) for part in parts
+    trained, held = (
+        online(folder, part, model, layers, accelerator.device, run.shard_target)
+        for part in (rest, aside)
     )
-    return _open_training(run, recipe, rest, aside)
+    return trained, held
 
 
 def draft_ids(training: Training, size: int, vocab_from: str = "") -> torch.Tensor:
@@ -263,7 +265,7 @@ def _save_ids(training: Training, ids: torch.Tensor) -> None:
 def layer_scales(store: Features, sequences: int = 32) -> list[float]:
     """Returns the root mean square of every selected layer's output over a sample. The first token
     is skipped, because its state is an outlier in language models."""
-    rows = torch.cat([sample.aux[1:].float() for sample in EvenlySpread(store, sequences)])
+    rows = torch.cat([sample.aux[1:].float() for sample in evenly_spread(store, sequences)])
     parts = rows.chunk(len(store.target_layer_ids), dim=-1)
     return [float(part.pow(2).mean().sqrt()) for part in parts]
 
@@ -278,13 +280,6 @@ def _data_facts(training: Training, ids: torch.Tensor) -> dict[str, Any]:
         "answer_tokens": store.num_answer_tokens,
         "draft_vocabulary_coverage": round(coverage, 5),
     }
-
-
-def _origin(run: RunOptions) -> dict[str, Any]:
-    """Returns the head that a run started from, for provenance.json."""
-    if not isinstance(run, NewHeadOptions):
-        return {}
-    return {"init_from": head_identity(run.init_from) if run.init_from else None}
 
 
 def _silent(_line: str) -> None:
@@ -333,7 +328,9 @@ def train_head(
         f"{count / 1e6:.2f}M parameters, draft vocabulary {len(made.tables.target_ids)} covers "
         f"{data['draft_vocabulary_coverage']:.2%}, from step {trainer.step}"
     )
-    origin = {**_origin(run), **made.origin}
+    origin = dict(made.origin)
+    if isinstance(run, NewHeadOptions):
+        origin["init_from"] = head_identity(run.init_from) if run.init_from else None
     facts: dict[str, Any] = {}
 
     def export() -> dict[str, Any] | None:
@@ -350,7 +347,13 @@ def train_head(
                 "shape": made.shape,
                 **origin,
                 "data": data,
-                **progress_facts(trainer),
+                "recipes": trainer.recipes,
+                "progress": {
+                    "step": trainer.step,
+                    "epochs": trainer.order.epoch,
+                    "slots_trained": trainer.slots_trained,
+                    "training_minutes": round(trainer.seconds / 60, 1),
+                },
                 "heldout": {"sequences": len(training.held), **measured.facts()},
             }
         )
@@ -376,7 +379,7 @@ def _fixed(training: Training) -> dict[str, Any]:
         fixed["heldout_answers"] = run.heldout_answers
     # Training data may grow at their end.
     fixed["first_sequence"] = _sequence_identity(store)
-    held = training.held.store
+    held = training.held.dataset
     fixed["first_heldout_sequence"] = _sequence_identity(held)
     fixed["heldout_sequences"] = len(held)
     return fixed
@@ -418,19 +421,6 @@ def estimate(trainer: Trainer, saved_tables: Sequence[torch.Tensor]) -> str:
     peak = getrusage(RUSAGE_SELF).ru_maxrss
     lines.append(f"peak of each process's host memory: {peak / 2**20:.1f} GiB")
     return "\n".join(lines)
-
-
-def progress_facts(trainer: Trainer) -> dict[str, Any]:
-    """Returns recipes and progress, for provenance.json."""
-    return {
-        "recipes": trainer.recipes,
-        "progress": {
-            "step": trainer.step,
-            "epochs": trainer.order.epoch,
-            "slots_trained": trainer.slots_trained,
-            "training_minutes": round(trainer.seconds / 60, 1),
-        },
-    }
 
 
 def run_loop(

@@ -12,12 +12,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import nn
 
 from vllm_specplug.train.heldout import ChainAcceptance
@@ -51,7 +52,7 @@ class Objective(ABC):
 
     @abstractmethod
     def draw(self, trainer: Trainer) -> Any:
-        """Returns the batch of the next step on this process: tensors, or dataclasses and tuples of
+        """Returns the batch of the next step on this process: tensors, or tuples of
         tensors."""
 
     @abstractmethod
@@ -213,7 +214,7 @@ class Trainer:
 
     def step_loss(self) -> StepLoss:
         """Returns the loss of the next batch on this process."""
-        batch = to_device(self.objective.draw(self), self.device)
+        batch = send_to_device(self.objective.draw(self), self.device)
         return self.objective.loss(self, batch)
 
     def train_step(self) -> dict[str, float]:
@@ -351,18 +352,6 @@ def _check_shapes(own: dict[str, torch.Tensor], saved: dict[str, torch.Tensor]) 
         )
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Returns a copy with every tensor of dataclasses and tuples on `device`."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(to_device(part, device) for part in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        moved = {f.name: to_device(getattr(value, f.name), device) for f in fields(value)}
-        return replace(value, **moved)
-    return value
-
-
 def make_optimizers(recipe: Recipe, module: nn.Module) -> list[torch.optim.Optimizer]:
     """Returns Muon for matrices and AdamW for the rest, or only AdamW. Only matrices have weight
     decay. Every parameter group keeps its rate before the schedule as `base_lr`."""
@@ -371,23 +360,21 @@ def make_optimizers(recipe: Recipe, module: nn.Module) -> list[torch.optim.Optim
     matrices = [p for p in module.parameters() if p.ndim == 2 and id(p) not in tables]
     others = [p for p in module.parameters() if p.ndim != 2 or id(p) in tables]
     made: list[torch.optim.Optimizer] = []
-    if recipe.optimizer == "muon":
-        if matrices:
-            made.append(
-                torch.optim.Muon(
-                    matrices,
-                    lr=recipe.learning_rate,
-                    momentum=0.95,
-                    weight_decay=recipe.weight_decay,
-                    adjust_lr_fn="match_rms_adamw",
-                )
+    is_muon = recipe.optimizer == "muon"
+    if is_muon and matrices:
+        made.append(
+            torch.optim.Muon(
+                matrices,
+                lr=recipe.learning_rate,
+                momentum=0.95,
+                weight_decay=recipe.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
             )
-        groups = [{"params": others, "weight_decay": 0.0}]
-    else:
-        groups = [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        )
+    groups = [
+        {"params": [] if is_muon else matrices, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if groups:
         betas = (0.9, recipe.adam_beta2)

@@ -16,12 +16,12 @@ import pytest
 
 from tests.e2e.harness import METHODS, target_path
 from tests.e2e.serve.doc_commands import commands_of
-from tests.unit.scripts import ROOT
 from vllm_specplug.bench.server import free_port
 
 # One worker: servers of two workers would take each other's memory.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.full, pytest.mark.xdist_group("bench")]
 
+ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "benchmarks.md"
 PROMPTS = ("What is the capital of France?", "List three fruits.", "Repeat: one two three four.")
 

@@ -19,11 +19,11 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.serve.doc_commands import commands_of
-from tests.unit.scripts import ROOT
 from vllm_specplug.bench.process_group import ProcessGroup
 from vllm_specplug.bench.server import free_port
 from vllm_specplug.targets import prepare_target, shipped_head
 
+ROOT = Path(__file__).resolve().parents[3]
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),

@@ -16,11 +16,11 @@ from tests.e2e.harness import engine_args, run_engine
 from tests.e2e.serve.doc_commands import commands_of
 from tests.e2e.served import MARK, Server
 from tests.e2e.tiny import make_head, make_text_target
-from tests.unit.scripts import ROOT
 from vllm_specplug.bench.server import free_port
 
 pytestmark = [pytest.mark.e2e, MARK]
 
+ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [[7, 40, 41], [60, 61, 62, 63], [100, 9], [270, 280, 290, 11, 12], [8], [33, 34]]
 SAMPLING: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "seed": 7}]
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.scripts import ROOT
 from vllm_specplug.presets import speculative_config
 from vllm_specplug.targets import prepare_target
 
 # Packages are fetched and kernels compiled.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(2400)]
 
+ROOT = Path(__file__).resolve().parents[3]
 SECTION = "## With your own model"
 # One prompt through the installed package, as `vllm serve` would start it.
 ANSWER = """

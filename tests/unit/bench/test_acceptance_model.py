@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.scripts import load_script
+from bench.gpu import acceptance_model as model
+from bench.gpu import speed_engine as engine
 from vllm_specplug.kernels import build_best_first
-
-engine = load_script("../bench/gpu/speed_engine")
-model = load_script("../bench/gpu/acceptance_model")
 
 VOCAB, DEPTH, WIDTH = 200, 15, 8
 PUBLISHED = model.PUBLISHED["jetspec"]

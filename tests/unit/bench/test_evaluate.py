@@ -112,13 +112,13 @@ def test_cells_by_data_and_tree_size(server: Server, tmp_path: Path) -> None:
         running, sets, [8, 16], concurrency=1, sampling={"max_tokens": 5, "temperature": 0.0},
         left_out=left_out, on_answer=lambda: done.append(1),
     ))  # fmt: skip
-    found = [(c.data, c.size, c.answers, c.counters.drafts, c.by_depth) for c in cells]
+    found = [(*[*cell.values()][:4], cell["accepted_to_depth"]) for cell in cells]
     assert found == [
         ("mt_bench", 8, 2, 2.0, []), ("mt_bench", 16, 2, 2.0, [1.0]),
         ("gsm8k", 8, 1, 1.0, []), ("gsm8k", 16, 1, 1.0, [1.0]),
         ("books", 8, 1, 1.0, []), ("books", 16, 1, 1.0, [1.0]),
     ]  # fmt: skip
-    assert cells[1].to_json()["mean_acceptance_length"] == 2.0
+    assert cells[1]["mean_acceptance_length"] == 2.0
     assert len(done) == 8
     places = {what[:24]: [Path(p).name for p in where] for what, where in left_out.places.items()}
     assert places == {
@@ -148,7 +148,7 @@ def test_a_prompt_that_is_refused_again_counts_once(server: Server, tmp_path: Pa
     running = Running(ServerSpec("x", "m"), tmp_path / "log")
     for _ in range(2):  # the cell is measured again after an interruption
         (cell,) = measure(running, sets, [8], concurrency=1, sampling={}, left_out=left_out)
-        assert cell.answers == 1
+        assert cell["answers"] == 1
     assert list(left_out.places.values()) == [[str(tmp_path / "a.jsonl:1")]]
     left_out.add("other", str(tmp_path / "a.jsonl:1"))
     assert len(left_out.places) == 2
@@ -159,7 +159,7 @@ def test_a_refused_turn_leaves_the_answers_before_it(server: Server, tmp_path: P
     sets = sets_of(tmp_path, left_out, a=[{"turns": ["one", "too long", "three"]}])
     running = Running(ServerSpec("x", "m"), tmp_path / "log")
     (cell,) = measure(running, sets, [8], concurrency=1, sampling={}, left_out=left_out)
-    assert (cell.answers, cell.counters.drafts) == (1, 1.0)
+    assert (cell["answers"], cell["drafts"]) == (1, 1.0)
     assert list(left_out.places.values()) == [[str(tmp_path / "a.jsonl:1")]]
 
 
@@ -249,7 +249,7 @@ def test_a_limit_takes_the_first_prompts(tmp_path: Path) -> None:
     path.write_text(json.dumps([{"wrong": 1}, *({"question": f"q{i}"} for i in range(5))]))
     left_out = LeftOut()
     questions = read_questions(path, 2, left_out)
-    assert [q.conversation.messages[0]["content"] for q in questions] == ["q0", "q1"]
+    assert [q.messages[0]["content"] for q in questions] == ["q0", "q1"]
     assert [q.place for q in questions] == [f"{path}:2", f"{path}:3"]
     assert list(left_out.places.values()) == [[f"{path}:1"]]
 

@@ -29,7 +29,7 @@ from vllm_specplug.methods.longspec.train import run as longspec
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe, LongSpecRun
 from vllm_specplug.methods.tokenswift.train import run as tokenswift
 from vllm_specplug.methods.tokenswift.train.options import TokenSwiftRecipe, TokenSwiftRun
-from vllm_specplug.train.answers import Answer, AnswerWriter
+from vllm_specplug.train.answers import Answer, write_answers
 from vllm_specplug.train.options import Recipe, RunOptions
 from vllm_specplug.train.run import train_head
 from vllm_specplug.train.trainer import Trainer
@@ -94,13 +94,14 @@ class OneOf(Accelerator):
         return self.rank
 
 
-def write_answers(folder: Path, target: nn.Module, count: int, shard_size: int) -> Path:
+def write_greedy_answers(folder: Path, target: nn.Module, count: int, shard_size: int) -> Path:
     """Writes greedy answers of a target as `specplug data generate` does; returns `folder`."""
-    with AnswerWriter(folder, shard_size) as writer:
-        for made in greedy_sequences(target, count, 3):
-            tokens = made.tokens.tolist()
-            prompt, answer = tokens[: made.prompt_len], tokens[made.prompt_len :]
-            writer.add(Answer(made.source, tuple(prompt), tuple(answer), 0.0, True))
+    answers = []
+    for made in greedy_sequences(target, count, 3):
+        tokens = made.tokens.tolist()
+        prompt, answer = tokens[: made.prompt_len], tokens[made.prompt_len :]
+        answers.append(Answer(made.source, tuple(prompt), tuple(answer), 0.0, True))
+    write_answers(folder, answers, shard_size)
     return folder
 
 

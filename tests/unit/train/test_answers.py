@@ -10,8 +10,6 @@ import pytest
 from vllm_specplug.train import answers
 from vllm_specplug.train.answers import (
     Answer,
-    AnswerWriter,
-    Split,
     answer_shards,
     generate_missing,
     is_repetitive,
@@ -20,8 +18,10 @@ from vllm_specplug.train.answers import (
     read_answers,
     read_plan,
     refuse_other_settings,
+    write_answers,
     write_plan,
 )
+from vllm_specplug.train.features import read_split
 
 PROMPTS = [("a", [1, i]) for i in range(10)] + [("b", [1, 3])]
 
@@ -117,10 +117,6 @@ def test_loops_are_recognised_and_partly_dropped():
 
 
 def test_equal_answers_are_split_by_their_places(tmp_path):
-    with AnswerWriter(tmp_path) as writer:
-        for _ in range(5):
-            writer.add(Answer("a", (1,), tuple(range(8)), 0.0, True))
-    split = Split(answer_shards(tmp_path), 2, 1.0)
-    ((_, aside, rest),) = split.parts()
-    assert (len(aside), len(rest)) == (2, 3)
-    assert split.check() == []
+    write_answers(tmp_path, [Answer("a", (1,), tuple(range(8)), 0.0, True)] * 5)
+    ((_, aside, rest),), remarks = read_split(tmp_path, 2, 1.0)
+    assert (len(aside), len(rest), remarks) == (2, 3, [])

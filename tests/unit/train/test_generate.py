@@ -15,13 +15,12 @@ from typer.testing import CliRunner
 
 from tests.unit.train.chat_targets import chat_target, word_tokenizer
 from vllm_specplug.registry import get_method
-from vllm_specplug.rows import LeftOut
+from vllm_specplug.rows import Conversation, LeftOut
 from vllm_specplug.train import generate
 from vllm_specplug.train.answers import read_plan
 from vllm_specplug.train.chat import ChatTokenizer
 from vllm_specplug.train.cli import data_app
 from vllm_specplug.train.generate import VllmGenerator, render_all
-from vllm_specplug.train.prompts import Prompt
 
 runner = CliRunner()
 
@@ -71,7 +70,7 @@ def test_the_target_writes_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_long_prompts_are_counted_with_their_places() -> None:
     chat, left_out = ChatTokenizer(word_tokenizer("plain")), LeftOut()
     prompts = [
-        Prompt("a", ({"role": "user", "content": " ".join(["w9"] * n)},), place=f"a.jsonl:{n}")
+        Conversation(({"role": "user", "content": " ".join(["w9"] * n)},), place=f"a.jsonl:{n}")
         for n in (2, 9, 1)
     ]
     kept = list(render_all(prompts, chat, 6, left_out))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.unit.train.heads import Job, OneOf, write_answers
+from tests.unit.train.heads import Job, OneOf, write_greedy_answers
 from vllm_specplug.train.features import FeatureStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -46,7 +46,7 @@ def launch(*arguments: str, program: Path | None = None) -> str:
 
 @pytest.fixture(scope="module")
 def answers(target_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_answers(tmp_path_factory.mktemp("answers"), target_model, 15, shard_size=4)
+    return write_greedy_answers(tmp_path_factory.mktemp("answers"), target_model, 15, shard_size=4)
 
 
 def test_two_processes_write_the_features_of_one(

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from tests.unit.conftest import LAYERS, greedy_sequences
-from tests.unit.train.heads import Job, write_answers
+from tests.unit.train.heads import Job, write_greedy_answers
 from vllm_specplug.methods.longspec.train import features as longspec
-from vllm_specplug.train.answers import Answer, AnswerWriter, Split, answer_shards
-from vllm_specplug.train.features import FeatureStore, TokenSequence, write_shard
+from vllm_specplug.train.answers import Answer, write_answers
+from vllm_specplug.train.features import FeatureStore, read_split, write_shard
 from vllm_specplug.train.online import OnlineFeatures
 from vllm_specplug.train.target import TargetWeights
 
@@ -33,7 +33,9 @@ def target_float32(target_model: nn.Module, target_folder: Path) -> nn.Module:
 
 @pytest.fixture(scope="module")
 def answers(target_float32: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_answers(tmp_path_factory.mktemp("answers"), target_float32, 16, shard_size=6)
+    return write_greedy_answers(
+        tmp_path_factory.mktemp("answers"), target_float32, 16, shard_size=6
+    )
 
 
 @pytest.fixture
@@ -49,9 +51,9 @@ def jobs(
 
     def make(kind: str) -> tuple[Job, Job]:
         folders = tmp_path / "stored", tmp_path / "held"
-        for name, aside, rest in Split(answer_shards(answers), HELD, 0.7).parts():
-            for folder, part, offset in ((folders[0], rest, (4, 7)), (folders[1], aside, (0, 0))):
-                rows = [TokenSequence.of(answer) for answer in part]
+        parts, _ = read_split(answers, HELD, 0.7)
+        for name, aside, rest in parts:
+            for folder, rows, offset in ((folders[0], rest, (4, 7)), (folders[1], aside, (0, 0))):
                 if rows and kind == "longspec":
                     offsets = [offset] * len(rows)
                     longspec.write_kv_shard(folder / name, rows, offsets, target_float32)
@@ -153,8 +155,7 @@ def test_answers_that_cannot_be_split_are_named_before_the_target_is_read(
         online.changed(answers=tmp_path).train()
     with pytest.raises(ValueError, match="leaves none to train on"):
         online.changed(heldout_answers=16).train()
-    with AnswerWriter(tmp_path / "sampled") as writer:
-        writer.add(Answer("x", (3,), tuple(range(4, 20)), 0.7, True))
+    write_answers(tmp_path / "sampled", [Answer("x", (3,), tuple(range(4, 20)), 0.7, True)])
     with pytest.raises(ValueError, match="no greedy answer to hold out"):
         online.changed(answers=tmp_path / "sampled").train()
 

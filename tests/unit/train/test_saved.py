@@ -101,7 +101,7 @@ def test_averages_of_other_tensors_are_refused(resume: Callable[..., None]) -> N
         # The same tensors, which mean something else.
         ("jetspec", "dflash", "causal = False, but the checkpoint has True"),
         ("eagle3", "jetspec", "head = 'BlockHead', but the checkpoint has 'Eagle3Head'"),
-        ("gru", "markov", "kind = 'markov', but the checkpoint has 'gru'"),
+        ("gru", "markov", "kind = 'markov', but the checkpoint has 'gru'; resume with that one"),
         ("longspec", "tokenswift", "head = 'TokenSwiftHeads', but the checkpoint has"),
         ("dspark", "eagle3", "head = 'Eagle3Head', but the checkpoint has 'DSparkModel'"),
     ],

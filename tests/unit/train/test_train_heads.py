@@ -370,15 +370,6 @@ def test_a_draft_vocabulary_of_another_target_is_refused(make_job: MakeJob, tmp_
         make_job("jetspec", vocab_from=str(folder)).train()
 
 
-def test_a_run_is_not_resumed_from_nothing_or_with_another_shape(make_job: MakeJob) -> None:
-    job = make_job("gru", total_steps=1)
-    with pytest.raises(ValueError, match=r"state\.pt does not exist"):
-        job.changed(resume=True).train()
-    job.train()
-    with pytest.raises(ValueError, match="rank = 4, but the checkpoint has 8; resume with that"):
-        job.changed(resume=True, rank=4).train()
-
-
 def test_time_limit_saves_and_can_be_continued(make_job: MakeJob) -> None:
     job = make_job("jetspec")
     losses, facts = job.changed(max_minutes=1e-9).train()

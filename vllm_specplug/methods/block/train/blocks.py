@@ -10,7 +10,7 @@ is no mask over all slots of all blocks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +20,7 @@ from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.order import random_subset
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """The blocks of one sequence: its numbers of block rows and context rows (segments are
     consecutive), and the context mask of each block."""
 
@@ -31,8 +30,7 @@ class Segment:
     context_mask: torch.Tensor
 
 
-@dataclass(frozen=True)
-class BlockBatch:
+class BlockBatch(NamedTuple):
     """Blocks of several sequences, b slots each (A anchors in all, T context tokens).
 
     anchor_tokens int64 [A]; positions int64 [A*b]; aux [T, L*Ht]; context_positions int64 [T];

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
@@ -26,7 +27,7 @@ from vllm_specplug.methods.block.train.options import AnchorRecipe, BlockRecipe
 from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 # Shapes are rounded so that the GEMM library reuses its compiled kernels.
@@ -68,8 +69,7 @@ def pack_heldout(
     batch = pack_blocks(
         [sequence], [anchors], config.block_size, _CONTEXT_MULTIPLE, config.first_slot
     )
-    moved: BlockBatch = to_device(batch, tables.lm_head.device)
-    return moved
+    return send_to_device(batch, tables.lm_head.device)
 
 
 @dataclass(frozen=True)

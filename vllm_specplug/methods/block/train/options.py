@@ -41,15 +41,22 @@ class AnchorRecipe(Recipe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockRun(NewHeadOptions):
-    """Folders and shape of a block head's run."""
+class AnyBlockRun(NewHeadOptions):
+    """Folders and shape of the run of a head with a block."""
 
     shape_options: ClassVar[tuple[str, ...]] = (*NewHeadOptions.shape_options, "num_layers")
+    num_layers: Annotated[int, Option(min=1, help="Draft layers; not with --init-from.")] = 2
+    mask_token_id: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockRun(AnyBlockRun):
+    """Folders and shape of a block head's run."""
+
     causal: bool
     init_from: Annotated[
         str, Option(help="Folder of a JetSpec or DFlash head for this target to start from.")
     ] = ""
-    num_layers: Annotated[int, Option(min=1, help="Draft layers; not with --init-from.")] = 2
     block_size: Annotated[
         int, Option(min=0, help="Slots per block, with the anchor; 0: 8, or as in --init-from.")
     ] = 0
@@ -93,25 +100,23 @@ class WholeBlockRecipe(BlockRecipe):
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds both commands."""
-    start = "vllm_specplug.methods.block.train.run:start"
     summary = "Trains a JetSpec head: a block head whose slots see the earlier slots."
     add_training(
         train_app,
         "jetspec",
         summary,
-        start,
         BlockRun,
         BlockRecipe,
         recipes_of("jetspec"),
         removed=REMOVED_SHORT,
         causal=True,
+        mask_token_id=None,
     )
     summary = "Trains a DFlash head: a block head whose slots see the whole block."
     add_training(
         train_app,
         "dflash",
         summary,
-        start,
         WholeBlockRun,
         WholeBlockRecipe,
         recipes_of("dflash"),

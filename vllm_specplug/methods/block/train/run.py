@@ -10,20 +10,13 @@ import torch
 from vllm_specplug.methods.block.checkpoint import load_block_head, save_block_head
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.objective import BlockObjective, compile_head, default_gamma
-from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun, WholeBlockRun
+from vllm_specplug.methods.block.train.options import BlockRecipe, BlockRun
 from vllm_specplug.methods.block.train.start import (
     continued_block,
-    head_config_for,
-    init_from_target,
+    new_block,
     speculators_target,
 )
-from vllm_specplug.train.run import (
-    HeadInTraining,
-    Training,
-    draft_ids,
-    layer_scales,
-    open_features,
-)
+from vllm_specplug.train.run import HeadInTraining, Training, open_features
 
 NEW_BLOCK_SIZE = 8
 
@@ -31,7 +24,11 @@ NEW_BLOCK_SIZE = 8
 def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
     """Returns a new head from the target's layers, or the head in `run.init_from`."""
     training = open_features(run, recipe)
-    head, ids = _continued(run, training) if run.init_from else _new(run, recipe, training)
+    if run.init_from:
+        head, ids = _continued(run, training)
+    else:
+        size = run.block_size or NEW_BLOCK_SIZE
+        head, ids = new_block(run, recipe, training, block_size=size, causal=run.causal)
     config = head.config
     if recipe.position_gamma is None:
         recipe = replace(recipe, position_gamma=default_gamma(config))
@@ -58,29 +55,6 @@ def start(run: BlockRun, recipe: BlockRecipe) -> HeadInTraining:
     )
 
 
-def _new(run: BlockRun, recipe: BlockRecipe, training: Training) -> tuple[BlockHead, torch.Tensor]:
-    """Returns a head from the target's layers, and its draft vocabulary."""
-    weights, store = training.weights, training.store
-    width = training.new_width(run.intermediate_size)
-    ids = draft_ids(training, run.draft_vocab_size, run.vocab_from)
-    head = BlockHead(
-        head_config_for(
-            weights.config,
-            store.target_layer_ids,
-            num_layers=run.num_layers,
-            block_size=run.block_size or NEW_BLOCK_SIZE,
-            draft_vocab_size=len(ids),
-            intermediate_size=width,
-            causal=run.causal,
-            mask_token_id=mask_token(run),
-        )
-    )
-    generator = torch.Generator().manual_seed(recipe.seed)
-    scales = layer_scales(store)
-    init_from_target(head, weights, training.tables, scales, generator=generator)
-    return head, ids
-
-
 def _continued(run: BlockRun, training: Training) -> tuple[BlockHead, torch.Tensor]:
     """Returns the head in `run.init_from` with this run's mask inside a block, and its draft
     vocabulary."""
@@ -92,10 +66,5 @@ def _continued(run: BlockRun, training: Training) -> tuple[BlockHead, torch.Tens
         )
     return continued_block(
         run.init_from, head, extras, training,
-        block_size=run.block_size, causal=run.causal, mask_token_id=mask_token(run),
+        block_size=run.block_size, causal=run.causal, mask_token_id=run.mask_token_id,
     )  # fmt: skip
-
-
-def mask_token(run: BlockRun) -> int | None:
-    """Returns the token that the masks of a run's head read; None for a trained vector."""
-    return run.mask_token_id if isinstance(run, WholeBlockRun) else None

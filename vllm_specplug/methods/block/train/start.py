@@ -16,7 +16,9 @@ from vllm_specplug.methods.block.checkpoint import BlockHeadExtras
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.speculators_format import HeadTarget
-from vllm_specplug.train.run import Training, continued_ids
+from vllm_specplug.methods.block.train.options import AnyBlockRun
+from vllm_specplug.train.options import Recipe
+from vllm_specplug.train.run import Training, continued_ids, draft_ids, layer_scales
 from vllm_specplug.train.target import (
     TargetTables,
     TargetWeights,
@@ -92,6 +94,35 @@ def _longest(target: dict[str, Any]) -> int:
     """Returns the maximum length that a head states. vLLM's own methods refuse a head with a
     smaller one than the served one."""
     return int(target.get("max_position_embeddings") or 0)
+
+
+def new_block(
+    run: AnyBlockRun,
+    recipe: Recipe,
+    training: Training,
+    *,
+    block_size: int,
+    causal: bool,
+    sample_from_anchor: bool = False,
+) -> tuple[BlockHead, torch.Tensor]:
+    """Returns a block from the target's layers, and its draft vocabulary."""
+    layers, width = training.store.target_layer_ids, training.new_width(run.intermediate_size)
+    ids = draft_ids(training, run.draft_vocab_size, run.vocab_from)
+    config = head_config_for(
+        training.weights.config,
+        layers,
+        num_layers=run.num_layers,
+        block_size=block_size,
+        draft_vocab_size=len(ids),
+        intermediate_size=width,
+        causal=causal,
+        mask_token_id=run.mask_token_id,
+    )
+    head = BlockHead(replace(config, sample_from_anchor=sample_from_anchor))
+    generator = torch.Generator().manual_seed(recipe.seed)
+    scales = layer_scales(training.store)
+    init_from_target(head, training.weights, training.tables, scales, generator=generator)
+    return head, ids
 
 
 def continued_block(
@@ -204,15 +235,14 @@ def init_from_target(
     weights: TargetWeights,
     tables: TargetTables,
     layer_scales: Sequence[float],
-    source_layers: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
 ) -> None:
     """Initialises a head from the target's layers, norms and features.
 
-    Draft layers copy `source_layers` (default: the first one and the last ones): the gains of norms
-    and the tensors that have a Llama's names and are large enough. Other tensors, of experts or
-    another attention, keep their values. The final norm is the target's, as the LM head expects it.
-    fc is a scaled identity on the deepest feature plus noise. A narrower MLP takes the first rows.
+    Draft layers copy the first one and the last ones: the gains of norms and the tensors that have
+    a Llama's names and are large enough. Other tensors, of experts or another attention, keep their
+    values. The final norm is the target's, as the LM head expects it. fc is a scaled identity on
+    the deepest feature plus noise. A narrower MLP takes the first rows.
 
     Args:
         layer_scales: root mean square of each selected layer's output; fc undoes it.
@@ -221,7 +251,7 @@ def init_from_target(
     decoder = decoder_of(weights.load())
     last = len(decoder.layers) - 1
     count = config.num_hidden_layers
-    sources = list(source_layers or [0, *range(last - count + 2, last + 1)][:count])
+    sources = [0, *range(last - count + 2, last + 1)][:count]
     for layer, source in zip(head.layers, sources, strict=True):
         copy_layer(decoder.layers[source], layer, config.target_hidden_size)
     head.norm.weight.copy_(tables.final_norm)

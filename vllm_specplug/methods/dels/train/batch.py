@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -34,8 +33,7 @@ class FinalStates(OnlineFeatures):
     reads_layers: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
-class LocalBatch:
+class LocalBatch(NamedTuple):
     """A blocks of L = block size - 1 inputs. tokens int64 [A, L]: the anchor and the tokens after
     it; labels int64 [A, L]: the token after each; valid bool [A, L]: whether that token exists;
     teacher [A * L, Ht] or None: the target's states that predict the labels."""

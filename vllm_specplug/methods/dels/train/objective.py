@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import send_to_device
 
 from vllm_specplug.methods.dels.train.batch import (
     LocalBatch,
@@ -22,7 +23,7 @@ from vllm_specplug.methods.dels.train.options import LocalRecipe
 from vllm_specplug.methods.local.head import LocalHead
 from vllm_specplug.train.losses import slot_weights
 from vllm_specplug.train.order import random_subset
-from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 
@@ -95,6 +96,7 @@ class LocalObjective(Objective):
         anchors: torch.Tensor,
         tables: DraftTables,
     ) -> torch.Tensor:
-        batch = to_device(pack_local([sequence], [anchors], self.block_size), tables.lm_head.device)
+        batch = pack_local([sequence], [anchors], self.block_size)
+        batch = send_to_device(batch, tables.lm_head.device)
         outputs = self.forward(head, batch.tokens, tables.embed_tokens)
         return tables.likeliest(outputs).view(len(anchors), -1)

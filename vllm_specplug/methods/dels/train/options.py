@@ -89,7 +89,4 @@ class LocalRecipe(DistillationRecipe):
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains the short-context head of DeLS; with the loss sft the target does not run."
-    start = "vllm_specplug.methods.dels.train.run:start"
-    add_training(
-        train_app, "dels", summary, start, LocalRun, LocalRecipe, recipes_of("dels"), REMOVED
-    )
+    add_training(train_app, "dels", summary, LocalRun, LocalRecipe, recipes_of("dels"), REMOVED)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from vllm_specplug.train.losses import with_gradients
+from vllm_specplug.train.losses import sum_by_chunks
 
 
 def markov_loss(
@@ -44,23 +44,17 @@ def markov_loss(
         chunk: number of rows whose logits are in memory at a time.
     """
     weights = torch.where(labels >= 0, weights, 0.0)
-    ranks = ranks.to(hidden.dtype)
-    total, grads, accepted = weights.new_zeros(()), [], []
-    markov_grad = torch.zeros_like(markov)
-    table = markov.to(ranks.dtype)
-    for start in range(0, len(hidden), chunk):
-        rows = slice(start, start + chunk)
-        own = [x.detach().requires_grad_() for x in (hidden[rows], ranks[rows], table)]
-        logits = (own[0] @ lm_head.t() + own[1] @ own[2].t()).float()
+    accepted = []
+
+    def of_rows(
+        rows: slice, own: torch.Tensor, ranks: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        logits = (own @ lm_head.t() + ranks @ table.to(ranks.dtype).t()).float()
         target = (teacher[rows] @ lm_head.t()).float()
         distance = (logits.softmax(-1) - target.softmax(-1)).abs().sum(-1)
         entropy = F.cross_entropy(logits, labels[rows].clamp_min(0), reduction="none")
-        loss = ((ce * entropy + l1 * distance) * weights[rows]).sum()
-        *slopes, markov_slope = torch.autograd.grad(loss, own)
-        grads.append(slopes)
-        markov_grad += markov_slope
-        total += loss.detach()
         accepted.append(1 - distance.detach() / 2)
-    joined = [torch.cat(parts) for parts in zip(*grads, strict=True)]
-    tensors = [hidden, ranks, markov]
-    return with_gradients(total, tensors, [*joined, markov_grad]), torch.cat(accepted)
+        return ((ce * entropy + l1 * distance) * weights[rows]).sum()
+
+    total = sum_by_chunks(of_rows, [hidden, ranks.to(hidden.dtype)], [markov], chunk=chunk)
+    return total, torch.cat(accepted)

@@ -4,27 +4,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 import typer
 from typer import Option
 
-from vllm_specplug.methods.block.train.options import REMOVED, AnchorRecipe, MaskToken
+from vllm_specplug.methods.block.train.options import REMOVED, AnchorRecipe, AnyBlockRun, MaskToken
 from vllm_specplug.methods.recipes import recipes_of
 from vllm_specplug.train.cli_common import add_training
-from vllm_specplug.train.options import NewHeadOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class DSparkRun(NewHeadOptions):
+class DSparkRun(AnyBlockRun):
     """Folders and shape of a run. A head of another kind in `init_from` gives the block only."""
 
-    shape_options: ClassVar[tuple[str, ...]] = (*NewHeadOptions.shape_options, "num_layers")
     init_from: Annotated[
         str,
         Option(help="Folder of a DSpark, DFlash or JetSpec head for this target to start from."),
     ] = ""
-    num_layers: Annotated[int, Option(min=1, help="Draft layers; not with --init-from.")] = 2
     block_size: Annotated[
         int, Option(min=2, help="Tokens drafted at once; the anchor's slot drafts too.")
     ] = 7
@@ -65,7 +62,6 @@ class DSparkRecipe(AnchorRecipe):
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains a DSpark head: a block head with a Markov and a confidence head."
-    start = "vllm_specplug.methods.dspark_tree.train.run:start"
     add_training(
-        train_app, "dspark", summary, start, DSparkRun, DSparkRecipe, recipes_of("dspark"), REMOVED
+        train_app, "dspark", summary, DSparkRun, DSparkRecipe, recipes_of("dspark"), REMOVED
     )

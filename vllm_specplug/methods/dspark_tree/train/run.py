@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,38 +11,27 @@ from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.train.objective import compile_head
 from vllm_specplug.methods.block.train.start import (
     continued_block,
-    head_config_for,
-    init_from_target,
+    new_block,
     speculators_target,
 )
 from vllm_specplug.methods.dspark_tree.checkpoint import load_dspark_head, save_dspark_head
 from vllm_specplug.methods.dspark_tree.config import DSparkConfig
 from vllm_specplug.methods.dspark_tree.train.objective import DSparkModel, DSparkObjective
 from vllm_specplug.methods.dspark_tree.train.options import DSparkRecipe, DSparkRun
-from vllm_specplug.train.run import (
-    HeadInTraining,
-    Training,
-    draft_ids,
-    layer_scales,
-    open_features,
-)
+from vllm_specplug.train.run import HeadInTraining, Training, open_features
 
 
 def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
     """Returns a new head from the target's layers, or the head in `run.init_from`."""
     training = open_features(run, recipe)
-    store, weights = training.store, training.weights
     if run.init_from:
         model, ids = _continued(run, training)
     else:
-        width = training.new_width(run.intermediate_size)
-        ids = draft_ids(training, run.draft_vocab_size, run.vocab_from)
-        model = DSparkModel(
-            dspark_config(run, weights.config, store.target_layer_ids, width, len(ids))
-        )
-        generator = torch.Generator().manual_seed(recipe.seed)
-        scales = layer_scales(store)
-        init_from_target(model.block, weights, training.tables, scales, generator=generator)
+        block, ids = new_block(
+            run, recipe, training,
+            block_size=run.block_size, causal=False, sample_from_anchor=True,
+        )  # fmt: skip
+        model = DSparkModel(_with_markov(run, block.config, run.markov_rank), block)
     if recipe.compile:
         compile_head(model.block)
     config, tables = model.config, training.draft_tables(ids)
@@ -81,30 +69,8 @@ def start(run: DSparkRun, recipe: DSparkRecipe) -> HeadInTraining:
     )
 
 
-def dspark_config(
-    run: DSparkRun,
-    target: dict[str, Any],
-    layers: tuple[int, ...],
-    width: int,
-    draft_vocab_size: int,
-) -> DSparkConfig:
-    """Returns the shape of a head with the target's layer shape."""
-    block = head_config_for(
-        target,
-        layers,
-        num_layers=run.num_layers,
-        block_size=run.block_size,
-        draft_vocab_size=draft_vocab_size,
-        intermediate_size=width,
-        causal=False,
-        mask_token_id=run.mask_token_id,
-    )
-    return _with_markov(run, block, run.markov_rank)
-
-
 def _with_markov(run: DSparkRun, block: BlockHeadConfig, rank: int) -> DSparkConfig:
     own = {
-        "sample_from_anchor": True,
         "markov_rank": rank,
         "confidence_size": block.hidden_size + rank if run.confidence else 0,
     }

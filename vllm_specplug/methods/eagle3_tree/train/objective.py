@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import send_to_device
 
 from vllm_specplug.methods.block.head import Attend
 from vllm_specplug.methods.block.train.start import copy_gains, copy_layer, copy_leading
@@ -22,12 +23,11 @@ from vllm_specplug.methods.eagle3_tree.train.options import Eagle3Recipe
 from vllm_specplug.train.features import FeatureSequence
 from vllm_specplug.train.order import random_subset
 from vllm_specplug.train.target import TargetTables, TargetWeights, decoder_of, layer_norms
-from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 
-@dataclass(frozen=True)
-class Anchors:
+class Anchors(NamedTuple):
     """Consecutive sequences and their anchors.
 
     Row i of a sequence of S tokens takes the token at i + 1; there are S - 1 rows. Run k of the
@@ -175,7 +175,8 @@ class Eagle3Objective(Objective):
         tables: DraftTables,
     ) -> torch.Tensor:
         # An anchor's row is that of the position before it.
-        batch = to_device(pack([sequence], [anchors - 1], self.recipe.steps), tables.lm_head.device)
+        batch = pack([sequence], [anchors - 1], self.recipe.steps)
+        batch = send_to_device(batch, tables.lm_head.device)
         return tables.likeliest(self.forward(head, batch, tables.embed_tokens)).t()
 
 

@@ -66,5 +66,4 @@ class Eagle3Recipe(DistillationRecipe):
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains an EAGLE-3 head by training-time test; vLLM's own method reads it too."
-    start = "vllm_specplug.methods.eagle3_tree.train.run:start"
-    add_training(train_app, "eagle3", summary, start, Eagle3Run, Eagle3Recipe, recipes_of("eagle3"))
+    add_training(train_app, "eagle3", summary, Eagle3Run, Eagle3Recipe, recipes_of("eagle3"))

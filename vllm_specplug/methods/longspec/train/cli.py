@@ -40,16 +40,14 @@ def features(
         kv_meta,
         write_kv_shard,
     )
-    from vllm_specplug.train.answers import finished_answers
     from vllm_specplug.train.features import TokenSequence
     from vllm_specplug.train.run import new_accelerator
     from vllm_specplug.train.target import load_target
 
     with common.friendly_errors():
-        files = finished_answers(data)
-        aside = 0 if heldout is None else heldout_answers
-        split = common.checked_split(files, aside, REPETITIVE_SHARE)
         check_target(str(target))
+        aside = 0 if heldout is None else heldout_answers
+        parts = common.read_split(data, aside, REPETITIVE_SHARE)
         accelerator = new_accelerator()
         model: Any = load_target(target, torch.bfloat16).to(accelerator.device)
         most = model.config.max_position_embeddings
@@ -60,14 +58,13 @@ def features(
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
             write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
 
-        common.write_split(split, out, heldout, write, accelerator, kv_meta(model))
+        common.write_split(parts, out, heldout, write, accelerator, kv_meta(model))
 
 
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds both commands."""
     data_app.command("longspec-features")(features)
     summary = "Trains a LongSpec layer over the target's last-layer keys and values."
-    start = "vllm_specplug.methods.longspec.train.run:start"
     common.add_training(
-        train_app, "longspec", summary, start, LongSpecRun, LongSpecRecipe, recipes_of("longspec")
+        train_app, "longspec", summary, LongSpecRun, LongSpecRecipe, recipes_of("longspec")
     )

@@ -20,16 +20,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.utils.rnn import pad_sequence, unpad_sequence
 
 from vllm_specplug.train.features import (
     FeatureSequence,
     FeatureStore,
     TokenSequence,
+    shard_meta,
     write_features,
 )
 from vllm_specplug.train.online import OnlineFeatures
-from vllm_specplug.train.target import target_crc
 
 # Of the paper; its code draws 0 to 4.
 KEPT_POSITIONS = 4
@@ -112,15 +112,12 @@ def kv_shape(config: Any) -> tuple[int, int]:
 
 def kv_meta(model: Any) -> dict[str, Any]:
     """Returns what the metadata of shards say of a target."""
-    config = model.config
-    kv_heads, head_dim = kv_shape(config)
+    kv_heads, head_dim = kv_shape(model.config)
     return {
-        "target_crc": target_crc(model),
-        "target_layer_ids": [config.num_hidden_layers - 1],
+        **shard_meta(model, [model.config.num_hidden_layers - 1]),
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
         "aux_size": 2 * kv_heads * head_dim,
-        "hidden_size": int(config.hidden_size),
     }
 
 
@@ -187,8 +184,6 @@ def forward_kv(
     # [B, Hkv, S, Dh] twice -> [B, S, 2 * Hkv * Dh]
     pairs = torch.stack([last.keys, last.values], dim=1).permute(0, 3, 1, 2, 4).flatten(2)
     pairs, final = (t.to(to, torch.bfloat16) for t in (pairs, output.last_hidden_state))
-    lengths = [len(t) for t in tokens]
-    return (
-        [pairs[i, :n] for i, n in enumerate(lengths)],
-        [final[i, :n] for i, n in enumerate(lengths)],
-    )
+    lengths = torch.tensor([len(t) for t in tokens])
+    states, hidden = (unpad_sequence(part, lengths, batch_first=True) for part in (pairs, final))
+    return states, hidden

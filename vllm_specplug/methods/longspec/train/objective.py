@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from accelerate.utils import send_to_device
 from torch.utils.checkpoint import checkpoint
 
 from vllm_specplug.methods.block.train.start import copy_gains, copy_layer
@@ -22,7 +23,7 @@ from vllm_specplug.methods.longspec.head import LongSpecHead
 from vllm_specplug.methods.longspec.train.features import KVSequence
 from vllm_specplug.methods.longspec.train.options import LongSpecRecipe
 from vllm_specplug.train.target import TargetWeights, decoder_of, layer_norms
-from vllm_specplug.train.trainer import Objective, StepLoss, Trainer, to_device
+from vllm_specplug.train.trainer import Objective, StepLoss, Trainer
 from vllm_specplug.train.vocabulary import DraftTables
 
 _ROW_MULTIPLE = 512
@@ -30,8 +31,7 @@ _ROW_MULTIPLE = 512
 CHAIN_DEPTH = 5
 
 
-@dataclass(frozen=True)
-class PackedSequences:
+class PackedSequences(NamedTuple):
     """Consecutive sequences: tokens, positions [T], key, value [T, Hkv, Dh], hidden [T, Ht];
     `lengths` and `staleness` of each sequence; `rows` [N] supervised positions and `labels` [N] the
     tokens that follow them."""
@@ -197,7 +197,7 @@ class LongSpecObjective(Objective):
         # A row at depth d whose target cache ends d + 1 positions earlier reads what serving reads.
         found = []
         for depth in range(CHAIN_DEPTH):
-            batch = to_device(pack([sequence], [depth + 1]), tables.lm_head.device)
+            batch = send_to_device(pack([sequence], [depth + 1]), tables.lm_head.device)
             states = run_packed(head, batch, tables.embed_tokens)
             rows = (anchors + depth).clamp_max(len(sequence) - 1)
             found.append(tables.likeliest(states[rows]))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -76,8 +77,7 @@ def new_heads(config: TokenSwiftConfig, final_norm: torch.Tensor) -> TokenSwiftH
     return heads
 
 
-@dataclass(frozen=True)
-class Positions:
+class Positions(NamedTuple):
     """hidden [T, H], each head's target tokens int64 [num_heads, T], and the target's final states
     that predict them [num_heads, T, H]."""
 

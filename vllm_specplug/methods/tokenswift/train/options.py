@@ -43,12 +43,10 @@ class TokenSwiftRecipe(DistillationRecipe):
 def register(train_app: typer.Typer, data_app: typer.Typer) -> None:
     """Adds the command."""
     summary = "Trains TokenSwift heads; the target is frozen."
-    start = "vllm_specplug.methods.tokenswift.train.run:start"
     add_training(
         train_app,
         "tokenswift",
         summary,
-        start,
         TokenSwiftRun,
         TokenSwiftRecipe,
         recipes_of("tokenswift"),

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -80,7 +78,7 @@ def test_sampled_anchors_are_legal_spread_and_reproducible(feature_folders):
 
 
 def _floats(batch):
-    return replace(batch, aux=batch.aux.float())
+    return batch._replace(aux=batch.aux.float())
 
 
 @torch.no_grad()
