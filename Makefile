@@ -5,6 +5,9 @@ SHELL := /bin/sh
 PYTHON ?= python3.11
 BIN := .venv/bin
 TIER ?= ci
+# A test run starts many interpreters that import vLLM. Without a bytecode cache each of them
+# compiles thousands of modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(TIER),fast)
 PYTEST_ARGS := -m "not slow and not e2e and not full"

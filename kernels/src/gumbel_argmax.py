@@ -28,7 +28,9 @@ def gumbel_argmax(
     compiled kernels. The noise is -log(-log(1 - u)) of a 32-bit
     MurmurHash3 of (seed, position, token).
     """
-    if logits.is_contiguous() and has_cpu_extension():
-        torch.ops.specplug.gumbel_argmax.default(logits, divisors, seeds, positions, winners)
+    if has_cpu_extension():
+        # vLLM pads most vocabularies, so rows without the padding are not contiguous.
+        dense = logits.contiguous()
+        torch.ops.specplug.gumbel_argmax.default(dense, divisors, seeds, positions, winners)
     else:
         winners.masked_fill_(divisors != 0, UNDECIDED)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -107,9 +108,18 @@ def test_tokens_are_drawn_by_their_probabilities() -> None:
     assert error.max() < 5
 
 
-def test_rows_that_do_not_lie_together_are_left_to_the_caller() -> None:
-    logits = torch.randn(6, 200)[:, ::2]
-    winners = draw(logits, torch.tensor([1.0, 0, 1, 1, 0, 1]), torch.arange(6))
+@pytest.mark.skipif(not has_cpu_extension(), reason="the kernels are not compiled")
+def test_rows_of_a_padded_vocabulary_are_drawn_as_others() -> None:
+    torch.manual_seed(0)
+    logits, divisors = torch.randn(6, 64)[:, :40], torch.tensor([1.0, 0, 1, 1, 0, 1])
+    winners = draw(logits, divisors, torch.arange(6))
+    assert winners.tolist() == draw(logits.contiguous(), divisors, torch.arange(6)).tolist()
+    assert UNDECIDED not in winners.tolist()
+
+
+def test_without_compiled_kernels_rows_are_left_to_the_caller() -> None:
+    with patch.dict(gumbel_argmax.__globals__, has_cpu_extension=lambda: False):
+        winners = draw(torch.randn(6, 40), torch.tensor([1.0, 0, 1, 1, 0, 1]), torch.arange(6))
     assert winners.tolist() == [-1, 77, -1, -1, 77, -1]
 
 
