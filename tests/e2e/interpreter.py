@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import ExitStack
 from typing import Any
+
+from tests.quick_interpreter import quick_interpreter
+
+# What is entered for the life of the process.
+_ENTERED = ExitStack()
 
 
 def install() -> None:
@@ -60,6 +66,7 @@ def install() -> None:
 
     triton.backends.backends["cpu"] = CpuBackend()
     driver.set_active(CpuDriver())
+    _ENTERED.enter_context(quick_interpreter())
     # The interpreter takes masks of bools alone; some kernels of vLLM's have integers.
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store

@@ -47,13 +47,17 @@ def _one_thread():
 
 
 @pytest.fixture
-def stock_interpreter() -> None:
-    """Skips where Triton kernels would need a GPU."""
+def stock_interpreter() -> Iterator[None]:
+    """Triton kernels run in the interpreter; skips where they would need a GPU."""
     pytest.importorskip("triton")
     from triton import knobs
 
     if not knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET is off")
+    from tests.quick_interpreter import quick_interpreter
+
+    with quick_interpreter():
+        yield
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Triton kernels in Triton's interpreter, against an oracle that knows neither masks nor pages.
 
-Shapes are small: the interpreter takes about a second for a handful of tiles.
+Shapes are small, because the interpreter is slow.
 """
 
 from __future__ import annotations
