@@ -4,8 +4,8 @@
 A hypothesis state machine drives one engine with trees by its step loop: requests are added with
 any mix of options, also onto prefixes that are cached; aborted, preempted one or all, resumed;
 budgets change; the prefix cache is reset. At every step each output must be the beginning of
-what the plain engine gives that request. When all is done no block may be missing and nothing may
-be kept of any request.
+what the plain engine gives that request alone. When all is done no block may be missing and
+nothing may be kept of any request.
 
 Both engines live as long as the process and each plain answer is computed once, so that an
 example costs fractions of a second. Whether the tree engine's scheduler waits for every step or
@@ -118,16 +118,7 @@ def plain_answer(engines: Pair, prompt: list[int], option: int) -> Any:
     """vLLM's output of the request without speculation."""
     key = (id(engines.plain), tuple(prompt), option)
     if key not in _answers:
-        # All fixed prompts with all options in one batch: one by one, even the few that the
-        # examples use take longer.
-        asked = [([*p], o) for p in PROMPTS for o in range(len(OPTIONS))]
-        if (prompt, option) not in asked:
-            asked = [(prompt, option)]
-        outputs = generate(
-            engines.plain, [p for p, _ in asked], [sampling_params(o) for _, o in asked]
-        )
-        for (p, o), output in zip(asked, outputs, strict=True):
-            _answers[id(engines.plain), tuple(p), o] = output
+        _answers[key] = generate(engines.plain, [prompt], sampling_params(option))[0]
     return _answers[key]
 
 
