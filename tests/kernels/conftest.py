@@ -47,7 +47,7 @@ def _one_thread():
 
 
 @pytest.fixture
-def stock_interpreter() -> Iterator[None]:
+def unchecked_interpreter() -> Iterator[None]:
     """Triton kernels run in the interpreter; skips where they would need a GPU."""
     pytest.importorskip("triton")
     from triton import knobs
@@ -61,7 +61,7 @@ def stock_interpreter() -> Iterator[None]:
 
 
 @pytest.fixture
-def interpreter(stock_interpreter: None) -> Iterator[None]:
+def interpreter(unchecked_interpreter: None) -> Iterator[None]:
     """Triton kernels run in the checked interpreter."""
     from tests.kernels.checked_interpreter import checked_interpreter
 

@@ -18,7 +18,7 @@ from vllm_specplug.seams.listing_runner import CPU_KERNELS
 from vllm_specplug.vllm_v2.cpu_kernels.inputs import zero_kv_blocks
 from vllm_specplug.vllm_v2.cpu_kernels.sampling import num_nans
 
-pytestmark = pytest.mark.usefixtures("stock_interpreter")
+pytestmark = pytest.mark.usefixtures("unchecked_interpreter")
 
 SLOTS, MAX_LEN, VOCAB, DRAFTS = 6, 40, 1100, 5
 """Two blocks of the sampling kernel."""

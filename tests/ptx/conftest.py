@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.conftest import _one_thread, interpreter, stock_interpreter  # noqa: F401
+from tests.kernels.conftest import _one_thread, interpreter, unchecked_interpreter  # noqa: F401
 
 HERE = Path(__file__).parent
 
