@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_specplug.registry import headless_methods
 from vllm_specplug.rows import Conversation, LeftOut
 from vllm_specplug.train.answers import Request
 from vllm_specplug.train.chat import ChatTokenizer
@@ -53,9 +52,13 @@ class VllmGenerator:
 
         self.chat, self.max_tokens = chat, max_tokens
         longest = max_prompt_tokens + max_tokens
-        # On a CPU, the kernels of a method without a head are faster than vLLM's. On a GPU this is
-        # not measured.
-        method = {"method": headless_methods()[0]} if current_platform.is_cpu() else None
+        limits: dict[str, Any] = {}
+        if current_platform.is_cpu():
+            # A seeded request whose prompt is chunked ends vLLM's engine on a CPU.
+            limits = {
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(2048, longest),
+            }
         self.llm = LLM(
             str(target),
             dtype="bfloat16",
@@ -64,7 +67,7 @@ class VllmGenerator:
             max_model_len=longest,
             tensor_parallel_size=tensor_parallel_size,
             disable_log_stats=True,
-            speculative_config=method,
+            **limits,
         )
 
     def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:

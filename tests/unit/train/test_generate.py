@@ -14,7 +14,6 @@ import vllm
 from typer.testing import CliRunner
 
 from tests.unit.train.chat_targets import chat_target, word_tokenizer
-from vllm_specplug.registry import get_method
 from vllm_specplug.rows import Conversation, LeftOut
 from vllm_specplug.train import generate
 from vllm_specplug.train.answers import read_plan
@@ -44,7 +43,7 @@ class Engine:
 
 
 @pytest.mark.parametrize(("given", "used"), [(None, "1"), ("6", "6")])
-def test_the_engine_has_a_kv_cache_and_draft_trees_on_a_cpu(
+def test_the_engine_has_a_kv_cache_and_reads_the_longest_prompt_at_once(
     monkeypatch: pytest.MonkeyPatch, given: str | None, used: str
 ) -> None:
     # Set first, so that what the generator sets is taken back as well.
@@ -55,9 +54,8 @@ def test_the_engine_has_a_kv_cache_and_draft_trees_on_a_cpu(
     chat = ChatTokenizer(word_tokenizer("plain"))
     engine: Any = VllmGenerator("somewhere", chat, max_prompt_tokens=5000, max_tokens=100).llm
     assert engine.kv_cache_gib == used
-    assert engine.options["max_model_len"] == 5100
-    method = engine.options["speculative_config"]["method"]
-    assert not get_method(method).needs_head
+    options = engine.options
+    assert (options["max_model_len"], options["max_num_batched_tokens"]) == (5100, 5100)
 
 
 def test_the_target_writes_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
