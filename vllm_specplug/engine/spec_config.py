@@ -317,7 +317,7 @@ def _with_owner(error: ValueError, method: Method, model: str | None) -> ValueEr
         return error
     owner = misfit(method, head)
     # Not any mention of the name: paths may hold it, too.
-    if owner is None or re.search(rf"\bmethod '?{owner.name}\b", str(error)):
+    if owner is None or re.search(rf"\bmethod '?{re.escape(owner.name)}\b", str(error)):
         return error
     return option_error(
         "method",

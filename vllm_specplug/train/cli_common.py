@@ -179,8 +179,8 @@ def add_training(
 
     Args:
         run, recipe: their fields with an `Option` are the command's options: required ones first,
-            then the method's own, then the shared ones. The run.py
-            beside their module has the function `start`; the command imports it when it runs.
+            then the method's own, then the shared ones. The run.py beside their module has the
+            function `start`; the command imports it when it runs.
         recipes: options that `--recipe` sets unless they are on the command line.
         removed: options that the command had, and what to do without them.
         decided: values of the other fields.

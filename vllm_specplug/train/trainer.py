@@ -52,8 +52,7 @@ class Objective(ABC):
 
     @abstractmethod
     def draw(self, trainer: Trainer) -> Any:
-        """Returns the batch of the next step on this process: tensors, or tuples of
-        tensors."""
+        """Returns the batch of the next step on this process: tensors, or tuples of tensors."""
 
     @abstractmethod
     def forward(self, head: Any, *inputs: Any) -> Any:
