@@ -251,8 +251,6 @@ def features(
     tokens_per_batch: common.TokensPerBatch = 4096,
 ) -> None:
     """Runs the target once over its answers and stores the features for training."""
-    import torch
-
     from vllm_specplug.train.features import (
         TokenSequence,
         chosen_layers,
@@ -267,7 +265,7 @@ def features(
         ids = chosen_layers(layers, int(weights.config["num_hidden_layers"]))
         accelerator = new_accelerator()
         parts = common.read_split(data, heldout_answers, repetitive_share)
-        model = weights.load(torch.bfloat16).to(accelerator.device)
+        model = weights.load_frozen(accelerator.device)
 
         def write(folder: Path, part: list[TokenSequence], number: int) -> None:
             write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from vllm_specplug.provenance import hardware
+
 # Fields of a config that give a head its shape, by transformers' common names.
 _COMMON = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
            "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps")  # fmt: skip
@@ -70,14 +72,20 @@ class TargetWeights:
         ids = self.config.get("eos_token_id")
         return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
-    def load(self, dtype: torch.dtype | str = "auto") -> nn.Module:
-        """Loads the target, by default in its own dtype, on the CPU; not kept."""
-        return load_target(self.folder, dtype)
+    def load(self) -> nn.Module:
+        """Loads the target in its own dtype on the CPU; not kept."""
+        return load_target(self.folder)
 
     def load_frozen(self, device: torch.device, processes: int = 1) -> nn.Module:
-        """Loads the target in bfloat16 on a device, to run it beside a trainer; with several
-        `processes` they share its layers."""
-        model = self.load(torch.bfloat16).requires_grad_(False)
+        """Loads the target on a device, to read its states; several `processes` share its layers.
+
+        It runs in bfloat16, or in float32 on a CPU without bfloat16 instructions, where products
+        in bfloat16 take several times as long.
+        """
+        known = set(hardware()["extensions"] if device.type == "cpu" else ())
+        is_slow = "avx2" in known and known.isdisjoint(("avx512_bf16", "amx_bf16"))
+        dtype = torch.float32 if is_slow else torch.bfloat16
+        model = load_target(self.folder, dtype).requires_grad_(False)
         if processes > 1:
             shard_layers(model, device, processes)
         return model.to(device)

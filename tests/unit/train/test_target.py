@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.fp8_modules import BLOCKS, CHANNELS, in_fp8
 from vllm_specplug.methods.block.head import BlockHead
 from vllm_specplug.methods.block.train.start import head_config_for, init_from_target
+from vllm_specplug.train import target
 from vllm_specplug.train.features import forward_features
 from vllm_specplug.train.target import TargetWeights, decoder_of, load_target
 
@@ -150,3 +151,21 @@ def test_weights_of_a_target_in_fp8_are_read_with_their_scales(
     found = layer.mlp.up_proj.weight  # type: ignore[union-attr]
     assert stored[name].dtype == torch.float8_e4m3fn
     torch.testing.assert_close(found.float(), meant[name], rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize(
+    ("extensions", "dtype"),
+    [
+        (["avx2", "avx512f"], torch.float32),
+        (["avx2", "avx512f", "avx512_bf16"], torch.bfloat16),
+        (["avx2", "avx512f", "amx_bf16"], torch.bfloat16),
+        ([], torch.bfloat16),
+    ],
+)
+def test_states_are_computed_in_bfloat16_where_the_cpu_multiplies_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extensions: list[str], dtype: torch.dtype
+) -> None:
+    make_model("Llama", tmp_path)
+    monkeypatch.setattr(target, "hardware", lambda: {"extensions": extensions})
+    model = TargetWeights(tmp_path).load_frozen(torch.device("cpu"))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}

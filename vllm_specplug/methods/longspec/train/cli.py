@@ -33,7 +33,6 @@ def features(
 ) -> None:
     """Runs the target once and stores its last layer's keys and values, as LongSpec reads them."""
     import numpy as np
-    import torch
 
     from vllm_specplug.methods.longspec.train.features import (
         draw_offset,
@@ -42,14 +41,14 @@ def features(
     )
     from vllm_specplug.train.features import TokenSequence
     from vllm_specplug.train.run import new_accelerator
-    from vllm_specplug.train.target import load_target
+    from vllm_specplug.train.target import TargetWeights
 
     with common.friendly_errors():
         check_target(str(target))
         aside = 0 if heldout is None else heldout_answers
         parts = common.read_split(data, aside, REPETITIVE_SHARE)
         accelerator = new_accelerator()
-        model: Any = load_target(target, torch.bfloat16).to(accelerator.device)
+        model: Any = TargetWeights(target).load_frozen(accelerator.device)
         most = model.config.max_position_embeddings
 
         def write(folder: Path, part: list[TokenSequence], salt: int) -> None:
