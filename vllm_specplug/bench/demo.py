@@ -59,7 +59,7 @@ def run_demo(
     """Starts the servers, sends the chats and prints a table.
 
     Args:
-        specs: plain vLLM, and possibly a server with drafts; equal except for them.
+        specs: plain vLLM, and possibly a server that differs only by its drafts.
 
     Raises:
         ServerError: if a server does not start.

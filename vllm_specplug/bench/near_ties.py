@@ -12,7 +12,7 @@ from vllm_specplug.bench.chat import ChatAnswer
 # bfloat16 logits between 16 and 32 are multiples of 1/8. Sums in another order may differ by a few
 # of these.
 NEAR_TIE_NATS = 0.5
-# Most log-probabilities that `vllm serve` returns by default.
+# Maximum number of log-probabilities that `vllm serve` returns by default.
 LISTED = 20
 
 

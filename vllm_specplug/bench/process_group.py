@@ -93,7 +93,7 @@ def _signal_group(pgid: int, number: int) -> None:
         os.killpg(pgid, number)
 
 
-# Ends the group when its parent dies in any way, which ends the read.
+# Ends the group when the parent dies, because the read then returns.
 _GUARD_SCRIPT = """
 import os, signal, sys, time
 pgid = int(sys.argv[1])

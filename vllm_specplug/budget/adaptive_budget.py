@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget that follows the load. It joins cost model, acceptance model, gate and allocation."""
+"""The adaptive budget, which combines cost model, acceptance model, gate and allocation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_specplug.options import RowBudget
 from vllm_specplug.tree import DraftTree
 
 _REST_STEPS = 8
-"""Steps for which a decision against all drafts holds while the batch stays the same."""
+"""Steps for which a decision against all drafts holds if the batch does not change."""
 _CHILD_PROB = 0.7
 """Estimated probability of the best child of a node, before the child is drafted."""
 _AVERAGED_NODES = 4
@@ -70,7 +70,7 @@ class NextStep:
 class LevelThresholds:
     """Minimum probabilities for which another level of a draft pays.
 
-    Probabilities are those of the head, before any correction.
+    Probabilities are the head's own, before any correction.
     """
 
     node: float
@@ -111,7 +111,7 @@ class Plan:
 
 
 class AdaptiveBudget:
-    """Decides for every step which requests draft how deep, and which nodes are verified.
+    """Decides for every step which requests draft, how deep, and which nodes are verified.
 
     Args:
         costs: cost model of a step.
@@ -197,7 +197,7 @@ class AdaptiveBudget:
         )
 
     def _level_thresholds(self, plan: Plan, step_ms: Floats) -> LevelThresholds | None:
-        """Returns the thresholds for a draft with the gain of the last one.
+        """Returns the thresholds for a draft, assuming the gain of the last one.
 
         Args:
             step_ms: milliseconds of the step by number of nodes.

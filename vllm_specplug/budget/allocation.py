@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the exact set of nodes with the most expected tokens per millisecond.
+"""Finds the set of nodes with the most expected tokens per millisecond, exactly.
 
 A step that verifies a set S of nodes yields R + sum of p_i over S tokens on average: one token of
 the target per request, and each node with its probability of acceptance. The step takes
@@ -10,7 +10,7 @@ highest ratio.
 For a fixed rate r, the S that maximises tokens - r * milliseconds consists of the n best nodes by
 p_i - r * a_i, for some n. One sort and one pass over n find it for any C. Dinkelbach's iteration
 (W. Dinkelbach, On nonlinear fractional programming, 1967) sets r to the ratio reached and repeats
-until r stays the same. It ends at the best ratio after two or three rounds.
+until r no longer changes. It ends at the best ratio after two or three rounds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Allocation:
 
 
 def allocate(
-    # [N] probability that each node is accepted, not larger than that of its parent
+    # [N] probability that each node is accepted, at most its parent's
     probabilities: Floats,
     # [N + 1]: ms of a step that verifies n nodes; [0] is the plain step
     step_ms: Floats,

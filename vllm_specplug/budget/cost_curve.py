@@ -31,7 +31,7 @@ _MAX_RESIDUAL = 0.1
 _MIN_WEIGHT = 0.25
 """Minimum interpolation weight of a knot for a step to count as a measurement of that knot."""
 _MAX_REPEATS = 8
-"""Number of consecutive large residuals of one sign after which their weight stays constant."""
+"""Number of consecutive large residuals of one sign up to which their weight increases."""
 
 
 class CostCurve:
@@ -57,7 +57,7 @@ class CostCurve:
         # More rows cannot take less time, and noise only adds time, so a size costs at most the
         # time of a larger one.
         self.measured: Floats = np.minimum.accumulate(measured[::-1])[::-1]
-        # [knots + 1] corrections; the last one is that of trees
+        # [knots + 1] corrections; the last one is for trees
         self._logs = np.zeros(len(self.rows) + 1)
         distances = np.abs(np.subtract.outer(np.log2(self.rows), np.log2(self.rows)))
         self._prior_covariance: Floats = np.zeros((len(self._logs), len(self._logs)))

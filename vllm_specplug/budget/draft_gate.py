@@ -2,9 +2,9 @@
 """Decides before a draft forward for which requests it pays, and how deep it goes.
 
 The candidates of a forward are unknown until it has run. A histogram of earlier forwards replaces
-them. It counts the nodes that a forward of depth D added to those of lookups, by probability of
-acceptance. It is averaged over all requests and scaled by a factor per request. Whether these nodes
-pay is then decided in the same way as for real nodes.
+them. It counts the nodes that a forward of depth D added beyond lookups, by probability of
+acceptance. It is averaged over all requests and scaled by a factor per request. These expected
+nodes are then evaluated like real nodes.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class DraftGate:
 
         A pending cost is paid once, but the number of drafts that follow is unknown. It is spread
         over `PAYBACK_STEPS` steps plus the number of steps in which drafts would have paid off
-        without it. So it is paid, at the latest, when waiting has lost as much.
+        without it. So it is paid, at the latest, when waiting has cost as much.
         """
         num_reqs = len(slots)
         depths = np.zeros(num_reqs, np.int64)

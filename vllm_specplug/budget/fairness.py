@@ -28,7 +28,7 @@ class FairnessWeights:
 
     def __init__(self) -> None:
         # [slots + 1] tokens that plain decoding would have emitted, and tokens emitted. The last
-        # entry is that of all requests that may not draft.
+        # entry is for all requests that may not draft.
         self._due = np.zeros(64)
         self._emitted = np.zeros(64)
 

@@ -116,7 +116,7 @@ class StepCostModel:
         return milliseconds + self.rest_ms
 
     def draft_ms(self, requests: npt.ArrayLike, depth: npt.ArrayLike) -> Floats:
-        """Returns the milliseconds of a draft forward. Arguments are those of `draft_rows`."""
+        """Returns the milliseconds of a draft forward. Arguments as for `draft_rows`."""
         return self.draft(draft_rows(requests, depth, self.by_level))
 
     def observe_draft(self, requests: int, depth: float, milliseconds: float) -> None:

@@ -2,10 +2,10 @@
 """The caches of a drafter: paged caches, windows, and the target's own caches.
 
 A drafter requests a cache with a `...Spec` and receives an object with the matching protocol. There
-are implementations on the host and on devices. On a host they take `DraftRequests`, and the parents
-of tree rows as one int32 array per request: those of the rows after its root, as in
-`DraftTree.parent_indices`. On a device they take `DeviceRequests`, and parents as int32 [R, rows]:
-the row of each row's parent within its request, -1 for the first row, which is the root.
+are implementations on the host and on devices. On a host they take `DraftRequests`, and parents as
+one int32 array per request for the rows after its root, as in `DraftTree.parent_indices`. On a
+device they take `DeviceRequests`, and parents as int32 [R, rows]: the row of each row's parent
+within its request, -1 for the first row, which is the root.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class HostCache(DraftCache, Protocol):
     """A draft cache in host memory."""
 
     knows_slots: bool
-    """Whether only this engine writes the pages, so that a record of their slots stays true."""
+    """Whether only this engine writes the pages, so that a record of their slots is valid."""
 
     def slots(self, req_index: int, num_tokens: int) -> np.ndarray:
         """Returns the slots of a request's first tokens, int64 [num_tokens].
@@ -132,7 +132,7 @@ class DraftWindow(Protocol):
         own branch, for the requests of the last `missing`."""
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Frees the windows of requests that ended."""
+        """Frees the windows of requests that ended or were preempted."""
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class ContextBacklog:
         self._write_columns(columns)
 
     def set_deferred(self, is_deferring: bool) -> None:
-        """Switches the deferral of new tokens on or off. Deferred tokens stay deferred."""
+        """Switches the deferral of new tokens on or off. It writes no deferred tokens."""
         self.is_deferring = is_deferring and self._deferred is not None
 
     # -- requests --------------------------------------------------------------------------
@@ -89,7 +89,7 @@ class ContextBacklog:
     def begin(self, req_id: str, slots: np.ndarray) -> None:
         """Starts or resumes a request whose prefix other requests have computed.
 
-        Deferred tokens of the prefix are written, because a prefix that recurs will recur again.
+        Deferred tokens of the prefix are written, because other requests will probably hit it too.
         If the context of a token was dropped, the request cannot be drafted for (`is_incomplete`).
         Add all committed tokens before this call.
 

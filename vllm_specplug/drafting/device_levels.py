@@ -95,7 +95,7 @@ def draft_levels_on_device(
         # would outscore its parent.
         scores = frontier_scores[..., None] + log_probs.double().clamp(max=0.0)
         scores = scores.masked_fill(~usable, float("-inf")).flatten(1)
-        # Stable, so that among equal scores an ancestor stays before its descendants.
+        # A stable sort keeps an ancestor before its descendants with equal scores.
         scores, order = scores.sort(dim=1, descending=True, stable=True)
         scores, order = scores[:, :num_nodes], order[:, :num_nodes]
         tokens, parents = ids.flatten(1).gather(1, order), order // ids.shape[-1]

@@ -193,4 +193,4 @@ class Drafter(
             self.propose(requests)
 
     def forget(self, req_ids: Iterable[str]) -> None:
-        """Drops the state of requests that ended; nothing by default."""
+        """Drops the state of requests that ended or were preempted; nothing by default."""

@@ -32,8 +32,8 @@ def require(condition: bool, name: str, value: object, legal: str) -> None:
 
 
 def require_only(raw: Mapping[str, Any], **fields: Any) -> None:
-    """Raises ValueError for a field of a parsed config that has another value than its given one,
-    unless it is absent."""
+    """Raises ValueError if a field of a parsed config differs from its given value; it may be
+    absent."""
     for name, legal in fields.items():
         require(raw.get(name) in (None, legal), name, raw.get(name), f"absent or {legal!r}")
 

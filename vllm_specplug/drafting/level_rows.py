@@ -35,8 +35,7 @@ class LevelRows(ABC):
     """The rows of the current level of a draft, and their attention.
 
     A row attends itself, its ancestors in earlier levels and a context. Every level queries the
-    rows of earlier levels again. That costs less than a kernel with fewer query rows than tail rows
-    would save.
+    rows of earlier levels again, because kernels have one query row per tail row.
 
     Args:
         context_lens: [R] number of tokens before each anchor.
@@ -63,7 +62,7 @@ class LevelRows(ABC):
         self._contexts: dict[TargetCache, ContextAttention] = {}
 
     def positions(self, starts: torch.Tensor) -> torch.Tensor:
-        """Returns the positions int64 [n] of the rows, given those of the roots [R]."""
+        """Returns the positions int64 [n] of the rows from the roots' positions [R]."""
         at = starts.index_select(0, self.owners) + self.depth
         return at.clamp_max(self.max_position).long()
 
@@ -72,8 +71,8 @@ class LevelRows(ABC):
         """Returns the state [n, ...] of each row's parent.
 
         Args:
-            states: those of the previous level's rows; at depth 0 those of the requests, which
-                are returned for the rows themselves.
+            states: states of the previous level's rows. At depth 0 they are states of the requests,
+                and are returned for the rows themselves.
         """
 
     def cache_attention(self, cache: DraftCache, starts: torch.Tensor) -> BlockAttention:

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from vllm_specplug.drafting.head_files import HeadFiles
 
 API_VERSION = 1
-"""Version of the contract between methods and this package. It increases with a release in which
-something that a method may rely on has changed its meaning, but not for additions."""
+"""Version of the contract between methods and this package. It increases if something that methods
+may rely on changes its meaning, but not for additions."""
 
 
 class Capability(StrEnum):
@@ -51,7 +51,7 @@ class Capability(StrEnum):
 
 
 class SharedOptions(Protocol):
-    """Options of all methods: those of `options.TreeOptions`, and vLLM's own."""
+    """Options of all methods: `options.TreeOptions` and vLLM's own."""
 
     model: str | None
     num_speculative_tokens: int

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drafts the tokens that followed the same n-gram earlier in the request.
 
-The idea is that of prompt lookup and of TokenSwift's token reuse. Here branches are merged into one
-tree instead of being verified side by side, and their probabilities are learned while serving: each
-branch is later compared with the target's tokens, so n-gram nodes and a head's nodes can compete
-for one budget. In a head's tree every node is looked up, not only the root, and head and text are
+The idea is known from prompt lookup and TokenSwift's token reuse. Here branches are merged into one
+tree instead of being verified side by side. Their probabilities are learned while serving, so that
+n-gram nodes and a head's nodes can compete for one budget: each branch is later compared with the
+target's tokens. In a head's tree every node is looked up, not only the root, and head and text are
 mixed as two predictors of the same token (`kernels.NgramIndex.graft`).
 """
 
@@ -178,9 +178,9 @@ class NgramBranches:
 
     def add_to(self, trees: Sequence[DraftTree], requests: DraftRequests) -> list[DraftTree]:
         """Returns the trees [R] with the n-gram continuations of their paths, within the budgets.
-        Without compiled kernels only those of the text itself are added.
+        Without compiled kernels only continuations of the text itself are added.
 
-        Chains stay unchanged, and so do malformed trees, which `DraftTree.fault` reports.
+        Chains and malformed trees (see `DraftTree.fault`) are returned unchanged.
         """
         merged = list(trees)
         if requests.width == 1:

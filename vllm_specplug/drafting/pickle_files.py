@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads released pickles as untrusted input.
 
-A pickle is a program. torch's weights-only loader allows only a few calls, none of the file's own,
-but these can still allocate any amount of memory. The checks here limit it to the file's size.
+A pickle is a program. torch's weights-only loader allows only a few known calls, but these can
+allocate any amount of memory. The checks here limit the memory to the file's size.
 """
 
 from __future__ import annotations

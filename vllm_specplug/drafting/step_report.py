@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a worker adds to vLLM's output of a step."""
+"""The report that a worker attaches to vLLM's output of a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REPORT_ATTRIBUTE = "specplug_report"
 
 @dataclass
 class StepReport:
-    """What a worker tells the engine core with a step's output.
+    """What a worker sends to the engine core with a step's output.
 
     Args:
         stats: statistics for /metrics, if there are any.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data from the target itself, losses, trainers, provenance."""
+"""Training data from the target, losses, the trainer, provenance."""

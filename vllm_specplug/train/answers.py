@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 PLAN_NAME, SETTINGS_NAME = "prompts.jsonl", "settings.json"
-# Shorter answers teach nothing and are left out.
+# Shorter answers are left out.
 MIN_ANSWER_TOKENS = 4
 
 
@@ -75,7 +75,7 @@ def plan_requests(
 
 
 def write_plan(folder: Path, requests: Sequence[Request], settings: dict[str, object]) -> None:
-    """Writes the plan and, before it, the settings that it is made with."""
+    """Writes the settings of a plan, then the plan."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SETTINGS_NAME).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     _write_lines(folder / PLAN_NAME, requests, _REQUEST)
@@ -149,7 +149,7 @@ def write_answers(folder: Path, answers: Iterable[Answer], shard_size: int = 512
 
 
 def _written(folder: Path, answers: Iterator[Answer], shard_size: int) -> Iterator[Answer]:
-    """Writes answers to shards; yields those of each shard when it is complete."""
+    """Writes answers to shards; yields the answers of each complete shard."""
     shard = 0
     while part := list(itertools.islice(answers, shard_size)):
         _write_lines(answer_path(folder, shard), part, _ANSWER)

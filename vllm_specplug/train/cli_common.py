@@ -67,11 +67,11 @@ def report(left_out: LeftOut, folder: Path) -> None:
 
 
 def length_limit(target: Path, option: str, wanted: int, max_tokens: int = 0) -> int:
-    """Returns the most tokens of a sequence: `wanted` by an option, or all that the target's
-    context holds beside answers of `max_tokens`.
+    """Returns the maximum tokens of a sequence: the option's value `wanted`, or for 0 the target's
+    context less answers of `max_tokens`.
 
     Raises:
-        ValueError: if `wanted` or `max_tokens` is more; the message names the option.
+        ValueError: if `wanted` or `max_tokens` is too large; the message names the option.
     """
     from transformers import AutoConfig
 
@@ -108,8 +108,8 @@ def write_split(
     accelerator: Accelerator,
     meta: Mapping[str, Any],
 ) -> None:
-    """Writes shards of each file of answers, to `out` and to `heldout`; keeps finished shards. Each
-    process writes those of its share of the files.
+    """Writes shards of each file of answers to `out` and `heldout`, and keeps finished ones. Each
+    process handles a share of the files.
 
     Args:
         write: called with the folder of a shard, its sequences and the number of its file.
@@ -263,8 +263,8 @@ def recipe_options(
 
     Args:
         given: all options of the command.
-        kept: those of them that a recipe does not change: the ones on the command line, and those
-            that a head to start from decides.
+        kept: options that a recipe does not change, because the command line or the head to start
+            from sets them.
 
     Raises:
         ValueError: for an unknown recipe.

@@ -105,8 +105,8 @@ class FeatureShard:
 
 
 class Features(ABC):
-    """Sequences of a run by index, with states of the target: stored, or computed when a step needs
-    them. What a step reads is chosen from tokens, and only the chosen sequences need states."""
+    """Sequences of a run by index, with states of the target, stored or computed on demand. A step
+    chooses sequences by their tokens, and only the chosen ones need states."""
 
     folder: Path
     # Zero-based layers whose outputs are in `aux`.
@@ -121,7 +121,7 @@ class Features(ABC):
     def __getitem__(self, index: int) -> Any: ...
 
     def text(self, index: int) -> Any:
-        """Returns a sequence, of which only tokens and prompt length are needed."""
+        """Returns a sequence of which only tokens and prompt length are read."""
         return self[index]
 
     def with_states(self, sequences: list[Any]) -> list[Any]:
@@ -184,8 +184,8 @@ def read_split(
 ) -> tuple[list[tuple[str, list[TokenSequence], list[TokenSequence]]], list[str]]:
     """Returns the answers of a data folder, and what a user should know about them.
 
-    Of each finished shard, these are its name, the held-out answers and those to train on. The
-    first `heldout` greedy ones are held out. More shards do not change them.
+    Each finished shard has its name, its held-out answers and its training answers. The first
+    `heldout` greedy answers are held out; later shards do not change them.
 
     Raises:
         ValueError: if none are left to train on, or the folder has no finished shard.

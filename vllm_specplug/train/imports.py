@@ -34,11 +34,11 @@ def import_answers(
     seed: int = 0,
     on_row: Callable[[int, int], None] = lambda done, total: None,
 ) -> Imported:
-    """Writes the answers in `files` to a data folder like that of `specplug data generate`.
+    """Writes the answers in `files` to a data folder as `specplug data generate` does.
 
-    Rows are shuffled, because answers are held out from the first shards. Every answer of a
-    conversation becomes one with the earlier turns as its prompt. What is longer than `max_length`
-    tokens is cut at its end; texts continue in another answer.
+    Rows are shuffled, because answers are held out from the first shards. Every assistant turn
+    becomes an answer with the earlier turns as its prompt. Longer answers are cut at `max_length`
+    tokens; texts continue in another answer.
 
     Raises:
         ValueError: if the files hold no answer.

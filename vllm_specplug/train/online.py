@@ -27,8 +27,8 @@ class OnlineFeatures(Features):
 
     Args:
         model: the frozen target; None for a subclass that does not run it.
-        device: where the states of a step's sequences are returned. Sequences taken by index have
-            theirs on the CPU, as stored ones.
+        device: of the states of a step's sequences. Sequences read by index have states on the CPU,
+            as stored sequences do.
         is_sharded: whether processes share the target's layers, so that all of them must read
             sequences at the same time.
     """
@@ -99,8 +99,8 @@ class OnlineFeatures(Features):
     def forward(
         self, texts: Sequence[TokenSequence], device: torch.device | str, is_training: bool
     ) -> list[Any]:
-        """Returns sequences with their states on a device; a method may need other states, and
-        others in training."""
+        """Returns sequences with their states on a device. A method that needs other states, for
+        instance only in training, overrides this."""
         assert self.model is not None
         tokens = [text.tokens for text in texts]
         aux, hidden = forward_features(self.model, tokens, self.target_layer_ids, device)

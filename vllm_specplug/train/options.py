@@ -16,7 +16,7 @@ SCHEDULES = ("linear", "cosine")
 LOSSES = ("forward_kl", "sft")
 STATE_NAME = "state.pt"
 # Share of the answers ending in a loop that is kept. A small target also produces loops when it is
-# served, so some stay.
+# served, so some are kept.
 REPETITIVE_SHARE = 0.7
 
 
@@ -27,7 +27,7 @@ def _option(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How a head is trained, without its shape. A resumed run may change all but `optimizer`."""
+    """How to train a head, except its shape. A resumed run may change all but `optimizer`."""
 
     optimizer: Annotated[str, Option(help="muon (for matrices, AdamW for the rest) or adamw.")] = (
         "muon"

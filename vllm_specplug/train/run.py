@@ -91,8 +91,8 @@ class HeadInTraining:
 
     Args:
         save: writes the checkpoint of the averaged head into a folder.
-        shape: the head's, for provenance.json.
-        origin: what a method adds to what the run started from.
+        shape: shape of the head, for provenance.json.
+        origin: more facts about what the run started from, for provenance.json.
         saved_tables: tables of the target that a checkpoint holds too.
     """
 
@@ -208,8 +208,8 @@ def _open_answers(
 def draft_ids(training: Training, size: int, vocab_from: str = "") -> torch.Tensor:
     """Returns the target token of each draft id, int64 [V'].
 
-    They are those of a resumed run, else of the head `vocab_from`, else the `size` most frequent
-    tokens including the end-of-turn tokens.
+    A resumed run keeps its tokens; otherwise they are the tokens of the head `vocab_from`, or the
+    `size` most frequent ones including the end-of-turn tokens.
     """
     saved = _saved_ids(training)
     if saved is not None:
@@ -367,8 +367,8 @@ def train_head(
 
 
 def _fixed(training: Training) -> dict[str, Any]:
-    """Returns what a resumed run must not change, because its head or the held-out answers would be
-    of other data."""
+    """Returns what a resumed run must not change, because its head and its held-out answers depend
+    on it."""
     run, store = training.run, training.store
     fixed: dict[str, Any] = {}
     if isinstance(run, NewHeadOptions):
@@ -456,10 +456,10 @@ def run_loop(
         done = trainer.step >= total
         late = run.max_minutes > 0 and time.monotonic() - began > run.max_minutes * 60
         if run.max_minutes > 0:
-            # Their clocks differ, and a process that stops alone leaves the others waiting.
+            # Their clocks differ, and if one process stopped first, the others would wait for it.
             (late,) = broadcast_object_list([late])
-        # In this order, so that no crash leaves an older head beside the state, and no plot that
-        # fails prevents both.
+        # In this order: a crash never leaves a head older than the state, and a failing plot
+        # prevents neither.
         measured = export() if trainer.step % run.eval_every == 0 or done or late else None
         if trainer.step % run.save_every == 0 or done or late:
             trainer.save(run.out)

@@ -73,7 +73,7 @@ class TargetWeights:
         return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
     def load(self) -> nn.Module:
-        """Loads the target in its own dtype on the CPU; not kept."""
+        """Loads the target in its own dtype on the CPU. The result is not cached."""
         return load_target(self.folder)
 
     def load_frozen(self, device: torch.device, processes: int = 1) -> nn.Module:
@@ -113,8 +113,8 @@ class TargetWeights:
 
 
 def target_crc(model: Any) -> str:
-    """Returns a checksum that tells targets of one shape apart: of the final norm's weight and the
-    first rows of the embedding, in bfloat16, in which features are computed."""
+    """Returns a checksum that distinguishes targets of one shape. It covers the final norm's weight
+    and the first rows of the embedding, in bfloat16 as for features."""
     norm: Any = decoder_of(model).final_norm
     crc, parts = 0, (norm.weight, model.get_input_embeddings().weight[:16])
     for part in parts:
@@ -125,13 +125,13 @@ def target_crc(model: Any) -> str:
 
 def shard_layers(model: nn.Module, device: torch.device, processes: int) -> None:
     """Divides the weights of a frozen target's decoder layers among all processes (FSDP2), which
-    gather a layer's for each forward."""
+    gather one layer at a time in each forward."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (processes,))
     for layer in decoder_of(model).layers:
-        # A module of its own would keep its weights after a forward.
+        # Each layer is an FSDP root, which by default keeps its weights after a forward.
         fully_shard(layer, mesh=mesh, reshard_after_forward=True)
 
 
@@ -184,7 +184,7 @@ def _model_class(config: Any, folder: str | Path) -> Any:
 
 def decoder_of(model: nn.Module) -> Decoder:
     """Returns the text decoder of a model: the module that has the embedding, exactly one list of
-    `num_hidden_layers` layers, and a norm, of which the last is the final norm.
+    `num_hidden_layers` layers, and norms, the last of which is the final norm.
 
     Raises:
         ValueError: if there is none.
