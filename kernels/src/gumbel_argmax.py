@@ -29,7 +29,7 @@ def gumbel_argmax(
     MurmurHash3 of (seed, position, token).
     """
     if has_cpu_extension():
-        # vLLM pads most vocabularies, so rows without the padding are not contiguous.
+        # vLLM pads vocabularies to multiples of 64: rows without the padding are not contiguous.
         dense = logits.contiguous()
         torch.ops.specplug.gumbel_argmax.default(dense, divisors, seeds, positions, winners)
     else:
