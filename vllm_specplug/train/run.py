@@ -30,7 +30,7 @@ from vllm_specplug.train.options import (
 from vllm_specplug.train.order import evenly_spread
 from vllm_specplug.train.provenance import head_identity, write_provenance
 from vllm_specplug.train.saved import read_saved, write_saved
-from vllm_specplug.train.target import TargetTables, TargetWeights, local_bytes
+from vllm_specplug.train.target import TargetTables, TargetWeights, forward_dtype, local_bytes
 from vllm_specplug.train.trainer import Objective, Trainer
 from vllm_specplug.train.vocabulary import (
     VOCABULARY_NAME,
@@ -79,10 +79,11 @@ class Training:
         return width or largest
 
     def draft_tables(self, ids: torch.Tensor, lm_head: torch.Tensor | None = None) -> DraftTables:
-        """Returns bfloat16 tables of a head that drafts the tokens `ids`, with rows of the target's
-        LM head or of its own."""
+        """Returns tables in `forward_dtype` of a head that drafts the tokens `ids`, with rows of
+        the target's LM head or of its own."""
         rows = self.tables.lm_head[ids].contiguous() if lm_head is None else lm_head
-        return DraftTables(self.tables.embed_tokens, rows, ids).to(torch.bfloat16)
+        dtype = forward_dtype(self.accelerator.device)
+        return DraftTables(self.tables.embed_tokens, rows, ids).to(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +120,8 @@ def new_accelerator() -> Accelerator:
                 "head and averages its weights; leave it out (--shard-target divides the target)"
             )
     patience = InitProcessGroupKwargs(timeout=timedelta(hours=4))
-    return Accelerator(mixed_precision="bf16", kwargs_handlers=[patience])
+    # The trainer chooses the dtype of forwards.
+    return Accelerator(mixed_precision="no", kwargs_handlers=[patience])
 
 
 def open_features(

@@ -79,13 +79,9 @@ class TargetWeights:
     def load_frozen(self, device: torch.device, processes: int = 1) -> nn.Module:
         """Loads the target on a device, to read its states; several `processes` share its layers.
 
-        It runs in bfloat16, or in float32 on a CPU without bfloat16 instructions, where products
-        in bfloat16 take several times as long.
+        It runs in `forward_dtype`.
         """
-        known = set(hardware()["extensions"] if device.type == "cpu" else ())
-        is_slow = "avx2" in known and known.isdisjoint(("avx512_bf16", "amx_bf16"))
-        dtype = torch.float32 if is_slow else torch.bfloat16
-        model = load_target(self.folder, dtype).requires_grad_(False)
+        model = load_target(self.folder, forward_dtype(device)).requires_grad_(False)
         if processes > 1:
             shard_layers(model, device, processes)
         return model.to(device)
@@ -110,6 +106,14 @@ class TargetWeights:
         norm = norm_gains(decoder_of(model).final_norm)
         rows, scores = embed.weight.detach().clone(), head.weight.detach().clone()
         return TargetTables(rows, scores, norm, target_crc(model))
+
+
+def forward_dtype(device: torch.device) -> torch.dtype:
+    """Returns the dtype of forwards: bfloat16, or float32 on a CPU without bfloat16 instructions,
+    where products in bfloat16 take several times as long."""
+    known = set(hardware()["extensions"] if device.type == "cpu" else ())
+    is_slow = "avx2" in known and known.isdisjoint(("avx512_bf16", "amx_bf16"))
+    return torch.float32 if is_slow else torch.bfloat16
 
 
 def target_crc(model: Any) -> str:

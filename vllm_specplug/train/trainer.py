@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training of any head: step, checkpoint, resume.
 
-Parameters are float32, forwards run in bfloat16 autocast. Every random choice is a function of the
+Parameters are float32, forwards run in `forward_dtype`. Every random choice is a function of the
 seed and the step, so a run that resumes from a checkpoint continues bit for bit.
 """
 
@@ -18,7 +18,6 @@ from typing import Any, ClassVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 from torch import nn
 
 from vllm_specplug.train.heldout import ChainAcceptance
@@ -79,7 +78,7 @@ class Objective(ABC):
             anchors = torch.arange(start, max(len(sequence.tokens) - 1, start))
             if not len(anchors):
                 continue
-            with torch.autocast(tables.lm_head.device.type, torch.bfloat16):
+            with tables.autocast():
                 drafts = [
                     self.drafts(head, sequence, part, tables).cpu()
                     for part in anchors.split(self.anchors_per_batch or len(anchors))
@@ -120,7 +119,7 @@ class Trainer:
         fixed: dict[str, Any] | None = None,
     ):
         self.objective, self.options, self.store = objective, objective.recipe, store
-        self.accelerator = accelerator or Accelerator(mixed_precision="bf16")
+        self.accelerator = accelerator or Accelerator(mixed_precision="no")
         self.device = self.accelerator.device
         # A head of another kind or meaning may have tensors of the same shapes.
         config: Any = head.config
@@ -187,7 +186,7 @@ class Trainer:
 
     def forward(self, *inputs: Any) -> Any:
         """The objective's forward in autocast."""
-        with self.accelerator.autocast():
+        with self.tables.autocast():
             return self._forward(*inputs)
 
     def distil(
@@ -201,7 +200,7 @@ class Trainer:
     ) -> torch.Tensor:
         """Returns the recipe's `head_loss`, by default with the draft rows of the LM head."""
         return head_loss(
-            hidden.to(torch.bfloat16),
+            hidden.to(self.tables.lm_head.dtype),
             teacher,
             self.tables.lm_head if lm_head is None else lm_head,
             labels,
@@ -213,8 +212,8 @@ class Trainer:
 
     def step_loss(self) -> StepLoss:
         """Returns the loss of the next batch on this process."""
-        batch = send_to_device(self.objective.draw(self), self.device)
-        return self.objective.loss(self, batch)
+        batch = self.objective.draw(self)
+        return self.objective.loss(self, self.tables.inputs(batch))
 
     def train_step(self) -> dict[str, float]:
         """Runs one optimiser step; returns its loss (a weighted mean per slot) and rates."""
@@ -303,8 +302,9 @@ class Trainer:
             for value in state.values()
             if isinstance(value, torch.Tensor)
         )
-        # Parameters and their averages in float32, and the head in bfloat16.
-        return own * (4 + 4 + 2) + sum(moments) + sum(table.nbytes for table in tables)
+        # Parameters and their averages in float32; the head and the tables in bfloat16.
+        exported = own + sum(table.numel() for table in tables)
+        return own * (4 + 4) + sum(moments) + 2 * exported
 
     def resume(self, folder: str | Path) -> None:
         """Continues a saved run; learning rates and schedule come from the current options."""

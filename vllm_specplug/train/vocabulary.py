@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import convert_to_fp32, send_to_device
 from safetensors import safe_open
 
 from vllm_specplug.train.features import Features
@@ -30,6 +32,16 @@ class DraftTables:
     def to(self, to: torch.device | torch.dtype | str) -> DraftTables:
         """Returns a copy with both tables on a device or of a dtype."""
         return DraftTables(self.embed_tokens.to(to), self.lm_head.to(to), self.target_ids)
+
+    def autocast(self) -> torch.autocast:
+        """Returns the context in which forwards multiply in the tables' dtype."""
+        is_low = self.lm_head.dtype == torch.bfloat16
+        return torch.autocast(self.lm_head.device.type, torch.bfloat16, enabled=is_low)
+
+    def inputs(self, batch: Any) -> Any:
+        """Returns a batch on the device of the tables, and in float32 if they are."""
+        moved = send_to_device(batch, self.lm_head.device)
+        return convert_to_fp32(moved) if self.lm_head.dtype == torch.float32 else moved
 
     def draft_ids(self) -> torch.Tensor:
         """Returns the draft id of each target token, int64 [V]; -1 for others."""

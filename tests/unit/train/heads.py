@@ -82,7 +82,7 @@ class OneOf(Accelerator):
     """An accelerator that is one process of several, as far as the data are concerned."""
 
     def __init__(self, rank: int, count: int) -> None:
-        super().__init__(mixed_precision="bf16")
+        super().__init__(mixed_precision="no")
         self.rank, self.count = rank, count
 
     @property

@@ -79,7 +79,7 @@ def test_a_draft_reads_only_what_precedes_it(kind: str, make_job: Callable[..., 
         state = getattr(sequence, name)
         changed[name] = torch.cat((state[:at], torch.randn_like(state[at:])))
     anchors = torch.arange(4, len(sequence.tokens) - 1)
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), tables.autocast():
         one, other = (
             made.objective.drafts(head, s, anchors, tables)
             for s in (sequence, replace(sequence, **changed))
@@ -99,7 +99,7 @@ def test_a_markov_head_takes_part_in_the_drafts(make_job: Callable[..., Job]) ->
         markov.markov_w1.weight.zero_()
         markov.markov_w1.weight[token] = 1.0
         markov.markov_w2.weight[always] = 1000.0
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), made.tables.autocast():
         drafts = made.objective.drafts(made.head, sequence, torch.arange(8, 14), made.tables)
     after = sequence.tokens[8 : 14 + drafts.shape[1]].unfold(0, drafts.shape[1], 1)[:6] == token
     assert after.sum() >= 3

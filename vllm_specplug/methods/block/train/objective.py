@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
 
 from vllm_specplug.methods.block.config import BlockHeadConfig
 from vllm_specplug.methods.block.head import BlockHead
@@ -65,11 +64,11 @@ def draw_blocks(trainer: Trainer, recipe: AnchorRecipe, config: BlockHeadConfig)
 def pack_heldout(
     config: BlockHeadConfig, sequence: FeatureSequence, anchors: torch.Tensor, tables: DraftTables
 ) -> BlockBatch:
-    """Returns the blocks of a held-out sequence on the device of `tables`."""
+    """Returns the blocks of a held-out sequence as inputs beside `tables`."""
     batch = pack_blocks(
         [sequence], [anchors], config.block_size, _CONTEXT_MULTIPLE, config.first_slot
     )
-    return send_to_device(batch, tables.lm_head.device)
+    return tables.inputs(batch)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils import send_to_device
 
 from vllm_specplug.methods.dels.train.batch import (
     LocalBatch,
@@ -97,6 +96,6 @@ class LocalObjective(Objective):
         tables: DraftTables,
     ) -> torch.Tensor:
         batch = pack_local([sequence], [anchors], self.block_size)
-        batch = send_to_device(batch, tables.lm_head.device)
+        batch = tables.inputs(batch)
         outputs = self.forward(head, batch.tokens, tables.embed_tokens)
         return tables.likeliest(outputs).view(len(anchors), -1)

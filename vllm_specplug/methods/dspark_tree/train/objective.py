@@ -93,7 +93,7 @@ class DSparkObjective(Objective):
         )
         hidden, ranks, confidence = trainer.forward(batch)
         loss, accepted = markov_loss(
-            hidden.to(torch.bfloat16),
+            hidden.to(trainer.tables.lm_head.dtype),
             ranks,
             trainer.head.markov_head.markov_w2.weight,
             trainer.tables.lm_head,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from accelerate.utils import send_to_device
 
 from vllm_specplug.methods.block.head import Attend
 from vllm_specplug.methods.block.train.start import copy_gains, copy_layer, copy_leading
@@ -176,7 +175,7 @@ class Eagle3Objective(Objective):
     ) -> torch.Tensor:
         # An anchor's row is that of the position before it.
         batch = pack([sequence], [anchors - 1], self.recipe.steps)
-        batch = send_to_device(batch, tables.lm_head.device)
+        batch = tables.inputs(batch)
         return tables.likeliest(self.forward(head, batch, tables.embed_tokens)).t()
 
 

@@ -15,7 +15,6 @@ from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import send_to_device
 from torch.utils.checkpoint import checkpoint
 
 from vllm_specplug.methods.block.train.start import copy_gains, copy_layer
@@ -197,7 +196,7 @@ class LongSpecObjective(Objective):
         # A row at depth d whose target cache ends d + 1 positions earlier reads what serving reads.
         found = []
         for depth in range(CHAIN_DEPTH):
-            batch = send_to_device(pack([sequence], [depth + 1]), tables.lm_head.device)
+            batch = tables.inputs(pack([sequence], [depth + 1]))
             states = run_packed(head, batch, tables.embed_tokens)
             rows = (anchors + depth).clamp_max(len(sequence) - 1)
             found.append(tables.likeliest(states[rows]))
