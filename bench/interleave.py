@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from vllm_specplug.vllm_worker.frames import with_room_for_callees
+
 # Long enough for an engine to fill the caches with its weights and code, short enough for the
 # machine's drift to affect all engines.
 TURN_SECONDS = 1.0
@@ -147,6 +149,8 @@ class Serving:
     def is_done(self) -> bool:
         return not self._waiting and not self._started
 
+    # For plain vLLM, too: else a system's place in the interpreter's memory is measured.
+    @with_room_for_callees
     def step(self) -> None:
         """Runs a step of the engine."""
         assert self._counters is not None

@@ -30,6 +30,7 @@ from vllm_specplug.vllm_v2.stop_tokens import MAX_STOP_TOKENS, StopTokens, stop_
 from vllm_specplug.vllm_v2.tree_params import put_on_trees
 from vllm_specplug.vllm_worker.cost.calibration import start_budget
 from vllm_specplug.vllm_worker.cost.draft_planner import DraftPlanner, step_metrics
+from vllm_specplug.vllm_worker.frames import with_room_for_callees
 from vllm_specplug.vllm_worker.memory.cache_groups import draft_group
 from vllm_specplug.vllm_worker.memory.draft_cache import DraftKVLayer
 from vllm_specplug.vllm_worker.memory.drafter_memory import bind_drafter_memory
@@ -116,6 +117,7 @@ class TreeRunnerMixin(StageRunnerMixin):
                 lambda: self.step.trees is not None,
             )
 
+    @with_room_for_callees
     def start_budget(self) -> None:
         start_budget(self.planner, self.state)
 

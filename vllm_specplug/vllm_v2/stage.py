@@ -28,6 +28,7 @@ from vllm_specplug.vllm_v2.model_state import with_trees
 from vllm_specplug.vllm_v2.stage_relay import StageRelay
 from vllm_specplug.vllm_v2.step_context import StepContext
 from vllm_specplug.vllm_v2.step_input import step_rows
+from vllm_specplug.vllm_worker.frames import with_room_for_callees
 from vllm_specplug.vllm_worker.proposer import DrafterHost
 from vllm_specplug.vllm_worker.runner_view import RunnerView
 from vllm_specplug.vllm_worker.target.layer_states import collect_layer_states
@@ -153,6 +154,7 @@ class StageRunnerMixin(_Runner):
 
     # -- before the forward -----------------------------------------------------------------
 
+    @with_room_for_callees
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         self.step.begin()
         return super().execute_model(*args, **kwargs)
@@ -203,6 +205,7 @@ class StageRunnerMixin(_Runner):
 
     # -- after the forward -------------------------------------------------------------------
 
+    @with_room_for_callees
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
         running = self.execute_model_state
         output = super().sample_tokens(*args, **kwargs)
