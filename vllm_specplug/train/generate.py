@@ -9,9 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from vllm_specplug.rows import Conversation, LeftOut
 from vllm_specplug.train.answers import Request
 from vllm_specplug.train.chat import ChatTokenizer
+from vllm_specplug.train.target import forward_dtype
 
 # Upper bound of a written prompt's tokens, chat template included.
 MADE_PROMPT_TOKENS = 1024
@@ -52,22 +55,20 @@ class VllmGenerator:
 
         self.chat, self.max_tokens = chat, max_tokens
         longest = max_prompt_tokens + max_tokens
-        limits: dict[str, Any] = {}
+        device = torch.device(current_platform.device_type)
+        settings: dict[str, Any] = {"dtype": forward_dtype(device)}
         if current_platform.is_cpu():
             # A seeded request whose prompt is chunked ends vLLM's engine on a CPU.
-            limits = {
-                "enable_chunked_prefill": False,
-                "max_num_batched_tokens": max(2048, longest),
-            }
+            settings["enable_chunked_prefill"] = False
+            settings["max_num_batched_tokens"] = max(2048, longest)
         self.llm = LLM(
             str(target),
-            dtype="bfloat16",
             enforce_eager=eager,
             max_num_seqs=max_num_seqs,
             max_model_len=longest,
             tensor_parallel_size=tensor_parallel_size,
             disable_log_stats=True,
-            **limits,
+            **settings,
         )
 
     def __call__(self, requests: Sequence[Request]) -> list[tuple[list[int], bool]]:
