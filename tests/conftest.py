@@ -82,8 +82,11 @@ def use_isa(name: str | None) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder that all processes of a run share; see `run_engine` in tests/e2e/harness.py."""
+    """A folder that all processes of a run share (see `run_engine` in tests/e2e/harness.py), also
+    for temporary files, some of which are left by engines that are killed."""
     if "SPECPLUG_TESTS_SHARED" not in os.environ:
+        # pytest itself keeps the files of the last runs.
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
         folder = tempfile.mkdtemp(prefix="specplug-tests-")
-        os.environ["SPECPLUG_TESTS_SHARED"] = folder
+        os.environ["SPECPLUG_TESTS_SHARED"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
