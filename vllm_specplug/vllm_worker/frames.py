@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory of the interpreter's frames.
 
-CPython keeps frames in chunks of memory. Where a function's frame is the last that fits into a
-chunk, each of its calls maps a new chunk and unmaps it on return, which takes longer than most of
-the calls themselves. The function that a compiled model became makes hundreds of calls per step,
-and its place in a chunk depends on the frames above it.
+CPython keeps frames in chunks of memory. If a function's frame is the last that fits into a chunk,
+CPython maps a new chunk for each of its calls and unmaps it on return, which takes longer than most
+calls. The Python code of a compiled model makes hundreds of calls per step, and the frames above it
+decide where its own frame lies.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _PLACES = 1 << 14
 
 
 def with_room_for_callees(function: F) -> F:
-    """Returns the function, whose frame now gets a chunk with 128 KiB of room for its callees'
-    frames."""
+    """Returns the function, changed so that its frame's chunk has 128 KiB for the frames of its
+    callees."""
     code = function.__code__
     wide = code.replace(co_stacksize=code.co_stacksize + _PLACES)
     function.__code__ = wide

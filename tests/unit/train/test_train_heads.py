@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,6 +72,23 @@ def test_the_loss_falls_and_the_head_loads_with_its_provenance(kind: str, make_j
     assert record["versions"]["torch"] == torch.__version__
     assert record["heldout"] == facts["heldout"] and record["heldout"]["sequences"] >= 3
     assert job.lines[-1].startswith("step 40: ")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_is_the_same_in_both_dtypes(
+    kind: str, make_job: MakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPUs differ in the dtype of forwards."""
+    last = []
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.setattr(run_module, "forward_dtype", Mock(return_value=dtype))
+        job = make_job(kind, str(dtype), total_steps=2)
+        assert job.trainer().tables.lm_head.dtype == dtype
+        losses, facts = job.train()
+        assert facts["heldout"]["sequences"] >= 3
+        last.append(losses[-1])
+    assert last[0] != last[1]
+    assert last[0] == pytest.approx(last[1], rel=0.02)
 
 
 @pytest.mark.parametrize("kind", ["jetspec", "dspark", "eagle3", "longspec", "tokenswift"])
