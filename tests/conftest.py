@@ -82,8 +82,10 @@ def use_isa(name: str | None) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A folder that all processes of a run share (see `run_engine` in tests/e2e/harness.py), also
-    for temporary files, some of which are left by engines that are killed."""
+    """Makes a folder that all processes of a run share; see `run_engine` in tests/e2e/harness.py.
+
+    It also takes their temporary files, since engines that are killed leave some.
+    """
     if "SPECPLUG_TESTS_SHARED" not in os.environ:
         # pytest itself keeps the files of the last runs.
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())

@@ -4,8 +4,8 @@
 A hypothesis state machine drives one engine with trees by its step loop: requests are added with
 any mix of options, also onto prefixes that are cached; aborted, preempted one or all, resumed;
 budgets change; the prefix cache is reset. At every step each output must be the beginning of
-what the plain engine gives that request alone. When all is done no block may be missing and
-nothing may be kept of any request.
+what the plain engine answers to that request by itself. When all is done no block may be missing
+and nothing may be kept of any request.
 
 Both engines live as long as the process and each plain answer is computed once, so that an
 example costs fractions of a second. Whether the tree engine's scheduler waits for every step or

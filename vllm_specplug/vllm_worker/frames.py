@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Places of 8 bytes. A chunk is the next power of two, here 256 KiB: the upper half is left for the
-# callees. Pages that no frame uses are not backed by memory.
+# Places of 8 bytes. The size of a chunk is the next power of two, here 256 KiB, of which nearly
+# half is left for the callees. Pages that no frame uses are not backed by memory.
 _PLACES = 1 << 14
 
 
 def with_room_for_callees(function: F) -> F:
-    """Returns the function, changed so that its frame's chunk has 128 KiB for the frames of its
-    callees."""
+    """Returns the function, changed so that its frame's chunk has more than 100 KiB for the frames
+    of its callees."""
     code = function.__code__
     wide = code.replace(co_stacksize=code.co_stacksize + _PLACES)
     function.__code__ = wide
