@@ -307,7 +307,7 @@ class Trainer:
         return own * (4 + 4) + sum(moments) + 2 * exported
 
     def resume(self, folder: str | Path) -> None:
-        """Continues a saved run; learning rates and schedule come from the current options."""
+        """Continues a saved run with the current recipe."""
         path = Path(folder) / STATE_NAME
         state = read_state(path, self.device)
         saved = state["fixed"]
@@ -324,10 +324,10 @@ class Trainer:
             self.ema[name].copy_(tensor)
         try:
             for optimizer, moments in zip(self.optimizers, state["optimizers"], strict=True):
-                base = [group["base_lr"] for group in optimizer.param_groups]
+                own = [{**group} for group in optimizer.param_groups]
                 optimizer.load_state_dict(moments)
-                for group, lr in zip(optimizer.param_groups, base, strict=True):
-                    group["base_lr"] = lr
+                for group, options in zip(optimizer.param_groups, own, strict=True):
+                    group.update(options)
         except (KeyError, TypeError, ValueError) as error:
             raise unreadable(path, [f"optimizers ({error})"]) from error
         self.order.restore(state["order"])

@@ -282,6 +282,15 @@ def test_an_mlp_wider_than_the_targets_is_refused(kind: str, make_job: MakeJob) 
         make_job(kind, intermediate_size=64).train()
 
 
+def test_a_resumed_run_takes_the_new_recipe(make_job: MakeJob) -> None:
+    job = make_job("jetspec", total_steps=1)
+    job.train()
+    recipe = {"weight_decay": 0.1, "adam_beta2": 0.9, "learning_rate": 0.01}
+    job.changed(resume=True, total_steps=2, **recipe).train()
+    muon, adamw = (o["param_groups"][0] for o in state(job)["optimizers"])
+    assert (muon["weight_decay"], muon["base_lr"], adamw["betas"]) == (0.1, 0.01, (0.9, 0.9))
+
+
 def test_the_held_out_results_of_all_steps_are_kept_and_plotted(make_job: MakeJob) -> None:
     job = make_job("jetspec", total_steps=4, eval_every=2)
     job.run.out.mkdir(parents=True)
