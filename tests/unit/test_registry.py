@@ -73,6 +73,16 @@ def test_impossible_declarations_are_refused(changes: dict[str, object], message
         register(replace(STRANGER, **changes))  # type: ignore[arg-type]
 
 
+def test_a_method_that_names_no_version_fits_only_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = replace(STRANGER, name="named", api_version=2)
+    monkeypatch.setattr(registry, "API_VERSION", 2)
+    registry.check_declaration(named, {})
+    with pytest.raises(ValueError, match="version 1 of the contract"):
+        registry.check_declaration(STRANGER, {})
+
+
 def test_options_have_owners() -> None:
     assert owners_of("kv_budget") == ["tokenswift"]
     assert owners_of("tree_width") == []

@@ -138,7 +138,9 @@ class Method:
     shipped folder."""
     is_default: bool = False
     """Whether the demo and the benchmarks use it by default."""
-    api_version: int = API_VERSION
+    api_version: int = 1
+    """Version of the contract that the method is written for. The default is a number, not
+    `API_VERSION`, so that a later version of this package refuses methods that do not name it."""
 
     def load_options(self) -> type[MethodOptions]:
         """Imports the class of the method's own options."""
