@@ -60,8 +60,8 @@ class TreeOptions:
     """Options that the tree methods add to vLLM's speculative options."""
 
     tree_depth: int | None = Field(default=None, ge=1, le=64)
-    """Maximum depth of a tree. Default: the depth that the method drafts (block size - 1 with a
-    block head); for n-gram branches, the number of nodes."""
+    """Maximum depth of a tree. Default: the depth that the method drafts; for n-gram branches, the
+    number of nodes."""
     tree_width: int = Field(default=DEFAULT_TREE_WIDTH, ge=1, le=64)
     """Maximum number of children per node; 1 drafts a chain."""
     ngram_topk: int = Field(default=3, ge=0, le=16)
