@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -267,8 +267,12 @@ def features(
         parts = common.read_split(data, heldout_answers, repetitive_share)
         model = weights.load_frozen(accelerator.device)
 
-        def write(folder: Path, part: list[TokenSequence], number: int) -> None:
-            write_shard(folder, part, model, ids, tokens_per_batch=tokens_per_batch)
+        def write(
+            folder: Path, part: list[TokenSequence], number: int, on_batch: Callable[[int], None]
+        ) -> None:
+            write_shard(
+                folder, part, model, ids, tokens_per_batch=tokens_per_batch, on_batch=on_batch
+            )
 
         meta = shard_meta(model, ids)
         common.write_split(parts, out, heldout, write, accelerator, meta)

@@ -7,9 +7,10 @@ import importlib
 import inspect
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
@@ -104,7 +105,7 @@ def write_split(
     parts: Parts,
     out: Path,
     heldout: Path | None,
-    write: Callable[[Path, list[TokenSequence], int], None],
+    write: Callable[[Path, list[TokenSequence], int, Callable[[int], None]], None],
     accelerator: Accelerator,
     meta: Mapping[str, Any],
 ) -> None:
@@ -112,7 +113,8 @@ def write_split(
     process handles a share of the files.
 
     Args:
-        write: called with the folder of a shard, its sequences and the number of its file.
+        write: called with the folder of a shard, its sequences, the number of its file, and a
+            function to call with the number of tokens after each batch.
         meta: what the shards' metadata will hold, with `aux_size` and `hidden_size`.
 
     Raises:
@@ -122,27 +124,32 @@ def write_split(
     from vllm_specplug.train.features import check_shard
 
     missing: list[tuple[Path, list[TokenSequence], int]] = []
-    finished = 0
+    own, finished = 0, 0
     for number, (name, aside, rest) in enumerate(parts):
+        is_own = number % accelerator.num_processes == accelerator.process_index
         for folder, sequences in ((heldout, aside), (out, rest)):
             if folder is None or not sequences:
                 continue
+            own += is_own * _num_tokens(sequences)
             if (folder / name / "meta.json").is_file():
                 check_shard(folder / name, sequences, meta)
-                finished += 1
+                finished += is_own * _num_tokens(sequences)
             else:
                 missing.append((folder / name, sequences, number))
-    tokens = sum(len(sequence.tokens) for _, sequences, _ in missing for sequence in sequences)
+    tokens = sum(_num_tokens(sequences) for _, sequences, _ in missing)
     _check_disk(out, tokens * 2 * (meta["aux_size"] + meta["hidden_size"]))
     # No shard may be finished while another process looks for missing ones.
     accelerator.wait_for_everyone()
     with progress() as bar:
-        task = bar.add_task("features", completed=finished, total=finished + len(missing))
+        task = bar.add_task("tokens", completed=finished, total=own)
         for folder, sequences, number in missing:
             if number % accelerator.num_processes == accelerator.process_index:
-                write(folder, sequences, number)
-            bar.advance(task)
+                write(folder, sequences, number, partial(bar.advance, task))
     accelerator.wait_for_everyone()
+
+
+def _num_tokens(sequences: Sequence[TokenSequence]) -> int:
+    return sum(len(sequence.tokens) for sequence in sequences)
 
 
 def _check_disk(out: Path, size: int) -> None:

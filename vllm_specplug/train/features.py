@@ -271,6 +271,7 @@ def write_shard(
     target_layer_ids: Sequence[int],
     *,
     tokens_per_batch: int = 4096,
+    on_batch: Callable[[int], None] = lambda tokens: None,
 ) -> None:
     """Runs the target over `sequences` and writes a shard, which is visible when complete."""
     write_features(
@@ -279,6 +280,7 @@ def write_shard(
         lambda rows: forward_features(model, [sequences[r].tokens for r in rows], target_layer_ids),
         meta=shard_meta(model, target_layer_ids),
         tokens_per_batch=tokens_per_batch,
+        on_batch=on_batch,
     )
 
 
@@ -290,9 +292,14 @@ def write_features(
     *,
     meta: Mapping[str, Any],
     tokens_per_batch: int = 4096,
+    on_batch: Callable[[int], None] = lambda tokens: None,
 ) -> None:
-    """Writes a shard of what `forward` computes, which is visible when complete. `meta` holds
-    `aux_size` and `hidden_size`."""
+    """Writes a shard of what `forward` computes, which is visible when complete.
+
+    Args:
+        meta: the shard's metadata, with `aux_size` and `hidden_size`.
+        on_batch: called with the number of tokens after each batch.
+    """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -310,6 +317,7 @@ def write_features(
             start, end = offsets[row], offsets[row + 1]
             aux[start:end] = state.view(torch.uint16).numpy()
             hidden[start:end] = last.view(torch.uint16).numpy()
+        on_batch(sum(len(sequences[row].tokens) for row in rows))
     aux.flush()
     hidden.flush()
     record = {

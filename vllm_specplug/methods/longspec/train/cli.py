@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,11 +52,15 @@ def features(
         model: Any = TargetWeights(target).load_frozen(accelerator.device)
         most = model.config.max_position_embeddings
 
-        def write(folder: Path, part: list[TokenSequence], salt: int) -> None:
+        def write(
+            folder: Path, part: list[TokenSequence], salt: int, on_batch: Callable[[int], None]
+        ) -> None:
             shifted = anchor_offsets and folder.parent == out
             rng = np.random.default_rng([seed, salt])
             offsets = [draw_offset(len(s.tokens), most, rng) if shifted else (0, 0) for s in part]
-            write_kv_shard(folder, part, offsets, model, tokens_per_batch=tokens_per_batch)
+            write_kv_shard(
+                folder, part, offsets, model, tokens_per_batch=tokens_per_batch, on_batch=on_batch
+            )
 
         common.write_split(parts, out, heldout, write, accelerator, kv_meta(model))
 

@@ -12,7 +12,7 @@ the rotary angles of long ones. The target runs with the same positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ def write_kv_shard(
     model: nn.Module,
     *,
     tokens_per_batch: int = 4096,
+    on_batch: Callable[[int], None] = lambda tokens: None,
 ) -> None:
     """Runs the target over `sequences` with shifted positions and writes one shard."""
 
@@ -153,6 +154,7 @@ def write_kv_shard(
         forward,
         meta={**kv_meta(model), "offsets": [list(pair) for pair in offsets]},
         tokens_per_batch=tokens_per_batch,
+        on_batch=on_batch,
     )
 
 
