@@ -64,6 +64,10 @@ WORKERS = {
     "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorker",
 }
 
+# Increase it if trees change the graph that vLLM compiles in another way: vLLM must not reuse old
+# graphs. In form 2, attention on a CPU stores keys and values.
+_GRAPH_FORM = 2
+
 
 def current_device() -> str:
     """Returns the type of this machine's device, as in `WORKERS`."""
@@ -215,14 +219,14 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         return method.needs | (self.plan.needs if self.plan else frozenset())
 
     def compute_hash(self) -> str:
-        """Extends vLLM's hash by what changes the compiled graph: auxiliary layers, and by whom the
-        products of which weights are computed."""
+        """Extends vLLM's hash by what changes the compiled graph: its form, auxiliary layers, and
+        who computes the products of which weights."""
         parent = super().compute_hash()
         if self.plugin_method is None:
             return parent
         is_packed = current_device() == "cpu" and packs_target(self.target_products)
         products = (packed_isa(), has_packed_int8_products()) if is_packed else None
-        factors = str((parent, self.plugin_method, self.aux_layers, products))
+        factors = str((parent, _GRAPH_FORM, self.plugin_method, self.aux_layers, products))
         return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
 
     def __repr__(self) -> str:

@@ -29,8 +29,17 @@ CPU_BACKENDS = SeamSet(
     (Register(_ATTENTION, f"{_REGISTRY}.CPU_ATTN", path=f"{_OWN}.cpu.TreeCPUAttentionBackend"),)
 )
 CPU_MEMBERS: tuple[Seam, ...] = (
-    Members(_ATTENTION, f"{_BACKENDS}.cpu_attn:CPUAttentionBackend", "get_impl_cls"),
-    Members(_ATTENTION, f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl", "forward"),
+    Members(
+        _ATTENTION,
+        f"{_BACKENDS}.cpu_attn:CPUAttentionBackend",
+        "get_impl_cls forward_includes_kv_cache_update",
+    ),
+    Members(
+        _ATTENTION,
+        f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl",
+        "forward kv_sharing_target_layer_name",
+    ),
+    Members(_ATTENTION, f"{_BACKENDS}.cpu_attn:CPUAttentionMetadata", "slot_mapping"),
     Members(_ISOLATED, f"{_BACKENDS}.cpu_attn:CPUAttentionBackendImpl", "do_kv_cache_update"),
     Members(
         _ATTENTION,

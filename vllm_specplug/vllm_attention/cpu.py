@@ -24,6 +24,7 @@ from vllm_specplug.kernels import (
 from vllm_specplug.kernels.cpu_layout import FP8_CACHES
 from vllm_specplug.vllm_attention.tree_rows import (
     CpuTreeRows,
+    DraftAttention,
     TreeAttentionMixin,
     TreeRows,
     layout_key,
@@ -53,6 +54,9 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
     """Registered over `CPU_ATTN` in workers that draft trees."""
 
     takes_tree_rows = True
+
+    # An operator of its own would cost a layer as much as this attention of a short context.
+    forward_includes_kv_cache_update = True
 
     @staticmethod
     def get_impl_cls() -> type[TreeCPUAttentionBackendImpl]:
@@ -87,6 +91,23 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
         if self.kv_cache_dtype in self.cache_dtypes:
             return key, value
         return super().storable(key, value)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        # Warm-ups and draft forwards store nothing.
+        stores = attn_metadata is not None and not isinstance(attn_metadata, DraftAttention)
+        if stores and key is not None and self.kv_sharing_target_layer_name is None:
+            self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, *args, **kwargs)
 
     def do_kv_cache_update(
         self,

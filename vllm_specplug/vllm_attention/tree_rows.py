@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -32,10 +31,9 @@ TREE_BACKEND_MARK = "takes_tree_rows"
 CacheViews = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class DraftAttention(ABC):
+class DraftAttention:
     """Replaces vLLM's attention metadata in a draft forward of the target itself."""
 
-    @abstractmethod
     def attend(
         self,
         layer: Any,
@@ -45,6 +43,7 @@ class DraftAttention(ABC):
         output: torch.Tensor,
     ) -> None:
         """One layer: query [R, Hq, Dh], key and value [R, Hkv, Dh] -> output [R, Hq, Dh]."""
+        raise NotImplementedError
 
 
 # Block size, head size and dtype of a cache.

@@ -328,6 +328,9 @@ class TreeSpeculator(BaseSpeculator):
 
     def _store(self, input_batch: Any, batch: HostBatch, trees: list[DraftTree]) -> torch.Tensor:
         shape = (len(trees), self.store.num_nodes)
+        if not any(tree.num_nodes for tree in trees):
+            self.store.clear(input_batch.idx_mapping.long())
+            return torch.zeros(shape, dtype=torch.int64, device=self.device)
         token_ids = np.zeros(shape, np.int64)
         parents = np.full(shape, -1, np.int32)
         scores = np.zeros(shape, np.float32)

@@ -26,6 +26,7 @@ from vllm_specplug.engine.engine_args import (
     state_problems,
 )
 from vllm_specplug.kernels.cuda_contract import FULL_GRAPHS_VARIABLE
+from vllm_specplug.kernels.packed_linear import packed_isa
 from vllm_specplug.options import RowBudget
 
 pytestmark = pytest.mark.usefixtures("installed")
@@ -69,6 +70,14 @@ def test_the_hash_depends_on_the_auxiliary_layers(target: Path, head: Path) -> N
     before = spec.compute_hash()
     spec.plan = replace(spec.plan, hidden_layers=(1,))
     assert spec.compute_hash() != before
+
+
+def test_the_hash_depends_on_who_computes_products(target: Path, head: Path) -> None:
+    spec = engine_config(target, _jetspec(head)).speculative_config
+    spec.target_products = "vllm"
+    stock = spec.compute_hash()
+    spec.target_products = "packed"
+    assert (spec.compute_hash() != stock) == (packed_isa() is not None)
 
 
 @pytest.mark.parametrize("method", ["jetspec", "tree"])

@@ -34,7 +34,7 @@ def impl() -> Any:
     made: Any = object.__new__(TreeCPUAttentionBackendImpl)
     made.scale, made.kv_cache_dtype, made.attn_type = DIM**-0.5, "auto", "decoder"
     made.sliding_window, made.logits_soft_cap = -1, 0
-    made.sinks = made.alibi_slopes = None
+    made.sinks = made.alibi_slopes = made.kv_sharing_target_layer_name = None
     return made
 
 
@@ -42,11 +42,11 @@ def step(impl: Any, cache: torch.Tensor, layers: dict[Any, Any]) -> torch.Tensor
     """The output of a root alone, on an empty context, whose value is 3."""
     query = torch.ones(1, HEADS, DIM)
     layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
-    impl.do_kv_cache_update(layer, query, 3 * query, cache, torch.zeros(1, dtype=torch.long))
     table = torch.zeros(1, 1, dtype=torch.int32)
     metadata = tree_metadata([0], [0], [0], [torch.empty(0).int().numpy()], table)
     rows = CpuTreeRows(metadata, {layout_key(cache): cpu_kv_layout(cache)}, True, layers)
-    attn_metadata = SimpleNamespace(block_table=table)
+    slots = torch.zeros(1, dtype=torch.long)
+    attn_metadata = SimpleNamespace(block_table=table, slot_mapping=slots)
     attach_tree_rows(attn_metadata, rows)
     output = torch.zeros_like(query)
     return impl.forward(layer, query, query, 3 * query, cache, attn_metadata, output)
