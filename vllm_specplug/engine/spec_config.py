@@ -8,6 +8,8 @@ vLLM reads the annotations of config classes as types: no `from __future__ impor
 """
 
 import difflib
+import functools
+import hashlib
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -20,6 +22,7 @@ from vllm.config.utils import config
 from vllm.logger import init_logger
 from vllm.utils.hashing import safe_hash
 
+import vllm_specplug
 from vllm_specplug.drafting.head_files import read_head_files
 from vllm_specplug.drafting.head_path import resolve_head_path
 from vllm_specplug.drafting.method import Capability, DraftPlan, Method, MethodOptions, TargetInfo
@@ -64,16 +67,30 @@ WORKERS = {
     "cuda": "vllm_specplug.vllm_v2.worker_gpu.TreeGPUWorker",
 }
 
-# Increase it if trees change the graph that vLLM compiles in another way: vLLM must not reuse old
-# graphs. In form 2, attention on a CPU stores keys and values.
-_GRAPH_FORM = 2
-
 
 def current_device() -> str:
     """Returns the type of this machine's device, as in `WORKERS`."""
     from vllm.platforms import current_platform
 
     return "cuda" if current_platform.is_cuda() else current_platform.device_type
+
+
+@functools.cache
+def _code_and_cpu() -> str:
+    """Returns a digest of this package and of the CPU's instruction sets: a graph that was compiled
+    earlier may call operators that have changed, and hold instructions of another machine."""
+    digest = hashlib.sha256()
+    for folder in sorted({*vllm_specplug.__path__, *vllm_specplug.kernels.__path__}):
+        for path in sorted(Path(folder).rglob("*")):
+            if path.suffix in (".py", ".so"):
+                digest.update(path.read_bytes())
+    cpus = Path("/proc/cpuinfo")
+    for line in cpus.read_text().splitlines() if cpus.exists() else ():
+        # The second name is ARM's.
+        if line.startswith(("flags", "Features")):
+            digest.update(line.encode())
+            break
+    return digest.hexdigest()
 
 
 @config
@@ -219,14 +236,16 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
         return method.needs | (self.plan.needs if self.plan else frozenset())
 
     def compute_hash(self) -> str:
-        """Extends vLLM's hash by what changes the compiled graph: its form, auxiliary layers, and
-        who computes the products of which weights."""
+        """Extends vLLM's hash by what changes the compiled graph: auxiliary layers, and on a CPU
+        `_code_and_cpu` and who computes the products of which weights."""
         parent = super().compute_hash()
         if self.plugin_method is None:
             return parent
-        is_packed = current_device() == "cpu" and packs_target(self.target_products)
+        is_cpu = current_device() == "cpu"
+        is_packed = is_cpu and packs_target(self.target_products)
         products = (packed_isa(), has_packed_int8_products()) if is_packed else None
-        factors = str((parent, _GRAPH_FORM, self.plugin_method, self.aux_layers, products))
+        code = _code_and_cpu() if is_cpu else None
+        factors = str((parent, self.plugin_method, self.aux_layers, products, code))
         return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
 
     def __repr__(self) -> str:

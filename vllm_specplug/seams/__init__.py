@@ -17,6 +17,7 @@ WORKER_SEAMS = {
         (
             runner.CPU_RUNNER,
             runner.SPECULATOR,
+            *runner.LOADED_GRAPHS.seams,
             *runner.CPU_KERNELS.seams,
             *runner.CPU_PRODUCTS.seams,
             *attention.CPU_BACKENDS.seams,

@@ -76,6 +76,20 @@ CPU_WORKER_ADMISSION = Add(
     "vllm.v1.worker.gpu_worker:HAS_TRITON",
     make=f"{_OWN_KERNELS}.launch:triton_stands_in",
 )
+LOADED_GRAPHS = SeamSet(
+    (
+        Add(
+            Topic(
+                "loaded_graphs",
+                "vLLM calls a method that only graphs of its own backend have, so that it compiles "
+                "the graph of a CPU again at each start, for a minute or two; applied in workers",
+            ),
+            "torch._dynamo.aot_compile_types:BundledAOTAutogradSerializableCallable."
+            "finalize_loading",
+            make="vllm_specplug.vllm_worker.start_up:make_finalize_loading",
+        ),
+    )
+)
 _TARGET_PRODUCTS = "vllm_specplug.vllm_worker.target"
 _LINEAR_KERNELS = "vllm.model_executor.kernels.linear"
 _CPU_PRODUCTS_TOPIC = Topic(

@@ -96,8 +96,9 @@ class TreeCPUAttentionBackendImpl(TreeAttentionMixin, CPUAttentionBackendImpl):
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor | None,
-        value: torch.Tensor | None,
+        # [T, Hkv, Dh]; None in a layer that reads the keys and values of another one
+        key: Any,
+        value: Any,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
         *args: Any,

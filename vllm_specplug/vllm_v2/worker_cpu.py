@@ -20,6 +20,7 @@ from vllm_specplug.seams.listing_runner import (
     CPU_KERNELS,
     CPU_RUNNER,
     CPU_WORKER_ADMISSION,
+    LOADED_GRAPHS,
     SPECULATOR,
 )
 from vllm_specplug.vllm_v2.backend import CpuTreeBackend, TreeBackend
@@ -105,6 +106,7 @@ class TreeCPUWorker(OwnKernels, PacksTarget, CPUWorker):
         choose_kernel(spec.tree_kernel, self.model_config.dtype)
         require_seams("cpu", self.use_v2_model_runner)
         CPU_BACKENDS.apply()
+        LOADED_GRAPHS.apply()
         if self.model_config.use_mla:
             # Before the model's layers choose their backend.
             use_seams("latent attention", LATENT_SEAMS["cpu"])

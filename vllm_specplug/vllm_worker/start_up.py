@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ class OwnKernels:
         spec: Any = self.vllm_config.speculative_config
         choose_reference(spec.tree_kernel == "reference")
         return super().execute_model(*args, **kwargs)  # type: ignore[misc]  # vLLM's worker
+
+
+def make_finalize_loading(_: None) -> Callable[[Any, Any], None]:
+    """Returns the method that vLLM calls on a loaded graph. Torch's graphs are complete."""
+    return lambda graph, vllm_config: None
 
 
 def require_seams(device: str, uses_v2: bool) -> None:

@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from vllm.compilation.counter import compilation_counter
 
-from tests.e2e.pair import pair
+from tests.e2e.pair import generate, make_engine, pair, sequences_of
 from tests.e2e.requests import greedy
 from tests.e2e.tiny import make_head, make_target
 from tests.e2e.tiny_engine import PARAMS, PROMPTS, VOCAB
@@ -56,3 +59,28 @@ def test_output_equals_plain_eager_decoding(models: tuple[Path, Path], mode: str
             one.extra_args = {"specplug_tree_budget": 8}
     outputs, _ = made.compare(PROMPTS, params, branching=mode not in ("chain", "one_node"))
     assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1
+
+
+def test_a_compiled_graph_is_loaded_by_the_next_engine(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """It takes the weights of that engine."""
+    target, head = shutil.copytree(models[0], tmp_path / "target"), models[1]
+    options = {"model": str(head), "num_speculative_tokens": 8, "tree_budget": 8}
+    params = greedy(**PARAMS)
+
+    def tokens(method: str | None, **engine: Any) -> list[list[int]]:
+        llm = make_engine(method, model=str(target), skip_tokenizer_init=True, **engine)
+        return sequences_of(generate(llm, PROMPTS, params))
+
+    compiled = {"enforce_eager": False, "speculative": options}
+    first = tokens("jetspec", **compiled)
+    path = target / "model.safetensors"
+    tensors = load_file(path)
+    for name in (name for name in tensors if name.endswith("down_proj.weight")):
+        tensors[name] = -tensors[name]
+    save_file(tensors, path, metadata={"format": "pt"})
+    loaded = compilation_counter.num_aot_artifacts_loaded
+    second = tokens("jetspec", **compiled)
+    assert compilation_counter.num_aot_artifacts_loaded == loaded + 1
+    assert second == tokens(None) != first

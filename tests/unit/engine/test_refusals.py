@@ -80,6 +80,16 @@ def test_the_hash_depends_on_who_computes_products(target: Path, head: Path) -> 
     assert (spec.compute_hash() != stock) == (packed_isa() is not None)
 
 
+def test_the_hash_depends_on_code_and_cpu(
+    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = engine_config(target, _jetspec(head)).speculative_config
+    before = spec.compute_hash()
+    assert before == spec.compute_hash()
+    monkeypatch.setattr(spec_config, "_code_and_cpu", lambda: "another machine")
+    assert spec.compute_hash() != before
+
+
 @pytest.mark.parametrize("method", ["jetspec", "tree"])
 def test_the_methods_flags_are_accepted(target: Path, head: Path, method: str) -> None:
     flags = {"spec_method": method, "spec_model": str(head), "spec_tokens": 6}
