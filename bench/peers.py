@@ -9,6 +9,8 @@ the package llama-cpp-python.
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
@@ -115,10 +117,15 @@ def main() -> None:
     args = benchmark.parse()
     if not args.report_only:
         target = prepare_target("smollm2")
-        copies = {
-            weights: quantised_copy(target, cache_dir() / f"smollm2-w{weights[0]}", int(weights[0]))
-            for weights in ("4 bits", "8 bits")
-        }
+        # In another process: this one is confined before it imports torch.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            bits = {weights: int(weights[0]) for weights in ("4 bits", "8 bits")}
+            copies = {
+                weights: pool.submit(
+                    quantised_copy, target, cache_dir() / f"smollm2-w{count}", count
+                ).result()
+                for weights, count in bits.items()
+            }
         folder = cache_dir() / "smollm2-gguf"
         gguf = next(folder.rglob("*Q4_1.gguf"), None) or fetch_gguf(
             get_target("smollm2"), folder, print
