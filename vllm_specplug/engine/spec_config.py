@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import torch
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import ArgsKwargs
 from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
@@ -237,15 +238,16 @@ class SpecPlugSpeculativeConfig(TreeOptions, SpeculativeConfig):
 
     def compute_hash(self) -> str:
         """Extends vLLM's hash by what changes the compiled graph: auxiliary layers, and on a CPU
-        `_code_and_cpu` and who computes the products of which weights."""
+        `_code_and_cpu`, the threads of its loops, and who computes the products of which weights.
+        """
         parent = super().compute_hash()
         if self.plugin_method is None:
             return parent
         is_cpu = current_device() == "cpu"
         is_packed = is_cpu and packs_target(self.target_products)
         products = (packed_isa(), has_packed_int8_products()) if is_packed else None
-        code = _code_and_cpu() if is_cpu else None
-        factors = str((parent, self.plugin_method, self.aux_layers, products, code))
+        made_for = (_code_and_cpu(), torch.get_num_threads()) if is_cpu else None
+        factors = str((parent, self.plugin_method, self.aux_layers, products, made_for))
         return safe_hash(factors.encode(), usedforsecurity=False).hexdigest()
 
     def __repr__(self) -> str:

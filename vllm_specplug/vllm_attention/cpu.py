@@ -55,7 +55,7 @@ class TreeCPUAttentionBackend(CPUAttentionBackend):
 
     takes_tree_rows = True
 
-    # An operator of its own would cost a layer as much as this attention of a short context.
+    # A separate operator that stores costs a layer 20 to 30 us, as much as a short context.
     forward_includes_kv_cache_update = True
 
     @staticmethod

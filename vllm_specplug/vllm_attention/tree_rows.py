@@ -31,6 +31,7 @@ TREE_BACKEND_MARK = "takes_tree_rows"
 CacheViews = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+# Not abstract, because every layer of a step asks `isinstance`, which is slow for those classes.
 class DraftAttention:
     """Replaces vLLM's attention metadata in a draft forward of the target itself."""
 

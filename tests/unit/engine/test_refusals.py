@@ -86,6 +86,9 @@ def test_the_hash_depends_on_code_and_cpu(
     spec = engine_config(target, _jetspec(head)).speculative_config
     before = spec.compute_hash()
     assert before == spec.compute_hash()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 99)
+        assert spec.compute_hash() != before
     monkeypatch.setattr(spec_config, "_code_and_cpu", lambda: "another machine")
     assert spec.compute_hash() != before
 
